@@ -1,0 +1,133 @@
+"""Strict configuration: pydantic models, YAML files, `section.field=value` overrides."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from typing_extensions import Self
+
+ConfigT = TypeVar("ConfigT", bound="StrictConfig")
+
+
+class StrictConfig(BaseModel):
+    """A frozen config that rejects unknown keys and names the nearest known one."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_the_nearest_key(cls, data: Any) -> Any:
+        if isinstance(data, Mapping):
+            for key in data:
+                if key not in cls.model_fields:
+                    where = f"key of {cls.__name__}"
+                    raise ValueError(unknown_name(where, str(key), list(cls.model_fields)))
+        return data
+
+
+def unknown_name(what: str, name: str, known: Sequence[str]) -> str:
+    """The message for a name that is not among `known`, with the nearest that is."""
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+    return f"unknown {what}: {name!r}; {hint}known: {', '.join(known)}"
+
+
+class DraftConfig(StrictConfig):
+    """How drafts are made and how long they are.
+
+    Attributes:
+        drafter: the strategy's name; `"none"` switches drafting off (plain decoding).
+        exit_layer: number of layers below the exit: 4 runs layers 0-3. `None` takes the exit of
+            the first fitted head, or a quarter of the layers when there is none.
+        head: kind of the exit head, or `None` for the one fitted at `exit_layer` (`"shared"`
+            when there is none).
+        num_draft_tokens: the most tokens drafted in a round (γ in Leviathan et al. 2023).
+        schedule: `"fixed"` drafts that many each round; `"confidence"` stops a round's draft once
+            the draft's own probability of its token falls below `confidence` in every row.
+        confidence: threshold in (0, 1) of the confidence schedule.
+    """
+
+    drafter: str = "early_exit"
+    exit_layer: int | None = Field(default=None, ge=0)
+    head: str | None = None
+    num_draft_tokens: int = 4
+    schedule: Literal["fixed", "confidence"] = "fixed"
+    confidence: float = Field(default=0.4, gt=0, lt=1)
+
+    @model_validator(mode="after")
+    def _drafts_are_wanted(self) -> Self:
+        if self.num_draft_tokens < 1:
+            raise ValueError(
+                f"num_draft_tokens must be at least 1, got {self.num_draft_tokens}; "
+                "to decode without drafts use drafter='none'"
+            )
+        return self
+
+    @classmethod
+    def of(cls, draft: DraftConfig | Mapping[str, Any] | str | None) -> DraftConfig:
+        """Read what `generate(draft=...)` takes: a config, a dict, a drafter's name or nothing."""
+        if draft is None:
+            return cls()
+        if isinstance(draft, cls):
+            return draft
+        if isinstance(draft, str):
+            return cls(drafter=draft)
+        if isinstance(draft, Mapping):
+            return parse(cls, draft, "draft")
+        raise TypeError(
+            f"draft must be a DraftConfig, a dict or a drafter's name, got {type(draft).__name__}"
+        )
+
+
+def parse(config: type[ConfigT], data: Mapping[str, Any], source: str) -> ConfigT:
+    """Validate `data`; errors come as one `ValueError` whose lines name `source` and the key."""
+    try:
+        return config.model_validate(dict(data))
+    except ValidationError as error:
+        raise ValueError("\n".join(_error_lines(error, source))) from None
+
+
+def _error_lines(error: ValidationError, source: str) -> Iterator[str]:
+    for item in error.errors():
+        place = ".".join(str(part) for part in item["loc"])
+        message = item["msg"].removeprefix("Value error, ")
+        yield f"{source}: {place + ': ' if place else ''}{message}"
+
+
+def load_config(
+    config: type[ConfigT], path: str | Path | None, overrides: Sequence[str] = ()
+) -> ConfigT:
+    """Read a YAML file and apply `section.field=value` overrides (values are YAML).
+
+    Raises:
+        FileNotFoundError: there is no file at `path`.
+        ValueError: the file is not a YAML mapping, an override has no `=`, or a key is unknown.
+    """
+    data: Any = {}
+    if path is not None:
+        file = Path(path)
+        if not file.is_file():
+            raise FileNotFoundError(f"no config file at {file}; give the path of a YAML file")
+        data = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    if not isinstance(data, dict):
+        raise ValueError(f"{path} must hold a YAML mapping, got {type(data).__name__}")
+    for override in overrides:
+        _override(data, override)
+    return parse(config, data, str(path) if path is not None else "overrides")
+
+
+def _override(data: dict[str, Any], override: str) -> None:
+    key, separator, value = override.partition("=")
+    if not separator or not key:
+        raise ValueError(f"an override reads section.field=value, got {override!r}")
+    *sections, field = key.split(".")
+    for section in sections:
+        data = data.setdefault(section, {})
+        if not isinstance(data, dict):
+            raise ValueError(f"override {override!r}: {section!r} is a value, not a section")
+    data[field] = yaml.safe_load(value)

@@ -1,0 +1,71 @@
+"""Options of `generate` that speculation does not cover, each with what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from transformers import GenerationConfig, LogitsProcessorList
+from transformers.generation import logits_process as hf
+
+# Processors that keep a state of their own between calls, one call per written token.
+_STATEFUL = (
+    hf.UnbatchedClassifierFreeGuidanceLogitsProcessor,
+    hf.SynthIDTextWatermarkLogitsProcessor,
+)
+_KNOWN_INPUTS = {
+    "attention_mask",
+    "cache_position",
+    "logits_to_keep",
+    "past_key_values",
+    "position_ids",
+    "return_dict",
+    "synced_gpus",
+    "use_cache",
+}
+
+
+def refuse_uncovered(
+    config: GenerationConfig, processors: LogitsProcessorList, inputs: Mapping[str, Any]
+) -> None:
+    """Raise ValueError for the first option that is not covered."""
+    for problem in _problems(config, processors, inputs):
+        raise ValueError(problem)
+
+
+def _problems(
+    config: GenerationConfig, processors: LogitsProcessorList, inputs: Mapping[str, Any]
+) -> Iterator[str]:
+    instead = "use the model's own generate for it"
+    if (config.num_beams or 1) > 1:
+        yield f"num_beams={config.num_beams}: beam search is not covered by speculation; {instead}"
+    if config.penalty_alpha:
+        yield f"penalty_alpha: contrastive search is not covered by speculation; {instead}"
+    if config.dola_layers is not None:
+        yield f"dola_layers: DoLa decoding is not covered by speculation; {instead}"
+    if config.prompt_lookup_num_tokens is not None or config.assistant_early_exit is not None:
+        yield (
+            "prompt_lookup_num_tokens and assistant_early_exit are drafters of transformers; "
+            "choose selfspec's with draft=..."
+        )
+    if config.use_cache is False:
+        yield "use_cache=False: speculation keeps its KV between rounds; leave use_cache on"
+    if config.cache_implementation not in (None, "dynamic"):
+        yield (
+            f"cache_implementation={config.cache_implementation!r}: selfspec brings its own cache; "
+            "leave it unset"
+        )
+    if config.output_attentions or config.output_hidden_states:
+        yield (
+            "output_attentions and output_hidden_states are not kept by speculation; "
+            "run the finished text through the model once"
+        )
+    for processor in processors:
+        if isinstance(processor, _STATEFUL):
+            yield (
+                f"{type(processor).__name__} keeps a state from token to token, which rejected "
+                f"drafts would corrupt; {instead}"
+            )
+    unknown = [key for key, value in inputs.items() if value is not None and key not in _KNOWN_INPUTS]
+    if unknown:
+        yield f"inputs not covered by speculation: {', '.join(unknown)}; {instead}"

@@ -1,0 +1,358 @@
+"""Runs any span of decoder layers of any Hugging Face causal language model.
+
+While a pass is active every decoder layer's `forward` is gated: layers outside the span hand their
+input through, the first layer of the span may start from a stored hidden state, and what the last
+one returns (the residual stream before the final norm) is kept. The model's own `forward` still
+makes embeddings, positions and rotary tables, so nothing of a family's modelling code is copied,
+and nothing inside a layer (adapters, quantized weights, device hooks) is touched. Outside
+`with decoder:` the model is exactly what it was.
+
+This is the only file that knows transformers' layer API.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast, ModelOutput
+
+from selfspec.slots import SlotCache, Window
+
+
+class Span(NamedTuple):
+    """Layers `start` to `stop - 1`."""
+
+    start: int
+    stop: int
+
+
+class Pass(NamedTuple):
+    """What a pass over a span leaves.
+
+    Attributes:
+        hidden: `[rows, width, hidden]` residual stream after the span's last layer.
+        normed: `[rows, width, hidden]` the same after the model's final norm.
+    """
+
+    hidden: Tensor
+    normed: Tensor
+
+
+@dataclass
+class _Gating:
+    """The active pass, as the gates see it."""
+
+    span: Span
+    hidden: Tensor | None
+    masks: dict[int | None, Tensor]
+    add_masks: bool
+    result: Tensor | None = None
+
+
+class Decoder:
+    """A causal language model whose layers can be run in spans.
+
+    Args:
+        model: any decoder-only causal LM of transformers, PEFT-wrapped or not.
+
+    Raises:
+        TypeError: `model` is no transformers model.
+        ValueError: the model cannot be run in spans; the message says why.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.causal_lm = _unwrap(model)
+        self.config = self.causal_lm.config.get_text_config(decoder=True)
+        refuse_unsupported(self.causal_lm)
+        self.base: nn.Module = self.causal_lm.base_model
+        self.stack, self.layers = _find_layers(self.base, self.config.num_hidden_layers)
+        self.windows = _windows(self.config, len(self.layers))
+        self._takes = set(inspect.signature(self.base.forward).parameters)
+        # These size their position bias from a 2-D mask and refuse a 4-D one.
+        self._alibi = self.config.model_type == "bloom" or getattr(self.config, "alibi", False)
+        self._own_masks = [m for m in self.layers.modules() if _has_causal_buffer(m)]
+        self._returns_tuple: bool | None = None
+        self._output_class: type[ModelOutput] = BaseModelOutputWithPast
+        self._gating: _Gating | None = None
+        self._lock = threading.RLock()
+        self._depth = 0
+        self._originals: list[tuple[nn.Module, str, Any]] = []
+
+    @property
+    def depth(self) -> int:
+        """Number of decoder layers."""
+        return len(self.layers)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the embeddings, where tokens go in."""
+        return self.causal_lm.get_input_embeddings().weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the residual stream."""
+        return self.causal_lm.dtype
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the LM head."""
+        return self.config.vocab_size
+
+    @property
+    def max_positions(self) -> int | None:
+        """Positions that the model was made for; `None` where its config names none."""
+        return getattr(self.config, "max_position_embeddings", None)
+
+    @property
+    def final_norm(self) -> nn.Module:
+        """The norm between the last layer and the LM head.
+
+        Raises:
+            ValueError: the model has none.
+        """
+        norms = [m for m in self.stack.children() if "norm" in type(m).__name__.lower()]
+        if not norms:
+            raise ValueError(f"{type(self.causal_lm).__name__} has no final norm to start a lens from")
+        return norms[-1]
+
+    def new_slots(self, rows: int, capacity: int = 0) -> SlotCache:
+        """An empty KV cache for `rows` rows."""
+        return SlotCache(self.windows, rows, capacity, self.device)
+
+    # Gates
+
+    def __enter__(self) -> Decoder:
+        self._lock.acquire()
+        self._depth += 1
+        if self._depth == 1:
+            for index, layer in enumerate(self.layers):
+                self._replace(layer, "forward", self._gate(index, layer.forward))
+            for module in self._own_masks:
+                # Slots carry the whole mask; the module's own table assumes keys end at the query.
+                everything = torch.ones_like(module.bias[..., :1, :1]).expand_as(module.bias)
+                self._replace(module, "bias", everything)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            while self._originals:
+                module, name, value = self._originals.pop()
+                _restore(module, name, value)
+        self._lock.release()
+
+    def _replace(self, module: nn.Module, name: str, value: Any) -> None:
+        if name in module._buffers:
+            self._originals.append((module, name, module._buffers[name]))
+            module._buffers[name] = value
+            return
+        self._originals.append((module, name, module.__dict__.get(name)))
+        module.__dict__[name] = value
+
+    def _gate(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        window = self.windows[index]
+
+        def gated(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            gating = self._gating
+            if gating is None:
+                return forward(hidden_states, *args, **kwargs)
+            start, stop = gating.span
+            if not start <= index < stop:
+                return (hidden_states,) if self._returns_tuple else hidden_states
+            if index == start and gating.hidden is not None:
+                hidden_states = gating.hidden
+            if gating.masks:
+                args, kwargs = _with_mask(args, kwargs, gating, window)
+            output = forward(hidden_states, *args, **kwargs)
+            self._returns_tuple = isinstance(output, tuple)
+            if index == stop - 1:
+                gating.result = output[0] if isinstance(output, tuple) else output
+            return output
+
+        return gated
+
+    # Passes
+
+    def run(
+        self, tokens: Tensor, span: Span, slots: SlotCache, hidden: Tensor | None = None, offset: int = 0
+    ) -> Pass:
+        """Run `span` over `tokens`, writing its KV behind each row's settled tokens.
+
+        Args:
+            tokens: `[rows, width]` token ids.
+            span: the layers to run.
+            slots: the KV cache.
+            hidden: `[rows, width, hidden]` residual stream to resume from; needed when the span
+                does not start at layer 0.
+            offset: distance of the first token from the settled ones.
+        """
+        if span.start > 0 and hidden is None:
+            raise ValueError(f"a span from layer {span.start} needs the hidden states below it")
+        with self, slots.writing(tokens.shape[1], offset) as window:
+            masks = self._masks(slots, window)
+            self._gating = _Gating(span, hidden, masks, self._alibi)
+            if span.start > 0 and self._returns_tuple is None:
+                raise RuntimeError("run the layers below a span once before resuming above them")
+            try:
+                output = self.base(**self._inputs(tokens, slots, window.positions, masks))
+                result = self._gating.result
+            finally:
+                self._gating = None
+        self._output_class = type(output)
+        assert result is not None
+        return Pass(result, output[0])
+
+    def _masks(self, slots: SlotCache, window: Window) -> dict[int | None, Tensor]:
+        # A prefill from nothing is causal in every row: the family's own mask is right, and may
+        # be none at all. Anywhere else rows differ, and masks come from their lengths.
+        if not any(window.starts) and not self._own_masks:
+            return {}
+        return {window: slots.mask(window, self.dtype) for window in {None, *self.windows}}
+
+    def _inputs(
+        self, tokens: Tensor, slots: SlotCache, positions: Tensor, masks: dict[int | None, Tensor]
+    ) -> dict[str, Any]:
+        inputs: dict[str, Any] = {
+            "input_ids": tokens,
+            "past_key_values": slots,
+            "use_cache": True,
+            "return_dict": True,
+        }
+        if masks and not self._alibi:
+            inputs["attention_mask"] = masks[None]
+        if "position_ids" in self._takes:
+            inputs["position_ids"] = positions
+        return inputs
+
+    def unembed(self, normed: Tensor) -> Tensor:
+        """Logits `[rows, width, vocab]` of final-norm outputs, by the model's own tail.
+
+        The causal LM's `forward` runs with its body stubbed, so scaling and soft-capping of any
+        family apply.
+        """
+        with self._lock:
+            self._replace(self.base, "forward", lambda *args, **kwargs: self._stub(normed))
+            try:
+                return self.causal_lm(inputs_embeds=normed, use_cache=False, return_dict=True).logits
+            finally:
+                _restore(*self._originals.pop())
+
+    def _stub(self, normed: Tensor) -> ModelOutput:
+        return self._output_class(last_hidden_state=normed)  # pyright: ignore[reportCallIssue]
+
+
+def _restore(module: nn.Module, name: str, value: Any) -> None:
+    if name in module._buffers:
+        module._buffers[name] = value
+    elif value is None:
+        module.__dict__.pop(name, None)
+    else:
+        module.__dict__[name] = value
+
+
+def _with_mask(
+    args: tuple[Any, ...], kwargs: dict[str, Any], gating: _Gating, window: int | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The layer's arguments with the slots' mask for its window."""
+    mask, full = gating.masks[window], gating.masks[None]
+    if gating.add_masks:
+        kwargs = dict(kwargs)
+        kwargs["attention_mask"] = _added(kwargs.get("attention_mask"), mask)
+        return args, kwargs
+    if mask is full:
+        return args, kwargs
+    args = tuple(mask if arg is full else arg for arg in args)
+    return args, {name: mask if arg is full else arg for name, arg in kwargs.items()}
+
+
+def _added(own: Tensor | None, mask: Tensor) -> Tensor:
+    """The family's own mask, which carries its position bias, with the slots' mask on top."""
+    if own is None or own.dtype == torch.bool:
+        return mask
+    return torch.where(mask < 0, mask, own.to(mask.dtype))
+
+
+def _unwrap(model: nn.Module) -> PreTrainedModel:
+    inner = model
+    if hasattr(model, "peft_config"):
+        config = next(iter(model.peft_config.values()))  # pyright: ignore
+        if getattr(config, "is_prompt_learning", False):
+            raise ValueError(
+                f"a PEFT model of type {config.peft_type} adds virtual tokens, which a span of layers "
+                "cannot see; use an adapter inside the layers (LoRA), or merge it"
+            )
+        if hasattr(model, "get_base_model"):
+            inner = model.get_base_model()  # pyright: ignore[reportCallIssue]
+    if not isinstance(inner, PreTrainedModel):
+        raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
+    return inner
+
+
+def refuse_unsupported(model: PreTrainedModel) -> None:
+    """Raise ValueError, with the reason, for a model that cannot draft for itself."""
+    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
+    attention = getattr(config, "_attn_implementation", "eager")
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{name} is an encoder-decoder; selfspec runs decoder-only causal LMs")
+    if model.get_output_embeddings() is None or not model.can_generate():
+        raise ValueError(f"{name} has no LM head; load the model with AutoModelForCausalLM")
+    if model._is_stateful or not hasattr(config, "num_hidden_layers"):
+        raise ValueError(
+            f"{name} keeps a recurrent state, which cannot take rejected tokens back; "
+            "selfspec runs models whose layers attend to a KV cache"
+        )
+    if attention not in ("sdpa", "eager"):
+        raise ValueError(
+            f"{name} uses attention {attention!r}, which takes no mask per row; "
+            "load it with attn_implementation='sdpa' (or 'eager')"
+        )
+    kinds = {type(layer).__name__ for layer in DynamicCache(config=config).layers}
+    strange = kinds - {"DynamicLayer", "DynamicSlidingWindowLayer"}
+    chunked = getattr(config, "attention_chunk_size", None) is not None
+    if strange or chunked:
+        what = "attends in chunks" if chunked else f"caches {', '.join(sorted(strange))}"
+        raise ValueError(
+            f"{name} {what}; selfspec runs models whose every layer has full or "
+            "sliding-window attention over a KV cache of its own"
+        )
+
+
+def _find_layers(base: nn.Module, count: int) -> tuple[nn.Module, nn.ModuleList]:
+    """The decoder layers, and the module that owns them."""
+    for module in base.modules():
+        for child in module.children():
+            if isinstance(child, nn.ModuleList) and len(child) == count:
+                return module, child
+    raise ValueError(
+        f"{type(base).__name__} has no ModuleList of num_hidden_layers = {count} layers; "
+        "selfspec cannot tell its decoder layers"
+    )
+
+
+def _windows(config: Any, depth: int) -> list[int | None]:
+    """Per layer, the sliding window in tokens, or None."""
+    if config.model_type == "gpt_neo":
+        local = [kind == "local" for kind in config.attention_layers]
+        return [config.window_size if is_local else None for is_local in local]
+    layers = DynamicCache(config=config).layers
+    windows = [getattr(layer, "sliding_window", None) for layer in layers]
+    return windows or [None] * depth
+
+
+def _has_causal_buffer(module: nn.Module) -> bool:
+    """Whether an attention module masks by a table of its own (GPT-Neo)."""
+    table = module._buffers.get("bias")
+    return table is not None and table.dtype == torch.bool and table.ndim == 4

@@ -1,0 +1,263 @@
+"""The loop: draft, verify, accept, cut, commit.
+
+`speculate` is what `model.generate(custom_generate=...)` calls, so every option of generate keeps
+its meaning: processors, stopping criteria, streamers and returned dictionaries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from selfspec.acceptance import accept
+from selfspec.coverage import refuse_uncovered
+from selfspec.draft import Draft, Verdict
+from selfspec.drafters import Drafter
+from selfspec.engine import Engine, State
+from selfspec.prompts import Prompt
+from selfspec.records import StepRecord
+from selfspec.sampling import Sampler
+from selfspec.stats import Round, Stats, Trace
+from selfspec.stopping import Stops
+from selfspec.streaming import Stream
+
+_FIRST_ROOM = 1024  # tokens reserved ahead; buffers double when a call writes more
+
+
+@dataclass
+class SpecOutput(GenerateDecoderOnlyOutput):
+    """What `generate(return_dict_in_generate=True)` returns: transformers' fields and ours.
+
+    Attributes:
+        stats: counters and clocks of the call.
+        trace: every round of every row.
+    """
+
+    stats: Stats | None = None
+    trace: Trace | None = None
+
+
+class Session:
+    """One call of `generate`.
+
+    Args:
+        engine: the target and its passes.
+        drafter: the strategy.
+        prompt: the caller's rows.
+        sampler: how scores become tokens.
+        stops: the stopping criteria.
+        config: the call's generation config.
+        stream: where tokens are shown.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        drafter: Drafter,
+        prompt: Prompt,
+        sampler: Sampler,
+        stops: Stops,
+        config: GenerationConfig,
+        stream: Stream,
+    ):
+        self.engine, self.drafter, self.prompt = engine, drafter, prompt
+        self.sampler, self.stops, self.stream = sampler, stops, stream
+        self.config = config
+        wanted = bool(config.return_dict_in_generate)
+        empty: list[list[Any]] = [[] for _ in range(prompt.rows)]
+        self.scores = StepRecord(wanted and bool(config.output_scores), [*map(list, empty)])
+        self.logits = StepRecord(wanted and bool(config.output_logits), [*map(list, empty)])
+        self.trace = Trace([*map(list, empty)])
+        self.stats = Stats()
+
+    def run(self) -> State:
+        """Write every row to its stop."""
+        with self.engine.decoder, self.stats.clock("total"):
+            state = self.start()
+            while state.rows:
+                self.step(state)
+        self.stream.end()
+        return state
+
+    def start(self) -> State:
+        """Prefill all but each prompt's last token, which is the first pending one."""
+        room = min(self.stops.remaining(self.prompt.width) + 1, _FIRST_ROOM)
+        state = self.prompt.state(self.sampler, self.stats, room)
+        tokens, counts = self.prompt.prefill()
+        if max(counts):
+            self.engine.prefill(state, tokens, self.config.prefill_chunk_size)
+        state.slots.commit(counts)
+        return state
+
+    def step(self, state: State) -> None:
+        """One round."""
+        limit = self._limit(state)
+        if limit > 0:
+            draft = self.drafter.propose(state, limit)
+        else:
+            draft = Draft.empty(state.rows, state.pending.device)
+        if state.sampler.reads_prefix:
+            state.context.write(draft.tokens)
+        logits = self.engine.verify(state, draft)
+        scores = state.sampler.scores(logits, state.context)
+        verdict = accept(draft, scores, state.sampler)
+        self.drafter.commit(state, verdict)
+        self.logits.begin(logits.float())
+        self.scores.begin(scores)
+        self._settle(state, self._read(draft, verdict, logits))
+
+    def _limit(self, state: State) -> int:
+        """Drafts that can still be used: the last token allowed is the target's own."""
+        shortest = min(state.context.lengths[row] for row in state.context.rows)
+        limit = self.stops.remaining(shortest) - 1
+        positions = self.engine.decoder.max_positions
+        if positions is not None:
+            limit = min(limit, positions - 1 - max(state.slots.lengths))
+        return limit
+
+    def _read(self, draft: Draft, verdict: Verdict, logits: Tensor) -> list[_RowRound]:
+        """Bring the round's tokens to the host: the one synchronisation of a round."""
+        broken = logits[..., 0].isnan().any(-1, keepdim=True)
+        columns = [verdict.accepted[:, None], broken, draft.tokens, verdict.tokens]
+        rounds = [_RowRound.read(row, draft.length) for row in torch.cat(columns, dim=1).tolist()]
+        if any(step.broken for step in rounds):
+            raise ValueError(
+                "the model's logits are NaN; check its weights and dtype (float16 overflows where "
+                "bfloat16 and float32 do not)"
+            )
+        return rounds
+
+    def _settle(self, state: State, rounds: list[_RowRound]) -> None:
+        """Cut the new tokens at their stops, then commit what stands."""
+        context, rows = state.context, list(state.context.rows)
+        blocks = [step.block for step in rounds]
+        context.append(blocks)
+        kept, ended = self.stops.cut(context, blocks, self.scores)
+        for row, step, count in zip(rows, rounds, kept, strict=True):
+            context.lengths[row] += count
+            self._note(row, step.cut(count))
+        self.scores.keep(rows, kept)
+        self.logits.keep(rows, kept)
+        state.slots.commit(kept)
+        last = [[block[count - 1]] for block, count in zip(blocks, kept, strict=True)]
+        state.pending = torch.tensor(last, device=state.pending.device)
+        self.stream.put(context, finished=[rows[i] for i, stop in enumerate(ended) if stop])
+        if any(ended):
+            self._leave(state, [index for index, stop in enumerate(ended) if not stop])
+
+    def _note(self, row: int, step: Round) -> None:
+        self.stats.count(step)
+        self.trace.rows[row].append(step)
+
+    def _leave(self, state: State, going: Sequence[int]) -> None:
+        """Finished rows leave the batch; their KV is kept where the caller gets it back."""
+        rows = state.context.rows
+        self.prompt.retire(state.slots, {rows[i]: i for i in range(len(rows)) if i not in going})
+        state.context.rows = [rows[i] for i in going]
+        if going:
+            state.slots.select(going)
+            self.drafter.select(going)
+        state.pending = state.pending[list(going)]
+
+
+class _RowRound(NamedTuple):
+    """One row's round on the host, before it is cut."""
+
+    accepted: int
+    broken: bool
+    drafted: list[int]
+    block: list[int]
+
+    @classmethod
+    def read(cls, row: list[int], k: int) -> _RowRound:
+        """Take apart `[accepted, broken, k drafts, k + 1 tokens]`."""
+        accepted, broken = row[:2]
+        return cls(accepted, bool(broken), row[2 : 2 + k], row[2 + k : 2 + k + accepted + 1])
+
+    def cut(self, count: int) -> Round:
+        """The round as it stands with `count` tokens; drafts behind a stop do not count."""
+        if count > self.accepted:
+            return Round(tuple(self.drafted), self.accepted, self.block[self.accepted])
+        return Round(tuple(self.drafted[:count]), count, None)
+
+
+def speculate(
+    causal_lm: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    *,
+    call: Call,
+    **model_kwargs: Any,
+) -> Tensor | SpecOutput:
+    """Write `input_ids` on: the callable behind `generate(custom_generate=...)`.
+
+    Args:
+        causal_lm: the model whose `generate` calls.
+        input_ids: `[batch, width]`, left-padded where rows differ.
+        logits_processor: the caller's processors.
+        stopping_criteria: the caller's criteria.
+        generation_config: the call's options.
+        call: what selfspec's own `generate` adds: engine, drafter, streamer, generator.
+        **model_kwargs: attention mask and cache, as `generate` prepared them.
+
+    Raises:
+        ValueError: an option that speculation does not cover, or a prompt that cannot be decoded.
+    """
+    refuse_uncovered(generation_config, logits_processor, model_kwargs)
+    cache = model_kwargs.get("past_key_values")
+    own_cache = cache if getattr(cache, "_is_user_defined", False) else None
+    mask = model_kwargs.get("attention_mask")
+    if mask is None and own_cache is not None:
+        mask = input_ids.new_ones(input_ids.shape[0], generation_config._mask_length)
+    as_dict = bool(generation_config.return_dict_in_generate)
+    prompt = Prompt(call.engine, input_ids, mask, own_cache, keep_cache=as_dict)
+    sampler = Sampler(logits_processor, bool(generation_config.do_sample), call.generator)
+    padding = padding_id(generation_config)
+    stream = Stream(call.streamer, prompt.width, padding)
+    stops = Stops(stopping_criteria)
+    session = Session(call.engine, call.drafter, prompt, sampler, stops, generation_config, stream)
+    call.session = session
+    state = session.run()
+    sequences = state.context.padded(padding)
+    final_cache = prompt.final_cache(state.slots)
+    if not as_dict:
+        return sequences
+    return SpecOutput(
+        sequences=sequences,  # pyright: ignore[reportArgumentType]
+        scores=session.scores.steps(),  # pyright: ignore[reportArgumentType]
+        logits=session.logits.steps(),  # pyright: ignore[reportArgumentType]
+        past_key_values=final_cache,
+        stats=session.stats,
+        trace=session.trace,
+    )
+
+
+@dataclass
+class Call:
+    """What a call of `SelfSpecModel.generate` adds to transformers' own options."""
+
+    engine: Engine
+    drafter: Drafter
+    streamer: BaseStreamer | None = None
+    generator: torch.Generator | None = None
+    session: Session | None = None
+
+
+def padding_id(config: GenerationConfig) -> int:
+    """The token behind rows that ended earlier than others."""
+    padding = getattr(config, "_pad_token_tensor", None)
+    return int(padding) if padding is not None else 0

@@ -1,0 +1,19 @@
+"""Drafting strategies, one file each, by name."""
+
+from selfspec.config import DraftConfig, unknown_name
+from selfspec.drafters.base import Drafter
+from selfspec.drafters.early_exit import EarlyExit
+from selfspec.drafters.plain import Plain
+from selfspec.engine import Engine
+
+DRAFTERS: dict[str, type[Drafter]] = {drafter.name: drafter for drafter in (EarlyExit, Plain)}
+
+
+def make_drafter(engine: Engine, config: DraftConfig) -> Drafter:
+    """The drafter that a config names; ValueError lists the known ones."""
+    if config.drafter not in DRAFTERS:
+        raise ValueError(unknown_name("drafter", config.drafter, list(DRAFTERS)))
+    return DRAFTERS[config.drafter].from_config(engine, config)
+
+
+__all__ = ["DRAFTERS", "Drafter", "EarlyExit", "Plain", "make_drafter"]

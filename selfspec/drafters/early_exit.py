@@ -1,0 +1,66 @@
+"""A chain of drafts from an exit head behind the first layers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from selfspec.config import DraftConfig
+from selfspec.draft import Draft
+from selfspec.drafters.base import Drafter
+from selfspec.engine import Engine, State
+from selfspec.heads import ExitHead
+from selfspec.schedule import Schedule, make_schedule
+
+
+class EarlyExit(Drafter):
+    """Self-speculation through an early exit (LayerSkip, Elhoushi et al. 2024).
+
+    k drafts cost k shallow passes; verification resumes from the hidden states they left.
+
+    Args:
+        engine: the target and its passes.
+        head: the exit head.
+        num_draft_tokens: the most tokens drafted in a round.
+        schedule: when to stop earlier.
+    """
+
+    name = "early_exit"
+
+    def __init__(self, engine: Engine, head: ExitHead, num_draft_tokens: int, schedule: Schedule):
+        self.engine = engine
+        self.head = head
+        self.num_draft_tokens = num_draft_tokens
+        self.schedule = schedule
+
+    @classmethod
+    def from_config(cls, engine: Engine, config: DraftConfig) -> EarlyExit:
+        """Take the head that the config asks for."""
+        return cls(engine, engine.head(config), config.num_draft_tokens, make_schedule(config))
+
+    def propose(self, state: State, limit: int) -> Draft:
+        """Draft token by token."""
+        token, exit_layer = state.pending, self.head.exit_layer
+        tokens: list[Tensor] = []
+        probs: list[Tensor] = []
+        hidden: list[Tensor] = []
+        for step in range(min(self.num_draft_tokens, limit)):
+            at_exit = self.engine.shallow(state, token, exit_layer, offset=step)
+            logits = self.engine.read_exit(state, self.head, at_exit)
+            scores = state.sampler.scores(logits, state.context, offset=step)[:, 0]
+            drawn, drawn_from = state.sampler.draw(scores)
+            token = drawn[:, None]
+            if state.sampler.reads_prefix:
+                state.context.write(token, offset=step)
+            tokens.append(token)
+            hidden.append(at_exit.hidden)
+            if drawn_from is not None:
+                probs.append(drawn_from)
+            if not self.schedule.goes_on(scores, drawn):
+                break
+        return Draft(
+            tokens=torch.cat(tokens, dim=1),
+            probs=torch.stack(probs, dim=1) if probs else None,
+            depth=exit_layer,
+            hidden=torch.cat(hidden, dim=1),
+        )

@@ -1,0 +1,120 @@
+"""The machine under every strategy: a target, its heads, and the passes of a round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from selfspec.config import DraftConfig
+from selfspec.decoder import Decoder, Pass, Span
+from selfspec.draft import Draft
+from selfspec.heads import ExitHead, check_exit_layer, head_class
+from selfspec.sampling import Context, Sampler
+from selfspec.slots import SlotCache
+from selfspec.stats import Stats
+
+
+@dataclass
+class State:
+    """A call in progress, for the rows that are still being written.
+
+    Between rounds each row has one *pending* token: emitted, with no KV anywhere; every layer
+    holds KV for all tokens before it.
+
+    Attributes:
+        slots: the KV cache.
+        context: the text so far, as processors and stopping criteria see it.
+        pending: `[rows, 1]` the last emitted token of each row.
+        sampler: how scores become tokens.
+        stats: counters and clocks of the call.
+    """
+
+    slots: SlotCache
+    context: Context
+    pending: Tensor
+    sampler: Sampler
+    stats: Stats = field(default_factory=Stats)
+
+    @property
+    def rows(self) -> int:
+        """Rows still being written."""
+        return self.pending.shape[0]
+
+
+class Engine:
+    """Runs a target in two parts, shallow and deep, and reads exits.
+
+    Args:
+        decoder: the target.
+        heads: exit heads fitted to it.
+    """
+
+    def __init__(self, decoder: Decoder, heads: Sequence[ExitHead] = ()):
+        self.decoder = decoder
+        self.heads = list(heads)
+
+    def head(self, config: DraftConfig) -> ExitHead:
+        """The head that a config asks for, checked; a kind that needs no fitting is made here."""
+        if config.head is not None:
+            head_class(config.head)
+        exit_layer = check_exit_layer(self.decoder, self._exit_layer(config))
+        fitted = [head for head in self.heads if head.exit_layer == exit_layer]
+        kind = config.head or (fitted[0].kind if fitted else "shared")
+        for head in fitted:
+            if head.kind == kind:
+                return head
+        if kind != "shared":
+            have = ", ".join(f"{h.kind} at {h.exit_layer}" for h in self.heads) or "none"
+            raise ValueError(
+                f"no {kind!r} head was fitted at exit_layer {exit_layer} (fitted: {have}); "
+                "pass heads=..., or use head='shared', which needs no fitting"
+            )
+        return head_class(kind).build(self.decoder, exit_layer)
+
+    def _exit_layer(self, config: DraftConfig) -> int:
+        if config.exit_layer is not None:
+            return config.exit_layer
+        fitted = [h for h in self.heads if config.head in (None, h.kind)]
+        return fitted[0].exit_layer if fitted else max(1, self.decoder.depth // 4)
+
+    def prefill(self, state: State, tokens: Tensor, chunk: int | None = None) -> None:
+        """Write KV for `tokens` `[rows, width]` at every layer; the caller commits the lengths."""
+        everything = Span(0, self.decoder.depth)
+        width = tokens.shape[1]
+        step = chunk or max(width, 1)
+        with state.stats.clock("prefill"):
+            for start in range(0, width, step):
+                block = tokens[:, start : start + step]
+                self.decoder.run(block, everything, state.slots, offset=start)
+
+    def shallow(self, state: State, tokens: Tensor, exit_layer: int, offset: int) -> Pass:
+        """Run the layers below an exit over `tokens`, `offset` behind the settled ones."""
+        with state.stats.clock("shallow"):
+            return self.decoder.run(tokens, Span(0, exit_layer), state.slots, offset=offset)
+
+    def read_exit(self, state: State, head: ExitHead, at_exit: Pass) -> Tensor:
+        """A head's logits `[rows, width, vocab]`."""
+        with state.stats.clock("head"):
+            return self.decoder.unembed(head(at_exit))
+
+    def verify(self, state: State, draft: Draft) -> Tensor:
+        """The target's logits `[rows, k + 1, vocab]` after the pending token and every draft.
+
+        Resumes from the draft's hidden states: the layers below `draft.depth` run only over the
+        tokens that the drafter has not run (the last draft), the rest run over all k + 1.
+        """
+        tokens = torch.cat([state.pending, draft.tokens], dim=1)
+        hidden = draft.hidden
+        if hidden is not None and hidden.shape[1] < tokens.shape[1]:
+            # The last draft has no KV until this pass.
+            done = hidden.shape[1]
+            rest = self.shallow(state, tokens[:, done:], draft.depth, done)
+            hidden = torch.cat([hidden, rest.hidden], dim=1)
+        with state.stats.clock("deep"):
+            span = Span(draft.depth, self.decoder.depth)
+            full = self.decoder.run(tokens, span, state.slots, hidden)
+        with state.stats.clock("head"):
+            return self.decoder.unembed(full.normed)

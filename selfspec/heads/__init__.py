@@ -1,0 +1,18 @@
+"""Exit heads: kinds, save and load."""
+
+from selfspec.heads.base import ExitHead, check_exit_layer
+from selfspec.heads.kinds import HEAD_KINDS, head_class
+from selfspec.heads.lens import LensHead
+from selfspec.heads.shared import SharedHead
+from selfspec.heads.store import load_heads, save_heads
+
+__all__ = [
+    "HEAD_KINDS",
+    "ExitHead",
+    "LensHead",
+    "SharedHead",
+    "check_exit_layer",
+    "head_class",
+    "load_heads",
+    "save_heads",
+]

@@ -1,0 +1,131 @@
+"""Heads on disk: `selfspec.json` beside `exit_heads.safetensors`, written atomically."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from selfspec.config import StrictConfig, parse
+from selfspec.decoder import Decoder
+from selfspec.heads.base import ExitHead, check_exit_layer
+from selfspec.heads.fingerprint import check_fingerprint, fingerprint
+from selfspec.heads.kinds import head_class
+
+CONFIG_NAME = "selfspec.json"
+WEIGHTS_NAME = "exit_heads.safetensors"
+_FORMAT = 1
+
+
+class _HeadEntry(StrictConfig):
+    kind: str
+    exit_layer: int
+    options: dict[str, Any] = {}
+
+    @property
+    def prefix(self) -> str:
+        """Prefix of the head's tensors in the weights file."""
+        return f"{self.kind}_{self.exit_layer}."
+
+
+class _HeadsFile(StrictConfig):
+    format_version: int
+    target: dict[str, Any]
+    heads: list[_HeadEntry]
+
+
+def save_heads(heads: Sequence[ExitHead], decoder: Decoder, folder: str | Path) -> None:
+    """Write heads and the fingerprint of their target to `folder`."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    entries = [_HeadEntry(kind=h.kind, exit_layer=h.exit_layer, options=h.options) for h in heads]
+    weights = {
+        entry.prefix + name: tensor.detach().contiguous().cpu()
+        for entry, head in zip(entries, heads, strict=True)
+        for name, tensor in head.state_dict().items()
+    }
+    file = _HeadsFile(format_version=_FORMAT, target=fingerprint(decoder), heads=entries)
+    with replacing(folder / WEIGHTS_NAME) as scratch:
+        save_file(weights, scratch, metadata={"format": "pt"})
+    with replacing(folder / CONFIG_NAME) as scratch:
+        scratch.write_text(json.dumps(file.model_dump(), indent=2) + "\n", encoding="utf-8")
+
+
+def load_heads(decoder: Decoder, folder: str | Path) -> list[ExitHead]:
+    """Read the heads in `folder` and check that they were fitted to `decoder`.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a file is damaged, or the heads were fitted to another target.
+    """
+    folder = Path(folder)
+    file = _read_config(folder / CONFIG_NAME)
+    check_fingerprint(decoder, file.target, str(folder))
+    weights = _read_weights(folder / WEIGHTS_NAME)
+    return [_load_head(decoder, entry, weights, folder) for entry in file.heads]
+
+
+def _load_head(
+    decoder: Decoder, entry: _HeadEntry, weights: dict[str, Any], folder: Path
+) -> ExitHead:
+    check_exit_layer(decoder, entry.exit_layer)
+    head = head_class(entry.kind).build(decoder, entry.exit_layer, **entry.options)
+    own = {
+        name.removeprefix(entry.prefix): tensor
+        for name, tensor in weights.items()
+        if name.startswith(entry.prefix)
+    }
+    try:
+        head.load_state_dict(own)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{folder / WEIGHTS_NAME} does not fit {folder / CONFIG_NAME}: {error}"
+        ) from None
+    return head.eval().requires_grad_(False)
+
+
+def _read_config(path: Path) -> _HeadsFile:
+    if not path.is_file():
+        raise FileNotFoundError(f"no {CONFIG_NAME} in {path.parent}; heads are saved by save_heads")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is no valid JSON ({error}); it may be truncated") from None
+    file = parse(_HeadsFile, data, str(path))
+    if file.format_version != _FORMAT:
+        raise ValueError(
+            f"{path} has format_version {file.format_version}, this version reads {_FORMAT}; "
+            "update selfspec or save the heads again"
+        )
+    return file
+
+
+def _read_weights(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"no {WEIGHTS_NAME} in {path.parent} beside its {CONFIG_NAME}")
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} cannot be read ({error}); it may be truncated") from None
+
+
+class replacing:  # noqa: N801 - reads as a verb in a with statement
+    """`with replacing(path) as scratch:` — `path` changes only when the block ends well."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+    def __enter__(self) -> Path:
+        return self.scratch
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if kind is None:
+            os.replace(self.scratch, self.path)
+        else:
+            self.scratch.unlink(missing_ok=True)

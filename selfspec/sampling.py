@@ -1,0 +1,136 @@
+"""Logits to probabilities, always through the caller's processors.
+
+Every position sees the prefix that it would see in plain decoding, in draft and verify alike, so a
+repetition penalty or a no-repeat rule keeps its meaning inside a block of drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process as hf
+
+# Processors that look at one row of scores and nothing else: a block of positions can be processed
+# at once. Any other processor, a user's own included, is called position by position.
+_POINTWISE = (
+    hf.TemperatureLogitsWarper,
+    hf.TopKLogitsWarper,
+    hf.TopPLogitsWarper,
+    hf.MinPLogitsWarper,
+    hf.TypicalLogitsWarper,
+    hf.EpsilonLogitsWarper,
+    hf.EtaLogitsWarper,
+    hf.LogitNormalization,
+    hf.InfNanRemoveLogitsProcessor,
+    hf.SuppressTokensLogitsProcessor,
+)
+
+
+@dataclass
+class Context:
+    """The text so far, as processors and stopping criteria see it.
+
+    One buffer holds every row of the call, also those that have finished, because a processor may
+    know a row by its index. `rows` are the ones still being written.
+
+    Attributes:
+        tokens: `[batch, capacity]` prompt as the caller gave it (left padding included), then what
+            was emitted, then room for drafts.
+        lengths: settled tokens of each row of the call.
+        rows: indices of the unfinished rows, in the order of the tensors that the model works on.
+    """
+
+    tokens: Tensor
+    lengths: list[int]
+    rows: list[int]
+
+    def reserve(self, width: int) -> None:
+        """Make room for rows of `width` tokens."""
+        missing = width - self.tokens.shape[1]
+        if missing > 0:
+            self.tokens = torch.nn.functional.pad(self.tokens, (0, missing))
+
+    def write(self, block: Tensor, offset: int = 0) -> None:
+        """Put `block` `[rows, n]` behind the unfinished rows' settled tokens, `offset` further."""
+        for index, row in enumerate(self.rows):
+            self._put(row, self.lengths[row] + offset, block[index])
+
+    def append(self, blocks: Sequence[Sequence[int]]) -> None:
+        """Put a block of new tokens behind each unfinished row's settled ones."""
+        for row, block in zip(self.rows, blocks, strict=True):
+            self._put(row, self.lengths[row], torch.tensor(block, device=self.tokens.device))
+
+    def _put(self, row: int, start: int, tokens: Tensor) -> None:
+        stop = start + len(tokens)
+        if stop > self.tokens.shape[1]:
+            self.reserve(2 * stop)
+        self.tokens[row, start:stop] = tokens
+
+    def padded(self, padding: int) -> Tensor:
+        """`[batch, longest]` settled tokens of every row, `padding` behind the shorter ones."""
+        longest = max(self.lengths)
+        lengths = torch.tensor(self.lengths, device=self.tokens.device)[:, None]
+        behind = torch.arange(longest, device=self.tokens.device) >= lengths
+        return self.tokens[:, :longest].masked_fill(behind, padding)
+
+    def by_length(self) -> Iterator[tuple[int, list[int], list[int]]]:
+        """Unfinished rows of equal length: (length, their places among `rows`, their rows)."""
+        for length in sorted({self.lengths[row] for row in self.rows}):
+            places = [i for i, row in enumerate(self.rows) if self.lengths[row] == length]
+            yield length, places, [self.rows[place] for place in places]
+
+
+@dataclass
+class Sampler:
+    """How scores become tokens: the caller's processors, greedy or sampled, and its generator."""
+
+    processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
+    do_sample: bool = False
+    generator: torch.Generator | None = None
+
+    @property
+    def reads_prefix(self) -> bool:
+        """Whether some processor depends on the tokens before a position."""
+        return any(type(processor) not in _POINTWISE for processor in self.processors)
+
+    def scores(self, logits: Tensor, context: Context, offset: int = 0) -> Tensor:
+        """Processed scores `[batch, n, vocab]` in float32.
+
+        Position j of a row sees `context` up to that row's length plus `offset + j`, so drafts must
+        have been written behind the settled tokens when a processor reads the prefix.
+        """
+        batch, width, vocab = logits.shape
+        scores = logits.to(torch.float32, copy=True)
+        if not self.processors:
+            return scores
+        if not self.reads_prefix:
+            # Pointwise processors read nothing of the tokens but their number of rows.
+            rows = context.tokens.new_zeros(batch * width, 1)
+            return self.processors(rows, scores.view(-1, vocab)).view(batch, width, vocab)
+        for length, places, rows in context.by_length():
+            for position in range(width):
+                prefix = context.tokens[:, : length + offset + position]
+                every_row = scores.new_zeros(prefix.shape[0], vocab)
+                every_row[rows] = scores[places, position]
+                scores[places, position] = self.processors(prefix, every_row)[rows]
+        return scores
+
+    def draw(self, scores: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Tokens `[batch]` for `scores` `[batch, vocab]`, and the distribution they came from.
+
+        The distribution is `None` when decoding is greedy: it is one-hot at the token.
+        """
+        if not self.do_sample:
+            return scores.argmax(-1), None
+        probs = scores.softmax(-1)
+        return draw(probs, self.generator), probs
+
+
+def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """One token per row of `probs` `[..., vocab]`; rows need not be normalised."""
+    flat = probs.reshape(-1, probs.shape[-1])
+    return torch.multinomial(flat, 1, generator=generator).view(probs.shape[:-1])

@@ -1,0 +1,307 @@
+"""The ragged KV cache: slot = position, one length per row, rejection for free.
+
+Every layer owns buffers `[rows, kv_heads, capacity, head_dim]`. A token's keys and values lie in
+the slot of its position, whatever padding the caller used, so rows may have different lengths and
+sliding windows stay exact. Slots behind a row's length are stale: masks, which come from lengths,
+never show them, and later tokens overwrite them. Rejecting drafts is then not advancing a length.
+
+This is the only file that knows transformers' cache API.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+
+_GROWTH = 256  # smallest step by which a buffer grows, in slots
+
+
+@dataclass
+class Window:
+    """The slots that one pass writes: `width` of them behind `starts` in each row.
+
+    Attributes:
+        starts: first slot written, per row.
+        width: tokens of the pass, per row.
+        positions: `[rows, width]` the slots, which are also the positions.
+    """
+
+    starts: list[int]
+    width: int
+    positions: Tensor
+
+    @property
+    def end(self) -> int:
+        """One more than the last slot written: what the longest row attends to."""
+        return max(self.starts) + self.width
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all rows write the same slots."""
+        return min(self.starts) == max(self.starts)
+
+
+class SlotLayer(CacheLayerMixin):
+    """One layer's keys and values."""
+
+    def __init__(self, window: int | None = None):
+        super().__init__()
+        self.window = window
+        self.is_sliding = window is not None
+
+    @property
+    def capacity(self) -> int:
+        """Slots that fit before the buffers grow."""
+        return self.keys.shape[2] if self.keys is not None else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both buffers."""
+        return sum(b.nbytes for b in (self.keys, self.values) if b is not None)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Take dtype, device and widths from the first states that arrive."""
+        self.keys = key_states.new_zeros(*key_states.shape[:2], 0, key_states.shape[3])
+        self.values = value_states.new_zeros(*value_states.shape[:2], 0, value_states.shape[3])
+        self.is_initialized = True
+
+    def grow(self, capacity: int) -> None:
+        """Make room for `capacity` slots, keeping what is there."""
+        if self.keys is not None and self.values is not None and self.capacity < capacity:
+            room = max(capacity - self.capacity, 0)
+            self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, room))
+            self.values = torch.nn.functional.pad(self.values, (0, 0, 0, room))
+
+    def write(self, key_states: Tensor, value_states: Tensor, window: Window) -> None:
+        """Scatter `[rows, heads, width, dim]` states to the window's slots."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if self.capacity < window.end:
+            self.grow(max(window.end, 2 * self.capacity, _GROWTH))
+        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
+            assert buffer is not None
+            if window.uniform:
+                buffer[:, :, window.starts[0] : window.end] = states
+            else:
+                rows = torch.arange(states.shape[0], device=states.device)[:, None]
+                positions = window.positions.to(states.device)
+                buffer[rows, :, positions] = states.transpose(1, 2)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
+        """Refused: the cache that owns this layer knows where states go."""
+        raise NotImplementedError("SlotLayer is written through SlotCache.update")
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Refused: the cache that owns this layer knows its sizes."""
+        raise NotImplementedError("ask SlotCache.get_mask_sizes")
+
+    def get_seq_length(self) -> int:
+        """Refused: the cache that owns this layer knows its lengths."""
+        raise NotImplementedError("ask SlotCache.get_seq_length")
+
+    def get_max_length(self) -> int:
+        """-1: buffers grow."""
+        return -1
+
+
+class SlotCache(Cache):
+    """KV of all layers for rows of different lengths.
+
+    Args:
+        windows: per layer, the sliding window in tokens, or `None` for full attention.
+        rows: number of rows.
+        capacity: slots reserved at the first write (buffers double when more is needed).
+        device: where positions and masks are made.
+
+    Attributes:
+        lengths: tokens of each row that are settled in every layer.
+    """
+
+    def __init__(
+        self,
+        windows: Sequence[int | None],
+        rows: int,
+        capacity: int = 0,
+        device: torch.device | str = "cpu",
+    ):
+        super().__init__(layers=[SlotLayer(window) for window in windows])
+        self.layers: list[SlotLayer]
+        self.lengths = [0] * rows
+        self.device = torch.device(device)
+        self._reserved = capacity
+        self._window: Window | None = None
+
+    # What passes write and see
+
+    @contextmanager
+    def writing(self, width: int, offset: int = 0) -> Iterator[Window]:
+        """While active, passes write `width` slots a row, `offset` behind its settled tokens."""
+        starts = [length + offset for length in self.lengths]
+        steps = torch.arange(width, device=self.device)
+        if min(starts) == max(starts):
+            positions = (steps + starts[0]).expand(len(starts), width)
+        else:
+            positions = torch.tensor(starts, device=self.device)[:, None] + steps
+        outer, self._window = self._window, Window(starts, width, positions)
+        try:
+            yield self._window
+        finally:
+            self._window = outer
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """`[rows, 1, width, end]` additive mask of the active pass: 0 where a query may look.
+
+        A query at position p sees slots up to p, and none at or before p - `window`.
+        """
+        active = self._active()
+        keys = torch.arange(active.end, device=self.device)
+        positions = active.positions[:1] if active.uniform else active.positions
+        hidden = keys > positions[..., None]
+        if window is not None and window < active.end:
+            hidden = hidden | (keys <= positions[..., None] - window)
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=self.device)
+        mask.masked_fill_(hidden, torch.finfo(dtype).min)
+        return mask[:, None].expand(len(self.lengths), 1, -1, -1)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
+        """Write a layer's new states; returns its keys and values up to the longest row's end."""
+        active = self._active()
+        layer = self.layers[layer_idx]
+        if not layer.is_initialized and self._reserved:
+            layer.lazy_initialization(key_states, value_states)
+            layer.grow(max(self._reserved, active.end))
+        layer.write(key_states, value_states, active)
+        assert layer.keys is not None and layer.values is not None
+        return layer.keys[:, :, : active.end], layer.values[:, :, : active.end]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens before the active pass (of the longest row); settled tokens between passes."""
+        if self._window is not None:
+            return max(self._window.starts)
+        return max(self.lengths)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """What a family that makes its own mask needs: keys up to the longest row's end."""
+        return self.get_seq_length(layer_idx) + query_length, 0
+
+    def _active(self) -> Window:
+        if self._window is None:
+            raise RuntimeError(
+                "a SlotCache is written by SelfSpecModel only; for the model's own generate pass a "
+                "transformers DynamicCache"
+            )
+        return self._window
+
+    # What rounds do
+
+    def commit(self, counts: Sequence[int]) -> None:
+        """Settle `counts` more tokens in each row; everything behind them is rejected."""
+        self.lengths = [have + new for have, new in zip(self.lengths, counts, strict=True)]
+
+    def gather(self, branch: Tensor) -> None:
+        """Move an accepted branch together: slot `branch[row, i]` behind the settled ones comes i-th.
+
+        Args:
+            branch: `[rows, n]` offsets from each row's length, rising; states of a tree's nodes
+                lie in the order in which they were drafted.
+        """
+        starts = torch.tensor(self.lengths, device=self.device)[:, None]
+        target = starts + torch.arange(branch.shape[1], device=self.device)
+        for layer in self.layers:
+            for buffer in (layer.keys, layer.values):
+                if buffer is not None:
+                    rows = torch.arange(buffer.shape[0], device=buffer.device)[:, None]
+                    source = (starts + branch).to(buffer.device)
+                    buffer[rows, :, target.to(buffer.device)] = buffer[rows, :, source]
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only some rows, in the given order."""
+        self.lengths = [self.lengths[row] for row in rows]
+        for layer in self.layers:
+            if layer.keys is not None and layer.values is not None:
+                layer.keys = layer.keys[list(rows)]
+                layer.values = layer.values[list(rows)]
+
+    def row(self, index: int) -> list[tuple[Tensor, Tensor]]:
+        """Copies of one row's settled keys and values, `[heads, length, dim]` per layer."""
+        length = self.lengths[index]
+        states = []
+        for layer in self.layers:
+            assert layer.keys is not None and layer.values is not None
+            kv = layer.keys[index, :, :length].clone(), layer.values[index, :, :length].clone()
+            states.append(kv)
+        return states
+
+    @classmethod
+    def from_rows(
+        cls,
+        states: Sequence[Sequence[tuple[Tensor, Tensor]]],
+        windows: Sequence[int | None],
+        device: torch.device | str,
+    ) -> SlotCache:
+        """A cache of rows as `row` returns them."""
+        lengths = [row[0][0].shape[1] for row in states]
+        slots = cls(windows, len(states), device=device)
+        for index, layer in enumerate(slots.layers):
+            keys, values = ([row[index][part] for row in states] for part in (0, 1))
+            layer.keys, layer.values = (_stack(part, max(lengths)) for part in (keys, values))
+            layer.is_initialized = True
+        slots.lengths = lengths
+        return slots
+
+    # Memory, and caches of transformers
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return len(self.lengths)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the buffers of all layers take."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    def reset(self) -> None:
+        """Forget every token; buffers stay."""
+        self.lengths = [0] * self.rows
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens of each row; transformers passes their number negated."""
+        self.lengths = [max(length - abs(tokens_to_remove), 0) for length in self.lengths]
+
+    def load(self, cache: DynamicCache) -> None:
+        """Copy the KV of a one-row `DynamicCache` into this empty cache."""
+        length = cache.get_seq_length()
+        for index, layer in enumerate(cache.layers):
+            kept = layer.keys.shape[2]
+            with self._only(length - kept, kept):
+                self.update(layer.keys, layer.values, index)
+        self.lengths = [length]
+
+    def store(self, cache: DynamicCache, beyond: int) -> None:
+        """Append the one row's tokens from position `beyond` on to a `DynamicCache`."""
+        for index, layer in enumerate(self.layers):
+            assert layer.keys is not None and layer.values is not None
+            new = slice(beyond, self.lengths[0])
+            cache.update(layer.keys[:, :, new], layer.values[:, :, new], index)
+
+    @contextmanager
+    def _only(self, start: int, width: int) -> Iterator[None]:
+        self._window = Window([start], width, torch.arange(start, start + width)[None])
+        try:
+            yield
+        finally:
+            self._window = None
+
+
+def _stack(states: Sequence[Tensor], length: int) -> Tensor:
+    """Rows `[heads, n, dim]` of different n as one buffer `[rows, heads, length, dim]`."""
+    padded = [torch.nn.functional.pad(s, (0, 0, 0, length - s.shape[1])) for s in states]
+    return torch.stack(padded)

@@ -1,0 +1,161 @@
+"""What a call did: counters, derived rates, time split, and the token trace.
+
+Names are those that serving tools use: `acceptance_rate` (α, accepted / drafted) and
+`mean_accepted_length` (τ, tokens emitted per round, the bonus token included).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Origin = Literal["accepted", "corrected", "bonus", "plain"]
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round of one row, cut at the row's stop.
+
+    Attributes:
+        drafted: the proposed token ids.
+        accepted: how many of them were kept.
+        target: the token that the target added behind them, or `None` when the row stopped first.
+    """
+
+    drafted: tuple[int, ...]
+    accepted: int
+    target: int | None
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The tokens that this round emitted."""
+        added = () if self.target is None else (self.target,)
+        return self.drafted[: self.accepted] + added
+
+    @property
+    def origins(self) -> tuple[Origin, ...]:
+        """Where each emitted token came from."""
+        kept: tuple[Origin, ...] = ("accepted",) * self.accepted
+        if self.target is None:
+            return kept
+        if not self.drafted:
+            return (*kept, "plain")
+        return (*kept, "bonus" if self.accepted == len(self.drafted) else "corrected")
+
+
+@dataclass
+class Trace:
+    """Every round of every row of a call, in order."""
+
+    rows: list[list[Round]]
+
+    def tokens(self, row: int = 0) -> list[int]:
+        """The emitted token ids of a row."""
+        return [token for step in self.rows[row] for token in step.tokens]
+
+    def origins(self, row: int = 0) -> list[Origin]:
+        """The origin of each emitted token of a row."""
+        return [origin for step in self.rows[row] for origin in step.origins]
+
+
+@dataclass
+class Stats:
+    """Counters and seconds of one call; only kept tokens count.
+
+    Attributes:
+        rounds: rounds times rows that took part.
+        drafted: drafted tokens that were verified.
+        accepted: drafted tokens that were kept.
+        emitted: tokens written.
+        drafted_at: drafts by position in the draft (index 0 is the first).
+        accepted_at: kept drafts by position.
+        seconds: wall time of `prefill`, `shallow`, `deep`, `head` and the `total` of the call.
+    """
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    emitted: int = 0
+    drafted_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+    seconds: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("prefill", "shallow", "deep", "head", "total"), 0.0)
+    )
+
+    def count(self, step: Round) -> None:
+        """Add one row's round."""
+        self.rounds += 1
+        self.drafted += len(step.drafted)
+        self.accepted += step.accepted
+        self.emitted += len(step.tokens)
+        missing = len(step.drafted) - len(self.drafted_at)
+        self.drafted_at += [0] * missing
+        self.accepted_at += [0] * missing
+        for position in range(len(step.drafted)):
+            self.drafted_at[position] += 1
+            self.accepted_at[position] += position < step.accepted
+
+    @contextmanager
+    def clock(self, part: str) -> Iterator[None]:
+        """Add the wall time of a block to `seconds[part]`.
+
+        On a GPU kernels run behind the host: there the split says where the host waited.
+        """
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[part] += time.perf_counter() - start
+
+    @property
+    def acceptance_rate(self) -> float:
+        """α: accepted over drafted; 0 when nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """τ: tokens emitted per round, the token of the target included."""
+        return self.emitted / self.rounds if self.rounds else 0.0
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """Share of drafts kept at each position of the draft."""
+        pairs = zip(self.accepted_at, self.drafted_at, strict=True)
+        return [kept / drafted for kept, drafted in pairs]
+
+    @property
+    def decode_seconds(self) -> float:
+        """Wall time of the call without its prefill."""
+        return self.seconds["total"] - self.seconds["prefill"]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decoded tokens per second of decode time, all rows together."""
+        return self.emitted / self.decode_seconds if self.decode_seconds > 0 else 0.0
+
+    @property
+    def time_split(self) -> dict[str, float]:
+        """Shares of decode time: shallow layers, deep layers, heads, and the rest."""
+        total = self.decode_seconds
+        if total <= 0:
+            return {}
+        parts = {part: self.seconds[part] / total for part in ("shallow", "deep", "head")}
+        return {**parts, "rest": 1 - sum(parts.values())}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The counters and rates as plain values, for JSON."""
+        return {
+            "rounds": self.rounds,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "emitted": self.emitted,
+            "acceptance_rate": self.acceptance_rate,
+            "mean_accepted_length": self.mean_accepted_length,
+            "acceptance_by_position": self.acceptance_by_position,
+            "tokens_per_second": self.tokens_per_second,
+            "time_split": self.time_split,
+            "seconds": dict(self.seconds),
+        }

@@ -1,0 +1,103 @@
+"""Where a block of new tokens has to be cut: the earliest stop of any criterion.
+
+Criteria are asked as plain decoding asks them, token by token in order; end-of-sequence ids and
+lengths, which every call has, are answered from the tokens themselves.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+)
+
+from selfspec.records import StepRecord
+from selfspec.sampling import Context
+
+
+class Stops:
+    """The stopping criteria of one call.
+
+    Args:
+        criteria: what `generate` prepared.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList):
+        self.eos = {
+            int(token)
+            for criterion in criteria
+            if isinstance(criterion, EosTokenCriteria)
+            for token in criterion.eos_token_id.flatten()
+        }
+        self.max_length: int | None = criteria.max_length
+        self.deadlines = [
+            criterion.initial_timestamp + criterion.max_time
+            for criterion in criteria
+            if isinstance(criterion, MaxTimeCriteria)
+        ]
+        known = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)
+        self.others: list[StoppingCriteria] = [c for c in criteria if not isinstance(c, known)]
+
+    def remaining(self, length: int) -> int:
+        """Tokens that a row of `length` tokens may still emit."""
+        if self.max_length is None:
+            return torch.iinfo(torch.long).max
+        return self.max_length - length
+
+    def cut(
+        self, context: Context, blocks: Sequence[Sequence[int]], scores: StepRecord
+    ) -> tuple[list[int], list[bool]]:
+        """How many tokens of each row's block stand, and whether the row ends there.
+
+        Args:
+            context: settled text, with each row's block written behind it.
+            blocks: the new tokens of each unfinished row, in order.
+            scores: what criteria that look at scores are given.
+        """
+        kept = [len(block) for block in blocks]
+        ended = [False] * len(blocks)
+        for index, block in enumerate(blocks):
+            stop = self._stop_in(block, context.lengths[context.rows[index]])
+            if stop is not None:
+                kept[index], ended[index] = stop, True
+        for index in range(len(blocks)) if self.others else ():
+            stop = self._asked(context, index, kept[index], scores)
+            if stop is not None:
+                kept[index], ended[index] = stop, True
+        return kept, ended
+
+    def _stop_in(self, block: Sequence[int], length: int) -> int | None:
+        """Tokens up to the first stop that token ids, length or time make."""
+        if self.deadlines and time.time() > min(self.deadlines):
+            return 1
+        stops = [place for place, token in enumerate(block, 1) if token in self.eos][:1]
+        if self.max_length is not None and length + len(block) >= self.max_length:
+            stops.append(self.max_length - length)
+        return min(stops, default=None)
+
+    def _asked(
+        self, context: Context, index: int, limit: int, scores: StepRecord
+    ) -> int | None:
+        """Tokens up to the first at which one of the other criteria says stop."""
+        row = context.rows[index]
+        for place in range(1, limit + 1):
+            # Criteria see every row of the call, because they may know a row by its index.
+            tokens = context.tokens[:, : context.lengths[row] + place]
+            seen = scores.until(row, index, place)
+            if any(_says_stop(criterion, tokens, seen, row) for criterion in self.others):
+                return place
+        return None
+
+
+def _says_stop(
+    criterion: StoppingCriteria, tokens: Tensor, scores: tuple[Tensor, ...] | None, row: int
+) -> bool:
+    answer = torch.as_tensor(criterion(tokens, scores))  # pyright: ignore[reportArgumentType]
+    return bool(answer.expand(tokens.shape[0])[row])

@@ -1,0 +1,54 @@
+"""Tokens to a transformers streamer, as soon as they are settled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers.generation.streamers import BaseStreamer
+
+from selfspec.sampling import Context
+
+
+class Stream:
+    """Feeds a streamer, or nobody.
+
+    One row: all tokens of a round in one put. Several rows, which speculation writes at different
+    speeds: one put of `[batch]` tokens per step, as plain decoding does, once every row has got
+    there; rows that have ended show padding.
+
+    Args:
+        streamer: sync, iterator or async streamer of transformers, or `None`.
+        start: length of the prompt, as the caller gave it.
+        padding: token shown for rows that have ended.
+    """
+
+    def __init__(self, streamer: BaseStreamer | None, start: int, padding: int):
+        self.streamer = streamer
+        self.shown = start
+        self.padding = padding
+
+    def put(self, context: Context, finished: Sequence[int]) -> None:
+        """Show what has become settled; `finished` are rows that ended in this round."""
+        if self.streamer is None:
+            return
+        if len(context.lengths) == 1:
+            new = context.tokens[0, self.shown : context.lengths[0]]
+            self.streamer.put(new.cpu())
+            self.shown = context.lengths[0]
+            return
+        going = [row for row in context.rows if row not in finished]
+        lengths = context.lengths
+        ready = min((lengths[row] for row in going), default=max(lengths))
+        for step in range(self.shown, ready):
+            column = [
+                int(context.tokens[row, step]) if step < length else self.padding
+                for row, length in enumerate(lengths)
+            ]
+            self.streamer.put(torch.tensor(column))
+        self.shown = max(self.shown, ready)
+
+    def end(self) -> None:
+        """Tell the streamer that nothing follows."""
+        if self.streamer is not None:
+            self.streamer.end()
