@@ -48,8 +48,6 @@ def _problems(
             "prompt_lookup_num_tokens and assistant_early_exit are drafters of transformers; "
             "choose selfspec's with draft=..."
         )
-    if config.use_cache is False:
-        yield "use_cache=False: speculation keeps its KV between rounds; leave use_cache on"
     if config.cache_implementation not in (None, "dynamic"):
         yield (
             f"cache_implementation={config.cache_implementation!r}: selfspec brings its own cache; "

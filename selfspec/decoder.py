@@ -1,11 +1,11 @@
 """Runs any span of decoder layers of any Hugging Face causal language model.
 
-While a pass is active every decoder layer's `forward` is gated: layers outside the span hand their
-input through, the first layer of the span may start from a stored hidden state, and what the last
-one returns (the residual stream before the final norm) is kept. The model's own `forward` still
-makes embeddings, positions and rotary tables, so nothing of a family's modelling code is copied,
-and nothing inside a layer (adapters, quantized weights, device hooks) is touched. Outside
-`with decoder:` the model is exactly what it was.
+While a decoder is entered, the model's body iterates over gates instead of its layers: a gate
+outside the span hands its input through, the first one of the span may start from a stored hidden
+state, and what the span leaves (the residual stream before the final norm) is kept. The model's
+own `forward` still makes embeddings, positions and rotary tables, so nothing of a family's
+modelling code is copied, and a layer with all that hangs on it (adapters, quantized weights, hooks,
+device placement) is called as it is. Outside `with decoder:` the model is exactly what it was.
 
 This is the only file that knows transformers' layer API.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -40,10 +41,12 @@ class Pass(NamedTuple):
     Attributes:
         hidden: `[rows, width, hidden]` residual stream after the span's last layer.
         normed: `[rows, width, hidden]` the same after the model's final norm.
+        seconds: wall time inside the span's layers.
     """
 
     hidden: Tensor
     normed: Tensor
+    seconds: float
 
 
 @dataclass
@@ -55,6 +58,7 @@ class _Gating:
     masks: dict[int | None, Tensor]
     add_masks: bool
     result: Tensor | None = None
+    seconds: float = 0.0
 
 
 class Decoder:
@@ -72,8 +76,8 @@ class Decoder:
         self.causal_lm = _unwrap(model)
         self.config = self.causal_lm.config.get_text_config(decoder=True)
         refuse_unsupported(self.causal_lm)
-        self.base: nn.Module = self.causal_lm.base_model
-        self.stack, self.layers = _find_layers(self.base, self.config.num_hidden_layers)
+        found = _find_layers(self.causal_lm, self.config.num_hidden_layers)
+        self.base, self._layers_name, self.layers = found
         self.windows = _windows(self.config, len(self.layers))
         self._takes = set(inspect.signature(self.base.forward).parameters)
         # These size their position bias from a 2-D mask and refuse a 4-D one.
@@ -84,7 +88,7 @@ class Decoder:
         self._gating: _Gating | None = None
         self._lock = threading.RLock()
         self._depth = 0
-        self._originals: list[tuple[nn.Module, str, Any]] = []
+        self._tables: list[Tensor] = []
 
     @property
     def depth(self) -> int:
@@ -118,7 +122,7 @@ class Decoder:
         Raises:
             ValueError: the model has none.
         """
-        norms = [m for m in self.stack.children() if "norm" in type(m).__name__.lower()]
+        norms = [m for m in self.base.children() if "norm" in type(m).__name__.lower()]
         if not norms:
             raise ValueError(f"{type(self.causal_lm).__name__} has no final norm to start a lens from")
         return norms[-1]
@@ -133,12 +137,15 @@ class Decoder:
         self._lock.acquire()
         self._depth += 1
         if self._depth == 1:
-            for index, layer in enumerate(self.layers):
-                self._replace(layer, "forward", self._gate(index, layer.forward))
+            # An instance attribute shadows the registered ModuleList without touching it.
+            gates = [_Gate(self, index, layer) for index, layer in enumerate(self.layers)]
+            self.base.__dict__[self._layers_name] = gates
             for module in self._own_masks:
                 # Slots carry the whole mask; the module's own table assumes keys end at the query.
-                everything = torch.ones_like(module.bias[..., :1, :1]).expand_as(module.bias)
-                self._replace(module, "bias", everything)
+                table = module._buffers["bias"]
+                assert table is not None
+                self._tables.append(table)
+                module._buffers["bias"] = torch.ones_like(table[..., :1, :1]).expand_as(table)
         return self
 
     def __exit__(
@@ -149,40 +156,11 @@ class Decoder:
     ) -> None:
         self._depth -= 1
         if self._depth == 0:
-            while self._originals:
-                module, name, value = self._originals.pop()
-                _restore(module, name, value)
+            del self.base.__dict__[self._layers_name]
+            for module, table in zip(self._own_masks, self._tables, strict=True):
+                module._buffers["bias"] = table
+            self._tables.clear()
         self._lock.release()
-
-    def _replace(self, module: nn.Module, name: str, value: Any) -> None:
-        if name in module._buffers:
-            self._originals.append((module, name, module._buffers[name]))
-            module._buffers[name] = value
-            return
-        self._originals.append((module, name, module.__dict__.get(name)))
-        module.__dict__[name] = value
-
-    def _gate(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-        window = self.windows[index]
-
-        def gated(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-            gating = self._gating
-            if gating is None:
-                return forward(hidden_states, *args, **kwargs)
-            start, stop = gating.span
-            if not start <= index < stop:
-                return (hidden_states,) if self._returns_tuple else hidden_states
-            if index == start and gating.hidden is not None:
-                hidden_states = gating.hidden
-            if gating.masks:
-                args, kwargs = _with_mask(args, kwargs, gating, window)
-            output = forward(hidden_states, *args, **kwargs)
-            self._returns_tuple = isinstance(output, tuple)
-            if index == stop - 1:
-                gating.result = output[0] if isinstance(output, tuple) else output
-            return output
-
-        return gated
 
     # Passes
 
@@ -203,22 +181,24 @@ class Decoder:
             raise ValueError(f"a span from layer {span.start} needs the hidden states below it")
         with self, slots.writing(tokens.shape[1], offset) as window:
             masks = self._masks(slots, window)
-            self._gating = _Gating(span, hidden, masks, self._alibi)
+            gating = _Gating(span, hidden, masks, self._alibi)
             if span.start > 0 and self._returns_tuple is None:
                 raise RuntimeError("run the layers below a span once before resuming above them")
+            self._gating = gating
             try:
                 output = self.base(**self._inputs(tokens, slots, window.positions, masks))
-                result = self._gating.result
             finally:
                 self._gating = None
         self._output_class = type(output)
-        assert result is not None
-        return Pass(result, output[0])
+        assert gating.result is not None
+        return Pass(gating.result, output[0], gating.seconds)
 
     def _masks(self, slots: SlotCache, window: Window) -> dict[int | None, Tensor]:
-        # A prefill from nothing is causal in every row: the family's own mask is right, and may
-        # be none at all. Anywhere else rows differ, and masks come from their lengths.
-        if not any(window.starts) and not self._own_masks:
+        # A prefill from nothing is causal in every row, and one token of rows of equal length sees
+        # all there is: the family's own mask is right then, and may be none at all. Anywhere else
+        # masks come from the rows' lengths.
+        fresh = not any(window.starts)
+        if (fresh or (window.uniform and window.width == 1)) and not self._own_masks:
             return {}
         return {window: slots.mask(window, self.dtype) for window in {None, *self.windows}}
 
@@ -244,23 +224,55 @@ class Decoder:
         family apply.
         """
         with self._lock:
-            self._replace(self.base, "forward", lambda *args, **kwargs: self._stub(normed))
+            # Device hooks keep a forward of their own on the instance.
+            held = self.base.__dict__.get("forward")
+            self.base.__dict__["forward"] = lambda *args, **kwargs: self._stub(normed)
             try:
                 return self.causal_lm(inputs_embeds=normed, use_cache=False, return_dict=True).logits
             finally:
-                _restore(*self._originals.pop())
+                if held is None:
+                    del self.base.__dict__["forward"]
+                else:
+                    self.base.__dict__["forward"] = held
 
     def _stub(self, normed: Tensor) -> ModelOutput:
         return self._output_class(last_hidden_state=normed)  # pyright: ignore[reportCallIssue]
 
 
-def _restore(module: nn.Module, name: str, value: Any) -> None:
-    if name in module._buffers:
-        module._buffers[name] = value
-    elif value is None:
-        module.__dict__.pop(name, None)
-    else:
-        module.__dict__[name] = value
+class _Gate:
+    """Stands in for a decoder layer while its decoder is entered."""
+
+    def __init__(self, decoder: Decoder, index: int, layer: nn.Module):
+        self.decoder = decoder
+        self.index = index
+        self.layer = layer
+        self.window = decoder.windows[index]
+
+    def __getattr__(self, name: str) -> Any:
+        # The body may ask a layer for its type.
+        return getattr(self.layer, name)
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        decoder = self.decoder
+        gating = decoder._gating
+        if gating is None:
+            return self.layer(hidden_states, *args, **kwargs)
+        start, stop = gating.span
+        if self.index == stop:
+            gating.result = hidden_states
+        if not start <= self.index < stop:
+            return (hidden_states,) if decoder._returns_tuple else hidden_states
+        if self.index == start and gating.hidden is not None:
+            hidden_states = gating.hidden
+        if gating.masks:
+            args, kwargs = _with_mask(args, kwargs, gating, self.window)
+        began = time.perf_counter()
+        output = self.layer(hidden_states, *args, **kwargs)
+        gating.seconds += time.perf_counter() - began
+        decoder._returns_tuple = isinstance(output, tuple)
+        if stop == decoder.depth and self.index == stop - 1:
+            gating.result = output[0] if isinstance(output, tuple) else output
+        return output
 
 
 def _with_mask(
@@ -330,14 +342,14 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         )
 
 
-def _find_layers(base: nn.Module, count: int) -> tuple[nn.Module, nn.ModuleList]:
-    """The decoder layers, and the module that owns them."""
-    for module in base.modules():
-        for child in module.children():
+def _find_layers(model: nn.Module, count: int) -> tuple[nn.Module, str, nn.ModuleList]:
+    """The module that owns the decoder layers (the model's body), their name in it, and they."""
+    for module in model.modules():
+        for name, child in module.named_children():
             if isinstance(child, nn.ModuleList) and len(child) == count:
-                return module, child
+                return module, name, child
     raise ValueError(
-        f"{type(base).__name__} has no ModuleList of num_hidden_layers = {count} layers; "
+        f"{type(model).__name__} has no ModuleList of num_hidden_layers = {count} layers; "
         "selfspec cannot tell its decoder layers"
     )
 

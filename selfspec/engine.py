@@ -92,8 +92,9 @@ class Engine:
 
     def shallow(self, state: State, tokens: Tensor, exit_layer: int, offset: int) -> Pass:
         """Run the layers below an exit over `tokens`, `offset` behind the settled ones."""
-        with state.stats.clock("shallow"):
-            return self.decoder.run(tokens, Span(0, exit_layer), state.slots, offset=offset)
+        at_exit = self.decoder.run(tokens, Span(0, exit_layer), state.slots, offset=offset)
+        state.stats.seconds["shallow"] += at_exit.seconds
+        return at_exit
 
     def read_exit(self, state: State, head: ExitHead, at_exit: Pass) -> Tensor:
         """A head's logits `[rows, width, vocab]`."""
@@ -113,8 +114,8 @@ class Engine:
             done = hidden.shape[1]
             rest = self.shallow(state, tokens[:, done:], draft.depth, done)
             hidden = torch.cat([hidden, rest.hidden], dim=1)
-        with state.stats.clock("deep"):
-            span = Span(draft.depth, self.decoder.depth)
-            full = self.decoder.run(tokens, span, state.slots, hidden)
+        span = Span(draft.depth, self.decoder.depth)
+        full = self.decoder.run(tokens, span, state.slots, hidden)
+        state.stats.seconds["deep"] += full.seconds
         with state.stats.clock("head"):
             return self.decoder.unembed(full.normed)

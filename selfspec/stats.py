@@ -72,7 +72,9 @@ class Stats:
         emitted: tokens written.
         drafted_at: drafts by position in the draft (index 0 is the first).
         accepted_at: kept drafts by position.
-        seconds: wall time of `prefill`, `shallow`, `deep`, `head` and the `total` of the call.
+        seconds: wall time of `prefill`, of the layers in `shallow` and `deep` passes, of the
+            `head` (exit heads and LM head), and the `total` of the call. On a GPU kernels run
+            behind the host: there the split says where the host waited.
     """
 
     rounds: int = 0
@@ -100,10 +102,7 @@ class Stats:
 
     @contextmanager
     def clock(self, part: str) -> Iterator[None]:
-        """Add the wall time of a block to `seconds[part]`.
-
-        On a GPU kernels run behind the host: there the split says where the host waited.
-        """
+        """Add the wall time of a block to `seconds[part]`."""
         start = time.perf_counter()
         try:
             yield
@@ -138,7 +137,11 @@ class Stats:
 
     @property
     def time_split(self) -> dict[str, float]:
-        """Shares of decode time: shallow layers, deep layers, heads, and the rest."""
+        """Shares of decode time: shallow layers, deep layers, heads, and the rest.
+
+        The rest is all that is neither layer nor head: embeddings, masks, rotary tables, sampling,
+        acceptance and bookkeeping.
+        """
         total = self.decode_seconds
         if total <= 0:
             return {}

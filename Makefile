@@ -1,0 +1,66 @@
+# Every target prepares what it needs: the virtual environment is made on first use and made again
+# only when pyproject.toml changes.
+#
+#   PYTHON          the interpreter that makes .venv (3.10 or newer):  make test PYTHON=python3.12
+#   TORCH           what pip installs as torch:                        make test TORCH=torch==2.9.1
+#   PIP_TORCH_ARGS  more arguments for that one pip call. PyPI's Linux wheels of torch bring CUDA
+#                   along; the small CPU build is at PyTorch's own index:
+#                   make test PIP_TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu"
+
+PYTHON ?= python3
+PIP_TORCH_ARGS ?=
+WORKERS ?= 2
+
+# With an NVIDIA GPU pip's default build is the right one; without, one tested version.
+NVIDIA := $(shell command -v nvidia-smi 2>/dev/null)
+TORCH ?= $(if $(NVIDIA),torch>=2.6,torch==2.13.0)
+
+BIN := .venv/bin
+READY := .venv/.ready
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
+PYTEST := $(TEST_ENV) $(BIN)/pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow notebooks check lint types imports clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(READY) ## plain and self-speculative decoding side by side, on the model in the package
+	$(BIN)/selfspec demo
+
+test: $(READY) ## the tests, without the slow ones
+	$(PYTEST) -n $(WORKERS) --dist worksteal
+
+test-slow: $(READY) ## the slow tests alone
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m slow
+
+notebooks: $(READY) ## execute every notebook
+	$(PYTEST) -m "" tests/test_notebooks.py
+
+check: lint types imports ## lint, types and imports
+
+lint: $(READY) ## ruff: rules and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY) ## pyright
+	$(BIN)/pyright
+
+imports: $(READY) ## import-linter: the floors of the house
+	$(BIN)/lint-imports --no-logo
+
+clean: ## remove everything that can be made again
+	rm -rf .venv dist build outputs .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch goes in first and by itself: anything that depends on it would pull pip's default build.
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 10) else \
+	  "selfspec needs Python 3.10 or newer, got %d.%d; name another: make PYTHON=python3.12" % v[:2])'
+	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
+	$(PIP) install --quiet --upgrade pip
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) install $(PIP_TORCH_ARGS) '$(TORCH)'
+	$(PIP) install --editable '.[dev]'
+	@touch $@

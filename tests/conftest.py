@@ -1,0 +1,199 @@
+"""Tiny targets, exits that agree with them as often as wanted, and the laws of every round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from selfspec import SelfSpecModel
+from selfspec.decoder import Pass
+from selfspec.decoding import Session
+from selfspec.draft import Draft
+from selfspec.engine import Engine, State
+from selfspec.heads import SharedHead
+
+torch.set_num_threads(1)
+
+VOCAB = 64
+EXIT = 2
+# What the layers above the exit add, scaled: all of it, a little, nothing.
+AGREEMENT = {"seldom": 1.0, "sometimes": 0.1, "always": 0.0}
+
+
+def tiny_llama(
+    agreement: str = "sometimes",
+    *,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    spread: float = 0.5,
+    **config,
+) -> LlamaForCausalLM:
+    """A random Llama whose exit at layer `EXIT` agrees with it seldom, sometimes or always."""
+    shape = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        # A small spread makes greedy text of a random model one token, again and again.
+        "initializer_range": spread,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**(shape | config))).to(dtype).eval()
+    return quieten(model, AGREEMENT[agreement])
+
+
+@torch.no_grad()
+def quieten(model: LlamaForCausalLM, factor: float, above: int = EXIT) -> LlamaForCausalLM:
+    """Scale what the layers above an exit write to the residual stream."""
+    for layer in model.model.layers[above:]:
+        layer.self_attn.o_proj.weight *= factor
+        layer.mlp.down_proj.weight *= factor
+    return model
+
+
+def prompt(*lengths: int, seed: int = 1, vocab: int = VOCAB) -> tuple[Tensor, Tensor]:
+    """Random rows of the given lengths, left-padded with 0, and their attention mask."""
+    source = torch.Generator().manual_seed(seed)
+    width = max(lengths)
+    mask = torch.arange(width) >= width - torch.tensor(lengths)[:, None]
+    ids = torch.randint(1, vocab, (len(lengths), width), generator=source)
+    return ids * mask, mask.long()
+
+
+def greedy(model: PreTrainedModel, ids: Tensor, mask: Tensor | None = None, **options):
+    """What the model's own `generate` writes."""
+    mask = torch.ones_like(ids) if mask is None else mask
+    return model.generate(ids, attention_mask=mask, do_sample=False, **options)
+
+
+class ContraryHead(SharedHead):
+    """An exit that always proposes what it finds least likely: a drafter that is never right."""
+
+    kind = "contrary"
+
+    def forward(self, at_exit: Pass) -> Tensor:
+        return -at_exit.normed
+
+
+def gates(model: torch.nn.Module) -> list[str]:
+    """Modules whose `forward` is replaced."""
+    return [name for name, module in model.named_modules() if "forward" in module.__dict__]
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    """64 tokens: bytes of English text, and a few of two and three letters."""
+    merges = [("t", "h"), ("th", "e"), ("e", "r"), ("i", "n"), ("s", "t"), ("o", "p"), ("a", "n")]
+    merges += [("Ġ", "a"), ("Ġ", "b"), ("o", "n"), ("r", "e"), ("x", "y"), ("xy", "z")]
+    letters = [*"abcdefghijklmnopqrstuvwxyz", "Ġ", "Ċ", *".,;:!?'-()0123456789"]
+    tokens = ["<pad>", *letters, *(a + b for a, b in merges)]
+    vocab = {token: index for index, token in enumerate([*tokens, "A", "B"])}
+    assert len(vocab) == VOCAB
+    backend = Tokenizer(models.BPE(vocab, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>")
+
+
+@dataclass
+class Ledger:
+    """What the layers ran since it was last cleared.
+
+    Attributes:
+        widths: per layer, the width of each pass that really ran it.
+        drafts: what was verified.
+        rounds: rounds seen in all.
+    """
+
+    widths: list[list[int]]
+    drafts: list[Draft] = field(default_factory=list)
+    rounds: int = 0
+
+    def clear(self) -> None:
+        self.drafts.clear()
+        for seen in self.widths:
+            seen.clear()
+
+
+@pytest.fixture
+def watch(monkeypatch) -> Iterator[Callable[[SelfSpecModel], Ledger]]:
+    """`watch(spec)`: from then on every round of `spec` is checked against the invariants."""
+
+    def start_watching(spec: SelfSpecModel) -> Ledger:
+        layers = spec.engine.decoder.layers
+        ledger = Ledger([[] for _ in layers])
+        for layer, seen in zip(layers, ledger.widths, strict=True):
+            monkeypatch.setitem(layer.__dict__, "forward", _counting(layer.forward, seen))
+        verify, start, step = Engine.verify, Session.start, Session.step
+
+        def noting_verify(engine, state, draft):
+            ledger.drafts.append(draft)
+            return verify(engine, state, draft)
+
+        def checked_start(session):
+            ledger.clear()
+            state = start(session)
+            assert_prefilled_once(ledger, session)
+            assert_lengths(session, state)
+            return state
+
+        def checked_step(session, state):
+            ledger.clear()
+            step(session, state)
+            ledger.rounds += 1
+            assert_nothing_twice(ledger)
+            assert_lengths(session, state)
+
+        monkeypatch.setattr(Engine, "verify", noting_verify)
+        monkeypatch.setattr(Session, "start", checked_start)
+        monkeypatch.setattr(Session, "step", checked_step)
+        return ledger
+
+    yield start_watching
+
+
+def _counting(forward, seen: list[int]):
+    def counted(hidden_states, *args, **kwargs):
+        seen.append(hidden_states.shape[1])
+        return forward(hidden_states, *args, **kwargs)
+
+    return counted
+
+
+def assert_prefilled_once(ledger: Ledger, session: Session) -> None:
+    """Every layer has seen each token before the pending one once, and nothing else."""
+    given = zip(session.prompt.lengths, session.prompt.known, strict=True)
+    longest = max(length - known - 1 for length, known in given)
+    assert all(sum(seen) == longest for seen in ledger.widths), ledger.widths
+
+
+def assert_nothing_twice(ledger: Ledger) -> None:
+    """One verification; k + 1 shallow passes of one token; one deep pass over all k + 1."""
+    (draft,) = ledger.drafts
+    width = draft.length + 1
+    assert ledger.widths[: draft.depth] == [[1] * width] * draft.depth
+    assert ledger.widths[draft.depth :] == [[width]] * (len(ledger.widths) - draft.depth)
+
+
+def assert_lengths(session: Session, state: State) -> None:
+    """KV length = prompt + emitted - 1 in every row and layer; the last token is pending."""
+    context = state.context
+    for place, row in enumerate(context.rows):
+        length = context.lengths[row]
+        emitted = length - session.prompt.width
+        settled = session.prompt.lengths[row] + emitted - 1
+        assert state.slots.lengths[place] == settled
+        assert all(layer.capacity >= settled for layer in state.slots.layers)
+        assert int(state.pending[place]) == int(context.tokens[row, length - 1])

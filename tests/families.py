@@ -1,0 +1,156 @@
+"""Tiny random models of every family that selfspec promises to run, built from configs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+
+from selfspec.decoder import Decoder
+
+LAYERS = 5
+VOCAB = 61
+WINDOW = 7
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 96,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+_MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_SLIDING = {"sliding_window": WINDOW}
+_MIXED = {
+    **_SLIDING,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]
+    + ["full_attention", "sliding_attention"],
+}
+_GPT = {"n_embd": 32, "n_head": 4, "n_layer": LAYERS, "n_positions": 96, "n_inner": 48}
+_ROTARY_8 = {"rotary_dim": 4}
+
+# What each family needs beside the common values. Keys that a config does not know are dropped.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": _SLIDING,
+    "qwen2": {"use_sliding_window": True, **_MIXED},
+    "qwen3": {"use_sliding_window": True, **_MIXED},
+    "gemma": {},
+    "gemma2": {"query_pre_attn_scalar": 8, **_MIXED},
+    "gemma3_text": {"query_pre_attn_scalar": 8, **_MIXED},
+    "phi": {"num_key_value_heads": 4, "partial_rotary_factor": 0.5},
+    "phi3": _SLIDING,
+    "gpt2": _GPT,
+    "gpt_neox": {"rotary_pct": 0.5},
+    "gpt_neo": {
+        "num_layers": LAYERS,
+        "num_heads": 4,
+        "attention_types": [[["local", "global"], 2], [["local"], 1]],
+        "window_size": WINDOW,
+    },
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "falcon": {"multi_query": True, "alibi": False},
+    "falcon_alibi": {"multi_query": False, "new_decoder_architecture": False, "alibi": True},
+    "bloom": {"n_layer": LAYERS, "n_head": 4},
+    "mpt": {"d_model": 32, "n_heads": 4, "n_layers": LAYERS, "max_seq_len": 96},
+    "gptj": {**_GPT, **_ROTARY_8},
+    "codegen": {**_GPT, **_ROTARY_8, "n_ctx": 96},
+    "stablelm": {"partial_rotary_factor": 0.5},
+    "olmo": {},
+    "olmo2": {},
+    "olmo3": _MIXED,
+    "cohere": {},
+    "cohere2": _MIXED,
+    "starcoder2": _SLIDING,
+    "mixtral": {**_MOE, **_SLIDING},
+    "qwen2_moe": {**_MOE, "shared_expert_intermediate_size": 24, "decoder_sparse_step": 2},
+    "qwen3_moe": {**_MOE, "decoder_sparse_step": 2},
+    "gpt_oss": {**_MOE, **_MIXED},
+    "granite": {"logits_scaling": 2.0, "residual_multiplier": 0.5, "embedding_multiplier": 3.0},
+    "granitemoe": _MOE,
+    "nemotron": {"partial_rotary_factor": 0.5},
+    "persimmon": {"partial_rotary_factor": 0.5},
+    "smollm3": {},
+    "glm": {"partial_rotary_factor": 0.5},
+    "glm4": {"partial_rotary_factor": 0.5},
+    "exaone4": _MIXED,
+    "ministral": _MIXED,
+    "helium": {},
+    "gpt_bigcode": {**_GPT, "multi_query": True},
+    "biogpt": {},
+    "xglm": {"d_model": 32, "ffn_dim": 48, "num_layers": LAYERS, "attention_heads": 4},
+    "arcee": {},
+    "apertus": {},
+    "seed_oss": {},
+    "ernie4_5": {},
+    "hunyuan_v1_dense": {},
+    "bitnet": {},
+    "nanochat": {},
+    "olmoe": _MOE,
+    "phimoe": _MOE,
+    "deepseek_v3": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 24,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "num_key_value_heads": 4,
+    },
+}
+_VARIANTS = {"falcon_alibi": "falcon"}
+
+
+def build(family: str, attention: str, agreement: float = 1.0, seed: int = 0) -> PreTrainedModel:
+    """A random model of `family`.
+
+    Args:
+        family: a key of `FAMILIES`.
+        attention: `"eager"` or `"sdpa"`.
+        agreement: factor on what the upper half of the layers adds to the residual stream: 1 is a
+            plain random model, whose exits rarely agree with it; 0 makes every exit in the upper
+            half say what the model says.
+        seed: seed of the weights.
+    """
+    config_class = CONFIG_MAPPING[_VARIANTS.get(family, family)]
+    wanted = {**_COMMON, **FAMILIES[family]}
+    known = set(config_class().to_dict()) | set(config_class.attribute_map) | set(FAMILIES[family])
+    config = config_class(**{key: value for key, value in wanted.items() if key in known})
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    embedding = model.get_input_embeddings().weight
+    tied = model.get_output_embeddings().weight is embedding
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Random enough that greedy decoding does not settle on one token; a tied model with
+            # large embeddings would repeat its input.
+            if parameter.ndim >= 2 and parameter.is_floating_point():
+                small = tied or parameter is not embedding
+                parameter.normal_(0, 0.25 if small else 0.6)
+    _damp(model, agreement)
+    return model.eval()
+
+
+def _damp(model: PreTrainedModel, factor: float) -> None:
+    def damped(layer: Any, args: Any, kwargs: Any, output: Any) -> Any:
+        before = args[0] if args else kwargs["hidden_states"]
+        after = output[0] if isinstance(output, tuple) else output
+        mixed = before + factor * (after - before)
+        return (mixed, *output[1:]) if isinstance(output, tuple) else mixed
+
+    if factor != 1.0:
+        for layer in Decoder(model).layers[LAYERS // 2 :]:
+            layer.register_forward_hook(damped, with_kwargs=True)

@@ -1,0 +1,186 @@
+"""The rules: what is emitted follows the target's distribution, whatever was drafted."""
+
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from selfspec.acceptance import accept, longest_match, one_hot, rejection_sample, residual
+from selfspec.draft import Draft
+from selfspec.sampling import Sampler
+
+VOCAB = 6
+ROWS = 200_000
+
+
+def distributions(*shape, seed=0):
+    """Random distributions over the vocabulary, some entries near zero."""
+    source = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, VOCAB, generator=source, dtype=torch.float64).mul(1.5).softmax(-1)
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def drafted(probs, rows, generator):
+    """Drafts `[rows, k]` drawn from q `[k, vocab]`."""
+    draws = [torch.multinomial(q, rows, replacement=True, generator=generator) for q in probs]
+    return torch.stack(draws, dim=1)
+
+
+# Longest match
+
+
+@pytest.mark.parametrize("k", [0, 1, 4])
+def test_longest_match_keeps_exactly_the_common_prefix(k):
+    scores = torch.randn(500, k + 1, 3, generator=seeded())
+    tokens = torch.randint(0, 3, (500, k), generator=seeded(1))
+    verdict = longest_match(tokens, scores)
+    choice = scores.argmax(-1)
+    for row in range(500):
+        kept = 0
+        while kept < k and tokens[row, kept] == choice[row, kept]:
+            kept += 1
+        assert verdict.accepted[row] == kept
+        assert verdict.tokens[row, : kept + 1].tolist() == choice[row, : kept + 1].tolist()
+
+
+def test_greedy_fast_path_is_the_rule_on_one_hot_probabilities():
+    scores = torch.randn(2000, 4, VOCAB, generator=seeded())
+    tokens = scores[:, :3].argmax(-1)
+    wrong = torch.rand(tokens.shape, generator=seeded(1)) < 0.3
+    tokens = torch.where(wrong, (tokens + 1) % VOCAB, tokens)
+    fast = longest_match(tokens, scores)
+    certain = one_hot(scores.argmax(-1), scores)
+    rule = rejection_sample(tokens, one_hot(tokens, scores), certain, seeded(2))
+    assert torch.equal(fast.accepted, rule.accepted)
+    for row, kept in enumerate(fast.accepted.tolist()):
+        assert torch.equal(fast.tokens[row, : kept + 1], rule.tokens[row, : kept + 1])
+
+
+# Rejection sampling: the extremes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_draft_equal_to_the_target_is_always_accepted(dtype):
+    probs = distributions(4).to(dtype)
+    tokens = drafted(probs[:3], ROWS, seeded())
+    p = probs.expand(ROWS, -1, -1)
+    verdict = rejection_sample(tokens, p[:, :3], p, seeded(1))
+    assert bool((verdict.accepted == 3).all())
+    assert torch.equal(verdict.tokens[:, :3], tokens)
+
+
+def test_a_draft_that_the_target_cannot_write_is_never_accepted():
+    p = torch.tensor([0.5, 0.5, 0, 0, 0, 0]).expand(5000, 3, -1)
+    q = torch.tensor([0, 0, 0.2, 0.3, 0.5, 0]).expand(5000, 2, -1)
+    tokens = drafted(q[0], 5000, seeded())
+    verdict = rejection_sample(tokens, q, p, seeded(1))
+    assert bool((verdict.accepted == 0).all())
+    assert set(verdict.tokens[:, 0].tolist()) == {0, 1}
+
+
+def test_a_certain_draft_stands_with_the_targets_probability():
+    p = distributions(2).expand(ROWS, -1, -1)
+    token = torch.full((ROWS, 1), 2)
+    verdict = rejection_sample(token, one_hot(token, p), p, seeded())
+    expected = p[0, 0, 2].item()
+    deviation = (expected * (1 - expected) / ROWS) ** 0.5
+    assert abs(verdict.accepted.double().mean().item() - expected) < 5 * deviation
+
+
+def test_residual_is_what_q_leaves_of_p_and_p_where_it_leaves_nothing():
+    p, q = distributions(50), distributions(50, seed=1)
+    assert torch.equal(residual(p, q), (p - q).clamp_min(0))
+    assert torch.equal(residual(p, p), p)
+    # q above p everywhere, as rounding may leave it.
+    assert torch.equal(residual(p, p + 1e-9), p)
+
+
+# Rejection sampling: the law
+
+
+def test_emitted_distribution_is_p_exactly():
+    """P(x) = q(x) min(1, p(x) / q(x)) + P(reject) residual(x) = p(x), in float64."""
+    p, q = distributions(1000), distributions(1000, seed=1)
+    kept = torch.minimum(p, q)
+    rest = residual(p, q)
+    emitted = kept + (1 - kept.sum(-1, keepdim=True)) * rest / rest.sum(-1, keepdim=True)
+    torch.testing.assert_close(emitted, p, rtol=1e-12, atol=1e-14)
+
+
+def chain_counts(k, seed, recorded=lambda q: q):
+    """Counts of the first k + 1 emitted tokens, and their exact probabilities under the target.
+
+    The target is a Markov chain: p of a position depends on the token before it, so a row's
+    probabilities are those of its own drafts. What a round leaves open is drawn from p.
+    """
+    start, p = distributions(1)[0], distributions(VOCAB, seed=1)
+    q_start, q = distributions(1, seed=2)[0], distributions(VOCAB, seed=3)
+    generator = seeded(seed)
+    tokens = drafted(q_start[None], ROWS, generator)
+    draft_probs = [q_start.expand(ROWS, -1)]
+    for _ in range(k - 1):
+        draft_probs.append(q[tokens[:, -1]])
+        tokens = torch.cat([tokens, torch.multinomial(draft_probs[-1], 1, generator=generator)], 1)
+    target = torch.stack([start.expand(ROWS, -1), *(p[tokens[:, i]] for i in range(k))], 1)
+    said = recorded(torch.stack(draft_probs, 1))
+    verdict = rejection_sample(tokens, said, target, generator)
+    words = verdict.tokens
+    for place in range(1, k + 1):
+        fresh = torch.multinomial(p[words[:, place - 1]], 1, generator=generator)[:, 0]
+        is_open = place > verdict.accepted
+        words[:, place] = torch.where(is_open, fresh, words[:, place])
+    exact = start
+    for _ in range(k):
+        exact = (exact[..., None] * p[torch.arange(exact.numel()) % VOCAB].view(*exact.shape, -1))
+    cells = (words * VOCAB ** torch.arange(k, -1, -1)).sum(-1)
+    return torch.bincount(cells, minlength=VOCAB ** (k + 1)), exact.flatten()
+
+
+def p_value(counts, exact):
+    return chisquare(counts.double().numpy(), (exact * counts.sum()).numpy()).pvalue
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_rounds_of_k_drafts_follow_the_target(k):
+    counts, exact = chain_counts(k, seed=4)
+    assert p_value(counts, exact) > 1e-3
+
+
+def test_the_statistic_catches_a_q_that_is_not_what_was_drawn_from():
+    sharper = chain_counts(2, seed=4, recorded=lambda q: (q.log() * 1.15).softmax(-1))
+    assert p_value(*sharper) < 1e-9
+
+
+@pytest.mark.parametrize("k", [0, 1, 3])
+def test_the_bonus_follows_p_behind_the_last_draft(k):
+    probs = distributions(k + 1)
+    tokens = drafted(probs[:k], ROWS, seeded()) if k else torch.empty(ROWS, 0, dtype=torch.long)
+    p = probs.expand(ROWS, -1, -1)
+    verdict = rejection_sample(tokens, p[:, :k], p, seeded(1))
+    assert p_value(torch.bincount(verdict.tokens[:, k], minlength=VOCAB), probs[k]) > 1e-3
+
+
+# The entry
+
+
+def test_accept_takes_the_rule_that_fits_the_sampler():
+    scores = distributions(100, 3).log()
+    tokens = torch.randint(0, VOCAB, (100, 2), generator=seeded())
+    by_match = accept(Draft(tokens), scores, Sampler())
+    assert torch.equal(by_match.tokens, longest_match(tokens, scores).tokens)
+    sampled = accept(Draft(tokens), scores, Sampler(do_sample=True, generator=seeded(1)))
+    certain = one_hot(tokens, scores)
+    same = rejection_sample(tokens, certain, scores.softmax(-1), seeded(1))
+    assert torch.equal(sampled.tokens, same.tokens)
+
+
+def test_draws_come_from_the_given_generator():
+    probs = distributions(2).expand(100, -1, -1)
+    tokens = drafted(probs[0, :1], 100, seeded())
+    first, second = (rejection_sample(tokens, probs[:, :1], probs, seeded(7)) for _ in range(2))
+    assert torch.equal(first.tokens, second.tokens)
+    state = torch.get_rng_state()
+    rejection_sample(tokens, probs[:, :1], probs, seeded(7))
+    assert torch.equal(torch.get_rng_state(), state)

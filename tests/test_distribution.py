@@ -1,0 +1,144 @@
+"""Sampled output follows the target's own distribution, computed exactly, over several tokens.
+
+The vocabulary is small enough to enumerate every continuation with the model's own forward and the
+processors that `generate` prepares. A chi-square test then compares draws with the exact numbers;
+planted faults show that it would catch what goes wrong in practice.
+"""
+
+import itertools
+
+import pytest
+import torch
+from conftest import quieten, tiny_llama
+from scipy.stats import chi2
+
+from selfspec import DraftConfig, SelfSpecModel
+from selfspec.sampling import Sampler
+
+VOCAB, HORIZON, DRAWS, BATCH = 12, 3, 32_000, 2000
+PROMPT = torch.tensor([[3, 7, 5]])
+WARPED = {"temperature": 0.8, "top_k": 9, "top_p": 0.95, "repetition_penalty": 1.3}
+POINTWISE = {"temperature": 0.7, "top_k": 0}
+ONE, TWO = (DraftConfig(exit_layer=1, num_draft_tokens=k) for k in (1, 2))
+PROCESSORS = pytest.mark.parametrize("options", [POINTWISE, WARPED], ids=["pointwise", "prefix"])
+
+
+@pytest.fixture(scope="module")
+def target():
+    shape = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16}
+    heads = {"num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = tiny_llama("seldom", dtype=torch.float32, spread=0.4, seed=25, **shape, **heads)
+    return quieten(model, 0.3, above=1)  # about half of the drafts are kept
+
+
+def prepared_processors(model, options):
+    """What transformers makes of the options, in its order."""
+    found = []
+
+    def custom(model, input_ids, logits_processor, **kwargs):
+        found.append(logits_processor)
+        return input_ids
+
+    model.generate(PROMPT, do_sample=True, custom_generate=custom, max_new_tokens=3, **options)
+    return found[0]
+
+
+@torch.no_grad()
+def exact(model, options):
+    """`[VOCAB] * HORIZON` probabilities of every continuation under plain decoding."""
+    processors = prepared_processors(model, options)
+    joint = torch.ones((), dtype=torch.float64)
+    for length in range(HORIZON):
+        words = list(itertools.product(range(VOCAB), repeat=length))
+        behind = torch.tensor(words, dtype=torch.long).view(len(words), length)
+        text = torch.cat([PROMPT.expand(len(words), -1), behind], dim=1)
+        scores = processors(text, model(text).logits[:, -1].float())
+        step = scores.double().softmax(-1).view([VOCAB] * (length + 1))
+        joint = joint[..., None] * step
+    return joint
+
+
+def draws(model, options, draft, total=DRAWS, seed=0):
+    """Counts of the continuations that speculation writes, and its acceptance rate."""
+    spec = SelfSpecModel(model)
+    generator = torch.Generator().manual_seed(seed)
+    counts, rates = torch.zeros(VOCAB**HORIZON), []
+    for _ in range(total // BATCH):
+        text = spec.generate(
+            PROMPT,
+            attention_mask=torch.ones_like(PROMPT),
+            do_sample=True,
+            max_new_tokens=HORIZON,
+            num_return_sequences=BATCH,
+            generator=generator,
+            draft=draft,
+            **options,
+        )
+        cells = (text[:, 3:] * VOCAB ** torch.arange(HORIZON - 1, -1, -1)).sum(-1)
+        counts += torch.bincount(cells, minlength=VOCAB**HORIZON)
+        rates.append(spec.last_stats.acceptance_rate)
+    return counts.double().view([VOCAB] * HORIZON), sum(rates) / len(rates)
+
+
+def p_value(counts, probs):
+    """Chi-square of all continuations; cells with less than 5 expected are joined into one."""
+    counts, expected = counts.flatten(), probs.flatten() * counts.sum()
+    assert counts[expected == 0].sum() == 0, "an impossible continuation was written"
+    rare = expected < 5
+    counts = torch.cat([counts[~rare], counts[rare].sum()[None]])
+    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
+    counts, expected = counts[expected > 0], expected[expected > 0]
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    return chi2.sf(statistic.item(), len(expected) - 1)
+
+
+def p_values(counts, probs):
+    """The test over the first 1, 2, ... tokens: short prefixes see small faults best."""
+    return [
+        p_value(counts.sum(dim=rest) if rest else counts, probs.sum(dim=rest) if rest else probs)
+        for rest in (tuple(range(length, HORIZON)) for length in range(1, HORIZON + 1))
+    ]
+
+
+@PROCESSORS
+def test_sampled_text_follows_the_target(target, options):
+    counts, acceptance = draws(target, options, TWO)
+    assert 0.3 < acceptance < 0.7  # both ways of writing a token are taken
+    assert min(p_values(counts, exact(target, options))) > 1e-3
+
+
+@pytest.mark.parametrize("draft", [ONE, "none"], ids=["one draft", "no drafts"])
+def test_sampled_text_follows_the_target_whatever_the_draft(target, draft):
+    counts, _ = draws(target, WARPED, draft, total=10_000)
+    assert min(p_values(counts, exact(target, WARPED))) > 1e-3
+
+
+@PROCESSORS
+def test_a_draft_temperature_off_by_5_percent_is_caught(target, options, monkeypatch):
+    """The recorded q is not the q that was drawn from."""
+    drawn = Sampler.draw
+
+    def colder(self, scores):
+        tokens, _ = drawn(self, scores / 0.95)
+        return tokens, scores.softmax(-1)
+
+    monkeypatch.setattr(Sampler, "draw", colder)
+    counts, _ = draws(target, options, TWO)
+    assert min(p_values(counts, exact(target, options))) < 1e-9
+
+
+@PROCESSORS
+def test_a_bonus_token_from_unprocessed_logits_is_caught(target, options, monkeypatch):
+    scored = Sampler.scores
+
+    def careless(self, logits, context, offset=0):
+        scores = scored(self, logits, context, offset)
+        if logits.shape[1] == 2:  # verification of one draft: the last position is the bonus
+            # What the processors exclude stays excluded, so that only proportions are wrong.
+            excluded = scores[:, -1].isinf()
+            scores[:, -1] = logits[:, -1].float().masked_fill(excluded, -torch.inf)
+        return scores
+
+    monkeypatch.setattr(Sampler, "scores", careless)
+    counts, _ = draws(target, options, ONE, total=10_000)
+    assert min(p_values(counts, exact(target, options))) < 1e-9

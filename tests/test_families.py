@@ -1,0 +1,119 @@
+"""Equality: every family's greedy text is its own, whatever is drafted."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, LAYERS, VOCAB, WINDOW, build
+from torch import Tensor
+
+from selfspec import SelfSpecModel
+
+# Their expert kernels, or constants, have no double precision.
+FLOAT32 = {"mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "granitemoe", "olmoe", "phimoe"} | {
+    "deepseek_v3",
+    "xglm",
+}
+# These families' own code offers eager attention only.
+EAGER_ONLY = {"gemma2", "gpt_neo", "bloom", "mpt", "gptj", "codegen", "gpt_oss", "xglm"}
+CASES = [
+    (family, attention)
+    for family in FAMILIES
+    for attention in ("eager", "sdpa")
+    if attention == "eager" or family not in EAGER_ONLY
+]
+NEW_TOKENS = 12
+LENGTHS = (5, 2 * WINDOW + 3, WINDOW + 1)
+EXITS = (1, LAYERS // 2, LAYERS - 1)
+DRAFTS = (1, 4, 8)
+SIDES = ("left", "right")
+ALL_ROWS, LONG_ROW = slice(0, 3), slice(1, 2)
+# The attention that a family uses by default.
+CASES_BY_FAMILY = dict(CASES)
+Combination = tuple[int, int, str, slice]
+
+
+def model_of(family: str, attention: str, agreement: float = 1.0) -> Any:
+    """A model in the most precise dtype that the family allows."""
+    model = build(family, attention, agreement)
+    return model if family in FLOAT32 else model.double()
+
+
+def prompts(side: str) -> tuple[Tensor, Tensor]:
+    """Three rows of different lengths, one longer than two sliding windows."""
+    width = max(LENGTHS)
+    texts = torch.randint(2, VOCAB, (3, width), generator=torch.Generator().manual_seed(3))
+    tokens, mask = torch.zeros_like(texts), torch.zeros_like(texts)
+    for row, length in enumerate(LENGTHS):
+        place = slice(width - length, None) if side == "left" else slice(length)
+        tokens[row, place], mask[row, place] = texts[row, :length], 1
+    return tokens, mask
+
+
+def own_text(model: Any, tokens: Tensor, mask: Tensor) -> Tensor:
+    """What the model's own generate writes behind each row, one row at a time, unpadded."""
+    rows = [row[real.bool()][None] for row, real in zip(tokens, mask, strict=True)]
+    texts = [model.generate(row, max_new_tokens=NEW_TOKENS, do_sample=False) for row in rows]
+    return torch.cat([text[:, -NEW_TOKENS:] for text in texts])
+
+
+def check_equality(family: str, attention: str, combinations: list[Combination]) -> None:
+    """Assert equal text for each combination of exit, draft length, padding side and batch."""
+    model = model_of(family, attention)
+    spec = SelfSpecModel(model)
+    expected = own_text(model, *prompts("left"))
+    assert expected.unique().numel() > 3, "a text that repeats itself shows little"
+    for exit_layer, num_draft_tokens, side, rows in combinations:
+        tokens, mask = prompts(side)
+        out = spec.generate(
+            tokens[rows],
+            attention_mask=mask[rows],
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            draft={"exit_layer": exit_layer, "num_draft_tokens": num_draft_tokens},
+        )
+        assert torch.equal(out[:, -NEW_TOKENS:], expected[rows]), (exit_layer, num_draft_tokens)
+
+
+@pytest.mark.parametrize(("family", "attention"), CASES)
+def test_greedy_text_is_the_models_own(family: str, attention: str) -> None:
+    # Every exit with every draft length on three rows, padding sides in turn; one row (the one
+    # longer than two windows) for a different draft length at each exit.
+    ragged = [
+        (exit_layer, k, SIDES[(i + j) % 2], ALL_ROWS)
+        for i, exit_layer in enumerate(EXITS)
+        for j, k in enumerate(DRAFTS)
+    ]
+    single = [(e, k, "left", LONG_ROW) for e, k in zip(EXITS, DRAFTS, strict=True)]
+    check_equality(family, attention, ragged + single)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "attention"), CASES)
+def test_every_combination_gives_the_models_own_text(family: str, attention: str) -> None:
+    check_equality(
+        family, attention, list(product(EXITS, DRAFTS, SIDES, (ALL_ROWS, LONG_ROW)))
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("agreement", "rates"), [(0.0, (1.0, 1.0)), (0.3, (0.01, 0.99))])
+def test_exits_that_agree_always_or_sometimes(
+    family: str, agreement: float, rates: tuple[float, float]
+) -> None:
+    model = model_of(family, CASES_BY_FAMILY[family], agreement)
+    spec = SelfSpecModel(model)
+    tokens, mask = prompts("left")
+    out = spec.generate(
+        tokens,
+        attention_mask=mask,
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        draft={"exit_layer": LAYERS // 2, "num_draft_tokens": 4},
+    )
+    assert torch.equal(out[:, -NEW_TOKENS:], own_text(model, tokens, mask))
+    assert spec.last_stats is not None
+    assert rates[0] <= spec.last_stats.acceptance_rate <= rates[1]

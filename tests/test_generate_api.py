@@ -1,0 +1,529 @@
+"""`generate` has the signature and the meaning of transformers' `generate`."""
+
+import pytest
+import torch
+from conftest import EXIT, VOCAB, greedy, prompt, tiny_llama
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LogitsProcessorList,
+    MistralConfig,
+    MistralForCausalLM,
+    StaticCache,
+    SynthIDTextWatermarkingConfig,
+)
+from transformers.generation.logits_process import TemperatureLogitsWarper
+
+from selfspec import DraftConfig, SelfSpecModel
+from selfspec.decoding import SpecOutput
+from selfspec.slots import SlotCache
+from selfspec.stats import Stats, Trace
+
+DRAFT = DraftConfig(exit_layer=EXIT, num_draft_tokens=4)
+target = tiny_llama("sometimes")
+spec = SelfSpecModel(target)
+BATCHES = pytest.mark.parametrize("lengths", [(1,), (6,), (4, 1, 9)], ids=str)
+
+
+@pytest.fixture(scope="module")
+def windowed():
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=7,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return MistralForCausalLM(config).double().eval()
+
+
+def ours(ids, mask=None, model=spec, **options):
+    mask = torch.ones_like(ids) if mask is None else mask
+    return model.generate(ids, attention_mask=mask, draft=DRAFT, **options)
+
+
+# What comes back
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@BATCHES
+def test_scores_and_logits_are_those_of_plain_decoding(lengths, dtype):
+    model = tiny_llama("sometimes", dtype=dtype)
+    ids, mask = prompt(*lengths)
+    options = {
+        "max_new_tokens": 12,
+        "repetition_penalty": 1.3,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "output_logits": True,
+    }
+    own = greedy(model, ids, mask, **options)
+    out = ours(ids, mask, SelfSpecModel(model), **options)
+    assert torch.equal(own.sequences, out.sequences)
+    assert len(out.scores) == len(out.logits) == 12
+    tolerance = {"rtol": 1e-6, "atol": 1e-6 if dtype == torch.float64 else 1e-3}
+    torch.testing.assert_close(out.scores, own.scores, **tolerance)
+    torch.testing.assert_close(out.logits, own.logits, **tolerance)
+    assert all(step.dtype == torch.float32 for step in out.scores + out.logits)
+
+
+def test_a_dictionary_has_transformers_fields_and_ours():
+    ids, _ = prompt(5)
+    out = ours(ids, max_new_tokens=9, return_dict_in_generate=True)
+    assert isinstance(out, SpecOutput)
+    assert out.scores is None and out.logits is None
+    assert isinstance(out.stats, Stats) and out.stats is spec.last_stats
+    assert isinstance(out.trace, Trace) and out.trace is spec.last_trace
+    assert out.trace.tokens() == out.sequences[0, 5:].tolist()
+    assert isinstance(ours(ids, max_new_tokens=9), torch.Tensor)
+
+
+@BATCHES
+def test_the_cache_that_comes_back_holds_what_a_plain_pass_would(lengths):
+    ids, mask = prompt(*lengths)
+    out = ours(ids, mask, max_new_tokens=11, return_dict_in_generate=True)
+    cache = out.past_key_values
+    assert isinstance(cache, SlotCache)
+    assert cache.lengths == [length + 10 for length in lengths]
+    for row, length in enumerate(lengths):
+        text = out.sequences[row, ids.shape[1] - length : -1][None]
+        plain = target(text, use_cache=True).past_key_values
+        for (keys, values), layer in zip(cache.row(row), plain.layers, strict=True):
+            torch.testing.assert_close(keys, layer.keys[0])
+            torch.testing.assert_close(values, layer.values[0])
+
+
+def test_rows_that_ended_early_get_their_cache_back_too():
+    ids, mask = prompt(4, 1, 9)
+    text = greedy(target, ids, mask, max_new_tokens=20)[:, 9:]
+    eos = int(text[0, 3])
+    out = ours(ids, mask, max_new_tokens=20, eos_token_id=eos, return_dict_in_generate=True)
+    emitted = [len(out.trace.tokens(row)) for row in range(3)]
+    assert emitted[0] == text[0].tolist().index(eos) + 1
+    assert out.past_key_values.lengths == [n + e - 1 for n, e in zip((4, 1, 9), emitted, strict=True)]
+
+
+# What goes in
+
+
+@pytest.mark.parametrize("lengths", [(1,), (6,), (4, 1, 9), (5, 5, 5)], ids=str)
+@pytest.mark.parametrize("k", [1, 4, 8])
+def test_greedy_output_is_the_models_own(lengths, k):
+    ids, mask = prompt(*lengths)
+    own = greedy(target, ids, mask, max_new_tokens=15)
+    draft = {"exit_layer": EXIT, "num_draft_tokens": k}
+    out = spec.generate(ids, attention_mask=mask, draft=draft, max_new_tokens=15)
+    assert torch.equal(own, out)
+
+
+def test_both_names_of_the_prompt():
+    ids, mask = prompt(4, 6)
+    options = {"attention_mask": mask, "max_new_tokens": 6, "draft": DRAFT}
+    assert torch.equal(spec.generate(ids, **options), spec.generate(input_ids=ids, **options))
+
+
+def test_right_padding_is_as_good_as_left():
+    ids, mask = prompt(4, 1, 9)
+    shift = [9 - length for length in (4, 1, 9)]
+    right = torch.stack([row.roll(-by) for row, by in zip(ids, shift, strict=True)])
+    right_mask = torch.stack([row.roll(-by) for row, by in zip(mask, shift, strict=True)])
+    given = right.clone()
+    out = ours(right, right_mask, max_new_tokens=10)
+    assert torch.equal(out[:, 9:], greedy(target, ids, mask, max_new_tokens=10)[:, 9:])
+    assert torch.equal(out[:, :9], given) and torch.equal(right, given)
+
+
+def test_a_missing_mask_means_what_it_means_to_transformers():
+    """All tokens are real, unless padding stands in the prompt."""
+    ids, _ = prompt(4, 7)
+    own = target.generate(ids, do_sample=False, max_new_tokens=8)
+    assert torch.equal(spec.generate(ids, draft=DRAFT, max_new_tokens=8), own)
+
+
+def test_generation_config_and_keywords_say_the_same():
+    ids, mask = prompt(4, 6)
+    settings = {"max_new_tokens": 12, "repetition_penalty": 1.4, "no_repeat_ngram_size": 2}
+    config = GenerationConfig(**settings, do_sample=False)
+    own = greedy(target, ids, mask, **settings)
+    assert torch.equal(ours(ids, mask, **settings), own)
+    assert torch.equal(ours(ids, mask, generation_config=config), own)
+    shorter = ours(ids, mask, generation_config=config, max_new_tokens=5)
+    assert torch.equal(shorter, own[:, :11])
+
+
+def test_the_models_own_generation_config_is_the_default(monkeypatch):
+    ids, mask = prompt(4, 6)
+    monkeypatch.setattr(target.generation_config, "repetition_penalty", 1.5)
+    own = greedy(target, ids, mask, max_new_tokens=12)
+    assert torch.equal(ours(ids, mask, max_new_tokens=12), own)
+    monkeypatch.setattr(target.generation_config, "repetition_penalty", 1.0)
+    assert not torch.equal(ours(ids, mask, max_new_tokens=12), own)
+
+
+PROCESSORS = [
+    {"repetition_penalty": 1.5},
+    {"no_repeat_ngram_size": 2},
+    {"min_new_tokens": 7, "eos_token_id": list(range(1, 40))},
+    {"bad_words_ids": [[5], [7, 9], [12, 3, 8]]},
+    {"sequence_bias": [[[17], 4.0], [[8, 20], 6.0]]},
+    {"exponential_decay_length_penalty": (3, 1.3), "eos_token_id": 9},
+    {"forced_eos_token_id": 9, "eos_token_id": 9},
+    {"suppress_tokens": [4, 8, 15], "begin_suppress_tokens": [16, 23, 42]},
+    {"prefix_allowed_tokens_fn": lambda row, text: [(3 * int(text[-1]) + i) % 64 for i in (1, 5)]},
+    {"encoder_repetition_penalty": 1.3},
+    {"renormalize_logits": True, "remove_invalid_values": True},
+]
+
+
+@pytest.mark.parametrize("options", PROCESSORS, ids=lambda o: next(iter(o)))
+@pytest.mark.parametrize("lengths", [(6,), (4, 2, 9)], ids=str)
+def test_every_processor_keeps_its_meaning(options, lengths):
+    ids, mask = prompt(*lengths)
+    options = {"max_new_tokens": 14, **options}
+    assert torch.equal(ours(ids, mask, **options), greedy(target, ids, mask, **options))
+
+
+def test_use_cache_false_does_not_change_the_text():
+    ids, mask = prompt(4, 6)
+    own = greedy(target, ids, mask, max_new_tokens=8, use_cache=False)
+    assert torch.equal(ours(ids, mask, max_new_tokens=8, use_cache=False), own)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 4])
+def test_chunked_prefill_changes_nothing(chunk):
+    ids, mask = prompt(4, 2, 11)
+    own = greedy(target, ids, mask, max_new_tokens=8)
+    assert torch.equal(ours(ids, mask, max_new_tokens=8, prefill_chunk_size=chunk), own)
+
+
+# Sampling
+
+
+def test_a_seeded_generator_makes_the_call_reproducible():
+    ids, mask = prompt(4, 6, 2)
+    options = {"do_sample": True, "max_new_tokens": 16, "temperature": 1.3}
+    before = torch.get_rng_state()
+    first, again, other = (
+        ours(ids, mask, generator=torch.Generator().manual_seed(seed), **options)
+        for seed in (3, 3, 4)
+    )
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("draft", [DRAFT, "none"], ids=["drafts", "none"])
+def test_the_global_seed_makes_the_call_reproducible(draft):
+    ids, _ = prompt(4)
+    texts = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        texts.append(spec.generate(ids, do_sample=True, max_new_tokens=16, draft=draft))
+    assert torch.equal(texts[0], texts[1]) and not torch.equal(texts[0], texts[2])
+
+
+def test_sampling_from_the_best_token_alone_is_greedy():
+    ids, mask = prompt(4, 6, 2)
+    own = greedy(target, ids, mask, max_new_tokens=12)
+    out = ours(ids, mask, do_sample=True, top_k=1, num_return_sequences=2, max_new_tokens=12)
+    assert torch.equal(out, own.repeat_interleave(2, dim=0))
+
+
+def test_right_padding_with_several_sequences_a_row():
+    ids, mask = prompt(4, 6)
+    right, right_mask = ids.clone(), mask.clone()
+    right[0], right_mask[0] = ids[0].roll(-2), mask[0].roll(-2)
+    out = ours(
+        right, right_mask, do_sample=True, top_k=1, num_return_sequences=2, max_new_tokens=7
+    )
+    own = greedy(target, ids, mask, max_new_tokens=7)
+    assert torch.equal(out[:, 6:], own[:, 6:].repeat_interleave(2, dim=0))
+    assert torch.equal(out[:, :6], right.repeat_interleave(2, dim=0))
+
+
+def test_num_return_sequences_may_come_from_the_config():
+    ids, mask = prompt(4, 6)
+    right, right_mask = ids.clone(), mask.clone()
+    right[0], right_mask[0] = ids[0].roll(-2), mask[0].roll(-2)
+    config = GenerationConfig(do_sample=True, num_return_sequences=3, max_new_tokens=4)
+    out = ours(right, right_mask, generation_config=config)
+    assert torch.equal(out[:, :6], right.repeat_interleave(3, dim=0))
+
+
+# Turns of a conversation
+
+
+def conversation(model, cache_of, turns=3, lengths=(5,)):
+    """Several turns with a cache handed on; each equals the turn without any cache."""
+    rows = [row[-n:].tolist() for row, n in zip(prompt(*lengths)[0], lengths, strict=True)]
+    wrapped, cache = SelfSpecModel(model), None
+    for turn in range(turns):
+        width = max(map(len, rows))
+        ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+        options = {"max_new_tokens": 6 + turn, "eos_token_id": 9}
+        without = greedy(model, ids, mask, **options)
+        cache = cache_of(turn, cache)
+        out = ours(
+            ids, mask, wrapped, past_key_values=cache, return_dict_in_generate=True, **options
+        )
+        assert torch.equal(out.sequences, without)
+        if cache is not None:
+            assert out.past_key_values is cache
+        cache = out.past_key_values
+        added = prompt(*(3 + row + turn for row in range(len(rows))), seed=turn + 5)[0]
+        for row, text in enumerate(rows):
+            text += wrapped.last_trace.tokens(row) + added[row, -3 - row - turn :].tolist()
+    return cache
+
+
+@pytest.mark.parametrize("lengths", [(5,), (1,), (4, 1, 9)], ids=str)
+def test_turns_with_a_slot_cache(lengths):
+    conversation(target, lambda turn, cache: cache, lengths=lengths)
+
+
+@pytest.mark.parametrize("lengths", [(5,), (4, 1, 9)], ids=str)
+def test_turns_with_a_slot_cache_beyond_a_sliding_window(windowed, lengths):
+    conversation(windowed, lambda turn, cache: cache, lengths=lengths)
+
+
+def test_turns_with_a_dynamic_cache():
+    cache = conversation(target, lambda turn, cache: cache or DynamicCache(config=target.config))
+    assert type(cache) is DynamicCache
+
+
+def test_turns_with_a_dynamic_cache_beyond_a_sliding_window(windowed):
+    def fresh(turn, cache):
+        return cache or DynamicCache(config=windowed.config)
+
+    conversation(windowed, fresh)
+
+
+def test_plain_decoding_goes_on_from_our_dynamic_cache_and_we_from_its():
+    ids, _ = prompt(5)
+    cache = DynamicCache(config=target.config)
+    text = ours(ids, max_new_tokens=6, past_key_values=cache)
+    assert cache.get_seq_length() == 10
+    for generate in (greedy, lambda _, ids, **options: ours(ids, **options)) * 2:
+        text = torch.cat([text, torch.tensor([[7, 21]])], dim=1)
+        without = greedy(target, text, max_new_tokens=5)
+        text = generate(target, text, max_new_tokens=5, past_key_values=cache)
+        assert torch.equal(text, without)
+        assert cache.get_seq_length() == text.shape[1] - 1
+
+
+def test_cached_tokens_are_not_run_again(watch):
+    ids, mask = prompt(8, 5)
+    out = ours(ids, mask, max_new_tokens=6, return_dict_in_generate=True)
+    watch(spec)  # checks that prefill runs what the cache does not hold, and nothing else
+    text = torch.cat([out.sequences, torch.tensor([[3, 4], [5, 6]])], dim=1)
+    mask = torch.cat([mask, torch.ones(2, 8, dtype=torch.long)], dim=1)
+    again = ours(text, mask, max_new_tokens=6, past_key_values=out.past_key_values)
+    assert torch.equal(again, greedy(target, text, mask, max_new_tokens=6))
+
+
+def test_only_the_new_tokens_may_be_given_with_a_mask_over_all():
+    ids, _ = prompt(6)
+    first = ours(ids, max_new_tokens=5, return_dict_in_generate=True)
+    added = torch.tensor([[11, 12, 13]])
+    text = torch.cat([first.sequences, added], dim=1)
+    # The last token of the first turn has no KV yet: it is among the new ones.
+    new = text[:, 10:]
+    out = ours(
+        new, torch.ones_like(text), max_new_tokens=5, past_key_values=first.past_key_values
+    )
+    assert torch.equal(out[:, 4:], greedy(target, text, max_new_tokens=5)[:, 14:])
+
+
+def test_turns_close_to_the_last_learned_position():
+    """A short row's padding in a block never asks for a position that the model has not."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=VOCAB, n_embd=32, n_head=4, n_layer=4, n_positions=32, initializer_range=0.3
+    )
+    model = GPT2LMHeadModel(config).double().eval()
+    rows = prompt(26, 2)
+    wrapped = SelfSpecModel(model)
+    first = ours(*rows, wrapped, max_new_tokens=2, return_dict_in_generate=True, pad_token_id=0)
+    added = prompt(1, 20, seed=3)[0]
+    text = torch.zeros(2, 29, dtype=torch.long)
+    text[0] = torch.cat([first.sequences[0], added[0, -1:]])
+    text[1, -24:] = torch.cat([first.sequences[1, 24:], added[1]])
+    mask = (torch.arange(29) >= torch.tensor([[0], [5]])).long()
+    options = {"max_new_tokens": 3, "pad_token_id": 0}
+    out = ours(text, mask, wrapped, past_key_values=first.past_key_values, **options)
+    assert torch.equal(out, greedy(model, text, mask, **options))
+
+
+# What is refused, before anything runs
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """Counts forward passes of the target."""
+    seen = []
+    handles = [
+        module.register_forward_pre_hook(lambda module, args: seen.append(type(module).__name__))
+        for module in (target, target.model, target.lm_head, *target.model.layers)
+    ]
+    yield seen
+    for handle in handles:
+        handle.remove()
+
+
+def refused(passes, match, error=ValueError, **options):
+    ids, mask = prompt(4, 6)
+    given = {"attention_mask": mask, "max_new_tokens": 5, "draft": DRAFT, **options}
+    if "inputs_embeds" not in options:
+        given = {"input_ids": ids, **given}
+    with pytest.raises(error, match=match):
+        spec.generate(**{name: value for name, value in given.items() if value is not None})
+    assert passes == []
+
+
+synthid = SynthIDTextWatermarkingConfig(ngram_len=5, keys=[1, 2, 3])
+UNCOVERED = [
+    ({"num_beams": 3}, "beam"),
+    ({"num_beams": 2, "do_sample": True}, "beam"),
+    ({"penalty_alpha": 0.6, "top_k": 4}, "contrastive"),
+    ({"assistant_model": target}, "assistant"),
+    ({"custom_generate": lambda *a, **k: None}, "custom_generate"),
+    ({"dola_layers": "high"}, "DoLa"),
+    ({"prompt_lookup_num_tokens": 3}, "prompt_lookup"),
+    ({"guidance_scale": 1.5}, "keeps a state"),
+    ({"watermarking_config": synthid, "do_sample": True}, "keeps a state"),
+    ({"output_attentions": True, "return_dict_in_generate": True}, "attentions"),
+    ({"output_hidden_states": True, "return_dict_in_generate": True}, "hidden_states"),
+    ({"cache_implementation": "static"}, "cache_implementation"),
+    ({"cache_implementation": "paged"}, "cache_implementation"),
+    ({"inputs_embeds": torch.zeros(2, 6, 32, dtype=torch.float64)}, "inputs_embeds"),
+    ({"position_ids": torch.arange(6)[None].expand(2, -1) + 3}, "position_ids"),
+]
+
+
+@pytest.mark.parametrize(("options", "match"), UNCOVERED, ids=lambda o: next(iter(o), ""))
+def test_modes_that_are_not_covered(passes, options, match):
+    refused(passes, match, **options)
+
+
+BAD_DRAFTS = [
+    ({"exit_layer": 0}, r"exit_layer must be in \[1, 3\], got 0"),
+    ({"exit_layer": 4}, r"exit_layer must be in \[1, 3\], got 4; the model has 4 layers"),
+    ({"exit_layer": 99}, "got 99"),
+    ({"exit_layer": -1}, "exit_layer"),
+    ({"num_draft_tokens": 0}, "at least 1, got 0"),
+    ({"num_draft_tokens": -3}, "at least 1, got -3"),
+    ({"head": "lense"}, "did you mean 'lens'"),
+    ({"head": "lens"}, "no 'lens' head was fitted"),
+    ({"exit_leyer": 2}, "did you mean 'exit_layer'"),
+    ("early_exits", "did you mean 'early_exit'"),
+]
+
+
+@pytest.mark.parametrize(("draft", "match"), BAD_DRAFTS, ids=str)
+def test_drafts_that_cannot_be_made(passes, draft, match):
+    refused(passes, match, draft=draft)
+
+
+@pytest.mark.parametrize("draft", [3, ["early_exit"], 2.5])
+def test_drafts_of_a_wrong_type(passes, draft):
+    refused(passes, "DraftConfig, a dict or a drafter's name", error=TypeError, draft=draft)
+
+
+def test_no_prompt_to_continue(passes):
+    for shape in ((1, 0), (0, 5)):
+        refused(passes, "empty prompt", input_ids=torch.zeros(shape, dtype=torch.long))
+    mask = torch.tensor([[1] * 6, [0] * 6])
+    refused(passes, "empty prompt", attention_mask=mask)
+
+
+@pytest.mark.parametrize("shape", [(6,), (1, 2, 6)])
+def test_prompts_that_are_no_batch_of_rows(passes, shape):
+    ids = torch.ones(shape, dtype=torch.long)
+    refused(passes, "shape", input_ids=ids, attention_mask=None)
+
+
+@pytest.mark.parametrize("padding", [0, 1], ids=["full", "padded"])
+@pytest.mark.parametrize("shape", [(2, 4), (2, 9), (1, 6), (3, 6)], ids=str)
+def test_masks_of_another_shape(passes, shape, padding):
+    mask = torch.ones(shape, dtype=torch.long)
+    mask[0, :padding] = 0
+    refused(passes, "attention_mask", attention_mask=mask)
+
+
+def test_masks_of_three_dimensions(passes):
+    refused(passes, "attention_mask", attention_mask=torch.ones(2, 6, 6, dtype=torch.long))
+
+
+def test_masks_with_holes(passes):
+    for row in ([1, 1, 0, 1, 1, 1], [0, 1, 0, 1, 1, 1], [1, 0, 1, 1, 0, 0]):
+        mask = torch.tensor([row, [1] * 6])
+        refused(passes, "one side", attention_mask=mask)
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB, VOCAB + 100])
+def test_tokens_outside_the_vocabulary(passes, token):
+    ids, _ = prompt(4, 6)
+    ids[1, 2] = token
+    refused(passes, r"token ids must be in \[0, 63\]", input_ids=ids)
+
+
+def test_prompts_beyond_the_models_positions(passes):
+    ids, mask = prompt(129, 3)
+    refused(passes, "129 tokens, the model 128 positions", input_ids=ids, attention_mask=mask)
+
+
+def test_caches_that_do_not_fit(passes):
+    slots = spec.engine.decoder.new_slots(3)
+    refused(passes, "holds 3 rows, the prompt has 2", past_key_values=slots)
+    slots = spec.engine.decoder.new_slots(2)
+    slots.lengths = [4, 2]
+    refused(passes, "row 0 has 4 tokens, but the cache already holds 4", past_key_values=slots)
+    refused(passes, "DynamicCache for 2 rows", past_key_values=DynamicCache(config=target.config))
+    static = StaticCache(config=target.config, max_cache_len=30)
+    one = torch.ones(1, 6, dtype=torch.long)
+    options = {"input_ids": one, "attention_mask": one}
+    refused(passes, "StaticCache", past_key_values=static, **options)
+
+
+def test_a_dynamic_cache_of_several_rows_does_not_fit_one(passes):
+    cache = DynamicCache(config=target.config)
+    for index in range(4):
+        cache.update(*torch.zeros(2, 2, 2, 3, 8, dtype=torch.float64), index)
+    one = torch.ones(1, 6, dtype=torch.long)
+    refused(passes, "rows", past_key_values=cache, input_ids=one, attention_mask=one)
+
+
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("draft", [DRAFT, "none"], ids=["drafts", "none"])
+@pytest.mark.parametrize("where", ["everywhere", "deep", "one token"])
+def test_nan_logits(where, do_sample, draft):
+    model = tiny_llama()
+    with torch.no_grad():
+        if where == "one token":
+            model.lm_head.weight[5] = float("nan")
+        else:
+            layer = model.model.layers[0 if where == "everywhere" else 3]
+            layer.mlp.down_proj.weight.fill_(float("nan"))
+    ids, mask = prompt(4, 6)
+    wrapped = SelfSpecModel(model)
+    with pytest.raises(ValueError, match="NaN"):
+        wrapped.generate(
+            ids, attention_mask=mask, draft=draft, do_sample=do_sample, max_new_tokens=5
+        )
+
+
+def test_a_processor_of_the_caller_comes_first_where_transformers_puts_it():
+    ids, mask = prompt(4, 6)
+    options = {"logits_processor": LogitsProcessorList([TemperatureLogitsWarper(0.5)])}
+    own = greedy(target, ids, mask, max_new_tokens=8, **options)
+    assert torch.equal(ours(ids, mask, max_new_tokens=8, **options), own)

@@ -1,0 +1,37 @@
+"""Notebooks: outputs stripped, cells short, and every cell runs."""
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+FOLDER = Path(__file__).parents[1] / "notebooks"
+notebooks = pytest.mark.parametrize("path", sorted(FOLDER.glob("*.ipynb")), ids=lambda p: p.stem)
+
+
+def code_cells(path):
+    return [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+
+
+@notebooks
+def test_outputs_are_stripped(path):
+    assert all(not cell.outputs and cell.execution_count is None for cell in code_cells(path))
+
+
+@notebooks
+def test_cells_are_short_and_define_nothing(path):
+    for cell in code_cells(path):
+        lines = cell.source.splitlines()
+        assert len(lines) < 10, cell.source
+        assert not any(line.startswith(("def ", "async def ", "class ")) for line in lines), (
+            cell.source
+        )
+
+
+@pytest.mark.slow
+@notebooks
+def test_runs(path):
+    notebook = nbformat.read(path, as_version=4)
+    client = NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(FOLDER)}})
+    client.execute()

@@ -1,0 +1,430 @@
+"""Nothing is left on the model, whatever passes; and what cannot be run is refused at once."""
+
+import threading
+import warnings
+
+import pytest
+import torch
+from conftest import EXIT, VOCAB, gates, greedy, prompt, tiny_llama
+from peft import (
+    LoraConfig,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)
+from transformers import (
+    AutoModelForCausalLM,
+    FalconH1Config,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    Lfm2Config,
+    LlamaModel,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MambaConfig,
+    RwkvConfig,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from selfspec import DraftConfig, SelfSpecModel
+from selfspec.decoder import Decoder
+
+DRAFT = DraftConfig(exit_layer=EXIT, num_draft_tokens=4)
+IDS, MASK = prompt(4, 7)
+
+
+class Nth:
+    """Raises at its n-th call."""
+
+    def __init__(self, n, error):
+        self.left, self.error = n, error
+
+    def tick(self):
+        self.left -= 1
+        if self.left == 0:
+            raise self.error
+
+
+class Processor(Nth, LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        self.tick()
+        return scores
+
+
+class Criterion(Nth, StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        self.tick()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+
+class Streamer(Nth, BaseStreamer):
+    def put(self, value):
+        self.tick()
+
+    def end(self):
+        self.tick()
+
+
+def state(model):
+    """Every attribute, hook and buffer that a pass could leave behind."""
+    return {
+        name: (set(module.__dict__), {k: id(v) for k, v in module._buffers.items()})
+        for name, module in model.named_modules()
+    }
+
+
+def snapshot(model):
+    """Text, scores and logits of plain decoding and of one plain pass, and the modules' state."""
+    out = greedy(
+        model, IDS, MASK, max_new_tokens=8, return_dict_in_generate=True, output_logits=True
+    )
+    return out.sequences, torch.stack(out.logits), model(IDS, attention_mask=MASK).logits
+
+
+def unchanged(model, before, attributes):
+    assert gates(model) == []
+    assert state(model) == attributes
+    for now, then in zip(snapshot(model), before, strict=True):
+        assert torch.equal(now, then)  # to the bit
+
+
+@pytest.fixture
+def model():
+    return tiny_llama("sometimes")
+
+
+# Exceptions
+
+
+@pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt()], ids=["error", "^C"])
+@pytest.mark.parametrize("call", [1, 2, 5, 12])
+@pytest.mark.parametrize("where", ["processor", "criterion", "streamer"])
+def test_an_exception_of_the_callers_code_leaves_the_model_as_it_was(model, where, call, error):
+    before, attributes = snapshot(model), state(model)
+    given = {
+        "processor": ("logits_processor", LogitsProcessorList([Processor(call, error)])),
+        "criterion": ("stopping_criteria", StoppingCriteriaList([Criterion(call, error)])),
+        "streamer": ("streamer", Streamer(call, error)),
+    }
+    name, value = given[where]
+    spec = SelfSpecModel(model)
+    with pytest.raises(type(error)):
+        spec.generate(
+            IDS, attention_mask=MASK, max_new_tokens=20, draft=DRAFT, **{name: value}
+        )
+    unchanged(model, before, attributes)
+    again = spec.generate(IDS, attention_mask=MASK, max_new_tokens=8, draft=DRAFT)
+    assert torch.equal(again, before[0])
+
+
+@pytest.mark.parametrize("call", [1, 2, 3, 9])
+@pytest.mark.parametrize("place", ["embed", "shallow", "deep", "norm", "head"])
+def test_ctrl_c_inside_the_model_leaves_it_as_it_was(model, place, call):
+    before, attributes = snapshot(model), state(model)
+    module = {
+        "embed": model.model.embed_tokens,
+        "shallow": model.model.layers[0].mlp,
+        "deep": model.model.layers[3].self_attn,
+        "norm": model.model.norm,
+        "head": model.lm_head,
+    }[place]
+    nth = Nth(call, KeyboardInterrupt())
+    handle = module.register_forward_hook(lambda *_: nth.tick())
+    spec = SelfSpecModel(model)
+    with pytest.raises(KeyboardInterrupt):
+        spec.generate(IDS, attention_mask=MASK, max_new_tokens=40, draft=DRAFT)
+    handle.remove()
+    unchanged(model, before, attributes)
+    again = spec.generate(IDS, attention_mask=MASK, max_new_tokens=8, draft=DRAFT)
+    assert torch.equal(again, before[0])
+
+
+def test_a_call_that_ends_well_leaves_the_model_as_it_was(model):
+    before, attributes = snapshot(model), state(model)
+    config = model.config.to_dict(), model.generation_config.to_dict()
+    spec = SelfSpecModel(model)
+    assert state(model) == attributes  # wrapping alone changes nothing either
+    spec.generate(IDS, attention_mask=MASK, max_new_tokens=8, draft=DRAFT)
+    unchanged(model, before, attributes)
+    assert (model.config.to_dict(), model.generation_config.to_dict()) == config
+
+
+def test_a_model_with_causal_tables_of_its_own_gets_them_back():
+    torch.manual_seed(0)
+    config = GPTNeoConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_layers=4,
+        num_heads=4,
+        attention_types=[[["global", "local"], 2]],
+        window_size=5,
+        max_position_embeddings=64,
+    )
+    model = GPTNeoForCausalLM(config).double().eval()
+    before, attributes = snapshot(model), state(model)
+    spec = SelfSpecModel(model)
+    with pytest.raises(RuntimeError):
+        streamer = Streamer(3, RuntimeError("boom"))
+        spec.generate(IDS, attention_mask=MASK, draft=DRAFT, max_new_tokens=9, streamer=streamer)
+    unchanged(model, before, attributes)
+
+
+def test_an_interrupted_call_says_how_far_it_came(model):
+    spec = SelfSpecModel(model)
+    with pytest.raises(RuntimeError):
+        streamer = Streamer(4, RuntimeError("boom"))
+        spec.generate(IDS[1:], draft=DRAFT, max_new_tokens=30, streamer=streamer)
+    assert spec.last_stats.rounds == 3
+    assert len(spec.last_trace.tokens()) == spec.last_stats.emitted
+
+
+# The model stays usable meanwhile
+
+
+def test_the_models_own_forward_works_inside_a_call(model):
+    """A processor may ask the model itself, as guidance does."""
+    alone = model(IDS, attention_mask=MASK).logits
+    seen = []
+
+    class Asking(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            seen.append(torch.equal(model(IDS, attention_mask=MASK).logits, alone))
+            return scores
+
+    spec = SelfSpecModel(model)
+    processors = LogitsProcessorList([Asking()])
+    text = spec.generate(IDS, attention_mask=MASK, max_new_tokens=6, logits_processor=processors)
+    assert seen and all(seen)
+    assert torch.equal(text, greedy(model, IDS, MASK, max_new_tokens=6))
+
+
+def test_a_call_inside_a_call(model):
+    spec, other = SelfSpecModel(model), SelfSpecModel(model)
+    own = greedy(model, IDS, MASK, max_new_tokens=6)
+    texts = []
+
+    class Nested(BaseStreamer):
+        def put(self, value):
+            for inner in (spec, other):
+                texts.append(inner.generate(IDS, attention_mask=MASK, max_new_tokens=6))
+
+        def end(self):
+            pass
+
+    texts.append(spec.generate(IDS, attention_mask=MASK, max_new_tokens=6, streamer=Nested()))
+    assert len(texts) > 4 and all(torch.equal(text, own) for text in texts)
+    assert gates(model) == []
+
+
+def run_in_threads(*jobs):
+    results, errors = [None] * len(jobs), []
+
+    def work(index):
+        try:
+            results[index] = jobs[index]()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(jobs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert not errors, errors
+    return results
+
+
+def test_decoding_in_threads(model):
+    spec = SelfSpecModel(model)
+    prompts = [prompt(3 + row, seed=row)[0] for row in range(4)]
+    jobs = [lambda ids=ids: spec.generate(ids, max_new_tokens=12, draft=DRAFT) for ids in prompts]
+    for ids, text in zip(prompts, run_in_threads(*jobs), strict=True):
+        assert torch.equal(text, greedy(model, ids, max_new_tokens=12))
+    assert gates(model) == []
+
+
+def test_two_wrappers_of_one_model_in_threads(model):
+    own = greedy(model, IDS, MASK, max_new_tokens=20)
+
+    def job():
+        return SelfSpecModel(model).generate(
+            IDS, attention_mask=MASK, max_new_tokens=20, draft=DRAFT
+        )
+
+    assert all(torch.equal(text, own) for text in run_in_threads(*[job] * 4))
+    assert gates(model) == []
+
+
+def test_plain_decoding_in_another_thread_is_not_gated(model):
+    """A pass over some layers, interrupted at any place, is invisible to other threads."""
+    spec = SelfSpecModel(model)
+    alone = model(IDS, attention_mask=MASK).logits
+    inside, done = threading.Event(), threading.Event()
+    this = threading.current_thread()
+
+    def pause(*_):
+        if threading.current_thread() is not this and not inside.is_set():
+            inside.set()
+            done.wait(30)
+
+    handle = model.model.layers[1].mlp.register_forward_hook(pause)
+    worker = threading.Thread(
+        target=spec.generate,
+        args=(IDS[1:, -1:],),
+        kwargs={"max_new_tokens": 6, "draft": DRAFT},
+    )
+    worker.start()
+    assert inside.wait(30)
+    try:
+        meanwhile = model(IDS, attention_mask=MASK).logits
+    finally:
+        done.set()
+        worker.join(30)
+        handle.remove()
+    assert torch.equal(meanwhile, alone)
+
+
+def test_gates_of_two_decoders_may_close_in_any_order(model):
+    first, second = Decoder(model), Decoder(model)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert gates(model) == []
+
+
+# A drafter equal to the target
+
+
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("k", [1, 3, 5])
+def test_a_drafter_equal_to_the_target_is_always_accepted(do_sample, k):
+    """Sampled too: p and q are the same numbers, so each draft stands."""
+    spec = SelfSpecModel(tiny_llama("always", dtype=torch.float64))
+    draft = DraftConfig(exit_layer=EXIT, num_draft_tokens=k)
+    count = 4 * (k + 1)
+    spec.generate(
+        IDS,
+        attention_mask=MASK,
+        draft=draft,
+        max_new_tokens=count,
+        do_sample=do_sample,
+        generator=torch.Generator().manual_seed(0),
+        **({"temperature": 0.8, "top_p": 0.9} if do_sample else {}),
+    )
+    stats = spec.last_stats
+    assert stats.acceptance_rate == 1
+    assert stats.acceptance_by_position == [1] * k
+    assert stats.mean_accepted_length == k + 1
+    for row in range(2):
+        assert spec.last_trace.origins(row) == [*["accepted"] * k, "bonus"] * 4
+
+
+# PEFT
+
+
+def lora(base, **options):
+    torch.manual_seed(1)
+    config = LoraConfig(
+        r=4,
+        target_modules=["q_proj", "v_proj", "down_proj"],
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
+        **options,
+    )
+    return get_peft_model(base, config).eval()
+
+
+@pytest.mark.parametrize("options", [{}, {"modules_to_save": ["lm_head"]}], ids=["lora", "head"])
+def test_a_lora_model_writes_what_its_own_generate_writes(options):
+    bare = greedy(tiny_llama("sometimes"), IDS, MASK, max_new_tokens=10)
+    model = lora(tiny_llama("sometimes"), **options)
+    own = model.generate(input_ids=IDS, attention_mask=MASK, max_new_tokens=10, do_sample=False)
+    spec = SelfSpecModel(model)
+    text = spec.generate(IDS, attention_mask=MASK, max_new_tokens=10, draft=DRAFT)
+    assert torch.equal(text, own) and not torch.equal(text, bare)
+    with model.disable_adapter():
+        text = spec.generate(IDS, attention_mask=MASK, max_new_tokens=10, draft=DRAFT)
+        assert torch.equal(text, bare)
+    assert gates(model) == []
+
+
+@pytest.mark.parametrize("config", [PromptTuningConfig, PrefixTuningConfig])
+def test_virtual_tokens_are_refused(config):
+    adapted = get_peft_model(
+        tiny_llama(dtype=torch.float32), config(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    )
+    with pytest.raises(ValueError, match="adds virtual tokens"):
+        SelfSpecModel(adapted)
+
+
+# Models that cannot draft for themselves
+
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def build(config):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # these families' own
+        return AutoModelForCausalLM.from_config(config)
+
+
+def test_an_encoder_decoder_is_refused():
+    config = T5Config(vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2)
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration is an encoder-decoder"):
+        SelfSpecModel(T5ForConditionalGeneration(config))
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2), "recurrent state"),
+        (
+            RwkvConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, context_length=32),
+            "recurrent state",
+        ),
+        (
+            Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"] * 2),
+            "full or sliding|recurrent",
+        ),
+        (
+            FalconH1Config(**SHAPE, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, head_dim=8),
+            "full or sliding|recurrent",
+        ),
+    ],
+    ids=["mamba", "rwkv", "lfm2", "falcon_h1"],
+)
+def test_state_space_and_hybrid_models_are_refused(config, reason):
+    model = build(config)
+    with pytest.raises(ValueError, match=reason) as refusal:
+        SelfSpecModel(model)
+    assert type(model).__name__ in str(refusal.value)
+
+
+def test_a_model_without_an_lm_head_is_refused():
+    bare = LlamaModel(tiny_llama().config)
+    with pytest.raises(ValueError, match="no LM head; load the model with AutoModelForCausalLM"):
+        SelfSpecModel(bare)
+
+
+def test_what_is_no_causal_lm_is_refused():
+    with pytest.raises(TypeError, match="must be a transformers PreTrainedModel, got Linear"):
+        SelfSpecModel(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("kind", ["flash_attention_2", "flash_attention_3", "flex_attention"])
+def test_attention_without_a_mask_per_row_is_refused(model, kind, monkeypatch):
+    monkeypatch.setattr(model.config, "_attn_implementation_internal", kind)
+    with pytest.raises(ValueError, match=f"{kind}.*attn_implementation='sdpa'"):
+        SelfSpecModel(model)

@@ -1,0 +1,230 @@
+"""Every position of a block is processed with the prefix that plain decoding would show it."""
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation import logits_process as hf
+
+from selfspec.sampling import Context, Sampler, draw
+
+VOCAB = 11
+LENGTHS = [6, 4, 7]
+
+
+class Recording(LogitsProcessor):
+    """Notes each prefix and adds something that depends on it and on the row's index."""
+
+    def __init__(self):
+        self.prefixes = []
+
+    def __call__(self, input_ids, scores):
+        self.prefixes.append(input_ids.clone())
+        bias = (input_ids.sum(-1, keepdim=True) * torch.arange(VOCAB)) % 7
+        return scores + bias + 100 * torch.arange(scores.shape[0])[:, None]
+
+
+def text(seed=0):
+    source = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCAB, (3, max(LENGTHS)), generator=source)
+
+
+def context(rows=(0, 1, 2)):
+    """Three rows of different lengths, some of which have ended."""
+    tokens = text() * (torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None])
+    return Context(tokens, list(LENGTHS), list(rows))
+
+
+def block(rows, width, seed=5):
+    source = torch.Generator().manual_seed(seed)
+    drafts = torch.randint(0, VOCAB, (rows, width - 1), generator=source)
+    return drafts, torch.randn(rows, width, VOCAB, generator=source)
+
+
+def plain(processors, context, drafts, logits):
+    """Position by position and row by row, as plain decoding calls the processors."""
+    expected = torch.empty_like(logits)
+    for place, row in enumerate(context.rows):
+        settled = context.tokens[row, : context.lengths[row]]
+        for position in range(logits.shape[1]):
+            prefix = torch.cat([settled, drafts[place, :position]])
+            # Rows stand at their own index, as processors may know them by it.
+            every = prefix.expand(len(context.lengths), -1)
+            scores = logits[place, position].expand(len(context.lengths), -1).clone()
+            expected[place, position] = processors(every, scores)[row]
+    return expected
+
+
+PREFIX = {
+    "repetition": [hf.RepetitionPenaltyLogitsProcessor(1.7)],
+    "no repeat": [hf.NoRepeatNGramLogitsProcessor(2)],
+    "min length": [hf.MinLengthLogitsProcessor(8, [3, 4])],
+    "min new": [hf.MinNewTokensLengthLogitsProcessor(4, 4, [3])],
+    "bad words": [hf.NoBadWordsLogitsProcessor([[3], [5, 2], [1, 4, 6]])],
+    "own": [Recording()],
+    "order": [
+        hf.TemperatureLogitsWarper(0.6),
+        hf.RepetitionPenaltyLogitsProcessor(1.7),
+        hf.TopKLogitsWarper(5),
+        hf.NoRepeatNGramLogitsProcessor(2),
+    ],
+}
+POINTWISE = {
+    "temperature": [hf.TemperatureLogitsWarper(0.6)],
+    "top k": [hf.TopKLogitsWarper(4)],
+    "top p": [hf.TopPLogitsWarper(0.7)],
+    "min p": [hf.MinPLogitsWarper(0.2)],
+    "typical": [hf.TypicalLogitsWarper(0.7)],
+    "epsilon": [hf.EpsilonLogitsWarper(0.05)],
+    "eta": [hf.EtaLogitsWarper(0.05)],
+    "suppress": [hf.SuppressTokensLogitsProcessor([2, 5])],
+    "normal": [hf.TemperatureLogitsWarper(2.0), hf.LogitNormalization()],
+}
+
+
+@pytest.mark.parametrize("name", [*PREFIX, *POINTWISE])
+@pytest.mark.parametrize("rows", [(0, 1, 2), (2, 0), (1,)], ids=str)
+@pytest.mark.parametrize("width", [1, 4])
+def test_a_block_is_processed_as_plain_decoding_would(name, rows, width):
+    processors = LogitsProcessorList({**PREFIX, **POINTWISE}[name])
+    drafts, logits = block(len(rows), width)
+    here = context(rows)
+    sampler = Sampler(processors)
+    assert sampler.reads_prefix == (name in PREFIX)
+    if sampler.reads_prefix:
+        here.write(drafts)
+    expected = plain(processors, context(rows), drafts, logits)
+    torch.testing.assert_close(sampler.scores(logits, here), expected)
+
+
+@pytest.mark.parametrize("name", POINTWISE)
+def test_pointwise_and_prefix_paths_agree(name):
+    """A processor that reads nothing, put among others, takes the slow way to the same scores."""
+    drafts, logits = block(3, 4)
+
+    class Nothing(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            return scores
+
+    here = context()
+    here.write(drafts)
+    slow = Sampler(LogitsProcessorList([*POINTWISE[name], Nothing()]))
+    fast = Sampler(LogitsProcessorList(POINTWISE[name]))
+    assert slow.reads_prefix and not fast.reads_prefix
+    torch.testing.assert_close(slow.scores(logits, here), fast.scores(logits, here))
+
+
+def test_a_subclass_of_a_pointwise_processor_is_trusted_with_nothing():
+    class Warmer(hf.TemperatureLogitsWarper):
+        def __call__(self, input_ids, scores):
+            return scores / (1 + (input_ids == 3).sum(-1, keepdim=True))
+
+    assert Sampler(LogitsProcessorList([Warmer(0.5)])).reads_prefix
+
+
+@pytest.mark.parametrize("rows", [(0, 1, 2), (2, 0)], ids=str)
+def test_every_position_sees_its_own_prefix(rows):
+    recording = Recording()
+    drafts, logits = block(len(rows), 3)
+    here = context(rows)
+    here.write(drafts)
+    Sampler(LogitsProcessorList([recording])).scores(logits, here)
+    for place, row in enumerate(rows):
+        settled = text()[row, : LENGTHS[row]].tolist()
+        for position in range(3):
+            wanted = settled + drafts[place, :position].tolist()
+            seen = [p[row].tolist() for p in recording.prefixes if p.shape[1] == len(wanted)]
+            assert wanted in seen
+    assert all(prefix.shape[0] == 3 for prefix in recording.prefixes)
+
+
+def test_positions_of_a_draft_are_offset_from_the_settled_text():
+    """Drafting processes one position at a time; the verification sees the same prefixes."""
+    processors = LogitsProcessorList(PREFIX["own"])
+    drafts, logits = block(3, 4)
+    whole, steps = context(), context()
+    whole.write(drafts)
+    at_once = Sampler(processors).scores(logits, whole)
+    for position in range(4):
+        one = Sampler(processors).scores(logits[:, position : position + 1], steps, position)
+        torch.testing.assert_close(one[:, 0], at_once[:, position])
+        if position < 3:
+            steps.write(drafts[:, position : position + 1], offset=position)
+
+
+def test_logits_are_left_as_they_were():
+    drafts, logits = block(3, 2)
+    before = logits.clone()
+    for processors in (PREFIX["repetition"], POINTWISE["suppress"], []):
+        here = context()
+        here.write(drafts)
+        scores = Sampler(LogitsProcessorList(processors)).scores(logits, here)
+        assert scores.data_ptr() != logits.data_ptr()
+        assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_scores_are_float32_as_in_plain_decoding(dtype):
+    _, logits = block(3, 2)
+    scores = Sampler(LogitsProcessorList(POINTWISE["temperature"])).scores(
+        logits.to(dtype), context()
+    )
+    assert scores.dtype == torch.float32
+
+
+# The text
+
+
+def test_a_write_is_not_settled_until_it_is_counted():
+    here = context((2, 0))
+    here.write(torch.tensor([[1, 2], [3, 4]]))
+    assert here.lengths == LENGTHS
+    assert here.tokens[2, 7:9].tolist() == [1, 2] and here.tokens[0, 6:8].tolist() == [3, 4]
+    assert here.padded(9)[0].tolist() == [*text()[0, :6].tolist(), 9]
+    assert torch.equal(here.tokens[1, :4], text()[1, :4])
+
+
+def test_append_takes_blocks_of_any_length():
+    here = context((0, 2))
+    here.append([[1, 2, 3], [4]])
+    assert here.tokens[0, 6:9].tolist() == [1, 2, 3] and here.tokens[2, 7].item() == 4
+
+
+def test_the_buffer_grows_and_keeps_its_text():
+    here = context()
+    here.write(torch.ones(3, 50, dtype=torch.long))
+    assert here.tokens.shape[1] >= 57
+    for row, length in enumerate(LENGTHS):
+        assert torch.equal(here.tokens[row, :length], text()[row, :length])
+        assert here.tokens[row, length : length + 50].tolist() == [1] * 50
+
+
+def test_rows_of_one_length_are_taken_together():
+    here = Context(torch.zeros(4, 8, dtype=torch.long), [5, 3, 5, 7], [2, 1, 0])
+    assert list(here.by_length()) == [(3, [1], [1]), (5, [0, 2], [2, 0])]
+
+
+# Drawing
+
+
+def test_greedy_takes_the_best_and_names_no_distribution():
+    _, logits = block(3, 1)
+    tokens, probs = Sampler().draw(logits[:, 0])
+    assert torch.equal(tokens, logits[:, 0].argmax(-1)) and probs is None
+
+
+def test_a_drawn_token_comes_with_the_distribution_it_was_drawn_from():
+    _, logits = block(1, 1)
+    scores = logits[:, 0].expand(50_000, -1)
+    sampler = Sampler(do_sample=True, generator=torch.Generator().manual_seed(0))
+    tokens, probs = sampler.draw(scores)
+    torch.testing.assert_close(probs, scores.softmax(-1))
+    counts = torch.bincount(tokens, minlength=VOCAB).double()
+    expected = probs[0].double() / probs[0].double().sum() * len(tokens)
+    assert chisquare(counts.numpy(), expected.numpy()).pvalue > 1e-3
+
+
+def test_draws_need_no_normalised_rows_and_keep_their_shape():
+    probs = torch.zeros(2, 3, VOCAB)
+    probs[..., 4] = 1e-8
+    assert draw(probs).tolist() == [[4] * 3] * 2

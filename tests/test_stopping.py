@@ -1,0 +1,417 @@
+"""The earliest stop inside a block of accepted drafts wins, and only kept tokens count."""
+
+import time
+
+import pytest
+import torch
+from conftest import EXIT, VOCAB, ContraryHead, greedy, prompt, tiny_llama
+from transformers import (
+    GenerationConfig,
+    MaxLengthCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from selfspec import SelfSpecModel
+
+DRAFT = {"exit_layer": EXIT, "num_draft_tokens": 6}
+LENGTH = 24
+always = tiny_llama("always")
+sometimes = tiny_llama("sometimes")
+TARGETS = pytest.mark.parametrize("target", [always, sometimes], ids=["always", "sometimes"])
+BATCHES = pytest.mark.parametrize("lengths", [(5,), (3, 9, 6)], ids=["one", "three"])
+
+
+class Recorder(BaseStreamer):
+    """Keeps what it is given."""
+
+    def __init__(self):
+        self.puts, self.ended = [], 0
+
+    def put(self, value):
+        self.puts.append(value.clone())
+
+    def end(self):
+        self.ended += 1
+
+    @property
+    def shown(self):
+        """Tokens behind the prompt, for one row."""
+        return [int(token) for value in self.puts[1:] for token in value.reshape(-1)]
+
+
+class StopAt(StoppingCriteria):
+    """Stops a row where its text has some length, and notes every call."""
+
+    def __init__(self, *lengths, sums=None):
+        self.lengths, self.sums, self.calls = lengths, sums, []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        seen = None if scores is None else torch.stack(scores)
+        self.calls.append((input_ids.clone(), seen))
+        if self.sums is not None:
+            return (input_ids[:, -3:].sum(-1) % self.sums) == 0
+        limits = torch.tensor(self.lengths).expand(input_ids.shape[0])
+        return input_ids.shape[1] >= limits
+
+
+def both(target, lengths, seed=1, **options):
+    """(the model's own output, ours, the wrapper) of the same call."""
+    ids, mask = prompt(*lengths, seed=seed)
+    options = {"max_new_tokens": LENGTH, **options}
+    own = greedy(target, ids, mask, **options)
+    spec = SelfSpecModel(target)
+    ours = spec.generate(ids, attention_mask=mask, do_sample=False, draft=DRAFT, **options)
+    return own, ours, spec
+
+
+def written(target, lengths):
+    """What each row goes on with when nothing stops it."""
+    ids, mask = prompt(*lengths)
+    return greedy(target, ids, mask, max_new_tokens=LENGTH)[:, max(lengths) :]
+
+
+def unused(text):
+    """A token that no row writes: with it as end of sequence, plain decoding pads ended rows too.
+
+    Without any, it goes on writing them until all have ended.
+    """
+    return min(set(range(1, VOCAB)) - set(text.flatten().tolist()))
+
+
+def only_kept(spec, lengths, sequences):
+    """Counters and trace say what the output says, row by row."""
+    stats, trace = spec.last_stats, spec.last_trace
+    rows = [trace.tokens(row) for row in range(len(lengths))]
+    for row, tokens in enumerate(rows):
+        assert tokens == sequences[row, max(lengths) :][: len(tokens)].tolist()
+        assert bool((sequences[row, max(lengths) + len(tokens) :] == 0).all())
+        assert len(trace.origins(row)) == len(tokens)
+    rounds = [step for row in trace.rows for step in row]
+    assert stats.rounds == len(rounds)
+    assert stats.emitted == sum(map(len, rows))
+    assert stats.accepted == sum(step.accepted for step in rounds) == sum(stats.accepted_at)
+    assert stats.drafted == sum(len(step.drafted) for step in rounds) == sum(stats.drafted_at)
+    for step in rounds:
+        # A draft behind a stop was never asked for.
+        assert step.target is not None or len(step.drafted) == step.accepted == len(step.tokens)
+    assert stats.emitted == stats.accepted + sum(step.target is not None for step in rounds)
+
+
+# End of sequence
+
+
+@TARGETS
+@BATCHES
+@pytest.mark.parametrize("place", [0, 3, 6, 7, 12])
+def test_eos_at_any_place_of_a_block(target, lengths, place):
+    eos = int(written(target, lengths)[0, place])
+    own, ours, spec = both(target, lengths, eos_token_id=eos)
+    assert torch.equal(own, ours)
+    only_kept(spec, lengths, ours)
+
+
+@TARGETS
+@BATCHES
+def test_several_eos_ids(target, lengths):
+    text = written(target, lengths)
+    eos = [int(text[-1, 8]), int(text[0, 4]), int(text[0, 10])]
+    own, ours, spec = both(target, lengths, eos_token_id=eos)
+    assert torch.equal(own, ours)
+    only_kept(spec, lengths, ours)
+
+
+def test_token_zero_is_an_end_like_any_other():
+    found = None
+    for seed in range(200):
+        ids, mask = prompt(4, seed=seed)
+        text = greedy(always, ids, mask, max_new_tokens=LENGTH)[0, 4:].tolist()
+        if 0 in text[1:6]:
+            found = seed
+            break
+    assert found is not None
+    own, ours, _ = both(always, (4,), seed=found, eos_token_id=0)
+    assert torch.equal(own, ours) and ours.shape[1] < 4 + LENGTH
+
+
+@BATCHES
+def test_drafts_behind_the_end_do_not_count(lengths):
+    """An exit that is always right has acceptance 1, wherever the text ends."""
+    eos = int(written(always, lengths)[0, 3])
+    *_, spec = both(always, lengths, eos_token_id=eos)
+    assert spec.last_stats.acceptance_rate == 1
+
+
+# Lengths
+
+
+@TARGETS
+@BATCHES
+@pytest.mark.parametrize("count", [1, 2, 7, 8, 15])
+def test_max_new_tokens(target, lengths, count):
+    own, ours, spec = both(target, lengths, max_new_tokens=count)
+    assert torch.equal(own, ours)
+    only_kept(spec, lengths, ours)
+
+
+@TARGETS
+@BATCHES
+def test_max_length(target, lengths):
+    own, ours, spec = both(target, lengths, max_new_tokens=None, max_length=17)
+    assert torch.equal(own, ours) and ours.shape[1] == 17
+    only_kept(spec, lengths, ours)
+
+
+@BATCHES
+@pytest.mark.parametrize("length", [12, 15])
+def test_a_length_criterion_of_the_caller(lengths, length):
+    criteria = StoppingCriteriaList([MaxLengthCriteria(length)])
+    config = GenerationConfig(max_length=60)
+    own, ours, _ = both(
+        sometimes,
+        lengths,
+        max_new_tokens=None,
+        generation_config=config,
+        stopping_criteria=criteria,
+    )
+    assert torch.equal(own, ours)
+
+
+@BATCHES
+def test_the_shorter_of_two_length_criteria_wins(lengths):
+    criteria = StoppingCriteriaList([MaxLengthCriteria(30), MaxLengthCriteria(14)])
+    own, ours, _ = both(
+        sometimes, lengths, max_new_tokens=None, max_length=40, stopping_criteria=criteria
+    )
+    assert torch.equal(own, ours)
+
+
+# Stop strings
+
+
+@TARGETS
+@BATCHES
+@pytest.mark.parametrize("place", [1, 5, 6])
+def test_stop_strings(target, lengths, place, tokenizer):
+    text = written(target, lengths)
+    first = tokenizer.decode(text[0, place : place + 2])
+    last = tokenizer.decode(text[-1, place + 1 : place + 3])
+    strings = [first, last]
+    options = {"stop_strings": strings, "tokenizer": tokenizer, "eos_token_id": unused(text)}
+    own, ours, spec = both(target, lengths, **options)
+    assert torch.equal(own, ours)
+    assert min(map(len, map(spec.last_trace.tokens, range(len(lengths))))) < LENGTH
+    only_kept(spec, lengths, ours)
+
+
+def test_stop_strings_of_a_generation_config(tokenizer):
+    string = tokenizer.decode(written(sometimes, (5,))[0, 7:9])
+    config = GenerationConfig(stop_strings=string, max_new_tokens=LENGTH)
+    options = {"generation_config": config, "tokenizer": tokenizer, "max_new_tokens": LENGTH}
+    own, ours, _ = both(sometimes, (5,), **options)
+    assert torch.equal(own, ours) and ours.shape[1] < 5 + LENGTH
+    assert config.stop_strings == string
+
+
+def test_stop_strings_of_the_model(tokenizer, monkeypatch):
+    string = tokenizer.decode(written(sometimes, (5,))[0, 7:9])
+    monkeypatch.setattr(sometimes.generation_config, "stop_strings", [string])
+    own, ours, _ = both(sometimes, (5,), tokenizer=tokenizer)
+    assert torch.equal(own, ours) and ours.shape[1] < 5 + LENGTH
+    assert sometimes.generation_config.stop_strings == [string]
+
+
+def test_stop_strings_need_the_tokenizer():
+    ids, _ = prompt(5)
+    with pytest.raises(ValueError, match="tokenizer"):
+        SelfSpecModel(always).generate(ids, stop_strings=["a"], max_new_tokens=3)
+
+
+# A criterion of the caller
+
+
+@TARGETS
+@BATCHES
+@pytest.mark.parametrize("length", [10, 13, 20])
+def test_a_user_criterion(target, lengths, length):
+    options = [StoppingCriteriaList([StopAt(length)]) for _ in range(2)]
+    ids, mask = prompt(*lengths)
+    own = greedy(target, ids, mask, max_new_tokens=LENGTH, stopping_criteria=options[0])
+    spec = SelfSpecModel(target)
+    ours = spec.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=LENGTH,
+        draft=DRAFT,
+        stopping_criteria=options[1],
+    )
+    assert torch.equal(own, ours)
+    only_kept(spec, lengths, ours)
+
+
+@TARGETS
+@pytest.mark.parametrize("sums", [3, 7])
+def test_a_user_criterion_that_stops_rows_apart(target, sums):
+    lengths = (3, 9, 6)
+    criteria = StoppingCriteriaList([StopAt(sums=sums)])
+    eos = unused(written(target, lengths))
+    own, ours, spec = both(target, lengths, stopping_criteria=criteria, eos_token_id=eos)
+    assert torch.equal(own, ours)
+    only_kept(spec, lengths, ours)
+
+
+@TARGETS
+def test_rows_that_a_criterion_ended_stay_ended_without_an_eos(target):
+    """Plain decoding writes such rows on until all have ended; up to there the texts agree."""
+    lengths, criteria = (3, 9, 6), StoppingCriteriaList([StopAt(sums=3)])
+    own, ours, spec = both(target, lengths, stopping_criteria=criteria)
+    assert ours.shape == own.shape
+    for row in range(3):
+        tokens = spec.last_trace.tokens(row)
+        assert own[row, 9 : 9 + len(tokens)].tolist() == tokens
+        ends = [int(own[row, place - 2 : place + 1].sum()) % 3 == 0 for place in range(9, own.shape[1])]
+        assert len(tokens) == ends.index(True) + 1
+    only_kept(spec, lengths, ours)
+
+
+@TARGETS
+def test_a_user_criterion_is_asked_what_plain_decoding_asks(target):
+    """Token by token, with the text so far and the scores that led to it."""
+    ids, mask = prompt(5)
+    notes = []
+    for generate in (target.generate, SelfSpecModel(target).generate):
+        criterion = StopAt(19)
+        options = {} if generate == target.generate else {"draft": DRAFT}
+        generate(
+            ids,
+            attention_mask=mask,
+            do_sample=False,
+            max_new_tokens=LENGTH,
+            return_dict_in_generate=True,
+            output_scores=True,
+            stopping_criteria=StoppingCriteriaList([criterion]),
+            **options,
+        )
+        notes.append(criterion.calls)
+    own, ours = notes
+    assert len(own) == len(ours) == 14
+    for (own_text, own_scores), (text, scores) in zip(own, ours, strict=True):
+        assert torch.equal(own_text, text)
+        torch.testing.assert_close(own_scores, scores)
+
+
+def test_every_criterion_is_asked_at_every_token():
+    """Also the one behind the criterion that says stop, as in plain decoding."""
+    ids, mask = prompt(5)
+    calls = []
+    for generate, extra in (
+        (sometimes.generate, {"do_sample": False}),
+        (SelfSpecModel(sometimes).generate, {"draft": DRAFT}),
+    ):
+        behind = StopAt(999)
+        criteria = StoppingCriteriaList([StopAt(12), behind])
+        generate(
+            ids, attention_mask=mask, max_new_tokens=LENGTH, stopping_criteria=criteria, **extra
+        )
+        calls.append([text.tolist() for text, _ in behind.calls])
+    assert calls[0] == calls[1]
+
+
+@BATCHES
+def test_the_earliest_of_many_stops_wins(lengths, tokenizer):
+    text = written(always, lengths)
+    string = tokenizer.decode(text[0, 9:11])
+    for eos_place, length in ((3, 30), (12, 16 + max(lengths)), (21, 4 + max(lengths))):
+        own, ours, spec = both(
+            always,
+            lengths,
+            eos_token_id=int(text[0, eos_place]),
+            stop_strings=[string],
+            tokenizer=tokenizer,
+            max_new_tokens=None,
+            max_length=length,
+            stopping_criteria=StoppingCriteriaList([StopAt(max(lengths) + 20)]),
+        )
+        assert torch.equal(own, ours)
+        only_kept(spec, lengths, ours)
+
+
+# Time
+
+
+class Clock:
+    """Time that passes only when a layer is asked to."""
+
+    def __init__(self):
+        self.now = time.time()
+
+    def __call__(self):
+        return self.now
+
+
+@BATCHES
+def test_max_time_ends_after_the_round_in_which_it_passes(lengths, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(time, "time", clock)
+    target = tiny_llama("always")
+    last = target.model.layers[-1].mlp
+    last.register_forward_hook(lambda *_: setattr(clock, "now", clock.now + 1))
+    ids, mask = prompt(*lengths)
+    spec = SelfSpecModel(target)
+    ours = spec.generate(
+        ids, attention_mask=mask, max_new_tokens=LENGTH, max_time=2.5, draft=DRAFT
+    )
+    # Prefill and two rounds: the deadline passes in the second, whose first token stands.
+    assert ours.shape[1] == max(lengths) + 7 + 1
+    assert torch.equal(ours, greedy(target, ids, mask, max_new_tokens=8))
+    only_kept(spec, lengths, ours)
+
+
+# Streaming and drafters
+
+
+@pytest.mark.parametrize("place", [0, 2, 5, 6, 9])
+def test_the_streamer_never_shows_a_token_behind_the_stop(place):
+    eos = int(written(always, (5,))[0, place])
+    recorder = Recorder()
+    ids, mask = prompt(5)
+    spec = SelfSpecModel(always)
+    ours = spec.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=LENGTH,
+        eos_token_id=eos,
+        draft=DRAFT,
+        streamer=recorder,
+    )
+    assert torch.equal(recorder.puts[0], ids)
+    assert recorder.shown == ours[0, 5:].tolist()
+    assert recorder.ended == 1
+
+
+@BATCHES
+def test_a_drafter_that_is_never_right_changes_nothing(lengths):
+    ids, mask = prompt(*lengths)
+    spec = SelfSpecModel(sometimes, heads=[ContraryHead(EXIT)])
+    eos = int(written(sometimes, lengths)[0, 11])
+    ours = spec.generate(ids, attention_mask=mask, max_new_tokens=LENGTH, eos_token_id=eos)
+    assert torch.equal(ours, greedy(sometimes, ids, mask, max_new_tokens=LENGTH, eos_token_id=eos))
+    assert spec.last_stats.acceptance_rate == 0
+    assert spec.last_stats.mean_accepted_length == 1
+    only_kept(spec, lengths, ours)
+
+
+@BATCHES
+def test_without_drafts_every_token_is_plain(lengths):
+    ids, mask = prompt(*lengths)
+    spec = SelfSpecModel(sometimes)
+    ours = spec.generate(ids, attention_mask=mask, max_new_tokens=9, draft="none")
+    assert torch.equal(ours, greedy(sometimes, ids, mask, max_new_tokens=9))
+    for row in range(len(lengths)):
+        assert spec.last_trace.origins(row) == ["plain"] * 9
+    assert spec.last_stats.drafted == 0 and spec.last_stats.acceptance_rate == 0
+
+
+def test_the_vocabulary_of_these_tests_is_the_tokenizers(tokenizer):
+    assert len(tokenizer) == VOCAB
