@@ -4,16 +4,16 @@
 #   PYTHON          the interpreter that makes .venv (3.10 or newer):  make test PYTHON=python3.12
 #   TORCH           what pip installs as torch:                        make test TORCH=torch==2.9.1
 #   PIP_TORCH_ARGS  more arguments for that one pip call. PyPI's Linux wheels of torch bring CUDA
-#                   along; the small CPU build is at PyTorch's own index:
-#                   make test PIP_TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu"
+#                   along, so without a GPU the CPU build of PyTorch's own index is preferred.
 
 PYTHON ?= python3
-PIP_TORCH_ARGS ?=
 WORKERS ?= 2
 
 # With an NVIDIA GPU pip's default build is the right one; without, one tested version.
 NVIDIA := $(shell command -v nvidia-smi 2>/dev/null)
 TORCH ?= $(if $(NVIDIA),torch>=2.6,torch==2.13.0)
+CPU_INDEX := --extra-index-url https://download.pytorch.org/whl/cpu --retries 1
+PIP_TORCH_ARGS ?= $(if $(NVIDIA),,$(CPU_INDEX))
 
 BIN := .venv/bin
 READY := .venv/.ready

@@ -64,6 +64,7 @@ def _problems(
                 f"{type(processor).__name__} keeps a state from token to token, which rejected "
                 f"drafts would corrupt; {instead}"
             )
-    unknown = [key for key, value in inputs.items() if value is not None and key not in _KNOWN_INPUTS]
+    given = [key for key, value in inputs.items() if value is not None]
+    unknown = [key for key in given if key not in _KNOWN_INPUTS]
     if unknown:
         yield f"inputs not covered by speculation: {', '.join(unknown)}; {instead}"

@@ -15,7 +15,6 @@ from __future__ import annotations
 import inspect
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -23,7 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast, ModelOutput
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils.generic import ModelOutput
 
 from selfspec.slots import SlotCache, Window
 
@@ -98,7 +98,7 @@ class Decoder:
     @property
     def device(self) -> torch.device:
         """Device of the embeddings, where tokens go in."""
-        return self.causal_lm.get_input_embeddings().weight.device
+        return next(self.causal_lm.get_input_embeddings().parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -124,7 +124,8 @@ class Decoder:
         """
         norms = [m for m in self.base.children() if "norm" in type(m).__name__.lower()]
         if not norms:
-            raise ValueError(f"{type(self.causal_lm).__name__} has no final norm to start a lens from")
+            name = type(self.causal_lm).__name__
+            raise ValueError(f"{name} has no final norm to start a lens from")
         return norms[-1]
 
     def new_slots(self, rows: int, capacity: int = 0) -> SlotCache:
@@ -134,6 +135,7 @@ class Decoder:
     # Gates
 
     def __enter__(self) -> Decoder:
+        """Put the gates in; another thread that enters waits."""
         self._lock.acquire()
         self._depth += 1
         if self._depth == 1:
@@ -154,6 +156,7 @@ class Decoder:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        """Take the gates out, whatever happened."""
         self._depth -= 1
         if self._depth == 0:
             del self.base.__dict__[self._layers_name]
@@ -165,7 +168,12 @@ class Decoder:
     # Passes
 
     def run(
-        self, tokens: Tensor, span: Span, slots: SlotCache, hidden: Tensor | None = None, offset: int = 0
+        self,
+        tokens: Tensor,
+        span: Span,
+        slots: SlotCache,
+        hidden: Tensor | None = None,
+        offset: int = 0,
     ) -> Pass:
         """Run `span` over `tokens`, writing its KV behind each row's settled tokens.
 
@@ -228,12 +236,13 @@ class Decoder:
             held = self.base.__dict__.get("forward")
             self.base.__dict__["forward"] = lambda *args, **kwargs: self._stub(normed)
             try:
-                return self.causal_lm(inputs_embeds=normed, use_cache=False, return_dict=True).logits
+                tail = self.causal_lm(inputs_embeds=normed, use_cache=False, return_dict=True)
             finally:
                 if held is None:
                     del self.base.__dict__["forward"]
                 else:
                     self.base.__dict__["forward"] = held
+        return tail.logits
 
     def _stub(self, normed: Tensor) -> ModelOutput:
         return self._output_class(last_hidden_state=normed)  # pyright: ignore[reportCallIssue]
@@ -300,11 +309,12 @@ def _added(own: Tensor | None, mask: Tensor) -> Tensor:
 def _unwrap(model: nn.Module) -> PreTrainedModel:
     inner = model
     if hasattr(model, "peft_config"):
-        config = next(iter(model.peft_config.values()))  # pyright: ignore
+        configs: dict[str, Any] = model.peft_config  # pyright: ignore[reportAssignmentType]
+        config = next(iter(configs.values()))
         if getattr(config, "is_prompt_learning", False):
             raise ValueError(
-                f"a PEFT model of type {config.peft_type} adds virtual tokens, which a span of layers "
-                "cannot see; use an adapter inside the layers (LoRA), or merge it"
+                f"a PEFT model of type {config.peft_type} adds virtual tokens, which a span of "
+                "layers cannot see; use an adapter inside the layers (LoRA), or merge it"
             )
         if hasattr(model, "get_base_model"):
             inner = model.get_base_model()  # pyright: ignore[reportCallIssue]

@@ -116,7 +116,7 @@ class Session:
         self.drafter.commit(state, verdict)
         self.logits.begin(logits.float())
         self.scores.begin(scores)
-        self._settle(state, self._read(draft, verdict, logits))
+        self._settle(state, verdict, self._read(draft, verdict, logits))
 
     def _limit(self, state: State) -> int:
         """Drafts that can still be used: the last token allowed is the target's own."""
@@ -129,7 +129,7 @@ class Session:
 
     def _read(self, draft: Draft, verdict: Verdict, logits: Tensor) -> list[_RowRound]:
         """Bring the round's tokens to the host: the one synchronisation of a round."""
-        broken = logits[..., 0].isnan().any(-1, keepdim=True)
+        broken = logits[:, -1:, 0].isnan()
         columns = [verdict.accepted[:, None], broken, draft.tokens, verdict.tokens]
         rounds = [_RowRound.read(row, draft.length) for row in torch.cat(columns, dim=1).tolist()]
         if any(step.broken for step in rounds):
@@ -139,11 +139,11 @@ class Session:
             )
         return rounds
 
-    def _settle(self, state: State, rounds: list[_RowRound]) -> None:
+    def _settle(self, state: State, verdict: Verdict, rounds: list[_RowRound]) -> None:
         """Cut the new tokens at their stops, then commit what stands."""
         context, rows = state.context, list(state.context.rows)
         blocks = [step.block for step in rounds]
-        context.append(blocks)
+        context.write(verdict.tokens)
         kept, ended = self.stops.cut(context, blocks, self.scores)
         for row, step, count in zip(rows, rounds, kept, strict=True):
             context.lengths[row] += count
@@ -151,8 +151,8 @@ class Session:
         self.scores.keep(rows, kept)
         self.logits.keep(rows, kept)
         state.slots.commit(kept)
-        last = [[block[count - 1]] for block, count in zip(blocks, kept, strict=True)]
-        state.pending = torch.tensor(last, device=state.pending.device)
+        # A row that goes on was not cut: its last token is the one that the target added.
+        state.pending = verdict.tokens.gather(1, verdict.accepted[:, None])
         self.stream.put(context, finished=[rows[i] for i, stop in enumerate(ended) if stop])
         if any(ended):
             self._leave(state, [index for index, stop in enumerate(ended) if not stop])
@@ -222,7 +222,8 @@ def speculate(
     own_cache = cache if getattr(cache, "_is_user_defined", False) else None
     mask = model_kwargs.get("attention_mask")
     if mask is None and own_cache is not None:
-        mask = input_ids.new_ones(input_ids.shape[0], generation_config._mask_length)
+        width = getattr(generation_config, "_mask_length", None) or input_ids.shape[1]
+        mask = input_ids.new_ones(input_ids.shape[0], width)
     as_dict = bool(generation_config.return_dict_in_generate)
     prompt = Prompt(call.engine, input_ids, mask, own_cache, keep_cache=as_dict)
     sampler = Sampler(logits_processor, bool(generation_config.do_sample), call.generator)

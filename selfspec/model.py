@@ -73,7 +73,7 @@ class SelfSpecModel:
 
     def save_pretrained(self, folder: str | Path, **kwargs: Any) -> None:
         """Write the model (`PreTrainedModel.save_pretrained`) and its heads to `folder`."""
-        self.config_owner.save_pretrained(folder, **kwargs)
+        self.causal_lm.save_pretrained(folder, **kwargs)
         if self.heads:
             save_heads(self.heads, self.engine.decoder, folder)
 
@@ -83,7 +83,7 @@ class SelfSpecModel:
         return self.engine.heads
 
     @property
-    def config_owner(self) -> PreTrainedModel:
+    def causal_lm(self) -> PreTrainedModel:
         """The transformers model inside, PEFT wrapping removed."""
         return self.engine.decoder.causal_lm
 
@@ -127,11 +127,12 @@ class SelfSpecModel:
             )
         drafter = make_drafter(self.engine, DraftConfig.of(draft))
         call = Call(self.engine, drafter, streamer, generator)
+        run: Any = self.causal_lm.generate
         criteria = StoppingCriteriaList(stopping_criteria or [])
         with self._without_stop_strings(generation_config, criteria, kwargs) as config:
             tokens, restore = _left_padded(inputs, kwargs)
             try:
-                output = self.config_owner.generate(
+                output = run(
                     tokens,
                     generation_config=config,
                     stopping_criteria=criteria,
@@ -152,7 +153,7 @@ class SelfSpecModel:
         kwargs: dict[str, Any],
     ) -> Iterator[GenerationConfig | None]:
         """Turn stop strings into a criterion: generate drops the tokenizer for custom loops."""
-        own = self.config_owner.generation_config
+        own = self.causal_lm.generation_config
         strings = kwargs.pop("stop_strings", None)
         for source in (config, own):
             strings = strings or getattr(source, "stop_strings", None)

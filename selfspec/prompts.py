@@ -138,9 +138,9 @@ def _known_lengths(cache: Cache | None, rows: int, padded: bool) -> list[int]:
         return list(cache.lengths)
     if type(cache) is not DynamicCache or rows > 1 or padded:
         raise ValueError(
-            f"past_key_values is a {type(cache).__name__} for {rows} rows; selfspec goes on from a "
-            "SlotCache (out.past_key_values of its own calls) for any batch, or from a DynamicCache "
-            "for one row without padding"
+            f"past_key_values is a {type(cache).__name__} for {rows} rows; selfspec goes on from "
+            "a SlotCache (out.past_key_values of its own calls) for any batch, or from a "
+            "DynamicCache for one row without padding"
         )
     return [cache.get_seq_length()]
 

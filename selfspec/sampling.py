@@ -6,7 +6,7 @@ repetition penalty or a no-repeat rule keeps its meaning inside a block of draft
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -59,11 +59,6 @@ class Context:
         for index, row in enumerate(self.rows):
             self._put(row, self.lengths[row] + offset, block[index])
 
-    def append(self, blocks: Sequence[Sequence[int]]) -> None:
-        """Put a block of new tokens behind each unfinished row's settled ones."""
-        for row, block in zip(self.rows, blocks, strict=True):
-            self._put(row, self.lengths[row], torch.tensor(block, device=self.tokens.device))
-
     def _put(self, row: int, start: int, tokens: Tensor) -> None:
         stop = start + len(tokens)
         if stop > self.tokens.shape[1]:
@@ -110,14 +105,17 @@ class Sampler:
         if not self.reads_prefix:
             # Pointwise processors read nothing of the tokens but their number of rows.
             rows = context.tokens.new_zeros(batch * width, 1)
-            return self.processors(rows, scores.view(-1, vocab)).view(batch, width, vocab)
+            return self._process(rows, scores.view(-1, vocab)).view(batch, width, vocab)
         for length, places, rows in context.by_length():
             for position in range(width):
                 prefix = context.tokens[:, : length + offset + position]
                 every_row = scores.new_zeros(prefix.shape[0], vocab)
                 every_row[rows] = scores[places, position]
-                scores[places, position] = self.processors(prefix, every_row)[rows]
+                scores[places, position] = self._process(prefix, every_row)[rows]
         return scores
+
+    def _process(self, tokens: Tensor, scores: Tensor) -> Tensor:
+        return self.processors(tokens, scores)  # pyright: ignore[reportArgumentType, reportReturnType]
 
     def draw(self, scores: Tensor) -> tuple[Tensor, Tensor | None]:
         """Tokens `[batch]` for `scores` `[batch, vocab]`, and the distribution they came from.

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,7 +20,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 _GROWTH = 256  # smallest step by which a buffer grows, in slots
 
 
-@dataclass
 class Window:
     """The slots that one pass writes: `width` of them behind `starts` in each row.
 
@@ -29,21 +27,20 @@ class Window:
         starts: first slot written, per row.
         width: tokens of the pass, per row.
         positions: `[rows, width]` the slots, which are also the positions.
+        end: one more than the last slot written: what the longest row attends to.
+        uniform: whether all rows write the same slots.
     """
 
-    starts: list[int]
-    width: int
-    positions: Tensor
-
-    @property
-    def end(self) -> int:
-        """One more than the last slot written: what the longest row attends to."""
-        return max(self.starts) + self.width
-
-    @property
-    def uniform(self) -> bool:
-        """Whether all rows write the same slots."""
-        return min(self.starts) == max(self.starts)
+    def __init__(self, starts: list[int], width: int, device: torch.device):
+        self.starts, self.width = starts, width
+        first, last = min(starts), max(starts)
+        self.end = last + width
+        self.uniform = first == last
+        if self.uniform:
+            self.positions = torch.arange(first, self.end, device=device).expand(len(starts), -1)
+        else:
+            steps = torch.arange(width, device=device)
+            self.positions = torch.tensor(starts, device=device)[:, None] + steps
 
 
 class SlotLayer(CacheLayerMixin):
@@ -83,14 +80,15 @@ class SlotLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         if self.capacity < window.end:
             self.grow(max(window.end, 2 * self.capacity, _GROWTH))
-        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
-            assert buffer is not None
-            if window.uniform:
-                buffer[:, :, window.starts[0] : window.end] = states
-            else:
-                rows = torch.arange(states.shape[0], device=states.device)[:, None]
-                positions = window.positions.to(states.device)
-                buffer[rows, :, positions] = states.transpose(1, 2)
+        assert self.keys is not None and self.values is not None
+        if window.uniform:
+            self.keys.narrow(2, window.starts[0], window.width).copy_(key_states)
+            self.values.narrow(2, window.starts[0], window.width).copy_(value_states)
+            return
+        positions = window.positions.to(key_states.device)
+        rows = torch.arange(key_states.shape[0], device=key_states.device)[:, None]
+        self.keys[rows, :, positions] = key_states.transpose(1, 2)
+        self.values[rows, :, positions] = value_states.transpose(1, 2)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
         """Refused: the cache that owns this layer knows where states go."""
@@ -134,6 +132,8 @@ class SlotCache(Cache):
         self.lengths = [0] * rows
         self.device = torch.device(device)
         self._reserved = capacity
+        self._sliding = [window is not None for window in windows]
+        self._never = [False] * len(windows)
         self._window: Window | None = None
 
     # What passes write and see
@@ -142,12 +142,7 @@ class SlotCache(Cache):
     def writing(self, width: int, offset: int = 0) -> Iterator[Window]:
         """While active, passes write `width` slots a row, `offset` behind its settled tokens."""
         starts = [length + offset for length in self.lengths]
-        steps = torch.arange(width, device=self.device)
-        if min(starts) == max(starts):
-            positions = (steps + starts[0]).expand(len(starts), width)
-        else:
-            positions = torch.tensor(starts, device=self.device)[:, None] + steps
-        outer, self._window = self._window, Window(starts, width, positions)
+        outer, self._window = self._window, Window(starts, width, self.device)
         try:
             yield self._window
         finally:
@@ -179,7 +174,7 @@ class SlotCache(Cache):
             layer.grow(max(self._reserved, active.end))
         layer.write(key_states, value_states, active)
         assert layer.keys is not None and layer.values is not None
-        return layer.keys[:, :, : active.end], layer.values[:, :, : active.end]
+        return layer.keys.narrow(2, 0, active.end), layer.values.narrow(2, 0, active.end)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens before the active pass (of the longest row); settled tokens between passes."""
@@ -190,6 +185,23 @@ class SlotCache(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """What a family that makes its own mask needs: keys up to the longest row's end."""
         return self.get_seq_length(layer_idx) + query_length, 0
+
+    # transformers asks these of every layer in every pass; here they never change.
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """Whether each layer attends to a window."""
+        return self._sliding
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """No layer is recurrent."""
+        return self._never
+
+    @property
+    def is_dummy(self) -> list[bool]:
+        """Every layer has keys and values of its own."""
+        return self._never
 
     def _active(self) -> Window:
         if self._window is None:
@@ -206,7 +218,7 @@ class SlotCache(Cache):
         self.lengths = [have + new for have, new in zip(self.lengths, counts, strict=True)]
 
     def gather(self, branch: Tensor) -> None:
-        """Move an accepted branch together: slot `branch[row, i]` behind the settled ones comes i-th.
+        """Move an accepted branch together: its i-th slot becomes the i-th behind the settled.
 
         Args:
             branch: `[rows, n]` offsets from each row's length, rising; states of a tree's nodes
@@ -279,10 +291,10 @@ class SlotCache(Cache):
     def load(self, cache: DynamicCache) -> None:
         """Copy the KV of a one-row `DynamicCache` into this empty cache."""
         length = cache.get_seq_length()
-        for index, layer in enumerate(cache.layers):
-            kept = layer.keys.shape[2]
+        for index, (keys, values, _) in enumerate(cache):
+            kept = keys.shape[2]
             with self._only(length - kept, kept):
-                self.update(layer.keys, layer.values, index)
+                self.update(keys, values, index)
         self.lengths = [length]
 
     def store(self, cache: DynamicCache, beyond: int) -> None:
@@ -294,7 +306,7 @@ class SlotCache(Cache):
 
     @contextmanager
     def _only(self, start: int, width: int) -> Iterator[None]:
-        self._window = Window([start], width, torch.arange(start, start + width)[None])
+        self._window = Window([start], width, self.device)
         try:
             yield
         finally:

@@ -82,9 +82,7 @@ class Stops:
             stops.append(self.max_length - length)
         return min(stops, default=None)
 
-    def _asked(
-        self, context: Context, index: int, limit: int, scores: StepRecord
-    ) -> int | None:
+    def _asked(self, context: Context, index: int, limit: int, scores: StepRecord) -> int | None:
         """Tokens up to the first at which one of the other criteria says stop."""
         row = context.rows[index]
         for place in range(1, limit + 1):

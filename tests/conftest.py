@@ -88,8 +88,12 @@ class ContraryHead(SharedHead):
 
 
 def gates(model: torch.nn.Module) -> list[str]:
-    """Modules whose `forward` is replaced."""
-    return [name for name, module in model.named_modules() if "forward" in module.__dict__]
+    """Modules whose `forward` is replaced, or a child of which is shadowed."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if {"forward", *module._modules} & set(module.__dict__)
+    ]
 
 
 @pytest.fixture

@@ -27,12 +27,16 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
-_MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_MOE = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
 _SLIDING = {"sliding_window": WINDOW}
 _MIXED = {
     **_SLIDING,
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]
-    + ["full_attention", "sliding_attention"],
+    "layer_types": [f"{kind}_attention" for kind in ("sliding full sliding full sliding".split())],
 }
 _GPT = {"n_embd": 32, "n_head": 4, "n_layer": LAYERS, "n_positions": 96, "n_inner": 48}
 _ROTARY_8 = {"rotary_dim": 4}

@@ -133,7 +133,7 @@ def chain_counts(k, seed, recorded=lambda q: q):
         words[:, place] = torch.where(is_open, fresh, words[:, place])
     exact = start
     for _ in range(k):
-        exact = (exact[..., None] * p[torch.arange(exact.numel()) % VOCAB].view(*exact.shape, -1))
+        exact = exact[..., None] * p[torch.arange(exact.numel()) % VOCAB].view(*exact.shape, -1)
     cells = (words * VOCAB ** torch.arange(k, -1, -1)).sum(-1)
     return torch.bincount(cells, minlength=VOCAB ** (k + 1)), exact.flatten()
 

@@ -110,7 +110,8 @@ def test_rows_that_ended_early_get_their_cache_back_too():
     out = ours(ids, mask, max_new_tokens=20, eos_token_id=eos, return_dict_in_generate=True)
     emitted = [len(out.trace.tokens(row)) for row in range(3)]
     assert emitted[0] == text[0].tolist().index(eos) + 1
-    assert out.past_key_values.lengths == [n + e - 1 for n, e in zip((4, 1, 9), emitted, strict=True)]
+    lengths = [n + e - 1 for n, e in zip((4, 1, 9), emitted, strict=True)]
+    assert out.past_key_values.lengths == lengths
 
 
 # What goes in
@@ -242,9 +243,7 @@ def test_right_padding_with_several_sequences_a_row():
     ids, mask = prompt(4, 6)
     right, right_mask = ids.clone(), mask.clone()
     right[0], right_mask[0] = ids[0].roll(-2), mask[0].roll(-2)
-    out = ours(
-        right, right_mask, do_sample=True, top_k=1, num_return_sequences=2, max_new_tokens=7
-    )
+    out = ours(right, right_mask, do_sample=True, top_k=1, num_return_sequences=2, max_new_tokens=7)
     own = greedy(target, ids, mask, max_new_tokens=7)
     assert torch.equal(out[:, 6:], own[:, 6:].repeat_interleave(2, dim=0))
     assert torch.equal(out[:, :6], right.repeat_interleave(2, dim=0))
@@ -338,9 +337,7 @@ def test_only_the_new_tokens_may_be_given_with_a_mask_over_all():
     text = torch.cat([first.sequences, added], dim=1)
     # The last token of the first turn has no KV yet: it is among the new ones.
     new = text[:, 10:]
-    out = ours(
-        new, torch.ones_like(text), max_new_tokens=5, past_key_values=first.past_key_values
-    )
+    out = ours(new, torch.ones_like(text), max_new_tokens=5, past_key_values=first.past_key_values)
     assert torch.equal(out[:, 4:], greedy(target, text, max_new_tokens=5)[:, 14:])
 
 

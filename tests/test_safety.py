@@ -31,7 +31,6 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from selfspec import DraftConfig, SelfSpecModel
-from selfspec.decoder import Decoder
 
 DRAFT = DraftConfig(exit_layer=EXIT, num_draft_tokens=4)
 IDS, MASK = prompt(4, 7)
@@ -113,9 +112,7 @@ def test_an_exception_of_the_callers_code_leaves_the_model_as_it_was(model, wher
     name, value = given[where]
     spec = SelfSpecModel(model)
     with pytest.raises(type(error)):
-        spec.generate(
-            IDS, attention_mask=MASK, max_new_tokens=20, draft=DRAFT, **{name: value}
-        )
+        spec.generate(IDS, attention_mask=MASK, max_new_tokens=20, draft=DRAFT, **{name: value})
     unchanged(model, before, attributes)
     again = spec.generate(IDS, attention_mask=MASK, max_new_tokens=8, draft=DRAFT)
     assert torch.equal(again, before[0])
@@ -286,15 +283,6 @@ def test_plain_decoding_in_another_thread_is_not_gated(model):
         worker.join(30)
         handle.remove()
     assert torch.equal(meanwhile, alone)
-
-
-def test_gates_of_two_decoders_may_close_in_any_order(model):
-    first, second = Decoder(model), Decoder(model)
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    second.__exit__(None, None, None)
-    assert gates(model) == []
 
 
 # A drafter equal to the target

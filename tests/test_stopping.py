@@ -270,8 +270,8 @@ def test_rows_that_a_criterion_ended_stay_ended_without_an_eos(target):
     for row in range(3):
         tokens = spec.last_trace.tokens(row)
         assert own[row, 9 : 9 + len(tokens)].tolist() == tokens
-        ends = [int(own[row, place - 2 : place + 1].sum()) % 3 == 0 for place in range(9, own.shape[1])]
-        assert len(tokens) == ends.index(True) + 1
+        sums = [int(own[row, place - 2 : place + 1].sum()) for place in range(9, own.shape[1])]
+        assert len(tokens) == [total % 3 for total in sums].index(0) + 1
     only_kept(spec, lengths, ours)
 
 
@@ -359,9 +359,7 @@ def test_max_time_ends_after_the_round_in_which_it_passes(lengths, monkeypatch):
     last.register_forward_hook(lambda *_: setattr(clock, "now", clock.now + 1))
     ids, mask = prompt(*lengths)
     spec = SelfSpecModel(target)
-    ours = spec.generate(
-        ids, attention_mask=mask, max_new_tokens=LENGTH, max_time=2.5, draft=DRAFT
-    )
+    ours = spec.generate(ids, attention_mask=mask, max_new_tokens=LENGTH, max_time=2.5, draft=DRAFT)
     # Prefill and two rounds: the deadline passes in the second, whose first token stands.
     assert ours.shape[1] == max(lengths) + 7 + 1
     assert torch.equal(ours, greedy(target, ids, mask, max_new_tokens=8))

@@ -45,7 +45,7 @@ def check_fingerprint(decoder: Decoder, fitted: dict[str, Any], source: str) -> 
 @torch.no_grad()
 def _digest(decoder: Decoder) -> str:
     digest = hashlib.sha256()
-    tensors = {"embedding": decoder.causal_lm.get_input_embeddings().weight}
+    tensors = dict(decoder.causal_lm.get_input_embeddings().named_parameters(prefix="embedding"))
     tensors |= {name: p for name, p in decoder.base.named_parameters() if p.ndim == 1}
     for name, tensor in sorted(tensors.items()):
         if "lora_" in name or not tensor.is_floating_point():

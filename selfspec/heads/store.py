@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -25,7 +27,7 @@ _FORMAT = 1
 class _HeadEntry(StrictConfig):
     kind: str
     exit_layer: int
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default_factory=dict)
 
     @property
     def prefix(self) -> str:
@@ -114,18 +116,12 @@ def _read_weights(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} cannot be read ({error}); it may be truncated") from None
 
 
-class replacing:  # noqa: N801 - reads as a verb in a with statement
-    """`with replacing(path) as scratch:` — `path` changes only when the block ends well."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-
-    def __enter__(self) -> Path:
-        return self.scratch
-
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        if kind is None:
-            os.replace(self.scratch, self.path)
-        else:
-            self.scratch.unlink(missing_ok=True)
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file to write instead of `path`, which it replaces when the block ends well."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield scratch
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)

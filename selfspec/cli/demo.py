@@ -1,0 +1,213 @@
+"""`selfspec demo`: plain decoding and self-speculation side by side."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from selfspec.cli import options as opt
+from selfspec.cli.load import Loaded, load
+from selfspec.cli.output import print_json, progress, reporting
+
+if TYPE_CHECKING:
+    from selfspec.config import DraftConfig
+    from selfspec.demo import Comparison, DemoOptions, DemoResult, Writer
+
+_NO_LOOPS = 3
+_ROWS = (
+    ("tokens/s", "tokens_per_second", "{:.1f}"),
+    ("speedup", "speedup", "{:.2f}x"),
+    ("acceptance rate", "acceptance_rate", "{:.3f}"),
+    ("mean accepted length", "mean_accepted_length", "{:.2f}"),
+    ("time in shallow layers", "time_shallow", "{:.1%}"),
+    ("time in deep layers", "time_deep", "{:.1%}"),
+    ("time in heads", "time_head", "{:.1%}"),
+    ("time in the rest", "time_rest", "{:.1%}"),
+)
+
+
+def demo(
+    model: opt.Model = None,
+    heads: opt.Heads = None,
+    dtype: opt.DtypeOption = opt.Dtype.auto,
+    device: opt.Device = None,
+    exit_layer: opt.ExitLayer = None,
+    num_draft_tokens: opt.NumDraftTokens = None,
+    prompt: Annotated[
+        str | None,
+        typer.Option(help="Text to go on from.", show_default="a passage of a held-out novel"),
+    ] = None,
+    max_new_tokens: opt.MaxNewTokens = 128,
+    temperature: opt.Temperature = 0.0,
+    no_repeat_ngram: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Write no n-gram of this size twice; 0 allows it.",
+            show_default=f"{_NO_LOOPS} for the model in the package, which loops without, else 0",
+        ),
+    ] = None,
+    seed: opt.Seed = 0,
+    repeats: Annotated[
+        int | None,
+        typer.Option(min=1, help="Timed runs of each way.", show_default="3; 5 with --compare"),
+    ] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Measure what the loop costs, against its bars.")
+    ] = False,
+    as_json: opt.AsJson = False,
+) -> None:
+    """Write a text by plain decoding and by self-speculation, and compare texts and speed."""
+    from selfspec.demo import DemoOptions, Writer
+
+    with reporting(as_json) as console:
+        target = load(model, heads, dtype, device)
+        if no_repeat_ngram is None:
+            loops = target.embedded and not temperature and not compare
+            no_repeat_ngram = _NO_LOOPS if loops else 0
+        options = DemoOptions(
+            draft=_draft(target, exit_layer, num_draft_tokens),
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            no_repeat_ngram_size=no_repeat_ngram,
+            seed=seed,
+            repeats=repeats or (5 if compare else 3),
+        )
+        passage, source = _passage(prompt, seed)
+        writer = Writer(target.spec, target.tokenizer, passage, options)
+        head = {**target.to_dict(), "options": options.model_dump(), "prompt": passage}
+        console.print(_headline(head, source))
+        show = _show_comparison if compare else _show_demo
+        figures, held = show(console, writer)
+    if as_json:
+        print_json({**head, **figures})
+    if not held:
+        raise typer.Exit(1)
+
+
+def _draft(target: Loaded, exit_layer: int | None, num_draft_tokens: int | None) -> DraftConfig:
+    """The draft asked for, with the exit that will be used filled in."""
+    from selfspec.config import DraftConfig
+    from selfspec.demo import DEMO_DRAFT
+
+    tuned = target.embedded and not target.spec.heads
+    given = {"exit_layer": exit_layer, "num_draft_tokens": num_draft_tokens}
+    known = (DEMO_DRAFT if tuned else DraftConfig()).model_dump()
+    draft = DraftConfig.of({**known, **{k: v for k, v in given.items() if v is not None}})
+    head = target.spec.engine.head(draft)
+    return draft.model_copy(update={"exit_layer": head.exit_layer, "head": head.kind})
+
+
+def _passage(prompt: str | None, seed: int) -> tuple[str, str]:
+    """The text to go on from, and where it is from."""
+    from selfspec.demo import load_prompts
+
+    if prompt is not None:
+        return prompt, "your prompt"
+    passages = load_prompts()
+    passage = passages[seed % len(passages)]
+    return passage.text, f"{passage.author}, {passage.title} ({passage.year}), held out of training"
+
+
+def _headline(head: dict[str, Any], source: str) -> str:
+    draft = head["options"]["draft"]
+    return (
+        f"{head['model']} · {head['layers']} layers · {head['dtype']} · {head['device']}, "
+        f"{head['threads']} threads\n"
+        f"exit after layer {draft['exit_layer']} ({draft['head']} head), "
+        f"{draft['num_draft_tokens']} drafts a round\n"
+        f"from {source}"
+    )
+
+
+def _show_demo(console: Console, writer: Writer) -> tuple[dict[str, Any], bool]:
+    """Stream the text, then say whether both texts are equal, and how fast they came."""
+    from selfspec.demo import run_demo
+    from selfspec.display import OriginStreamer, legend
+
+    options = writer.options
+    streamer = None
+    if not console.quiet:
+        console.print(Rule())
+        console.print(Text(writer.prompt, "dim"), end="", soft_wrap=True)
+        drafts, tokens = options.draft.num_draft_tokens, options.max_new_tokens
+        streamer = OriginStreamer(console, writer.tokenizer, drafts, tokens)
+    result = run_demo(writer, streamer, lambda: progress().status("timing both ways"))
+    console.print(Rule())
+    console.print(legend(console), _verdict(result, options), sep="\n")
+    console.print(demo_table(result))
+    return result.to_dict(), not (result.exact and not result.equal)
+
+
+def _verdict(result: DemoResult, options: DemoOptions) -> str:
+    """What the texts say about exactness."""
+    count = len(result.plain[0].tokens)
+    if result.equal is None:
+        return "sampled text differs from run to run; its distribution is the target's own"
+    if result.divergence is None:
+        return f"both texts are equal, all {count} tokens"
+    where = result.divergence
+    wrote = (
+        f"the texts part at token {where.position}: plain {where.plain!r}, "
+        f"self-speculation {where.speculative!r}, their logits {where.margin:.4f} apart"
+    )
+    if result.exact:
+        return f"NOT EQUAL: {wrote}"
+    return f"{wrote}; half precision rounds passes of different width differently, float32 is exact"
+
+
+def demo_table(result: DemoResult) -> Table:
+    """The demo's figures."""
+    figures = result.figures()
+    table = Table(
+        caption=f"medians of {len(result.plain)} interleaved runs", caption_justify="left"
+    )
+    table.add_column()
+    table.add_column("plain", justify="right")
+    table.add_column("self-speculation", justify="right")
+    for label, key, form in _ROWS:
+        plain = figures.get(f"plain_{key}")
+        ours = form.format(figures[key])
+        table.add_row(label, "" if plain is None else form.format(plain), ours)
+    return table
+
+
+def _show_comparison(console: Console, writer: Writer) -> tuple[dict[str, Any], bool]:
+    from selfspec.demo import compare
+
+    with progress().status("timing"):
+        result = compare(writer)
+    console.print(*comparison_tables(result), sep="\n")
+    if result.equal is not None:
+        console.print("all texts are equal" if result.equal else "the texts are NOT EQUAL")
+    return result.to_dict(), not (result.exact and not result.equal)
+
+
+def comparison_tables(result: Comparison) -> tuple[Table, Table]:
+    """Speeds of the ways, and the bars."""
+    repeats = len(result.runs["generate"])
+    speeds = _table(f"medians of {repeats} interleaved runs")
+    for column in ("", "tokens/s", "ratio"):
+        speeds.add_column(column, justify="right" if column else "left")
+    names = {"generate": "the model's own generate", "none": "selfspec, draft='none'"}
+    for way in result.runs:
+        speed, over_own = result.speed(way)
+        name = names.get(way, f"selfspec, {way}")
+        speeds.add_row(name, f"{speed:.1f}", f"{over_own:.3f}x")
+    bars = _table()
+    for column in ("", "measured", "bar", ""):
+        bars.add_column(column, justify="right" if column else "left")
+    for bar in result.bars:
+        limit = f"{'>=' if bar.at_least else '<='} {bar.limit:.3f}"
+        bars.add_row(bar.name, f"{bar.value:.3f}", limit, "met" if bar.met else "MISSED")
+    return speeds, bars
+
+
+def _table(caption: str | None = None) -> Table:
+    return Table(caption=caption, caption_justify="left", box=box.SIMPLE_HEAD)

@@ -1,0 +1,199 @@
+"""`selfspec generate`: write prompts on."""
+
+from __future__ import annotations
+
+import json
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from selfspec.cli import options as opt
+from selfspec.cli.load import Loaded, load
+from selfspec.cli.output import print_json, reporting
+
+if TYPE_CHECKING:
+    from selfspec.config import DraftConfig
+    from selfspec.stats import Stats, Trace
+
+
+class Format(str, Enum):
+    """What `--format` takes."""
+
+    text = "text"
+    jsonl = "jsonl"
+    trace = "trace"
+
+
+def generate(
+    prompt: Annotated[
+        str | None, typer.Argument(help="Text to go on from; - reads stdin.", show_default="stdin")
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--file",
+            "-f",
+            help='Prompts: JSON lines with a "prompt" each, or one plain text; - reads stdin.',
+        ),
+    ] = None,
+    model: opt.Model = None,
+    heads: opt.Heads = None,
+    dtype: opt.DtypeOption = opt.Dtype.auto,
+    device: opt.Device = None,
+    config: opt.Config = None,
+    draft: opt.Draft = None,
+    max_new_tokens: opt.MaxNewTokens = 128,
+    temperature: opt.Temperature = 0.0,
+    top_k: opt.TopK = None,
+    top_p: opt.TopP = None,
+    seed: opt.Seed = 0,
+    form: Annotated[
+        Format,
+        typer.Option(
+            "--format",
+            help="text: the continuation. jsonl: an object per prompt. trace: the continuation "
+            "with accepted, corrected and bonus tokens told apart.",
+        ),
+    ] = Format.text,
+    as_json: opt.AsJson = False,
+) -> None:
+    """Write prompts on: the text that the model's own decoding would write, sooner."""
+    if prompt is not None and file is not None:
+        raise typer.BadParameter("give a prompt or --file, not both")
+    prompts = read_prompts(prompt, file)
+    drafting = opt.draft_config(config, draft)
+    sampling = _sampling(temperature, top_k, top_p)
+    with reporting(as_json) as console:
+        target = load(model, heads, dtype, device)
+        writer = _Writer(target, drafting, {"max_new_tokens": max_new_tokens, **sampling}, seed)
+        results = [writer.write(text, form, console) for text in prompts]
+    if as_json:
+        print_json({**target.to_dict(), "draft": drafting.model_dump(), "results": results})
+
+
+def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
+    """The prompts, from the argument, a file or stdin.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: there is no text, or a line is no JSON object with a prompt.
+    """
+    if prompt not in (None, "-"):
+        source, text = "the argument", prompt
+    elif file is not None and str(file) != "-":
+        if not file.is_file():
+            raise FileNotFoundError(f"no prompt file at {file}")
+        source, text = str(file), file.read_text(encoding="utf-8")
+    elif sys.stdin.isatty():
+        raise typer.BadParameter("give a prompt, --file, or text on stdin")
+    else:
+        source, text = "stdin", sys.stdin.read()
+    assert text is not None
+    if not text.strip():
+        raise ValueError(f"empty prompt from {source}; there has to be text to go on from")
+    if source == "the argument":
+        return [text]
+    if text.lstrip().startswith("{"):
+        return [_prompt_of(line, f"{source}, line {n}") for n, line in _lines(text)]
+    return [text.rstrip("\n")]
+
+
+def _lines(text: str) -> list[tuple[int, str]]:
+    return [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
+
+
+def _prompt_of(line: str, place: str) -> str:
+    try:
+        prompt = json.loads(line)["prompt"]
+    except (json.JSONDecodeError, TypeError, KeyError):
+        prompt = None
+    if not isinstance(prompt, str) or not prompt:
+        raise ValueError(f'{place} must be a JSON object like {{"prompt": "..."}}, got {line[:80]}')
+    return prompt
+
+
+def _sampling(temperature: float, top_k: int | None, top_p: float | None) -> dict[str, Any]:
+    """Options of transformers' `generate`; what was not given stays the checkpoint's."""
+    given = {"top_k": top_k, "top_p": top_p}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if temperature > 0:
+        return {"do_sample": True, "temperature": temperature, **chosen}
+    if chosen:
+        raise typer.BadParameter("--top-k and --top-p are for sampling; give a --temperature too")
+    return {"do_sample": False}
+
+
+class _Writer:
+    """Writes prompts on, one after another.
+
+    Args:
+        target: what writes.
+        draft: how to draft.
+        options: of transformers' `generate`.
+        seed: seeds sampling, anew for every prompt.
+    """
+
+    def __init__(self, target: Loaded, draft: DraftConfig, options: dict[str, Any], seed: int):
+        self.target, self.draft, self.options, self.seed = target, draft, options, seed
+
+    def write(self, prompt: str, form: Format, console: Console) -> dict[str, Any]:
+        """Write one prompt on, show it, and return what JSON says of it."""
+        import torch
+
+        spec, tokenizer = self.target.spec, self.target.tokenizer
+        device = spec.engine.decoder.device
+        inputs = tokenizer(prompt, return_tensors="pt").to(device)
+        spec.generate(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            draft=self.draft,
+            generator=torch.Generator(device).manual_seed(self.seed),
+            streamer=self._streamer(form, console),
+            **self.options,
+        )
+        stats, trace = spec.last_stats, spec.last_trace
+        assert stats is not None and trace is not None
+        text = tokenizer.decode(trace.tokens(), skip_special_tokens=True)
+        result = {"prompt": prompt, "text": text, "stats": stats.to_dict()}
+        if form is Format.trace:
+            result["trace"] = [
+                {"drafted": r.drafted, "accepted": r.accepted, "target": r.target}
+                for r in trace.rows[0]
+            ]
+        if not console.quiet:
+            self._show(form, console, result, trace)
+        return result
+
+    def _streamer(self, form: Format, console: Console) -> Any:
+        if form is not Format.text or console.quiet:
+            return None
+        from transformers import TextStreamer
+
+        return TextStreamer(self.target.tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+    def _show(self, form: Format, console: Console, result: dict[str, Any], trace: Trace) -> None:
+        if form is Format.jsonl:
+            print_json(result)
+            return
+        if form is Format.trace:
+            from selfspec.display import pieces, write_piece
+
+            for piece in pieces(trace, self.target.tokenizer):
+                write_piece(console, piece)
+            console.file.write("\n")
+        stats = self.target.spec.last_stats
+        assert stats is not None
+        Console(stderr=True, highlight=False).print(summary(stats), style="dim")
+
+
+def summary(stats: Stats) -> str:
+    """The figures of one text in a line."""
+    return (
+        f"{stats.emitted} tokens, {stats.tokens_per_second:.1f} tokens/s, "
+        f"acceptance rate {stats.acceptance_rate:.3f}, "
+        f"mean accepted length {stats.mean_accepted_length:.2f}"
+    )

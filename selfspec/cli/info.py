@@ -1,0 +1,152 @@
+"""`selfspec info`: what a target and its heads are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from selfspec.cli import options as opt
+from selfspec.cli.load import load, quiet_transformers, resolve
+from selfspec.cli.output import in_units, print_json, reporting
+
+if TYPE_CHECKING:
+    from selfspec.engine import Engine
+
+
+def info(
+    model: opt.Model = None,
+    heads: opt.Heads = None,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Tokens for which to state the KV.", show_default="the model's positions"
+        ),
+    ] = None,
+    as_json: opt.AsJson = False,
+) -> None:
+    """Say what a target and its heads are: shape, memory, and how it would draft."""
+    with reporting(as_json) as console:
+        name, path = resolve(model)
+        engine = _without_weights(path) if heads is None else None
+        if engine is None:
+            engine = load(model, heads, opt.Dtype.auto, None).spec.engine
+        facts = {"model": name, **describe(engine, context)}
+        console.print(info_table(facts))
+    if as_json:
+        print_json(facts)
+
+
+def _without_weights(path: Path | str) -> Engine | None:
+    """The target on the meta device, where nothing is loaded; `None` where a family cannot."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from selfspec.decoder import Decoder
+    from selfspec.engine import Engine
+
+    quiet_transformers()
+    config = AutoConfig.from_pretrained(path)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.float32)
+        engine = Engine(Decoder(model))
+        _kv_bytes_per_token(engine)
+    except RuntimeError:
+        return None
+    return engine
+
+
+def _kv_bytes_per_token(engine: Engine) -> int:
+    """Measured: what one token's keys and values take in every layer's slots."""
+    import torch
+
+    from selfspec.decoder import Span
+
+    decoder = engine.decoder
+    slots = decoder.new_slots(1)
+    with torch.inference_mode():
+        token = torch.zeros(1, 1, dtype=torch.long, device=decoder.device)
+        decoder.run(token, Span(0, decoder.depth), slots)
+    return sum(layer.nbytes // layer.capacity for layer in slots.layers)
+
+
+def describe(engine: Engine, context: int | None) -> dict[str, Any]:
+    """A target's facts as plain values."""
+    from selfspec.config import DraftConfig
+
+    decoder = engine.decoder
+    config, model = decoder.config, decoder.causal_lm
+    context = context or decoder.max_positions or 4096
+    per_token = _kv_bytes_per_token(engine)
+    windows = Counter(window for window in decoder.windows if window is not None)
+    draft = DraftConfig()
+    head = engine.head(draft)
+    return {
+        "architecture": type(model).__name__,
+        "layers": decoder.depth,
+        "hidden_size": config.hidden_size,
+        "attention_heads": config.num_attention_heads,
+        "kv_heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        "vocab_size": decoder.vocab_size,
+        "positions": decoder.max_positions,
+        "attention": getattr(config, "_attn_implementation", "eager"),
+        "full_layers": decoder.depth - windows.total(),
+        "sliding_windows": [{"window": w, "layers": n} for w, n in sorted(windows.items())],
+        "dtype": str(decoder.dtype).removeprefix("torch."),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "weight_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
+        "kv_bytes_per_token": per_token,
+        "context": context,
+        "kv_bytes": per_token * context,
+        "exit_heads": [
+            {
+                "kind": head.kind,
+                "exit_layer": head.exit_layer,
+                "parameters": sum(p.numel() for p in head.parameters()),
+                "bytes": sum(p.numel() * p.element_size() for p in head.parameters()),
+            }
+            for head in engine.heads
+        ],
+        "default_draft": {
+            **draft.model_dump(include={"drafter", "num_draft_tokens", "schedule"}),
+            "exit_layer": head.exit_layer,
+            "head": head.kind,
+        },
+    }
+
+
+def info_table(facts: dict[str, Any]) -> Table:
+    """The facts for a reader."""
+    table = Table(show_header=False)
+    table.add_column(style="bold")
+    table.add_column()
+    attention = [f"{facts['attention']}, {facts['full_layers']} layers over everything"]
+    attention += [f"{w['layers']} over {w['window']} tokens" for w in facts["sliding_windows"]]
+    heads = [
+        f"{head['kind']} after layer {head['exit_layer']}: "
+        f"{in_units(head['parameters'])} parameters, {in_units(head['bytes'], 'B')}"
+        for head in facts["exit_heads"]
+    ]
+    draft = facts["default_draft"]
+    rows = {
+        "model": f"{facts['model']} ({facts['architecture']})",
+        "layers": f"{facts['layers']}, width {facts['hidden_size']}",
+        "attention": ", ".join(attention),
+        "attention heads": f"{facts['attention_heads']}, {facts['kv_heads']} for keys and values",
+        "vocabulary": f"{facts['vocab_size']:,}",
+        "positions": f"{facts['positions']:,}" if facts["positions"] else "no limit",
+        "weights": f"{in_units(facts['parameters'])} parameters in {facts['dtype']}, "
+        f"{in_units(facts['weight_bytes'], 'B')}",
+        "KV": f"{in_units(facts['kv_bytes_per_token'], 'B')} a token, "
+        f"{in_units(facts['kv_bytes'], 'B')} for {facts['context']:,} tokens",
+        "exit heads": "\n".join(heads) or "none fitted; the shared head needs no fitting",
+        "default draft": f"{draft['drafter']}: exit after layer {draft['exit_layer']} "
+        f"({draft['head']} head), {draft['num_draft_tokens']} tokens a round",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table

@@ -1,0 +1,129 @@
+"""Options that several commands take, each with one name and one meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from selfspec.config import DraftConfig
+
+
+class Dtype(str, Enum):
+    """What `--dtype` takes."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+_TARGET = "Target"
+_DRAFT = "Draft"
+_TEXT = "Text"
+
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        "-m",
+        metavar="PATH_OR_ID",
+        help="Folder or Hugging Face id of a causal language model.",
+        show_default="the small model in the package",
+        rich_help_panel=_TARGET,
+    ),
+]
+Heads = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PATH", help="Folder of exit heads fitted to the model.", rich_help_panel=_TARGET
+    ),
+]
+DtypeOption = Annotated[
+    Dtype,
+    typer.Option(
+        "--dtype",
+        help="Dtype of the weights; auto is the checkpoint's own, float32 for the model in the "
+        "package.",
+        rich_help_panel=_TARGET,
+    ),
+]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DEVICE",
+        help="Where to run.",
+        show_default="cuda if there is one, else cpu",
+        rich_help_panel=_TARGET,
+    ),
+]
+
+ExitLayer = Annotated[
+    int | None,
+    typer.Option(
+        "--exit-layer",
+        "-e",
+        metavar="N",
+        help="Layers below the exit that drafts.",
+        show_default="the heads' own",
+        rich_help_panel=_DRAFT,
+    ),
+]
+NumDraftTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--num-draft-tokens", "-k", metavar="K", help="Drafts a round.", rich_help_panel=_DRAFT
+    ),
+]
+
+MaxNewTokens = Annotated[
+    int,
+    typer.Option("--max-new-tokens", "-n", min=1, help="Tokens to write.", rich_help_panel=_TEXT),
+]
+Temperature = Annotated[
+    float,
+    typer.Option(min=0.0, help="Sampling temperature; 0 decodes greedily.", rich_help_panel=_TEXT),
+]
+Seed = Annotated[int, typer.Option(help="Seed of sampling.", rich_help_panel=_TEXT)]
+
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")
+]
+
+Config = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="YAML file with a draft: section.", rich_help_panel=_DRAFT),
+]
+Draft = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--draft",
+        "-d",
+        metavar="KEY=VALUE",
+        help="A field of the draft, such as exit_layer=4 or drafter=none; may be repeated.",
+        rich_help_panel=_DRAFT,
+    ),
+]
+TopK = Annotated[
+    int | None, typer.Option(min=1, help="Sample from the K likeliest.", rich_help_panel=_TEXT)
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0, max=1.0, help="Sample from that much probability.", rich_help_panel=_TEXT
+    ),
+]
+
+
+def draft_config(file: Path | None, fields: Sequence[str] | None) -> DraftConfig:
+    """The draft that a file's `draft` section and `KEY=VALUE` fields describe."""
+    from selfspec.config import DraftConfig, StrictConfig, load_config
+
+    class Sections(StrictConfig):
+        draft: DraftConfig = DraftConfig()
+
+    return load_config(Sections, file, [f"draft.{field}" for field in fields or ()]).draft

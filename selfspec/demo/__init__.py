@@ -1,0 +1,34 @@
+"""Plain decoding and self-speculation side by side on one prompt: what `selfspec demo` measures.
+
+Figures are medians of interleaved runs after a warm-up, on the wall clock of the whole call, so
+the machine's drift falls on all ways alike.
+"""
+
+from selfspec.demo.comparison import Bar, Comparison, compare
+from selfspec.demo.result import DemoResult, Divergence, first_divergence, run_demo
+from selfspec.demo.writer import (
+    DEMO_DRAFT,
+    DEMO_TARGET,
+    DemoOptions,
+    DemoPrompt,
+    Run,
+    Writer,
+    load_prompts,
+)
+
+__all__ = [
+    "DEMO_DRAFT",
+    "DEMO_TARGET",
+    "Bar",
+    "Comparison",
+    "DemoOptions",
+    "DemoPrompt",
+    "DemoResult",
+    "Divergence",
+    "Run",
+    "Writer",
+    "compare",
+    "first_divergence",
+    "load_prompts",
+    "run_demo",
+]

@@ -1,0 +1,27 @@
+"""Interleaved runs and their medians."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+
+from selfspec.demo.writer import Run
+
+
+def interleaved(ways: Mapping[str, Callable[[], Run]], repeats: int) -> dict[str, list[Run]]:
+    """Run each way `repeats` times in turn, every second turn in reverse order."""
+    runs: dict[str, list[Run]] = {name: [] for name in ways}
+    for turn in range(repeats):
+        for name in list(ways)[:: -1 if turn % 2 else 1]:
+            runs[name].append(ways[name]())
+    return runs
+
+
+def rate(runs: Sequence[Run]) -> float:
+    """Median tokens per second."""
+    return median(run.rate for run in runs)
+
+
+def ratio(runs: Sequence[Run], base: Sequence[Run]) -> float:
+    """Median over the turns of how many times faster `runs` were than `base`."""
+    return median(run.rate / other.rate for run, other in zip(runs, base, strict=True))

@@ -1,0 +1,32 @@
+"""What a call did, for the eye: traces in HTML and on terminals, tables, figures."""
+
+from selfspec.display.html import TraceHTML, trace_html
+from selfspec.display.pieces import Detokenizer, Piece, pieces
+from selfspec.display.plots import acceptance_plot
+from selfspec.display.terminal import (
+    OriginStreamer,
+    in_colour,
+    legend,
+    marked,
+    stats_table,
+    trace_text,
+    unmarked,
+    write_piece,
+)
+
+__all__ = [
+    "Detokenizer",
+    "OriginStreamer",
+    "Piece",
+    "TraceHTML",
+    "acceptance_plot",
+    "in_colour",
+    "legend",
+    "marked",
+    "pieces",
+    "stats_table",
+    "trace_html",
+    "trace_text",
+    "unmarked",
+    "write_piece",
+]

@@ -1,0 +1,71 @@
+"""The token trace as HTML, for notebooks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from html import escape
+
+from transformers import PreTrainedTokenizerBase
+
+from selfspec.display.pieces import Kind, Piece, pieces
+from selfspec.stats import Trace
+
+# Transparent fills (Okabe and Ito's colours) read on light and dark pages alike.
+_STYLES: dict[Kind, str] = {
+    "accepted": "background: rgba(0, 158, 115, .25)",
+    "corrected": "background: rgba(230, 159, 0, .45)",
+    "bonus": "background: rgba(0, 114, 178, .35)",
+    "rejected": "opacity: .55; text-decoration: line-through",
+    "plain": "",
+}
+_MEANINGS: dict[Kind, str] = {
+    "accepted": "drafted and accepted",
+    "corrected": "the target's, where a draft was rejected",
+    "bonus": "the target's, after a draft that stood as a whole",
+    "rejected": "drafted and rejected",
+    "plain": "the target's, without a draft",
+}
+
+
+@dataclass(frozen=True)
+class TraceHTML:
+    """A piece of HTML that notebooks show by itself."""
+
+    html: str
+
+    def _repr_html_(self) -> str:
+        return self.html
+
+
+def trace_html(trace: Trace, tokenizer: PreTrainedTokenizerBase, row: int = 0) -> TraceHTML:
+    """A row's text with every token marked: accepted, rejected, corrected or bonus.
+
+    Args:
+        trace: every round of a call (`SelfSpecModel.last_trace`).
+        tokenizer: the target's.
+        row: the row of the call.
+    """
+    shown = list(pieces(trace, tokenizer, row, rejected=True))
+    text = "".join(_span(piece) for piece in shown if piece.text)
+    return TraceHTML(
+        '<div style="white-space: pre-wrap; line-height: 1.7; max-width: 50em">'
+        f"{text}</div>{_legend(trace, row)}"
+    )
+
+
+def _span(piece: Piece) -> str:
+    style = _STYLES[piece.kind]
+    text = escape(piece.text)
+    return f'<span style="{style}" title="{piece.kind}">{text}</span>' if style else text
+
+
+def _legend(trace: Trace, row: int) -> str:
+    counts: Counter[Kind] = Counter(trace.origins(row))
+    counts["rejected"] = sum(len(step.drafted) - step.accepted for step in trace.rows[row])
+    entries = (
+        f'<span style="{_STYLES[kind]}">{kind}</span> {counts[kind]} ({meaning})'
+        for kind, meaning in _MEANINGS.items()
+        if counts[kind]
+    )
+    return f'<div style="font-size: .85em; margin-top: .6em">{"<br>".join(entries)}</div>'
