@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -40,13 +41,16 @@ class Pass(NamedTuple):
 
     Attributes:
         hidden: `[rows, width, hidden]` residual stream after the span's last layer.
-        normed: `[rows, width, hidden]` the same after the model's final norm.
-        seconds: wall time inside the span's layers.
+        output: `[rows, width, hidden]` the same after the model's final norm, or
+            `[rows, width, vocab]` logits when the pass went through the LM head as well.
+        layer_seconds: wall time inside the span's layers.
+        head_seconds: wall time inside the LM head.
     """
 
     hidden: Tensor
-    normed: Tensor
-    seconds: float
+    output: Tensor
+    layer_seconds: float
+    head_seconds: float
 
 
 @dataclass
@@ -58,7 +62,8 @@ class _Gating:
     masks: dict[int | None, Tensor]
     add_masks: bool
     result: Tensor | None = None
-    seconds: float = 0.0
+    layer_seconds: float = 0.0
+    head_seconds: float = 0.0
 
 
 class Decoder:
@@ -80,6 +85,7 @@ class Decoder:
         self.base, self._layers_name, self.layers = found
         self.windows = _windows(self.config, len(self.layers))
         self._takes = set(inspect.signature(self.base.forward).parameters)
+        self._tail_takes = set(inspect.signature(self.causal_lm.forward).parameters)
         # These size their position bias from a 2-D mask and refuse a 4-D one.
         self._alibi = self.config.model_type == "bloom" or getattr(self.config, "alibi", False)
         self._own_masks = [m for m in self.layers.modules() if _has_causal_buffer(m)]
@@ -89,6 +95,7 @@ class Decoder:
         self._lock = threading.RLock()
         self._depth = 0
         self._tables: list[Tensor] = []
+        self._shadowed: dict[nn.Module, Any] = {}
 
     @property
     def depth(self) -> int:
@@ -109,6 +116,13 @@ class Decoder:
     def vocab_size(self) -> int:
         """Rows of the LM head."""
         return self.config.vocab_size
+
+    @property
+    def lm_head(self) -> nn.Module:
+        """The module that turns final-norm outputs into logits."""
+        head = self.causal_lm.get_output_embeddings()
+        assert head is not None
+        return head
 
     @property
     def max_positions(self) -> int | None:
@@ -142,6 +156,7 @@ class Decoder:
             # An instance attribute shadows the registered ModuleList without touching it.
             gates = [_Gate(self, index, layer) for index, layer in enumerate(self.layers)]
             self.base.__dict__[self._layers_name] = gates
+            self._shadow(self.lm_head, self._timed_head(self.lm_head.forward))
             for module in self._own_masks:
                 # Slots carry the whole mask; the module's own table assumes keys end at the query.
                 table = module._buffers["bias"]
@@ -160,10 +175,33 @@ class Decoder:
         self._depth -= 1
         if self._depth == 0:
             del self.base.__dict__[self._layers_name]
+            self._unshadow(self.lm_head)
             for module, table in zip(self._own_masks, self._tables, strict=True):
                 module._buffers["bias"] = table
             self._tables.clear()
         self._lock.release()
+
+    def _shadow(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        # Device hooks keep a forward of their own on the instance.
+        self._shadowed[module] = module.__dict__.get("forward")
+        module.__dict__["forward"] = forward
+
+    def _unshadow(self, module: nn.Module) -> None:
+        held = self._shadowed.pop(module)
+        if held is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = held
+
+    def _timed_head(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            output = forward(*args, **kwargs)
+            if self._gating is not None:
+                self._gating.head_seconds += time.perf_counter() - began
+            return output
+
+        return timed
 
     # Passes
 
@@ -174,6 +212,7 @@ class Decoder:
         slots: SlotCache,
         hidden: Tensor | None = None,
         offset: int = 0,
+        unembed: bool = False,
     ) -> Pass:
         """Run `span` over `tokens`, writing its KV behind each row's settled tokens.
 
@@ -184,6 +223,7 @@ class Decoder:
             hidden: `[rows, width, hidden]` residual stream to resume from; needed when the span
                 does not start at layer 0.
             offset: distance of the first token from the settled ones.
+            unembed: whether to go on through the model's own norm and LM head, to logits.
         """
         if span.start > 0 and hidden is None:
             raise ValueError(f"a span from layer {span.start} needs the hidden states below it")
@@ -193,13 +233,26 @@ class Decoder:
             if span.start > 0 and self._returns_tuple is None:
                 raise RuntimeError("run the layers below a span once before resuming above them")
             self._gating = gating
+            inputs = self._inputs(tokens, slots, window.positions, masks)
+            through_tail = unembed and inputs.keys() <= self._tail_takes
             try:
-                output = self.base(**self._inputs(tokens, slots, window.positions, masks))
+                result = self._run_tail(inputs) if through_tail else self._run_body(inputs)
+                if unembed and not through_tail:
+                    result = self.unembed(result)
             finally:
                 self._gating = None
-        self._output_class = type(output)
         assert gating.result is not None
-        return Pass(gating.result, output[0], gating.seconds)
+        return Pass(gating.result, result, gating.layer_seconds, gating.head_seconds)
+
+    def _run_body(self, inputs: dict[str, Any]) -> Tensor:
+        output = self.base(**inputs)
+        self._output_class = type(output)
+        return output[0]
+
+    def _run_tail(self, inputs: dict[str, Any]) -> Tensor:
+        if "output_router_logits" in self._tail_takes:
+            inputs["output_router_logits"] = False
+        return self.causal_lm(**inputs).logits
 
     def _masks(self, slots: SlotCache, window: Window) -> dict[int | None, Tensor]:
         # A prefill from nothing is causal in every row, and one token of rows of equal length sees
@@ -232,16 +285,11 @@ class Decoder:
         family apply.
         """
         with self._lock:
-            # Device hooks keep a forward of their own on the instance.
-            held = self.base.__dict__.get("forward")
-            self.base.__dict__["forward"] = lambda *args, **kwargs: self._stub(normed)
+            self._shadow(self.base, lambda *args, **kwargs: self._stub(normed))
             try:
                 tail = self.causal_lm(inputs_embeds=normed, use_cache=False, return_dict=True)
             finally:
-                if held is None:
-                    del self.base.__dict__["forward"]
-                else:
-                    self.base.__dict__["forward"] = held
+                self._unshadow(self.base)
         return tail.logits
 
     def _stub(self, normed: Tensor) -> ModelOutput:
@@ -277,7 +325,7 @@ class _Gate:
             args, kwargs = _with_mask(args, kwargs, gating, self.window)
         began = time.perf_counter()
         output = self.layer(hidden_states, *args, **kwargs)
-        gating.seconds += time.perf_counter() - began
+        gating.layer_seconds += time.perf_counter() - began
         decoder._returns_tuple = isinstance(output, tuple)
         if stop == decoder.depth and self.index == stop - 1:
             gating.result = output[0] if isinstance(output, tuple) else output

@@ -92,13 +92,17 @@ class Session:
         return state
 
     def start(self) -> State:
-        """Prefill all but each prompt's last token, which is the first pending one."""
+        """Prefill the prompts, which writes each row's first token."""
         room = min(self.stops.remaining(self.prompt.width) + 1, _FIRST_ROOM)
         state = self.prompt.state(self.sampler, self.stats, room)
         tokens, counts = self.prompt.prefill()
-        if max(counts):
-            self.engine.prefill(state, tokens, self.config.prefill_chunk_size)
-        state.slots.commit(counts)
+        with self.stats.clock("prefill"):
+            logits = self.engine.prefill(state, tokens, counts, self.config.prefill_chunk_size)
+            # Every token written settles one slot: here that of the prompt's last token.
+            state.slots.commit([count - 1 for count in counts])
+            self._finish(state, Draft.empty(state.rows, tokens.device), logits)
+        self.stats.prefilled = self.stats.emitted
+        self.stats.rounds = 0
         return state
 
     def step(self, state: State) -> None:
@@ -110,7 +114,10 @@ class Session:
             draft = Draft.empty(state.rows, state.pending.device)
         if state.sampler.reads_prefix:
             state.context.write(draft.tokens)
-        logits = self.engine.verify(state, draft)
+        self._finish(state, draft, self.engine.verify(state, draft))
+
+    def _finish(self, state: State, draft: Draft, logits: Tensor) -> None:
+        """Accept, cut and commit, given the target's logits after pending and drafted tokens."""
         scores = state.sampler.scores(logits, state.context)
         verdict = accept(draft, scores, state.sampler)
         self.drafter.commit(state, verdict)

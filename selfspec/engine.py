@@ -80,26 +80,58 @@ class Engine:
         fitted = [h for h in self.heads if config.head in (None, h.kind)]
         return fitted[0].exit_layer if fitted else max(1, self.decoder.depth // 4)
 
-    def prefill(self, state: State, tokens: Tensor, chunk: int | None = None) -> None:
-        """Write KV for `tokens` `[rows, width]` at every layer; the caller commits the lengths."""
+    def prefill(
+        self, state: State, tokens: Tensor, counts: Sequence[int], chunk: int | None = None
+    ) -> Tensor:
+        """Write KV for new text at every layer; the caller commits the lengths.
+
+        Args:
+            state: the call.
+            tokens: `[rows, width]` the text, left-aligned.
+            counts: real tokens of each row.
+            chunk: tokens of one pass; `None` takes all at once.
+
+        Returns:
+            `[rows, 1, vocab]` the target's logits after each row's last token: the LM head runs
+            over no other.
+        """
         everything = Span(0, self.decoder.depth)
+        ends = torch.tensor(counts, device=tokens.device) - 1
+        last: Tensor | None = None
         width = tokens.shape[1]
-        step = chunk or max(width, 1)
-        with state.stats.clock("prefill"):
-            for start in range(0, width, step):
-                block = tokens[:, start : start + step]
-                self.decoder.run(block, everything, state.slots, offset=start)
+        for start in range(0, width, chunk or width):
+            block = tokens[:, start : start + (chunk or width)]
+            normed = self.decoder.run(block, everything, state.slots, offset=start).output
+            places = (ends - start).clamp(0, block.shape[1] - 1)
+            at_end = normed[torch.arange(len(places)), places][:, None]
+            here = (ends >= start)[:, None, None]
+            last = at_end if last is None else torch.where(here, at_end, last)
+        assert last is not None
+        return self.decoder.unembed(last)
 
-    def shallow(self, state: State, tokens: Tensor, exit_layer: int, offset: int) -> Pass:
-        """Run the layers below an exit over `tokens`, `offset` behind the settled ones."""
-        at_exit = self.decoder.run(tokens, Span(0, exit_layer), state.slots, offset=offset)
-        state.stats.seconds["shallow"] += at_exit.seconds
-        return at_exit
+    def read_exit(
+        self, state: State, head: ExitHead, tokens: Tensor, offset: int
+    ) -> tuple[Tensor, Tensor]:
+        """Run the layers below a head over `tokens`, `offset` behind the settled ones.
 
-    def read_exit(self, state: State, head: ExitHead, at_exit: Pass) -> Tensor:
-        """A head's logits `[rows, width, vocab]`."""
+        Returns:
+            The head's logits `[rows, width, vocab]`, and the exit's hidden states
+            `[rows, width, hidden]`.
+        """
+        at_exit = self._shallow(state, tokens, head.exit_layer, offset, unembed=not head.own_norm)
+        if not head.own_norm:
+            return at_exit.output, at_exit.hidden
         with state.stats.clock("head"):
-            return self.decoder.unembed(head(at_exit))
+            return self.decoder.unembed(head(at_exit)), at_exit.hidden
+
+    def _shallow(
+        self, state: State, tokens: Tensor, exit_layer: int, offset: int, unembed: bool = False
+    ) -> Pass:
+        span = Span(0, exit_layer)
+        at_exit = self.decoder.run(tokens, span, state.slots, offset=offset, unembed=unembed)
+        state.stats.seconds["shallow"] += at_exit.layer_seconds
+        state.stats.seconds["head"] += at_exit.head_seconds
+        return at_exit
 
     def verify(self, state: State, draft: Draft) -> Tensor:
         """The target's logits `[rows, k + 1, vocab]` after the pending token and every draft.
@@ -112,10 +144,10 @@ class Engine:
         if hidden is not None and hidden.shape[1] < tokens.shape[1]:
             # The last draft has no KV until this pass.
             done = hidden.shape[1]
-            rest = self.shallow(state, tokens[:, done:], draft.depth, done)
+            rest = self._shallow(state, tokens[:, done:], draft.depth, done)
             hidden = torch.cat([hidden, rest.hidden], dim=1)
         span = Span(draft.depth, self.decoder.depth)
-        full = self.decoder.run(tokens, span, state.slots, hidden)
-        state.stats.seconds["deep"] += full.seconds
-        with state.stats.clock("head"):
-            return self.decoder.unembed(full.normed)
+        full = self.decoder.run(tokens, span, state.slots, hidden, unembed=True)
+        state.stats.seconds["deep"] += full.layer_seconds
+        state.stats.seconds["head"] += full.head_seconds
+        return full.output

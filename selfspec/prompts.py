@@ -81,14 +81,11 @@ class Prompt:
         return slots
 
     def prefill(self) -> tuple[Tensor, list[int]]:
-        """Tokens that need KV before the first round, `[rows, n]` left-aligned, and their counts.
-
-        All that the cache does not hold, but the last: that one is pending.
-        """
-        counts = [n - known - 1 for n, known in zip(self.lengths, self.known, strict=True)]
+        """Tokens that the cache does not hold, `[rows, n]` left-aligned, and their counts."""
+        counts = [n - known for n, known in zip(self.lengths, self.known, strict=True)]
         block = self.tokens.new_zeros(self.rows, max(counts))
         for row, count in enumerate(counts):
-            block[row, :count] = self.tokens[row, self.width - 1 - count : self.width - 1]
+            block[row, :count] = self.tokens[row, self.width - count :]
         return block, counts
 
     def retire(self, slots: SlotCache, leaving: Mapping[int, int]) -> None:

@@ -292,6 +292,7 @@ class SlotCache(Cache):
         """Copy the KV of a one-row `DynamicCache` into this empty cache."""
         length = cache.get_seq_length()
         for index, (keys, values, _) in enumerate(cache):
+            assert keys is not None and values is not None
             kept = keys.shape[2]
             with self._only(length - kept, kept):
                 self.update(keys, values, index)

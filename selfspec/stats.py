@@ -66,10 +66,11 @@ class Stats:
     """Counters and seconds of one call; only kept tokens count.
 
     Attributes:
-        rounds: rounds times rows that took part.
+        rounds: rounds times rows that took part; the prefill is none.
         drafted: drafted tokens that were verified.
         accepted: drafted tokens that were kept.
         emitted: tokens written.
+        prefilled: the part of them that prefill wrote, one a row.
         drafted_at: drafts by position in the draft (index 0 is the first).
         accepted_at: kept drafts by position.
         seconds: wall time of `prefill`, of the layers in `shallow` and `deep` passes, of the
@@ -81,6 +82,7 @@ class Stats:
     drafted: int = 0
     accepted: int = 0
     emitted: int = 0
+    prefilled: int = 0
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(
@@ -117,7 +119,7 @@ class Stats:
     @property
     def mean_accepted_length(self) -> float:
         """τ: tokens emitted per round, the token of the target included."""
-        return self.emitted / self.rounds if self.rounds else 0.0
+        return (self.emitted - self.prefilled) / self.rounds if self.rounds else 0.0
 
     @property
     def acceptance_by_position(self) -> list[float]:
@@ -133,7 +135,8 @@ class Stats:
     @property
     def tokens_per_second(self) -> float:
         """Decoded tokens per second of decode time, all rows together."""
-        return self.emitted / self.decode_seconds if self.decode_seconds > 0 else 0.0
+        decoded = self.emitted - self.prefilled
+        return decoded / self.decode_seconds if self.decode_seconds > 0 else 0.0
 
     @property
     def time_split(self) -> dict[str, float]:

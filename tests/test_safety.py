@@ -290,19 +290,28 @@ def test_plain_decoding_in_another_thread_is_not_gated(model):
 
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("k", [1, 3, 5])
-def test_a_drafter_equal_to_the_target_is_always_accepted(do_sample, k):
-    """Sampled too: p and q are the same numbers, so each draft stands."""
-    spec = SelfSpecModel(tiny_llama("always", dtype=torch.float64))
-    draft = DraftConfig(exit_layer=EXIT, num_draft_tokens=k)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"repetition_penalty": 1.5},
+        {"no_repeat_ngram_size": 2, "bad_words_ids": [[5], [7, 9]]},
+    ],
+    ids=["alone", "penalty", "n-grams"],
+)
+def test_a_drafter_equal_to_the_target_is_always_accepted(options, k, do_sample):
+    """Sampled too, and with processors that read the prefix: p and q are the same numbers."""
+    spec = SelfSpecModel(tiny_llama("always"))
     count = 4 * (k + 1)
+    warp = {"do_sample": True, "temperature": 0.8, "top_p": 0.9} if do_sample else {}
     spec.generate(
         IDS,
         attention_mask=MASK,
-        draft=draft,
+        draft=DraftConfig(exit_layer=EXIT, num_draft_tokens=k),
         max_new_tokens=count,
-        do_sample=do_sample,
         generator=torch.Generator().manual_seed(0),
-        **({"temperature": 0.8, "top_p": 0.9} if do_sample else {}),
+        **warp,
+        **options,
     )
     stats = spec.last_stats
     assert stats.acceptance_rate == 1

@@ -184,12 +184,6 @@ def test_a_write_is_not_settled_until_it_is_counted():
     assert torch.equal(here.tokens[1, :4], text()[1, :4])
 
 
-def test_append_takes_blocks_of_any_length():
-    here = context((0, 2))
-    here.append([[1, 2, 3], [4]])
-    assert here.tokens[0, 6:9].tolist() == [1, 2, 3] and here.tokens[2, 7].item() == 4
-
-
 def test_the_buffer_grows_and_keeps_its_text():
     here = context()
     here.write(torch.ones(3, 50, dtype=torch.long))

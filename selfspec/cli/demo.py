@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from selfspec.config import DraftConfig
     from selfspec.demo import Comparison, DemoOptions, DemoResult, Writer
 
-_NO_LOOPS = 3
 _ROWS = (
     ("tokens/s", "tokens_per_second", "{:.1f}"),
     ("speedup", "speedup", "{:.2f}x"),
     ("acceptance rate", "acceptance_rate", "{:.3f}"),
+    ("... of first drafts", "first_draft_acceptance", "{:.3f}"),
+    ("... of first drafts, prompt's own text", "prompt_agreement", "{:.3f}"),
     ("mean accepted length", "mean_accepted_length", "{:.2f}"),
     ("time in shallow layers", "time_shallow", "{:.1%}"),
     ("time in deep layers", "time_deep", "{:.1%}"),
@@ -46,13 +47,8 @@ def demo(
     max_new_tokens: opt.MaxNewTokens = 128,
     temperature: opt.Temperature = 0.0,
     no_repeat_ngram: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="Write no n-gram of this size twice; 0 allows it.",
-            show_default=f"{_NO_LOOPS} for the model in the package, which loops without, else 0",
-        ),
-    ] = None,
+        int, typer.Option(min=0, help="Write no n-gram of this size twice; 0 allows it.")
+    ] = 0,
     seed: opt.Seed = 0,
     repeats: Annotated[
         int | None,
@@ -68,9 +64,6 @@ def demo(
 
     with reporting(as_json) as console:
         target = load(model, heads, dtype, device)
-        if no_repeat_ngram is None:
-            loops = target.embedded and not temperature and not compare
-            no_repeat_ngram = _NO_LOOPS if loops else 0
         options = DemoOptions(
             draft=_draft(target, exit_layer, num_draft_tokens),
             max_new_tokens=max_new_tokens,

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from selfspec.config import DraftConfig, StrictConfig
+from selfspec.decoder import Span
 from selfspec.model import SelfSpecModel
 from selfspec.stats import Stats
 
@@ -49,8 +50,7 @@ class DemoOptions(StrictConfig):
         draft: how self-speculation drafts.
         max_new_tokens: tokens to write.
         temperature: 0 decodes greedily.
-        no_repeat_ngram_size: no n-gram of this size is written twice; 0 allows it. Weak models
-            loop under greedy decoding, and a loop makes any drafter look good.
+        no_repeat_ngram_size: no n-gram of this size is written twice; 0 allows it.
         seed: seeds sampling.
         repeats: timed runs of each way.
     """
@@ -142,6 +142,18 @@ class Writer:
             return self.spec.generate(**self.inputs, **options, **more)
 
         return self._timed(write, max_new_tokens)._replace(stats=self.spec.last_stats)
+
+    def agreement(self, draft: DraftConfig) -> float:
+        """Share of the prompt's tokens at which the exit's first choice is the target's own."""
+        engine, tokens = self.spec.engine, self.inputs["input_ids"]
+        head = engine.head(draft)
+        slots = engine.decoder.new_slots(1)
+        with torch.inference_mode():
+            at_exit = engine.decoder.run(tokens, Span(0, head.exit_layer), slots)
+            deep = Span(head.exit_layer, engine.decoder.depth)
+            full = engine.decoder.run(tokens, deep, slots, at_exit.hidden)
+            choices = (engine.decoder.unembed(h).argmax(-1) for h in (head(at_exit), full.normed))
+            return float(torch.eq(*choices).float().mean())
 
     def _timed(self, write: Callable[[dict[str, Any]], Tensor], max_new_tokens: int | None) -> Run:
         count = max_new_tokens or self.options.max_new_tokens

@@ -40,20 +40,19 @@ class EarlyExit(Drafter):
 
     def propose(self, state: State, limit: int) -> Draft:
         """Draft token by token."""
-        token, exit_layer = state.pending, self.head.exit_layer
+        token = state.pending
         tokens: list[Tensor] = []
         probs: list[Tensor] = []
         hidden: list[Tensor] = []
         for step in range(min(self.num_draft_tokens, limit)):
-            at_exit = self.engine.shallow(state, token, exit_layer, offset=step)
-            logits = self.engine.read_exit(state, self.head, at_exit)
+            logits, at_exit = self.engine.read_exit(state, self.head, token, offset=step)
             scores = state.sampler.scores(logits, state.context, offset=step)[:, 0]
             drawn, drawn_from = state.sampler.draw(scores)
             token = drawn[:, None]
             if state.sampler.reads_prefix:
                 state.context.write(token, offset=step)
             tokens.append(token)
-            hidden.append(at_exit.hidden)
+            hidden.append(at_exit)
             if drawn_from is not None:
                 probs.append(drawn_from)
             if not self.schedule.goes_on(scores, drawn):
@@ -61,6 +60,6 @@ class EarlyExit(Drafter):
         return Draft(
             tokens=torch.cat(tokens, dim=1),
             probs=torch.stack(probs, dim=1) if probs else None,
-            depth=exit_layer,
+            depth=self.head.exit_layer,
             hidden=torch.cat(hidden, dim=1),
         )

@@ -18,9 +18,12 @@ class ExitHead(nn.Module):
     Attributes:
         kind: the head's name in configs and files.
         exit_layer: number of layers below the exit.
+        own_norm: whether the head does something between the layers and the LM head; without, a
+            shallow pass goes straight through the target's own norm and LM head.
     """
 
     kind: ClassVar[str]
+    own_norm: ClassVar[bool] = True
 
     def __init__(self, exit_layer: int):
         super().__init__()
@@ -37,7 +40,7 @@ class ExitHead(nn.Module):
         return {}
 
     def forward(self, at_exit: Pass) -> Tensor:
-        """Input of the LM head, `[rows, width, hidden]`."""
+        """Input of the LM head, `[rows, width, hidden]`; called only if `own_norm`."""
         raise NotImplementedError
 
 
