@@ -64,7 +64,7 @@ def rejection_sample(
     accepted = (coins * q < p).long().cumprod(-1).sum(-1)
 
     # q is zero behind the last draft: there the residual is p itself, and the token is the bonus.
-    behind = torch.zeros_like(draft_probs[:, :1])
+    behind = torch.zeros_like(target_probs[:, :1])
     rows = torch.arange(tokens.shape[0], device=tokens.device)
     p_at_end = target_probs[rows, accepted]
     q_at_end = torch.cat([draft_probs, behind], dim=1)[rows, accepted]

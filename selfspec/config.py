@@ -113,7 +113,7 @@ def load_config(
         file = Path(path)
         if not file.is_file():
             raise FileNotFoundError(f"no config file at {file}; give the path of a YAML file")
-        data = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+        data = _read_yaml(file.read_text(encoding="utf-8"), str(path)) or {}
     if not isinstance(data, dict):
         raise ValueError(f"{path} must hold a YAML mapping, got {type(data).__name__}")
     for override in overrides:
@@ -130,4 +130,13 @@ def _override(data: dict[str, Any], override: str) -> None:
         data = data.setdefault(section, {})
         if not isinstance(data, dict):
             raise ValueError(f"override {override!r}: {section!r} is a value, not a section")
-    data[field] = yaml.safe_load(value)
+    data[field] = _read_yaml(value, f"override {override!r}")
+
+
+def _read_yaml(text: str, source: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        place = getattr(error, "problem_mark", None)
+        where = f" (line {place.line + 1}, column {place.column + 1})" if place else ""
+        raise ValueError(f"{source} is no valid YAML{where}") from None

@@ -25,6 +25,22 @@ _KNOWN_INPUTS = {
 }
 
 
+def refuse_other_loops(options: Mapping[str, Any]) -> None:
+    """Raise ValueError for options that make `generate` decode in another way altogether."""
+    for key in ("assistant_model", "custom_generate"):
+        if options.get(key) is not None:
+            raise ValueError(
+                f"{key} is another way to decode; choose one of selfspec's drafters with "
+                "draft=..., or call the model's own generate"
+            )
+    if options.get("cache_implementation") is not None:
+        raise ValueError(_cache_problem(options["cache_implementation"]))
+
+
+def _cache_problem(name: str) -> str:
+    return f"cache_implementation={name!r}: selfspec brings its own cache; leave it unset"
+
+
 def refuse_uncovered(
     config: GenerationConfig, processors: LogitsProcessorList, inputs: Mapping[str, Any]
 ) -> None:
@@ -49,10 +65,7 @@ def _problems(
             "choose selfspec's with draft=..."
         )
     if config.cache_implementation not in (None, "dynamic"):
-        yield (
-            f"cache_implementation={config.cache_implementation!r}: selfspec brings its own cache; "
-            "leave it unset"
-        )
+        yield _cache_problem(config.cache_implementation)
     if config.output_attentions or config.output_hidden_states:
         yield (
             "output_attentions and output_hidden_states are not kept by speculation; "

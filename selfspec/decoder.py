@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import ModelOutput
 
 from selfspec.slots import SlotCache, Window
+
+# One model may have several wrappers; only one at a time may have its gates in.
+_LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+_NOTHING = object()
 
 
 class Span(NamedTuple):
@@ -92,10 +97,10 @@ class Decoder:
         self._returns_tuple: bool | None = None
         self._output_class: type[ModelOutput] = BaseModelOutputWithPast
         self._gating: _Gating | None = None
-        self._lock = threading.RLock()
-        self._depth = 0
-        self._tables: list[Tensor] = []
-        self._shadowed: dict[nn.Module, Any] = {}
+        self._lock = _LOCKS.setdefault(self.causal_lm, threading.RLock())
+        self._owner: int | None = None
+        self._entered = 0
+        self._shadows: list[tuple[dict[str, Any], str, Any]] = []
 
     @property
     def depth(self) -> int:
@@ -130,6 +135,13 @@ class Decoder:
         return getattr(self.config, "max_position_embeddings", None)
 
     @property
+    def learned_positions(self) -> int | None:
+        """Rows of the table of learned positions; `None` for models without one."""
+        words = self.causal_lm.get_input_embeddings()
+        tables = [m for m in self.base.children() if isinstance(m, nn.Embedding) and m is not words]
+        return self.max_positions if tables else None
+
+    @property
     def final_norm(self) -> nn.Module:
         """The norm between the last layer and the LM head.
 
@@ -151,18 +163,20 @@ class Decoder:
     def __enter__(self) -> Decoder:
         """Put the gates in; another thread that enters waits."""
         self._lock.acquire()
-        self._depth += 1
-        if self._depth == 1:
+        self._owner = threading.get_ident()
+        self._entered += 1
+        if self._entered == 1:
             # An instance attribute shadows the registered ModuleList without touching it.
             gates = [_Gate(self, index, layer) for index, layer in enumerate(self.layers)]
-            self.base.__dict__[self._layers_name] = gates
-            self._shadow(self.lm_head, self._timed_head(self.lm_head.forward))
+            self._shadow(self.base.__dict__, self._layers_name, gates)
+            head = self.lm_head
+            self._shadow(head.__dict__, "forward", self._timed_head(head.forward))
             for module in self._own_masks:
                 # Slots carry the whole mask; the module's own table assumes keys end at the query.
                 table = module._buffers["bias"]
                 assert table is not None
-                self._tables.append(table)
-                module._buffers["bias"] = torch.ones_like(table[..., :1, :1]).expand_as(table)
+                everything = torch.ones_like(table[..., :1, :1]).expand_as(table)
+                self._shadow(module._buffers, "bias", everything)
         return self
 
     def __exit__(
@@ -172,26 +186,22 @@ class Decoder:
         traceback: TracebackType | None,
     ) -> None:
         """Take the gates out, whatever happened."""
-        self._depth -= 1
-        if self._depth == 0:
-            del self.base.__dict__[self._layers_name]
-            self._unshadow(self.lm_head)
-            for module, table in zip(self._own_masks, self._tables, strict=True):
-                module._buffers["bias"] = table
-            self._tables.clear()
+        self._entered -= 1
+        while self._shadows and self._entered == 0:
+            self._unshadow()
         self._lock.release()
 
-    def _shadow(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        # Device hooks keep a forward of their own on the instance.
-        self._shadowed[module] = module.__dict__.get("forward")
-        module.__dict__["forward"] = forward
+    def _shadow(self, attributes: dict[str, Any], name: str, value: Any) -> None:
+        # Something may be there already: device hooks, and outer calls of another wrapper.
+        self._shadows.append((attributes, name, attributes.get(name, _NOTHING)))
+        attributes[name] = value
 
-    def _unshadow(self, module: nn.Module) -> None:
-        held = self._shadowed.pop(module)
-        if held is None:
-            del module.__dict__["forward"]
+    def _unshadow(self) -> None:
+        attributes, name, held = self._shadows.pop()
+        if held is _NOTHING:
+            del attributes[name]
         else:
-            module.__dict__["forward"] = held
+            attributes[name] = held
 
     def _timed_head(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -275,7 +285,9 @@ class Decoder:
         if masks and not self._alibi:
             inputs["attention_mask"] = masks[None]
         if "position_ids" in self._takes:
-            inputs["position_ids"] = positions
+            # Behind a row's last token a block may reach past a table of learned positions.
+            limit = self.learned_positions
+            inputs["position_ids"] = positions if limit is None else positions.clamp(max=limit - 1)
         return inputs
 
     def unembed(self, normed: Tensor) -> Tensor:
@@ -285,15 +297,21 @@ class Decoder:
         family apply.
         """
         with self._lock:
-            self._shadow(self.base, lambda *args, **kwargs: self._stub(normed))
+            self._shadow(self.base.__dict__, "forward", self._stub(normed, self.base.forward))
             try:
                 tail = self.causal_lm(inputs_embeds=normed, use_cache=False, return_dict=True)
             finally:
-                self._unshadow(self.base)
+                self._unshadow()
         return tail.logits
 
-    def _stub(self, normed: Tensor) -> ModelOutput:
-        return self._output_class(last_hidden_state=normed)  # pyright: ignore[reportCallIssue]
+    def _stub(self, normed: Tensor, forward: Callable[..., Any]) -> Callable[..., Any]:
+        owner = threading.get_ident()
+        output = self._output_class(last_hidden_state=normed)  # pyright: ignore[reportCallIssue]
+
+        def stub(*args: Any, **kwargs: Any) -> Any:
+            return output if threading.get_ident() == owner else forward(*args, **kwargs)
+
+        return stub
 
 
 class _Gate:
@@ -312,7 +330,8 @@ class _Gate:
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         decoder = self.decoder
         gating = decoder._gating
-        if gating is None:
+        if gating is None or decoder._owner != threading.get_ident():
+            # Plain use of the model, from a streamer or from another thread.
             return self.layer(hidden_states, *args, **kwargs)
         start, stop = gating.span
         if self.index == stop:

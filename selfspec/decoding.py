@@ -107,6 +107,7 @@ class Session:
 
     def step(self, state: State) -> None:
         """One round."""
+        self._check_positions(state)
         limit = self._limit(state)
         if limit > 0:
             draft = self.drafter.propose(state, limit)
@@ -124,6 +125,14 @@ class Session:
         self.logits.begin(logits.float())
         self.scores.begin(scores)
         self._settle(state, verdict, self._read(draft, verdict, logits))
+
+    def _check_positions(self, state: State) -> None:
+        positions = self.engine.decoder.learned_positions
+        if positions is not None and max(state.slots.lengths) >= positions:
+            raise ValueError(
+                f"the text has reached the last of the model's {positions} learned positions; "
+                "lower max_new_tokens"
+            )
 
     def _limit(self, state: State) -> int:
         """Drafts that can still be used: the last token allowed is the target's own."""

@@ -55,6 +55,8 @@ class Engine:
     def __init__(self, decoder: Decoder, heads: Sequence[ExitHead] = ()):
         self.decoder = decoder
         self.heads = list(heads)
+        for head in self.heads:
+            head.check(decoder)
 
     def head(self, config: DraftConfig) -> ExitHead:
         """The head that a config asks for, checked; a kind that needs no fitting is made here."""

@@ -21,12 +21,13 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from selfspec.config import DraftConfig
+from selfspec.coverage import refuse_other_loops
 from selfspec.decoder import Decoder
 from selfspec.decoding import Call, SpecOutput, speculate
 from selfspec.drafters import make_drafter
 from selfspec.engine import Engine
 from selfspec.heads import ExitHead, load_heads, save_heads
-from selfspec.prompts import to_left_padding
+from selfspec.prompts import check_mask, to_left_padding
 from selfspec.stats import Stats, Trace
 
 
@@ -120,11 +121,7 @@ class SelfSpecModel:
             ValueError: an option that speculation does not cover, a draft that this model cannot
                 make, or a prompt that cannot be decoded; nothing has run then.
         """
-        if kwargs.get("assistant_model") is not None or kwargs.get("custom_generate") is not None:
-            raise ValueError(
-                "assistant_model and custom_generate are other ways to decode; "
-                "choose one of selfspec's drafters with draft=..., or call the model's own generate"
-            )
+        refuse_other_loops(kwargs)
         drafter = make_drafter(self.engine, DraftConfig.of(draft))
         call = Call(self.engine, drafter, streamer, generator)
         run: Any = self.causal_lm.generate
@@ -182,14 +179,18 @@ def _left_padded(inputs: Tensor | None, kwargs: dict[str, Any]) -> tuple[Tensor 
             f"empty prompt: input_ids has shape {tuple(tokens.shape)}; "
             "every row needs at least one token to continue from"
         )
+    if tokens is not None and tokens.ndim != 2:
+        raise ValueError(f"input_ids must be [batch, length], got shape {tuple(tokens.shape)}")
     mask = kwargs.get("attention_mask")
+    if tokens is not None and mask is not None:
+        check_mask(tokens, mask, cached=kwargs.get("past_key_values") is not None)
     if tokens is None or mask is None or mask.shape != tokens.shape or bool(mask[:, -1].all()):
         return tokens, lambda output: output
     aligned, kwargs["attention_mask"] = to_left_padding(tokens, mask)
-    copies = kwargs.get("num_return_sequences") or 1
 
     def restore(output: Tensor | SpecOutput) -> Tensor | SpecOutput:
         sequences = output if isinstance(output, Tensor) else output.sequences
+        copies = sequences.shape[0] // tokens.shape[0]
         sequences[:, : tokens.shape[1]] = tokens.repeat_interleave(copies, dim=0)
         return output
 

@@ -112,17 +112,23 @@ class Prompt:
 
 def _real_lengths(tokens: Tensor, mask: Tensor) -> list[int]:
     """Real tokens of each row, those in the cache included."""
-    if mask.ndim != 2 or mask.shape[0] != tokens.shape[0] or mask.shape[1] < tokens.shape[1]:
-        raise ValueError(
-            f"attention_mask has shape {tuple(mask.shape)}, the tokens {tuple(tokens.shape)}; "
-            "it must be [batch, length] like them, or longer when past_key_values holds the rest"
-        )
     real = mask != 0
     if bool((real[:, :-1] & ~real[:, 1:]).any()):
         raise ValueError(
             "attention_mask has zeros behind ones in a row; pad each row on one side only"
         )
     return real.sum(-1).tolist()
+
+
+def check_mask(tokens: Tensor, mask: Tensor, cached: bool) -> None:
+    """Raise ValueError unless `mask` covers `tokens`, and, with a cache, maybe more."""
+    fits = mask.ndim == 2 and mask.shape[0] == tokens.shape[0]
+    longer = cached and fits and mask.shape[1] > tokens.shape[1]
+    if not fits or (mask.shape[1] != tokens.shape[1] and not longer):
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)}, the tokens {tuple(tokens.shape)}; "
+            "it must be [batch, length] like them, or longer when past_key_values holds the rest"
+        )
 
 
 def _known_lengths(cache: Cache | None, rows: int, padded: bool) -> list[int]:
@@ -139,6 +145,9 @@ def _known_lengths(cache: Cache | None, rows: int, padded: bool) -> list[int]:
             "a SlotCache (out.past_key_values of its own calls) for any batch, or from a "
             "DynamicCache for one row without padding"
         )
+    held = {keys.shape[0] for keys, _, _ in cache if keys is not None}
+    if held - {rows}:
+        raise ValueError(f"the cache holds {max(held)} rows, the prompt has {rows} rows")
     return [cache.get_seq_length()]
 
 

@@ -285,7 +285,11 @@ class SlotCache(Cache):
         self.lengths = [0] * self.rows
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens of each row; transformers passes their number negated."""
+        """Forget the last tokens of each row; as in transformers, their number negated."""
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop takes the number of tokens to remove, negated, got {tokens_to_remove}"
+            )
         self.lengths = [max(length - abs(tokens_to_remove), 0) for length in self.lengths]
 
     def load(self, cache: DynamicCache) -> None:

@@ -36,7 +36,8 @@ class Stops:
             if isinstance(criterion, EosTokenCriteria)
             for token in criterion.eos_token_id.flatten()
         }
-        self.max_length: int | None = criteria.max_length
+        lengths = [c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)]
+        self.max_length: int | None = min(lengths, default=None)
         self.deadlines = [
             criterion.initial_timestamp + criterion.max_time
             for criterion in criteria

@@ -16,7 +16,7 @@ from selfspec.decoder import Pass
 from selfspec.decoding import Session
 from selfspec.draft import Draft
 from selfspec.engine import Engine, State
-from selfspec.heads import SharedHead
+from selfspec.heads import ExitHead
 
 torch.set_num_threads(1)
 
@@ -78,13 +78,13 @@ def greedy(model: PreTrainedModel, ids: Tensor, mask: Tensor | None = None, **op
     return model.generate(ids, attention_mask=mask, do_sample=False, **options)
 
 
-class ContraryHead(SharedHead):
+class ContraryHead(ExitHead):
     """An exit that always proposes what it finds least likely: a drafter that is never right."""
 
     kind = "contrary"
 
     def forward(self, at_exit: Pass) -> Tensor:
-        return -at_exit.normed
+        return -at_exit.output
 
 
 def gates(model: torch.nn.Module) -> list[str]:
@@ -118,7 +118,7 @@ class Ledger:
     Attributes:
         widths: per layer, the width of each pass that really ran it.
         drafts: what was verified.
-        rounds: rounds seen in all.
+        rounds: rounds seen in all; the prefill is none.
     """
 
     widths: list[list[int]]
@@ -177,9 +177,9 @@ def _counting(forward, seen: list[int]):
 
 
 def assert_prefilled_once(ledger: Ledger, session: Session) -> None:
-    """Every layer has seen each token before the pending one once, and nothing else."""
+    """Every layer has seen each token of the prompt once, and nothing else."""
     given = zip(session.prompt.lengths, session.prompt.known, strict=True)
-    longest = max(length - known - 1 for length, known in given)
+    longest = max(length - known for length, known in given)
     assert all(sum(seen) == longest for seen in ledger.widths), ledger.widths
 
 

@@ -89,7 +89,8 @@ def only_kept(spec, lengths, sequences):
         assert bool((sequences[row, max(lengths) + len(tokens) :] == 0).all())
         assert len(trace.origins(row)) == len(tokens)
     rounds = [step for row in trace.rows for step in row]
-    assert stats.rounds == len(rounds)
+    # Prefill writes a row's first token, and is no round.
+    assert stats.prefilled == len(rows) and stats.rounds == len(rounds) - len(rows)
     assert stats.emitted == sum(map(len, rows))
     assert stats.accepted == sum(step.accepted for step in rounds) == sum(stats.accepted_at)
     assert stats.drafted == sum(len(step.drafted) for step in rounds) == sum(stats.drafted_at)
@@ -361,8 +362,8 @@ def test_max_time_ends_after_the_round_in_which_it_passes(lengths, monkeypatch):
     spec = SelfSpecModel(target)
     ours = spec.generate(ids, attention_mask=mask, max_new_tokens=LENGTH, max_time=2.5, draft=DRAFT)
     # Prefill and two rounds: the deadline passes in the second, whose first token stands.
-    assert ours.shape[1] == max(lengths) + 7 + 1
-    assert torch.equal(ours, greedy(target, ids, mask, max_new_tokens=8))
+    assert ours.shape[1] == max(lengths) + 1 + 7 + 1
+    assert torch.equal(ours, greedy(target, ids, mask, max_new_tokens=9))
     only_kept(spec, lengths, ours)
 
 

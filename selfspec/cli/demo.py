@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from selfspec.config import DraftConfig
     from selfspec.demo import Comparison, DemoOptions, DemoResult, Writer
 
-_ROWS = (
+ROWS = (
     ("tokens/s", "tokens_per_second", "{:.1f}"),
     ("speedup", "speedup", "{:.2f}x"),
     ("acceptance rate", "acceptance_rate", "{:.3f}"),
-    ("... of first drafts", "first_draft_acceptance", "{:.3f}"),
-    ("... of first drafts, prompt's own text", "prompt_agreement", "{:.3f}"),
+    ("of first drafts", "first_draft_acceptance", "{:.3f}"),
+    ("of first drafts on the prompt itself", "prompt_agreement", "{:.3f}"),
     ("mean accepted length", "mean_accepted_length", "{:.2f}"),
     ("time in shallow layers", "time_shallow", "{:.1%}"),
     ("time in deep layers", "time_deep", "{:.1%}"),
@@ -112,7 +112,7 @@ def _headline(head: dict[str, Any], source: str) -> str:
     draft = head["options"]["draft"]
     return (
         f"{head['model']} · {head['layers']} layers · {head['dtype']} · {head['device']}, "
-        f"{head['threads']} threads\n"
+        f"threads: {head['threads']}\n"
         f"exit after layer {draft['exit_layer']} ({draft['head']} head), "
         f"{draft['num_draft_tokens']} drafts a round\n"
         f"from {source}"
@@ -158,13 +158,11 @@ def _verdict(result: DemoResult, options: DemoOptions) -> str:
 def demo_table(result: DemoResult) -> Table:
     """The demo's figures."""
     figures = result.figures()
-    table = Table(
-        caption=f"medians of {len(result.plain)} interleaved runs", caption_justify="left"
-    )
+    table = _table(len(result.plain))
     table.add_column()
     table.add_column("plain", justify="right")
     table.add_column("self-speculation", justify="right")
-    for label, key, form in _ROWS:
+    for label, key, form in ROWS:
         plain = figures.get(f"plain_{key}")
         ours = form.format(figures[key])
         table.add_row(label, "" if plain is None else form.format(plain), ours)
@@ -178,14 +176,14 @@ def _show_comparison(console: Console, writer: Writer) -> tuple[dict[str, Any], 
         result = compare(writer)
     console.print(*comparison_tables(result), sep="\n")
     if result.equal is not None:
-        console.print("all texts are equal" if result.equal else "the texts are NOT EQUAL")
+        unequal = "NOT EQUAL" if result.exact else "the texts part, as they may in half precision"
+        console.print("all texts are equal" if result.equal else unequal)
     return result.to_dict(), not (result.exact and not result.equal)
 
 
 def comparison_tables(result: Comparison) -> tuple[Table, Table]:
     """Speeds of the ways, and the bars."""
-    repeats = len(result.runs["generate"])
-    speeds = _table(f"medians of {repeats} interleaved runs")
+    speeds = _table(len(result.runs["generate"]))
     for column in ("", "tokens/s", "ratio"):
         speeds.add_column(column, justify="right" if column else "left")
     names = {"generate": "the model's own generate", "none": "selfspec, draft='none'"}
@@ -202,5 +200,6 @@ def comparison_tables(result: Comparison) -> tuple[Table, Table]:
     return speeds, bars
 
 
-def _table(caption: str | None = None) -> Table:
-    return Table(caption=caption, caption_justify="left", box=box.SIMPLE_HEAD)
+def _table(runs: int | None = None) -> Table:
+    caption = runs and f"medians of {runs} interleaved runs"
+    return Table(caption=caption or None, caption_justify="left", box=box.SIMPLE_HEAD)

@@ -18,7 +18,7 @@ def reporting(as_json: bool) -> Iterator[Console]:
     With `--json` that is nowhere: stdout is kept free of everything, whoever writes to it.
     """
     if not as_json:
-        yield Console(highlight=False)
+        yield Console(markup=False, highlight=False)
         return
     with redirect_stdout(sys.stderr):
         yield Console(quiet=True)

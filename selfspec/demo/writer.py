@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from pydantic import Field
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import LogitsProcessorList, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from selfspec.config import DraftConfig, StrictConfig
-from selfspec.decoder import Span
+from selfspec.engine import State
 from selfspec.model import SelfSpecModel
+from selfspec.sampling import Context, Sampler
 from selfspec.stats import Stats
 
 ASSETS = Path(__file__).parents[1] / "assets"
@@ -56,7 +57,7 @@ class DemoOptions(StrictConfig):
     """
 
     draft: DraftConfig = DraftConfig()
-    max_new_tokens: int = Field(default=128, ge=2)
+    max_new_tokens: int = Field(default=128, ge=1)
     temperature: float = Field(default=0.0, ge=0)
     no_repeat_ngram_size: int = Field(default=0, ge=0)
     seed: int = 0
@@ -146,14 +147,13 @@ class Writer:
     def agreement(self, draft: DraftConfig) -> float:
         """Share of the prompt's tokens at which the exit's first choice is the target's own."""
         engine, tokens = self.spec.engine, self.inputs["input_ids"]
-        head = engine.head(draft)
-        slots = engine.decoder.new_slots(1)
+        context = Context(tokens, lengths=[tokens.shape[1]], rows=[0])
+        greedy = Sampler(LogitsProcessorList(), False, None)
+        state = State(engine.decoder.new_slots(1), context, tokens[:, -1:], greedy)
         with torch.inference_mode():
-            at_exit = engine.decoder.run(tokens, Span(0, head.exit_layer), slots)
-            deep = Span(head.exit_layer, engine.decoder.depth)
-            full = engine.decoder.run(tokens, deep, slots, at_exit.hidden)
-            choices = (engine.decoder.unembed(h).argmax(-1) for h in (head(at_exit), full.normed))
-            return float(torch.eq(*choices).float().mean())
+            exit_logits, _ = engine.read_exit(state, engine.head(draft), tokens, offset=0)
+            logits = engine.decoder.causal_lm(input_ids=tokens).logits
+        return float((exit_logits.argmax(-1) == logits.argmax(-1)).float().mean())
 
     def _timed(self, write: Callable[[dict[str, Any]], Tensor], max_new_tokens: int | None) -> Run:
         count = max_new_tokens or self.options.max_new_tokens

@@ -89,8 +89,9 @@ def _coloured(piece: Piece) -> Text:
 class OriginStreamer(BaseStreamer):
     """Streams one row's text, each token in the colour of its origin.
 
-    A round arrives in one `put`: its last token is the target's own, the others are drafts that
-    stood. Only where a stop cuts a round in the middle may the very last token be a draft too.
+    The first token is the prefill's. Then a round arrives in one `put`: its last token is the
+    target's own, the others are drafts that stood. (Where a stop cuts a round in the middle, the
+    very last token may be a draft that is shown as a correction.)
 
     Args:
         console: where to write.
@@ -108,7 +109,8 @@ class OriginStreamer(BaseStreamer):
     ):
         self.console, self.tokenizer = console, tokenizer
         self.num_draft_tokens = num_draft_tokens
-        self.remaining = max_new_tokens
+        self.max_new_tokens = max_new_tokens
+        self.shown = 0
         self.text: Detokenizer | None = None
         self.last: Kind = "plain"
 
@@ -121,7 +123,7 @@ class OriginStreamer(BaseStreamer):
         for token, origin in zip(tokens, self._origins(len(tokens)), strict=True):
             write_piece(self.console, Piece(self.text.push(token), origin))
             self.last = origin
-        self.remaining -= len(tokens)
+        self.shown += len(tokens)
 
     def end(self) -> None:
         """Write what is left, and end the line."""
@@ -131,8 +133,8 @@ class OriginStreamer(BaseStreamer):
         self.console.file.flush()
 
     def _origins(self, count: int) -> list[Origin]:
-        drafted = min(self.num_draft_tokens, self.remaining - 1)
-        if drafted < 1:
+        drafted = min(self.num_draft_tokens, self.max_new_tokens - self.shown - 1)
+        if self.shown == 0 or drafted < 1:
             return ["plain"] * count
         last: Origin = "bonus" if count == drafted + 1 else "corrected"
         kept: list[Origin] = ["accepted"] * (count - 1)

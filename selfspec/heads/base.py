@@ -39,8 +39,12 @@ class ExitHead(nn.Module):
         """What `build` needs, besides the exit layer, to make a head of this shape."""
         return {}
 
+    def check(self, decoder: Decoder) -> None:
+        """Raise ValueError unless the head fits `decoder`."""
+        check_exit_layer(decoder, self.exit_layer)
+
     def forward(self, at_exit: Pass) -> Tensor:
-        """Input of the LM head, `[rows, width, hidden]`; called only if `own_norm`."""
+        """Input of the LM head, `[rows, width, hidden]`, for a pass that ended before it."""
         raise NotImplementedError
 
 

@@ -49,6 +49,16 @@ class LensHead(ExitHead):
         """The rank."""
         return {"rank": self.rank}
 
+    def check(self, decoder: Decoder) -> None:
+        """Raise ValueError unless exit layer and width fit `decoder`."""
+        super().check(decoder)
+        width = decoder.config.hidden_size
+        if self.down.in_features != width:
+            raise ValueError(
+                f"a lens of width {self.down.in_features} does not fit a target of width {width}; "
+                "load the target it was fitted to"
+            )
+
     def forward(self, at_exit: Pass) -> Tensor:
         """The corrected exit."""
         normed = self.norm(at_exit.hidden)

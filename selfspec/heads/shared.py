@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from selfspec.decoder import Decoder
+from torch import Tensor
+
+from selfspec.decoder import Decoder, Pass
 from selfspec.heads.base import ExitHead
 
 
@@ -18,3 +20,7 @@ class SharedHead(ExitHead):
     def build(cls, decoder: Decoder, exit_layer: int, **options: Any) -> SharedHead:
         """A head without parameters."""
         return cls(exit_layer)
+
+    def forward(self, at_exit: Pass) -> Tensor:
+        """The exit's hidden states after the model's own final norm."""
+        return at_exit.output

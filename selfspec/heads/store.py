@@ -52,10 +52,10 @@ def save_heads(heads: Sequence[ExitHead], decoder: Decoder, folder: str | Path) 
         for name, tensor in head.state_dict().items()
     }
     file = _HeadsFile(format_version=_FORMAT, target=fingerprint(decoder), heads=entries)
-    with replacing(folder / WEIGHTS_NAME) as scratch:
-        save_file(weights, scratch, metadata={"format": "pt"})
-    with replacing(folder / CONFIG_NAME) as scratch:
-        scratch.write_text(json.dumps(file.model_dump(), indent=2) + "\n", encoding="utf-8")
+    text = json.dumps(file.model_dump(), indent=2) + "\n"
+    with replacing(folder / WEIGHTS_NAME) as tensors, replacing(folder / CONFIG_NAME) as config:
+        save_file(weights, tensors, metadata={"format": "pt"})
+        config.write_text(text, encoding="utf-8")
 
 
 def load_heads(decoder: Decoder, folder: str | Path) -> list[ExitHead]:
@@ -96,8 +96,10 @@ def _read_config(path: Path) -> _HeadsFile:
         raise FileNotFoundError(f"no {CONFIG_NAME} in {path.parent}; heads are saved by save_heads")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no valid JSON ({error}); it may be truncated") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{path} must hold a JSON object, got a {type(data).__name__}")
     file = parse(_HeadsFile, data, str(path))
     if file.format_version != _FORMAT:
         raise ValueError(
