@@ -1,8 +1,28 @@
 """selfspec: self-speculative decoding for PyTorch and Hugging Face transformers."""
 
-from selfspec.config import DraftConfig
-from selfspec.model import SelfSpecModel
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from selfspec.assets import DEMO_MODEL
+    from selfspec.config import DraftConfig
+    from selfspec.model import SelfSpecModel
 
 __version__ = "0.1.0"
 
-__all__ = ["DraftConfig", "SelfSpecModel", "__version__"]
+__all__ = ["DEMO_MODEL", "DraftConfig", "SelfSpecModel", "__version__"]
+
+# Imported on first use: the command line answers --help without loading PyTorch.
+_HOMES = {
+    "DEMO_MODEL": "selfspec.assets",
+    "DraftConfig": "selfspec.config",
+    "SelfSpecModel": "selfspec.model",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -33,6 +33,10 @@ def refuse_other_loops(options: Mapping[str, Any]) -> None:
                 f"{key} is another way to decode; choose one of selfspec's drafters with "
                 "draft=..., or call the model's own generate"
             )
+    if options.get("position_ids") is not None:
+        raise ValueError(
+            "position_ids: positions come from attention_mask, one after another; leave them unset"
+        )
     if options.get("cache_implementation") is not None:
         raise ValueError(_cache_problem(options["cache_implementation"]))
 

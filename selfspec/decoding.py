@@ -145,7 +145,8 @@ class Session:
 
     def _read(self, draft: Draft, verdict: Verdict, logits: Tensor) -> list[_RowRound]:
         """Bring the round's tokens to the host: the one synchronisation of a round."""
-        broken = logits[:, -1:, 0].isnan()
+        # The maximum over the vocabulary is NaN where any logit is.
+        broken = logits[:, -1:].amax(-1).isnan()
         columns = [verdict.accepted[:, None], broken, draft.tokens, verdict.tokens]
         rounds = [_RowRound.read(row, draft.length) for row in torch.cat(columns, dim=1).tolist()]
         if any(step.broken for step in rounds):

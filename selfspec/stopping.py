@@ -90,7 +90,8 @@ class Stops:
             # Criteria see every row of the call, because they may know a row by its index.
             tokens = context.tokens[:, : context.lengths[row] + place]
             seen = scores.until(row, index, place)
-            if any(_says_stop(criterion, tokens, seen, row) for criterion in self.others):
+            # All are asked, as in plain decoding: a criterion may count its calls.
+            if any([_says_stop(criterion, tokens, seen, row) for criterion in self.others]):
                 return place
         return None
 

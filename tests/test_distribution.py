@@ -15,8 +15,8 @@ from scipy.stats import chi2
 from selfspec import DraftConfig, SelfSpecModel
 from selfspec.sampling import Sampler
 
-VOCAB, HORIZON, DRAWS, BATCH = 12, 3, 32_000, 2000
-PROMPT = torch.tensor([[3, 7, 5]])
+VOCAB, HORIZON, DRAWS, BATCH = 12, 4, 36_000, 2000
+PROMPT = torch.tensor([[7, 7, 1]])
 WARPED = {"temperature": 0.8, "top_k": 9, "top_p": 0.95, "repetition_penalty": 1.3}
 POINTWISE = {"temperature": 0.7, "top_k": 0}
 ONE, TWO = (DraftConfig(exit_layer=1, num_draft_tokens=k) for k in (1, 2))
@@ -27,8 +27,8 @@ PROCESSORS = pytest.mark.parametrize("options", [POINTWISE, WARPED], ids=["point
 def target():
     shape = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16}
     heads = {"num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1}
-    model = tiny_llama("seldom", dtype=torch.float32, spread=0.4, seed=25, **shape, **heads)
-    return quieten(model, 0.3, above=1)  # about half of the drafts are kept
+    model = tiny_llama("seldom", dtype=torch.float32, spread=0.4, seed=20, **shape, **heads)
+    return quieten(model, 0.3, above=1)  # most drafts are kept, not all
 
 
 def prepared_processors(model, options):
@@ -74,7 +74,7 @@ def draws(model, options, draft, total=DRAWS, seed=0):
             draft=draft,
             **options,
         )
-        cells = (text[:, 3:] * VOCAB ** torch.arange(HORIZON - 1, -1, -1)).sum(-1)
+        cells = (text[:, PROMPT.shape[1] :] * VOCAB ** torch.arange(HORIZON - 1, -1, -1)).sum(-1)
         counts += torch.bincount(cells, minlength=VOCAB**HORIZON)
         rates.append(spec.last_stats.acceptance_rate)
     return counts.double().view([VOCAB] * HORIZON), sum(rates) / len(rates)
@@ -93,17 +93,21 @@ def p_value(counts, probs):
 
 
 def p_values(counts, probs):
-    """The test over the first 1, 2, ... tokens: short prefixes see small faults best."""
-    return [
-        p_value(counts.sum(dim=rest) if rest else counts, probs.sum(dim=rest) if rest else probs)
-        for rest in (tuple(range(length, HORIZON)) for length in range(1, HORIZON + 1))
-    ]
+    """The test over each token alone and over the first 2, 3, 4: few cells see small faults best.
+
+    Prefill writes the first token; the next two are drafted, the last is corrected or the bonus.
+    """
+    alone = [(token,) for token in range(HORIZON)]
+    together = [tuple(range(length)) for length in range(2, HORIZON + 1)]
+    others = [tuple({*range(HORIZON)} - {*kept}) for kept in (*alone, *together[:-1])]
+    marginals = [(counts.sum(dim=rest), probs.sum(dim=rest)) for rest in others]
+    return [p_value(*pair) for pair in (*marginals, (counts, probs))]
 
 
 @PROCESSORS
 def test_sampled_text_follows_the_target(target, options):
     counts, acceptance = draws(target, options, TWO)
-    assert 0.3 < acceptance < 0.7  # both ways of writing a token are taken
+    assert 0.5 < acceptance < 0.8  # both ways of writing a token are taken
     assert min(p_values(counts, exact(target, options))) > 1e-3
 
 

@@ -56,7 +56,8 @@ def trace_html(trace: Trace, tokenizer: PreTrainedTokenizerBase, row: int = 0) -
 
 def _span(piece: Piece) -> str:
     style = _STYLES[piece.kind]
-    text = escape(piece.text)
+    # A line break that was never written must not break the line.
+    text = escape(piece.text.replace("\n", "↵") if piece.kind == "rejected" else piece.text)
     return f'<span style="{style}" title="{piece.kind}">{text}</span>' if style else text
 
 

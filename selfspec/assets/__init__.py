@@ -1,0 +1,9 @@
+"""What ships with the package: the demo target and a few prompts."""
+
+from pathlib import Path
+
+DEMO_MODEL = Path(__file__).parent / "novels16"
+"""Folder of the embedded target, in Hugging Face format."""
+
+PROMPTS = Path(__file__).parent / "prompts.json"
+"""Beginnings from novels that the demo target was not trained on."""
