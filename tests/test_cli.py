@@ -13,10 +13,10 @@ from conftest import EXIT, greedy, tiny_llama
 from rich.console import Console
 from typer.testing import CliRunner
 
-from selfspec import SelfSpecModel, __version__
+from selfspec import DEMO_MODEL, SelfSpecModel, __version__
 from selfspec.cli import app, demo, info
 from selfspec.cli.demo import comparison_tables, demo_table
-from selfspec.demo import DEMO_TARGET, DemoOptions, Run, Writer, compare, load_prompts, run_demo
+from selfspec.demo import DemoOptions, Run, Writer, compare, load_prompts, run_demo
 from selfspec.display import unmarked
 from selfspec.heads import LensHead, save_heads
 
@@ -242,7 +242,7 @@ def test_fields_on_the_command_line_override_the_file(folder, tmp_path):
 
 def test_info_says_what_the_model_is():
     found = one_object(call("info", "--json"))
-    model = transformers.AutoModelForCausalLM.from_pretrained(DEMO_TARGET)
+    model = transformers.AutoModelForCausalLM.from_pretrained(DEMO_MODEL)
     assert found["parameters"] == model.num_parameters()
     assert found["weight_bytes"] == model.get_memory_footprint(return_buffers=False)
     assert found["kv_bytes_per_token"] == 16 * 2 * 2 * 64 * 2  # layers, k and v, heads, width, bf16

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from selfspec import DraftConfig, SelfSpecModel
-from selfspec.demo import DEMO_TARGET
+from selfspec import DEMO_MODEL, DraftConfig, SelfSpecModel
 from selfspec.display import (
     Detokenizer,
     OriginStreamer,
@@ -28,7 +27,7 @@ from selfspec.display import (
 from selfspec.stats import Round, Stats, Trace
 
 DRAFT = DraftConfig(exit_layer=EXIT, num_draft_tokens=3)
-NOVELS = AutoTokenizer.from_pretrained(DEMO_TARGET)
+NOVELS = AutoTokenizer.from_pretrained(DEMO_MODEL)
 KINDS = ("accepted", "corrected", "bonus", "plain", "rejected")
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 

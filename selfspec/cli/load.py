@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from selfspec.assets import DEMO_MODEL
 from selfspec.cli.options import Dtype
 from selfspec.cli.output import progress
 
@@ -54,9 +55,7 @@ def resolve(model: str | None) -> tuple[str, Path | str]:
         FileNotFoundError: `model` reads like a path, and there is no folder.
     """
     if model is None:
-        from selfspec.demo import DEMO_TARGET
-
-        return DEMO_TARGET.name, DEMO_TARGET
+        return DEMO_MODEL.name, DEMO_MODEL
     path = Path(model).expanduser()
     looks_like_path = model.startswith((".", "~", os.sep)) or model.count("/") > 1
     if looks_like_path and not path.is_dir():

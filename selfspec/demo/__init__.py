@@ -8,7 +8,6 @@ from selfspec.demo.comparison import Bar, Comparison, compare
 from selfspec.demo.result import DemoResult, Divergence, first_divergence, run_demo
 from selfspec.demo.writer import (
     DEMO_DRAFT,
-    DEMO_TARGET,
     DemoOptions,
     DemoPrompt,
     Run,
@@ -18,7 +17,6 @@ from selfspec.demo.writer import (
 
 __all__ = [
     "DEMO_DRAFT",
-    "DEMO_TARGET",
     "Bar",
     "Comparison",
     "DemoOptions",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -14,14 +13,13 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
+from selfspec.assets import PROMPTS
 from selfspec.config import DraftConfig, StrictConfig
 from selfspec.engine import State
 from selfspec.model import SelfSpecModel
 from selfspec.sampling import Context, Sampler
 from selfspec.stats import Stats
 
-ASSETS = Path(__file__).parents[1] / "assets"
-DEMO_TARGET = ASSETS / "novels16"
 # Untrained, the first layer's exit is the one that pays on this target: later ones agree more
 # often, but not by as much as they cost.
 DEMO_DRAFT = DraftConfig(exit_layer=1, num_draft_tokens=2)
@@ -40,7 +38,7 @@ class DemoPrompt(NamedTuple):
 
 def load_prompts() -> list[DemoPrompt]:
     """The prompts in the package."""
-    entries = json.loads((ASSETS / "prompts.json").read_text(encoding="utf-8"))
+    entries = json.loads(PROMPTS.read_text(encoding="utf-8"))
     return [DemoPrompt(**entry) for entry in entries]
 
 

@@ -1,12 +1,4 @@
-"""The ragged KV cache: slot = position, one length per row, rejection for free.
-
-Every layer owns buffers `[rows, kv_heads, capacity, head_dim]`. A token's keys and values lie in
-the slot of its position, whatever padding the caller used, so rows may have different lengths and
-sliding windows stay exact. Slots behind a row's length are stale: masks, which come from lengths,
-never show them, and later tokens overwrite them. Rejecting drafts is then not advancing a length.
-
-This is the only file that knows transformers' cache API.
-"""
+"""Keys and values of all layers, for rows of different lengths."""
 
 from __future__ import annotations
 
@@ -15,96 +7,9 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 
-_GROWTH = 256  # smallest step by which a buffer grows, in slots
-
-
-class Window:
-    """The slots that one pass writes: `width` of them behind `starts` in each row.
-
-    Attributes:
-        starts: first slot written, per row.
-        width: tokens of the pass, per row.
-        positions: `[rows, width]` the slots, which are also the positions.
-        end: one more than the last slot written: what the longest row attends to.
-        uniform: whether all rows write the same slots.
-    """
-
-    def __init__(self, starts: list[int], width: int, device: torch.device):
-        self.starts, self.width = starts, width
-        first, last = min(starts), max(starts)
-        self.end = last + width
-        self.uniform = first == last
-        if self.uniform:
-            self.positions = torch.arange(first, self.end, device=device).expand(len(starts), -1)
-        else:
-            steps = torch.arange(width, device=device)
-            self.positions = torch.tensor(starts, device=device)[:, None] + steps
-
-
-class SlotLayer(CacheLayerMixin):
-    """One layer's keys and values."""
-
-    def __init__(self, window: int | None = None):
-        super().__init__()
-        self.window = window
-        self.is_sliding = window is not None
-
-    @property
-    def capacity(self) -> int:
-        """Slots that fit before the buffers grow."""
-        return self.keys.shape[2] if self.keys is not None else 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of both buffers."""
-        return sum(b.nbytes for b in (self.keys, self.values) if b is not None)
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Take dtype, device and widths from the first states that arrive."""
-        self.keys = key_states.new_zeros(*key_states.shape[:2], 0, key_states.shape[3])
-        self.values = value_states.new_zeros(*value_states.shape[:2], 0, value_states.shape[3])
-        self.is_initialized = True
-
-    def grow(self, capacity: int) -> None:
-        """Make room for `capacity` slots, keeping what is there."""
-        if self.keys is not None and self.values is not None and self.capacity < capacity:
-            room = max(capacity - self.capacity, 0)
-            self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, room))
-            self.values = torch.nn.functional.pad(self.values, (0, 0, 0, room))
-
-    def write(self, key_states: Tensor, value_states: Tensor, window: Window) -> None:
-        """Scatter `[rows, heads, width, dim]` states to the window's slots."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        if self.capacity < window.end:
-            self.grow(max(window.end, 2 * self.capacity, _GROWTH))
-        assert self.keys is not None and self.values is not None
-        if window.uniform:
-            self.keys.narrow(2, window.starts[0], window.width).copy_(key_states)
-            self.values.narrow(2, window.starts[0], window.width).copy_(value_states)
-            return
-        positions = window.positions.to(key_states.device)
-        rows = torch.arange(key_states.shape[0], device=key_states.device)[:, None]
-        self.keys[rows, :, positions] = key_states.transpose(1, 2)
-        self.values[rows, :, positions] = value_states.transpose(1, 2)
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
-        """Refused: the cache that owns this layer knows where states go."""
-        raise NotImplementedError("SlotLayer is written through SlotCache.update")
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Refused: the cache that owns this layer knows its sizes."""
-        raise NotImplementedError("ask SlotCache.get_mask_sizes")
-
-    def get_seq_length(self) -> int:
-        """Refused: the cache that owns this layer knows its lengths."""
-        raise NotImplementedError("ask SlotCache.get_seq_length")
-
-    def get_max_length(self) -> int:
-        """-1: buffers grow."""
-        return -1
+from selfspec.slots.layer import SlotLayer, Window
 
 
 class SlotCache(Cache):

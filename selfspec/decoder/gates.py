@@ -1,0 +1,200 @@
+"""Gates in place of decoder layers: what turns a model's own forward into a pass over a span.
+
+While gates are in, the model's body iterates over them instead of its layers. Only instance
+attributes shadow what the model has; taking them away restores it to the letter.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from selfspec.decoder.support import has_causal_buffer
+
+# One model may have several wrappers; only one at a time may have its gates in.
+_LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+_NOTHING = object()
+
+
+class Span(NamedTuple):
+    """Layers `start` to `stop - 1`."""
+
+    start: int
+    stop: int
+
+
+@dataclass
+class ActivePass:
+    """A pass in progress, as the gates see it.
+
+    Attributes:
+        span: the layers that run.
+        hidden: what the first of them starts from, instead of what it is handed.
+        masks: additive mask for each sliding window (`None`: full attention); empty when the
+            family's own masks hold.
+        add_masks: whether masks go on top of the family's own, which carry a position bias.
+        result: residual stream after the span, once it is there.
+        layer_seconds: wall time inside layers so far.
+        head_seconds: wall time inside the LM head so far.
+    """
+
+    span: Span
+    hidden: Tensor | None
+    masks: dict[int | None, Tensor]
+    add_masks: bool
+    result: Tensor | None = None
+    layer_seconds: float = 0.0
+    head_seconds: float = 0.0
+
+
+class Gates:
+    """The gates of one model: put in by `with gates:`, for one thread at a time.
+
+    Args:
+        model: the model.
+        base: its body, which owns the layers.
+        layers_name: their name in it.
+        layers: the decoder layers.
+        windows: sliding window of each, or `None`.
+
+    Attributes:
+        active: the pass in progress.
+        owner: the thread whose passes are gated; any other uses the model as it is.
+        returns_tuple: whether layers return tuples; known once one has run.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        base: nn.Module,
+        layers_name: str,
+        layers: nn.ModuleList,
+        windows: Sequence[int | None],
+    ):
+        self.model, self.base, self.layers = model, base, layers
+        self.layers_name, self.windows = layers_name, windows
+        self.active: ActivePass | None = None
+        self.owner: int | None = None
+        self.returns_tuple: bool | None = None
+        self.own_masks = [module for module in layers.modules() if has_causal_buffer(module)]
+        self.lock = _LOCKS.setdefault(model, threading.RLock())
+        self._entered = 0
+        self._shadows: list[tuple[dict[str, Any], str, Any]] = []
+
+    def __enter__(self) -> Gates:
+        """Put the gates in; another thread that enters waits."""
+        self.lock.acquire()
+        self.owner = threading.get_ident()
+        self._entered += 1
+        if self._entered == 1:
+            gates = [Gate(self, index, layer) for index, layer in enumerate(self.layers)]
+            self.shadow(self.base.__dict__, self.layers_name, gates)
+            head = self.model.get_output_embeddings()
+            assert head is not None
+            self.shadow(head.__dict__, "forward", self._timed(head.forward))
+            for module in self.own_masks:
+                # Slots carry the whole mask; the module's own table assumes keys end at the query.
+                table = module._buffers["bias"]
+                assert table is not None
+                everything = torch.ones_like(table[..., :1, :1]).expand_as(table)
+                self.shadow(module._buffers, "bias", everything)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Take the gates out, whatever happened."""
+        self._entered -= 1
+        while self._shadows and self._entered == 0:
+            self.unshadow()
+        self.lock.release()
+
+    def shadow(self, attributes: dict[str, Any], name: str, value: Any) -> None:
+        """Put `value` in front of an attribute, until `unshadow`."""
+        # Something may be there already: device hooks, and outer calls of another wrapper.
+        self._shadows.append((attributes, name, attributes.get(name, _NOTHING)))
+        attributes[name] = value
+
+    def unshadow(self) -> None:
+        """Take the last shadow away."""
+        attributes, name, held = self._shadows.pop()
+        if held is _NOTHING:
+            del attributes[name]
+        else:
+            attributes[name] = held
+
+    def _timed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            output = forward(*args, **kwargs)
+            if self.active is not None:
+                self.active.head_seconds += time.perf_counter() - began
+            return output
+
+        return timed
+
+
+class Gate:
+    """Stands in for a decoder layer while its gates are in."""
+
+    def __init__(self, gates: Gates, index: int, layer: nn.Module):
+        self.gates = gates
+        self.index = index
+        self.layer = layer
+        self.window = gates.windows[index]
+
+    def __getattr__(self, name: str) -> Any:
+        """What the layer has: the body may ask it for its type."""
+        return getattr(self.layer, name)
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer, or hand `hidden_states` through outside the span."""
+        gates = self.gates
+        active = gates.active
+        if active is None or gates.owner != threading.get_ident():
+            # Plain use of the model, from a streamer or from another thread.
+            return self.layer(hidden_states, *args, **kwargs)
+        start, stop = active.span
+        if self.index == stop:
+            active.result = hidden_states
+        if not start <= self.index < stop:
+            return (hidden_states,) if gates.returns_tuple else hidden_states
+        if self.index == start and active.hidden is not None:
+            hidden_states = active.hidden
+        if active.masks:
+            args, kwargs = _with_mask(args, kwargs, active, self.window)
+        began = time.perf_counter()
+        output = self.layer(hidden_states, *args, **kwargs)
+        active.layer_seconds += time.perf_counter() - began
+        gates.returns_tuple = isinstance(output, tuple)
+        if stop == len(gates.layers) and self.index == stop - 1:
+            active.result = output[0] if isinstance(output, tuple) else output
+        return output
+
+
+def _with_mask(
+    args: tuple[Any, ...], kwargs: dict[str, Any], active: ActivePass, window: int | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The layer's arguments with the slots' mask for its window."""
+    mask, full = active.masks[window], active.masks[None]
+    if active.add_masks:
+        kwargs = dict(kwargs)
+        kwargs["attention_mask"] = _added(kwargs.get("attention_mask"), mask)
+        return args, kwargs
+    if mask is full:
+        return args, kwargs
+    args = tuple(mask if arg is full else arg for arg in args)
+    return args, {name: mask if arg is full else arg for name, arg in kwargs.items()}
+
+
+def _added(own: Tensor | None, mask: Tensor) -> Tensor:
+    """The family's own mask, which carries its position bias, with the slots' mask on top."""
+    if own is None or own.dtype == torch.bool:
+        return mask
+    return torch.where(mask < 0, mask, own.to(mask.dtype))

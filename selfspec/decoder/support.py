@@ -1,0 +1,84 @@
+"""Which models can be run in spans, and where their layers are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel
+
+
+def unwrap(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside, PEFT wrapping removed."""
+    inner = model
+    if hasattr(model, "peft_config"):
+        configs: dict[str, Any] = model.peft_config  # pyright: ignore[reportAssignmentType]
+        config = next(iter(configs.values()))
+        if getattr(config, "is_prompt_learning", False):
+            raise ValueError(
+                f"a PEFT model of type {config.peft_type} adds virtual tokens, which a span of "
+                "layers cannot see; use an adapter inside the layers (LoRA), or merge it"
+            )
+        if hasattr(model, "get_base_model"):
+            inner = model.get_base_model()  # pyright: ignore[reportCallIssue]
+    if not isinstance(inner, PreTrainedModel):
+        raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
+    return inner
+
+
+def refuse_unsupported(model: PreTrainedModel) -> None:
+    """Raise ValueError, with the reason, for a model that cannot draft for itself."""
+    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
+    attention = getattr(config, "_attn_implementation", "eager")
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{name} is an encoder-decoder; selfspec runs decoder-only causal LMs")
+    if model.get_output_embeddings() is None or not model.can_generate():
+        raise ValueError(f"{name} has no LM head; load the model with AutoModelForCausalLM")
+    if model._is_stateful or not hasattr(config, "num_hidden_layers"):
+        raise ValueError(
+            f"{name} keeps a recurrent state, which cannot take rejected tokens back; "
+            "selfspec runs models whose layers attend to a KV cache"
+        )
+    if attention not in ("sdpa", "eager"):
+        raise ValueError(
+            f"{name} uses attention {attention!r}, which takes no mask per row; "
+            "load it with attn_implementation='sdpa' (or 'eager')"
+        )
+    kinds = {type(layer).__name__ for layer in DynamicCache(config=config).layers}
+    strange = kinds - {"DynamicLayer", "DynamicSlidingWindowLayer"}
+    chunked = getattr(config, "attention_chunk_size", None) is not None
+    if strange or chunked:
+        what = "attends in chunks" if chunked else f"caches {', '.join(sorted(strange))}"
+        raise ValueError(
+            f"{name} {what}; selfspec runs models whose every layer has full or "
+            "sliding-window attention over a KV cache of its own"
+        )
+
+
+def find_layers(model: nn.Module, count: int) -> tuple[nn.Module, str, nn.ModuleList]:
+    """The module that owns the decoder layers (the model's body), their name in it, and they."""
+    for module in model.modules():
+        for name, child in module.named_children():
+            if isinstance(child, nn.ModuleList) and len(child) == count:
+                return module, name, child
+    raise ValueError(
+        f"{type(model).__name__} has no ModuleList of num_hidden_layers = {count} layers; "
+        "selfspec cannot tell its decoder layers"
+    )
+
+
+def layer_windows(config: Any, depth: int) -> list[int | None]:
+    """Per layer, the sliding window in tokens, or None."""
+    if config.model_type == "gpt_neo":
+        local = [kind == "local" for kind in config.attention_layers]
+        return [config.window_size if is_local else None for is_local in local]
+    layers = DynamicCache(config=config).layers
+    windows = [getattr(layer, "sliding_window", None) for layer in layers]
+    return windows or [None] * depth
+
+
+def has_causal_buffer(module: nn.Module) -> bool:
+    """Whether an attention module masks by a table of its own (GPT-Neo)."""
+    table = module._buffers.get("bias")
+    return table is not None and table.dtype == torch.bool and table.ndim == 4
