@@ -122,7 +122,7 @@ class Session:
         scores = state.sampler.scores(logits, state.context)
         verdict = accept(draft, scores, state.sampler)
         self.drafter.commit(state, verdict)
-        self.logits.begin(logits.float())
+        self.logits.begin(logits)
         self.scores.begin(scores)
         self._settle(state, verdict, self._read(draft, verdict, logits))
 
@@ -145,14 +145,15 @@ class Session:
 
     def _read(self, draft: Draft, verdict: Verdict, logits: Tensor) -> list[_RowRound]:
         """Bring the round's tokens to the host: the one synchronisation of a round."""
-        # The maximum over the vocabulary is NaN where any logit is.
-        broken = logits[:, -1:].amax(-1).isnan()
+        # The maximum is NaN where any logit is; a draw bears no infinity either.
+        top = logits[:, -1:].amax(-1)
+        broken = ~(top < torch.inf) if self.sampler.do_sample else top.isnan()
         columns = [verdict.accepted[:, None], broken, draft.tokens, verdict.tokens]
         rounds = [_RowRound.read(row, draft.length) for row in torch.cat(columns, dim=1).tolist()]
         if any(step.broken for step in rounds):
             raise ValueError(
-                "the model's logits are NaN; check its weights and dtype (float16 overflows where "
-                "bfloat16 and float32 do not)"
+                "the model's logits are NaN or infinite; check its weights and dtype (float16 "
+                "overflows where bfloat16 and float32 do not)"
             )
         return rounds
 
@@ -180,8 +181,9 @@ class Session:
 
     def _leave(self, state: State, going: Sequence[int]) -> None:
         """Finished rows leave the batch; their KV is kept where the caller gets it back."""
-        rows = state.context.rows
-        self.prompt.retire(state.slots, {rows[i]: i for i in range(len(rows)) if i not in going})
+        rows, stay = state.context.rows, set(going)
+        leaving = {row: index for index, row in enumerate(rows) if index not in stay}
+        self.prompt.retire(state.slots, leaving)
         state.context.rows = [rows[i] for i in going]
         if going:
             state.slots.select(going)

@@ -26,7 +26,7 @@ class StepRecord:
     def begin(self, block: Tensor) -> None:
         """Take the vectors of a round whose tokens have not been cut yet."""
         if self.wanted:
-            self.block = block
+            self.block = block.float()
 
     def keep(self, rows: Sequence[int], counts: Sequence[int]) -> None:
         """Settle the first `counts` vectors of the round."""

@@ -99,9 +99,9 @@ class Sampler:
         have been written behind the settled tokens when a processor reads the prefix.
         """
         batch, width, vocab = logits.shape
-        scores = logits.to(torch.float32, copy=True)
         if not self.processors:
-            return scores
+            return logits.float()
+        scores = logits.to(torch.float32, copy=True)
         if not self.reads_prefix:
             # Pointwise processors read nothing of the tokens but their number of rows.
             rows = context.tokens.new_zeros(batch * width, 1)

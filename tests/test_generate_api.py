@@ -519,6 +519,20 @@ def test_nan_logits(where, do_sample, draft):
         )
 
 
+@pytest.mark.parametrize("draft", [DRAFT, "none"], ids=["drafts", "none"])
+def test_infinite_logits_cannot_be_sampled(draft):
+    """An overflow in float16 makes +inf first, and NaN of the probabilities."""
+    model = tiny_llama()
+    overflow = torch.zeros(VOCAB, dtype=torch.float64)
+    overflow[5] = torch.inf
+    model.lm_head.register_forward_hook(lambda module, args, logits: logits + overflow)
+    ids, mask = prompt(4, 6)
+    with pytest.raises(ValueError, match="logits"):
+        SelfSpecModel(model).generate(
+            ids, attention_mask=mask, draft=draft, do_sample=True, max_new_tokens=5
+        )
+
+
 def test_a_processor_of_the_caller_comes_first_where_transformers_puts_it():
     ids, mask = prompt(4, 6)
     options = {"logits_processor": LogitsProcessorList([TemperatureLogitsWarper(0.5)])}

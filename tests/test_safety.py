@@ -285,6 +285,34 @@ def test_plain_decoding_in_another_thread_is_not_gated(model):
     assert torch.equal(meanwhile, alone)
 
 
+def test_a_model_may_be_wrapped_while_another_thread_is_inside_a_pass(model):
+    """What a wrapper learns of the model is not what a pass has put in its place."""
+    inside, done = threading.Event(), threading.Event()
+    this = threading.current_thread()
+
+    def pause(*_):
+        if threading.current_thread() is not this and not inside.is_set():
+            inside.set()
+            done.wait(30)
+
+    handle = model.lm_head.register_forward_hook(pause)
+    worker = threading.Thread(
+        target=SelfSpecModel(model).generate,
+        args=(IDS[1:],),
+        kwargs={"max_new_tokens": 6, "draft": DRAFT},
+    )
+    worker.start()
+    assert inside.wait(30)
+    try:
+        spec = SelfSpecModel(model)
+    finally:
+        done.set()
+        worker.join(30)
+        handle.remove()
+    text = spec.generate(IDS, attention_mask=MASK, max_new_tokens=20, draft=DRAFT)
+    assert torch.equal(text, greedy(model, IDS, MASK, max_new_tokens=20))
+
+
 # A drafter equal to the target
 
 

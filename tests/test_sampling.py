@@ -155,11 +155,12 @@ def test_positions_of_a_draft_are_offset_from_the_settled_text():
 def test_logits_are_left_as_they_were():
     drafts, logits = block(3, 2)
     before = logits.clone()
+    # Without processors the scores may be the logits themselves: nothing writes to them.
     for processors in (PREFIX["repetition"], POINTWISE["suppress"], []):
         here = context()
         here.write(drafts)
         scores = Sampler(LogitsProcessorList(processors)).scores(logits, here)
-        assert scores.data_ptr() != logits.data_ptr()
+        assert (scores.data_ptr() != logits.data_ptr()) or not processors
         assert torch.equal(logits, before)
 
 

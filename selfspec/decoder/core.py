@@ -25,7 +25,7 @@ class Pass(NamedTuple):
         output: `[rows, width, hidden]` the same after the model's final norm, or
             `[rows, width, vocab]` logits when the pass went through the LM head as well.
         layer_seconds: wall time inside the span's layers.
-        head_seconds: wall time inside the LM head.
+        head_seconds: wall time inside the final norm and the LM head.
     """
 
     hidden: Tensor
@@ -40,6 +40,14 @@ class Decoder:
     Args:
         model: any decoder-only causal LM of transformers, PEFT-wrapped or not.
 
+    Attributes:
+        causal_lm: the transformers model inside.
+        base: its body, which owns the layers.
+        layers: the decoder layers.
+        windows: per layer, the sliding window in tokens, or `None`.
+        max_positions: positions that the model was made for; `None` where its config names none.
+        learned_positions: rows of the table of learned positions; `None` without such a table.
+
     Raises:
         TypeError: `model` is no transformers model.
         ValueError: the model cannot be run in spans; the message says why.
@@ -52,10 +60,14 @@ class Decoder:
         self.base, name, self.layers = find_layers(self.causal_lm, self.config.num_hidden_layers)
         self.windows = layer_windows(self.config, len(self.layers))
         self.gates = Gates(self.causal_lm, self.base, name, self.layers, self.windows)
-        self._takes = set(inspect.signature(self.base.forward).parameters)
-        self._tail_takes = set(inspect.signature(self.causal_lm.forward).parameters)
+        self._takes = set(inspect.signature(type(self.base).forward).parameters)
+        self._tail_takes = set(inspect.signature(type(self.causal_lm).forward).parameters)
         # These size their position bias from a 2-D mask and refuse a 4-D one.
         self._alibi = self.config.model_type == "bloom" or getattr(self.config, "alibi", False)
+        self.max_positions: int | None = getattr(self.config, "max_position_embeddings", None)
+        words = self.causal_lm.get_input_embeddings()
+        tables = [m for m in self.base.children() if isinstance(m, nn.Embedding) and m is not words]
+        self.learned_positions = self.max_positions if tables else None
         self._output_class: type[ModelOutput] = BaseModelOutputWithPast
 
     @property
@@ -86,29 +98,17 @@ class Decoder:
         return head
 
     @property
-    def max_positions(self) -> int | None:
-        """Positions that the model was made for; `None` where its config names none."""
-        return getattr(self.config, "max_position_embeddings", None)
-
-    @property
-    def learned_positions(self) -> int | None:
-        """Rows of the table of learned positions; `None` for models without one."""
-        words = self.causal_lm.get_input_embeddings()
-        tables = [m for m in self.base.children() if isinstance(m, nn.Embedding) and m is not words]
-        return self.max_positions if tables else None
-
-    @property
     def final_norm(self) -> nn.Module:
         """The norm between the last layer and the LM head.
 
         Raises:
             ValueError: the model has none.
         """
-        norms = [m for m in self.base.children() if "norm" in type(m).__name__.lower()]
-        if not norms:
+        norm = self.gates.final_norm
+        if norm is None:
             name = type(self.causal_lm).__name__
             raise ValueError(f"{name} has no final norm to start a lens from")
-        return norms[-1]
+        return norm
 
     def new_slots(self, rows: int, capacity: int = 0) -> SlotCache:
         """An empty KV cache for `rows` rows."""
@@ -154,7 +154,7 @@ class Decoder:
                 raise RuntimeError("run the layers below a span once before resuming above them")
             self.gates.active = active
             inputs = self._inputs(tokens, slots, window.positions, masks)
-            through_tail = unembed and inputs.keys() <= self._tail_takes
+            through_tail = unembed and self._tail_takes >= inputs.keys() - {"return_dict"}
             try:
                 result = self._run_tail(inputs) if through_tail else self._run_body(inputs)
                 if unembed and not through_tail:

@@ -43,7 +43,7 @@ class ActivePass:
         add_masks: whether masks go on top of the family's own, which carry a position bias.
         result: residual stream after the span, once it is there.
         layer_seconds: wall time inside layers so far.
-        head_seconds: wall time inside the LM head so far.
+        head_seconds: wall time inside the final norm and the LM head so far.
     """
 
     span: Span
@@ -69,6 +69,7 @@ class Gates:
         active: the pass in progress.
         owner: the thread whose passes are gated; any other uses the model as it is.
         returns_tuple: whether layers return tuples; known once one has run.
+        final_norm: the norm between the last layer and the LM head, if there is one.
     """
 
     def __init__(
@@ -85,6 +86,8 @@ class Gates:
         self.owner: int | None = None
         self.returns_tuple: bool | None = None
         self.own_masks = [module for module in layers.modules() if has_causal_buffer(module)]
+        norms = [m for m in base.children() if "norm" in type(m).__name__.lower()]
+        self.final_norm: nn.Module | None = norms[-1] if norms else None
         self.lock = _LOCKS.setdefault(model, threading.RLock())
         self._entered = 0
         self._shadows: list[tuple[dict[str, Any], str, Any]] = []
@@ -97,9 +100,9 @@ class Gates:
         if self._entered == 1:
             gates = [Gate(self, index, layer) for index, layer in enumerate(self.layers)]
             self.shadow(self.base.__dict__, self.layers_name, gates)
-            head = self.model.get_output_embeddings()
-            assert head is not None
-            self.shadow(head.__dict__, "forward", self._timed(head.forward))
+            for module in (self.final_norm, self.model.get_output_embeddings()):
+                if module is not None:
+                    self.shadow(module.__dict__, "forward", self._timed(module.forward))
             for module in self.own_masks:
                 # Slots carry the whole mask; the module's own table assumes keys end at the query.
                 table = module._buffers["bias"]

@@ -72,14 +72,12 @@ class SlotCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
     ) -> tuple[Tensor, Tensor]:
         """Write a layer's new states; returns its keys and values up to the longest row's end."""
-        active = self._active()
+        active = self._window or self._active()
         layer = self.layers[layer_idx]
-        if not layer.is_initialized and self._reserved:
+        if not layer.is_initialized:
             layer.lazy_initialization(key_states, value_states)
             layer.grow(max(self._reserved, active.end))
-        layer.write(key_states, value_states, active)
-        assert layer.keys is not None and layer.values is not None
-        return layer.keys.narrow(2, 0, active.end), layer.values.narrow(2, 0, active.end)
+        return layer.write(key_states, value_states, active)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens before the active pass (of the longest row); settled tokens between passes."""

@@ -63,21 +63,27 @@ class SlotLayer(CacheLayerMixin):
             self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, room))
             self.values = torch.nn.functional.pad(self.values, (0, 0, 0, room))
 
-    def write(self, key_states: Tensor, value_states: Tensor, window: Window) -> None:
-        """Scatter `[rows, heads, width, dim]` states to the window's slots."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+    def write(
+        self, key_states: Tensor, value_states: Tensor, window: Window
+    ) -> tuple[Tensor, Tensor]:
+        """Scatter `[rows, heads, width, dim]` states to the window's slots.
+
+        Returns:
+            The keys and values up to the window's end.
+        """
         if self.capacity < window.end:
             self.grow(max(window.end, 2 * self.capacity, _GROWTH))
-        assert self.keys is not None and self.values is not None
+        keys, values = self.keys, self.values
+        assert keys is not None and values is not None
         if window.uniform:
-            self.keys.narrow(2, window.starts[0], window.width).copy_(key_states)
-            self.values.narrow(2, window.starts[0], window.width).copy_(value_states)
-            return
-        positions = window.positions.to(key_states.device)
-        rows = torch.arange(key_states.shape[0], device=key_states.device)[:, None]
-        self.keys[rows, :, positions] = key_states.transpose(1, 2)
-        self.values[rows, :, positions] = value_states.transpose(1, 2)
+            keys.narrow(2, window.starts[0], window.width).copy_(key_states)
+            values.narrow(2, window.starts[0], window.width).copy_(value_states)
+        else:
+            positions = window.positions.to(key_states.device)
+            rows = torch.arange(key_states.shape[0], device=key_states.device)[:, None]
+            keys[rows, :, positions] = key_states.transpose(1, 2)
+            values[rows, :, positions] = value_states.transpose(1, 2)
+        return keys.narrow(2, 0, window.end), values.narrow(2, 0, window.end)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
         """Refused: the cache that owns this layer knows where states go."""
