@@ -114,7 +114,7 @@ def _headline(head: dict[str, Any], source: str) -> str:
         f"{head['model']} · {head['layers']} layers · {head['dtype']} · {head['device']}, "
         f"threads: {head['threads']}\n"
         f"exit after layer {draft['exit_layer']} ({draft['head']} head), "
-        f"{draft['num_draft_tokens']} drafts a round\n"
+        f"drafts a round: {draft['num_draft_tokens']}\n"
         f"from {source}"
     )
 

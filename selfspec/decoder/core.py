@@ -154,7 +154,7 @@ class Decoder:
                 raise RuntimeError("run the layers below a span once before resuming above them")
             self.gates.active = active
             inputs = self._inputs(tokens, slots, window.positions, masks)
-            through_tail = unembed and self._tail_takes >= inputs.keys() - {"return_dict"}
+            through_tail = unembed and self._tail_takes >= inputs.keys()
             try:
                 result = self._run_tail(inputs) if through_tail else self._run_body(inputs)
                 if unembed and not through_tail:
@@ -190,8 +190,9 @@ class Decoder:
             "input_ids": tokens,
             "past_key_values": slots,
             "use_cache": True,
-            "return_dict": True,
         }
+        if "return_dict" in self._takes:
+            inputs["return_dict"] = True
         if masks and not self._alibi:
             inputs["attention_mask"] = masks[None]
         if "position_ids" in self._takes:

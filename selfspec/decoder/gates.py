@@ -6,10 +6,12 @@ attributes shadow what the model has; taking them away restores it to the letter
 
 from __future__ import annotations
 
+import inspect
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -100,6 +102,9 @@ class Gates:
         if self._entered == 1:
             gates = [Gate(self, index, layer) for index, layer in enumerate(self.layers)]
             self.shadow(self.base.__dict__, self.layers_name, gates)
+            for module in (self.base, self.model):
+                if "forward" not in module.__dict__:  # else device hooks have one of their own
+                    self.shadow(module.__dict__, "forward", self._bare(module))
             for module in (self.final_norm, self.model.get_output_embeddings()):
                 if module is not None:
                     self.shadow(module.__dict__, "forward", self._timed(module.forward))
@@ -132,11 +137,22 @@ class Gates:
         else:
             attributes[name] = held
 
+    @property
+    def gated(self) -> bool:
+        """Whether the calling thread is inside a pass."""
+        return self.active is not None and self.owner == threading.get_ident()
+
+    def _bare(self, module: nn.Module) -> Callable[..., Any]:
+        # transformers wraps these in decorators that read defaults from the config and capture
+        # outputs. A pass uses neither, and they cost as much as masks and rotary tables do.
+        whole, bare = module.forward, partial(inspect.unwrap(type(module).forward), module)
+        return lambda *args, **kwargs: (bare if self.gated else whole)(*args, **kwargs)
+
     def _timed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
             began = time.perf_counter()
             output = forward(*args, **kwargs)
-            if self.active is not None:
+            if self.active is not None and self.gated:
                 self.active.head_seconds += time.perf_counter() - began
             return output
 
@@ -160,7 +176,7 @@ class Gate:
         """Run the layer, or hand `hidden_states` through outside the span."""
         gates = self.gates
         active = gates.active
-        if active is None or gates.owner != threading.get_ident():
+        if active is None or not gates.gated:
             # Plain use of the model, from a streamer or from another thread.
             return self.layer(hidden_states, *args, **kwargs)
         start, stop = active.span

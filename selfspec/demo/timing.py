@@ -23,5 +23,5 @@ def rate(runs: Sequence[Run]) -> float:
 
 
 def ratio(runs: Sequence[Run], base: Sequence[Run]) -> float:
-    """Median over the turns of how many times faster `runs` were than `base`."""
-    return median(run.rate / other.rate for run, other in zip(runs, base, strict=True))
+    """How many times faster `runs` were than `base`, median by median."""
+    return rate(runs) / rate(base)

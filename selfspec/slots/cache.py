@@ -11,6 +11,9 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from selfspec.slots.layer import SlotLayer, Window
 
+_STAIRS = 64  # queries of the mask table; a wider pass builds its own mask
+_GROWTH = 256  # least keys of the mask table on either side
+
 
 class SlotCache(Cache):
     """KV of all layers for rows of different lengths.
@@ -40,6 +43,7 @@ class SlotCache(Cache):
         self._sliding = [window is not None for window in windows]
         self._never = [False] * len(windows)
         self._window: Window | None = None
+        self._masks: dict[tuple[int | None, torch.dtype], Tensor] = {}
 
     # What passes write and see
 
@@ -59,14 +63,25 @@ class SlotCache(Cache):
         A query at position p sees slots up to p, and none at or before p - `window`.
         """
         active = self._active()
+        rows = len(self.lengths)
+        if active.uniform and active.width <= _STAIRS:
+            stairs = self._stairs(window, dtype, active.end)
+            start = stairs.shape[1] // 2 - active.starts[0]
+            view = stairs[: active.width, start : start + active.end]
+            return view.expand(rows, 1, active.width, active.end)
         keys = torch.arange(active.end, device=self.device)
-        positions = active.positions[:1] if active.uniform else active.positions
-        hidden = keys > positions[..., None]
-        if window is not None and window < active.end:
-            hidden = hidden | (keys <= positions[..., None] - window)
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=self.device)
-        mask.masked_fill_(hidden, torch.finfo(dtype).min)
-        return mask[:, None].expand(len(self.lengths), 1, -1, -1)
+        return _hide(keys, active.positions, window, dtype)[:, None]
+
+    def _stairs(self, window: int | None, dtype: torch.dtype, end: int) -> Tensor:
+        # Query i of a pass that starts at any slot sees one key more than query i - 1. One table
+        # with its middle column as that slot holds all such masks as views: none is built anew.
+        stairs = self._masks.get((window, dtype))
+        if stairs is None or stairs.shape[1] < 2 * end:
+            half = max(2 * end, _GROWTH)
+            keys = torch.arange(-half, half, device=self.device)
+            queries = torch.arange(_STAIRS, device=self.device)
+            stairs = self._masks[window, dtype] = _hide(keys, queries, window, dtype)
+        return stairs
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
@@ -219,6 +234,15 @@ class SlotCache(Cache):
             yield
         finally:
             self._window = None
+
+
+def _hide(keys: Tensor, queries: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
+    """`[..., queries, keys]` additive mask for the positions of keys and queries."""
+    hidden = keys > queries[..., None]
+    if window is not None:
+        hidden = hidden | (keys <= queries[..., None] - window)
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=keys.device)
+    return mask.masked_fill_(hidden, torch.finfo(dtype).min)
 
 
 def _stack(states: Sequence[Tensor], length: int) -> Tensor:
