@@ -163,21 +163,19 @@ class Session:
         blocks = [step.block for step in rounds]
         context.write(verdict.tokens)
         kept, ended = self.stops.cut(context, blocks, self.scores)
-        for row, step, count in zip(rows, rounds, kept, strict=True):
+        steps = [step.cut(count) for step, count in zip(rounds, kept, strict=True)]
+        for row, step, count in zip(rows, steps, kept, strict=True):
             context.lengths[row] += count
-            self._note(row, step.cut(count))
+            self.stats.count(step)
+            self.trace.rows[row].append(step)
         self.scores.keep(rows, kept)
         self.logits.keep(rows, kept)
         state.slots.commit(kept)
         # A row that goes on was not cut: its last token is the one that the target added.
         state.pending = verdict.tokens.gather(1, verdict.accepted[:, None])
-        self.stream.put(context, finished=[rows[i] for i, stop in enumerate(ended) if stop])
+        self.stream.put(context, [rows[i] for i, stop in enumerate(ended) if stop], steps)
         if any(ended):
             self._leave(state, [index for index, stop in enumerate(ended) if not stop])
-
-    def _note(self, row: int, step: Round) -> None:
-        self.stats.count(step)
-        self.trace.rows[row].append(step)
 
     def _leave(self, state: State, going: Sequence[int]) -> None:
         """Finished rows leave the batch; their KV is kept where the caller gets it back."""

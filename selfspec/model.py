@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -68,8 +69,17 @@ class SelfSpecModel:
             path: a folder or a model id.
             heads: exit heads, or the folder they were saved in.
             **kwargs: go to `AutoModelForCausalLM.from_pretrained`.
+
+        Raises:
+            OSError: there is no such checkpoint.
+            ValueError: the weights are damaged, or the model cannot draft for itself.
         """
-        model = AutoModelForCausalLM.from_pretrained(path, **kwargs)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(path, **kwargs)
+        except SafetensorError as error:
+            raise ValueError(
+                f"the weights in {path} cannot be read ({error}); the file may be truncated"
+            ) from None
         return cls(model.eval(), heads)
 
     def save_pretrained(self, folder: str | Path, **kwargs: Any) -> None:

@@ -42,7 +42,7 @@ class ConfidenceStop:
 
     def goes_on(self, scores: Tensor, tokens: Tensor) -> bool:
         """Whether some row's token has at least the threshold's probability."""
-        confidence = scores.softmax(-1).gather(-1, tokens[:, None])
+        confidence = scores.float().softmax(-1).gather(-1, tokens[:, None])
         return bool((confidence >= self.threshold).any())
 
 

@@ -8,6 +8,15 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from selfspec.sampling import Context
+from selfspec.stats import Round
+
+
+class RoundStreamer(BaseStreamer):
+    """A streamer that is shown where each token came from: one row, a round at a time."""
+
+    def put_round(self, step: Round) -> None:
+        """Take the tokens of a round, after `put` has taken the prompt."""
+        raise NotImplementedError
 
 
 class Stream:
@@ -28,9 +37,18 @@ class Stream:
         self.shown = start
         self.padding = padding
 
-    def put(self, context: Context, finished: Sequence[int]) -> None:
-        """Show what has become settled; `finished` are rows that ended in this round."""
+    def put(self, context: Context, finished: Sequence[int], rounds: Sequence[Round]) -> None:
+        """Show what has become settled.
+
+        Args:
+            context: the text, as far as it is settled.
+            finished: rows that ended in this round.
+            rounds: what each row that took part made of it.
+        """
         if self.streamer is None:
+            return
+        if isinstance(self.streamer, RoundStreamer) and len(context.lengths) == 1:
+            self.streamer.put_round(rounds[0])
             return
         if len(context.lengths) == 1:
             new = context.tokens[0, self.shown : context.lengths[0]]

@@ -314,7 +314,7 @@ def test_a_prompt_that_is_none_is_a_mistake(folder, given):
 def test_truncated_weights_are_named(tmp_path, folder):
     damaged(tmp_path / "tiny")
     result = call("generate", PROMPT, "--model", folder, code=1)
-    assert re.fullmatch(rf"selfspec: the weights of {folder} cannot be read .*\n", result.stderr)
+    assert re.fullmatch(rf"selfspec: the weights in {folder} cannot be read .*\n", result.stderr)
 
 
 def test_debug_shows_the_whole_error(folder):

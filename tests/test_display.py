@@ -111,7 +111,7 @@ def test_each_origin_has_its_marker():
 
 def test_a_stream_shows_every_token_with_the_origin_that_the_trace_gives_it(tokenizer):
     paper = io.StringIO()
-    spec = written(OriginStreamer(Console(file=paper), tokenizer, 3, 24))
+    spec = written(OriginStreamer(Console(file=paper), tokenizer))
     shown = "".join(map(marked, pieces(spec.last_trace, tokenizer)))
     assert paper.getvalue() == shown + "\n"
     assert {"accepted", "corrected", "bonus"} <= set(spec.last_trace.origins())
@@ -120,7 +120,7 @@ def test_a_stream_shows_every_token_with_the_origin_that_the_trace_gives_it(toke
 def test_a_terminal_gets_the_same_text_in_colours(tokenizer):
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, color_system="standard", width=20)
-    spec = written(OriginStreamer(console, tokenizer, 3, 24))
+    spec = written(OriginStreamer(console, tokenizer))
     text = tokenizer.decode(spec.last_trace.tokens(), clean_up_tokenization_spaces=False)
     assert ANSI.sub("", screen.getvalue()) == text + "\n"
     assert {"\x1b[32m", "\x1b[33m", "\x1b[96m"} <= set(ANSI.findall(screen.getvalue()))

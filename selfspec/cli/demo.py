@@ -129,8 +129,7 @@ def _show_demo(console: Console, writer: Writer) -> tuple[dict[str, Any], bool]:
     if not console.quiet:
         console.print(Rule())
         console.print(Text(writer.prompt, "dim"), end="", soft_wrap=True)
-        drafts, tokens = options.draft.num_draft_tokens, options.max_new_tokens
-        streamer = OriginStreamer(console, writer.tokenizer, drafts, tokens)
+        streamer = OriginStreamer(console, writer.tokenizer)
     result = run_demo(writer, streamer, lambda: progress().status("timing both ways"))
     console.print(Rule())
     console.print(legend(console), _verdict(result, options), sep="\n")

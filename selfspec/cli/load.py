@@ -75,20 +75,13 @@ def load(model: str | None, heads: str | None, dtype: Dtype, device: str | None)
     name, path = resolve(model)
     with progress().status(f"loading {name}"):
         quiet_transformers()
-        from safetensors import SafetensorError
         from transformers import AutoTokenizer
 
         from selfspec.model import SelfSpecModel
 
         stored = "float32" if model is None else "auto"
         options = {"dtype": stored if dtype is Dtype.auto else dtype.value, **_placed(device)}
-        try:
-            spec = SelfSpecModel.from_pretrained(path, heads, **options)
-        except SafetensorError as error:
-            raise ValueError(
-                f"the weights of {name} cannot be read ({error}); a file may be truncated, "
-                "fetch it again"
-            ) from error
+        spec = SelfSpecModel.from_pretrained(path, heads, **options)
         return Loaded(name, model is None, spec, AutoTokenizer.from_pretrained(path))
 
 

@@ -176,7 +176,7 @@ class Gate:
         """Run the layer, or hand `hidden_states` through outside the span."""
         gates = self.gates
         active = gates.active
-        if active is None or not gates.gated:
+        if active is None or gates.owner != threading.get_ident():
             # Plain use of the model, from a streamer or from another thread.
             return self.layer(hidden_states, *args, **kwargs)
         start, stop = active.span

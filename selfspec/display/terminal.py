@@ -9,10 +9,10 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
-from transformers.generation.streamers import BaseStreamer
 
 from selfspec.display.pieces import Detokenizer, Kind, Piece, pieces
-from selfspec.stats import Origin, Stats, Trace
+from selfspec.stats import Round, Stats, Trace
+from selfspec.streaming import RoundStreamer
 
 _STYLES: dict[Kind, str] = {
     "accepted": "green",
@@ -86,44 +86,30 @@ def _coloured(piece: Piece) -> Text:
     return Text(piece.text.translate(_VISIBLE), _STYLES[piece.kind])
 
 
-class OriginStreamer(BaseStreamer):
+class OriginStreamer(RoundStreamer):
     """Streams one row's text, each token in the colour of its origin.
-
-    The first token is the prefill's. Then a round arrives in one `put`: its last token is the
-    target's own, the others are drafts that stood. (Where a stop cuts a round in the middle, the
-    very last token may be a draft that is shown as a correction.)
 
     Args:
         console: where to write.
         tokenizer: the target's.
-        num_draft_tokens: drafts a round, as long as there is room for them.
-        max_new_tokens: tokens of the call.
     """
 
-    def __init__(
-        self,
-        console: Console,
-        tokenizer: PreTrainedTokenizerBase,
-        num_draft_tokens: int,
-        max_new_tokens: int,
-    ):
+    def __init__(self, console: Console, tokenizer: PreTrainedTokenizerBase):
         self.console, self.tokenizer = console, tokenizer
-        self.num_draft_tokens = num_draft_tokens
-        self.max_new_tokens = max_new_tokens
-        self.shown = 0
         self.text: Detokenizer | None = None
         self.last: Kind = "plain"
 
     def put(self, value: Tensor) -> None:
-        """Take the prompt first, then the tokens of a round."""
+        """Take the prompt."""
         tokens = [int(token) for token in value.flatten()]
-        if self.text is None:
-            self.text = Detokenizer(self.tokenizer, tokens, skip_special_tokens=True)
-            return
-        for token, origin in zip(tokens, self._origins(len(tokens)), strict=True):
+        self.text = Detokenizer(self.tokenizer, tokens, skip_special_tokens=True)
+
+    def put_round(self, step: Round) -> None:
+        """Write the tokens of a round."""
+        assert self.text is not None, "the prompt comes first"
+        for token, origin in zip(step.tokens, step.origins, strict=True):
             write_piece(self.console, Piece(self.text.push(token), origin))
             self.last = origin
-        self.shown += len(tokens)
 
     def end(self) -> None:
         """Write what is left, and end the line."""
@@ -131,14 +117,6 @@ class OriginStreamer(BaseStreamer):
             write_piece(self.console, Piece(self.text.flush(), self.last))
         self.console.file.write("\n")
         self.console.file.flush()
-
-    def _origins(self, count: int) -> list[Origin]:
-        drafted = min(self.num_draft_tokens, self.max_new_tokens - self.shown - 1)
-        if self.shown == 0 or drafted < 1:
-            return ["plain"] * count
-        last: Origin = "bonus" if count == drafted + 1 else "corrected"
-        kept: list[Origin] = ["accepted"] * (count - 1)
-        return [*kept, last]
 
 
 def stats_table(stats: Stats, title: str | None = None) -> Table:

@@ -43,6 +43,7 @@ class SlotCache(Cache):
         self._sliding = [window is not None for window in windows]
         self._never = [False] * len(windows)
         self._window: Window | None = None
+        self._counted = torch.arange(0, device=self.device)  # 0, 1, 2, … as far as was needed
         self._masks: dict[tuple[int | None, torch.dtype], Tensor] = {}
 
     # What passes write and see
@@ -51,11 +52,16 @@ class SlotCache(Cache):
     def writing(self, width: int, offset: int = 0) -> Iterator[Window]:
         """While active, passes write `width` slots a row, `offset` behind its settled tokens."""
         starts = [length + offset for length in self.lengths]
-        outer, self._window = self._window, Window(starts, width, self.device)
+        self._count(max(starts) + width)
+        outer, self._window = self._window, Window(starts, width, self._counted)
         try:
             yield self._window
         finally:
             self._window = outer
+
+    def _count(self, end: int) -> None:
+        if len(self._counted) < end:
+            self._counted = torch.arange(max(2 * end, _GROWTH), device=self.device)
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """`[rows, 1, width, end]` additive mask of the active pass: 0 where a query may look.
@@ -229,7 +235,8 @@ class SlotCache(Cache):
 
     @contextmanager
     def _only(self, start: int, width: int) -> Iterator[None]:
-        self._window = Window([start], width, self.device)
+        self._count(start + width)
+        self._window = Window([start], width, self._counted)
         try:
             yield
         finally:

@@ -20,16 +20,16 @@ class Window:
         uniform: whether all rows write the same slots.
     """
 
-    def __init__(self, starts: list[int], width: int, device: torch.device):
+    def __init__(self, starts: list[int], width: int, counted: Tensor):
         self.starts, self.width = starts, width
         first, last = min(starts), max(starts)
         self.end = last + width
         self.uniform = first == last
         if self.uniform:
-            self.positions = torch.arange(first, self.end, device=device).expand(len(starts), -1)
+            self.positions = counted[first : self.end].expand(len(starts), -1)
         else:
-            steps = torch.arange(width, device=device)
-            self.positions = torch.tensor(starts, device=device)[:, None] + steps
+            rows = torch.tensor(starts, device=counted.device)
+            self.positions = rows[:, None] + counted[:width]
 
 
 class SlotLayer(CacheLayerMixin):
