@@ -27,7 +27,7 @@ from selfspec.decoder import Decoder
 from selfspec.decoding import Call, SpecOutput, speculate
 from selfspec.drafters import make_drafter
 from selfspec.engine import Engine
-from selfspec.heads import ExitHead, load_heads, save_heads
+from selfspec.heads import CONFIG_NAME, ExitHead, load_heads, save_heads
 from selfspec.prompts import check_mask, to_left_padding
 from selfspec.stats import Stats, Trace
 
@@ -67,7 +67,8 @@ class SelfSpecModel:
 
         Args:
             path: a folder or a model id.
-            heads: exit heads, or the folder they were saved in.
+            heads: exit heads, or the folder they were saved in; `None` takes those saved beside
+                the checkpoint, if there are any.
             **kwargs: go to `AutoModelForCausalLM.from_pretrained`.
 
         Raises:
@@ -80,6 +81,8 @@ class SelfSpecModel:
             raise ValueError(
                 f"the weights in {path} cannot be read ({error}); the file may be truncated"
             ) from None
+        if heads is None and (Path(path) / CONFIG_NAME).is_file():
+            heads = path
         return cls(model.eval(), heads)
 
     def save_pretrained(self, folder: str | Path, **kwargs: Any) -> None:

@@ -176,7 +176,7 @@ def test_heads_and_model_are_saved_and_loaded_together(target, tmp_path):
     spec = SelfSpecModel(target)
     spec.engine.heads.append(lens(spec.engine.decoder))
     spec.save_pretrained(tmp_path)
-    again = SelfSpecModel.from_pretrained(tmp_path, heads=tmp_path, dtype=torch.float64)
+    again = SelfSpecModel.from_pretrained(tmp_path, dtype=torch.float64)
     same(again.heads, spec.heads)
     options = {"attention_mask": MASK, "max_new_tokens": 12}
     assert torch.equal(again.generate(IDS, **options), spec.generate(IDS, **options))

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from conftest import EXIT, VOCAB, gates, greedy, prompt, tiny_llama
 from peft import (
     LoraConfig,
@@ -376,6 +377,37 @@ def test_a_lora_model_writes_what_its_own_generate_writes(options):
         text = spec.generate(IDS, attention_mask=MASK, max_new_tokens=10, draft=DRAFT)
         assert torch.equal(text, bare)
     assert gates(model) == []
+
+
+def test_a_model_with_device_hooks_on_every_module_keeps_them(model):
+    # What `device_map` leaves behind: a forward of its own on each module.
+    own = greedy(model, IDS, MASK, max_new_tokens=12)
+    for module in model.modules():
+        add_hook_to_module(module, AlignDevicesHook(execution_device="cpu", io_same_device=True))
+    before = {name: module.forward for name, module in model.named_modules()}
+    out = SelfSpecModel(model).generate(IDS, attention_mask=MASK, max_new_tokens=12, draft=DRAFT)
+    assert torch.equal(out, own)
+    assert all(module.forward == before[name] for name, module in model.named_modules())
+
+
+class Int8Linear(torch.nn.Module):
+    """A linear layer whose weight is stored in eight bits, as quantization libraries make them."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.register_buffer("weight", (linear.weight / self.scale).round().to(torch.int8))
+
+    def forward(self, x):
+        return x @ (self.weight.to(x.dtype) * self.scale).T
+
+
+def test_quantized_linear_layers_are_run_as_they_are(model):
+    for layer in model.model.layers:
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(layer.self_attn, name, Int8Linear(getattr(layer.self_attn, name)))
+    out = SelfSpecModel(model).generate(IDS, attention_mask=MASK, max_new_tokens=12, draft=DRAFT)
+    assert torch.equal(out, greedy(model, IDS, MASK, max_new_tokens=12))
 
 
 @pytest.mark.parametrize("config", [PromptTuningConfig, PrefixTuningConfig])

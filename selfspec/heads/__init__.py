@@ -4,9 +4,10 @@ from selfspec.heads.base import ExitHead, check_exit_layer
 from selfspec.heads.kinds import HEAD_KINDS, head_class
 from selfspec.heads.lens import LensHead
 from selfspec.heads.shared import SharedHead
-from selfspec.heads.store import load_heads, save_heads
+from selfspec.heads.store import CONFIG_NAME, load_heads, save_heads
 
 __all__ = [
+    "CONFIG_NAME",
     "HEAD_KINDS",
     "ExitHead",
     "LensHead",
