@@ -59,8 +59,9 @@ clean: ## remove everything that can be made again
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 10) else \
 	  "selfspec needs Python 3.10 or newer, got %d.%d; name another: make PYTHON=python3.12" % v[:2])'
-	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
-	$(PIP) install --quiet --upgrade pip
-	$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) install $(PIP_TORCH_ARGS) '$(TORCH)'
-	$(PIP) install --editable '.[dev]'
+	@echo 'setting up .venv: a few minutes the first time'
+	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv
+	@$(PIP) install --quiet --upgrade pip
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) install --quiet $(PIP_TORCH_ARGS) '$(TORCH)'
+	@$(PIP) install --quiet --editable '.[dev]'
 	@touch $@
