@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedModel,
     StoppingCriteriaList,
 )
+from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
@@ -235,14 +236,12 @@ def speculate(
         ValueError: an option that speculation does not cover, or a prompt that cannot be decoded.
     """
     refuse_uncovered(generation_config, logits_processor, model_kwargs)
-    cache = model_kwargs.get("past_key_values")
-    own_cache = cache if getattr(cache, "_is_user_defined", False) else None
     mask = model_kwargs.get("attention_mask")
-    if mask is None and own_cache is not None:
-        width = getattr(generation_config, "_mask_length", None) or input_ids.shape[1]
-        mask = input_ids.new_ones(input_ids.shape[0], width)
+    if mask is None and call.mask is not None:
+        # generate drops a mask without zeros; with a cache its width says what the cache holds.
+        mask = input_ids.new_ones(input_ids.shape[0], call.mask.shape[1])
     as_dict = bool(generation_config.return_dict_in_generate)
-    prompt = Prompt(call.engine, input_ids, mask, own_cache, keep_cache=as_dict)
+    prompt = Prompt(call.engine, input_ids, mask, call.cache, keep_cache=as_dict)
     sampler = Sampler(logits_processor, bool(generation_config.do_sample), call.generator)
     padding = padding_id(generation_config)
     stream = Stream(call.streamer, prompt.width, padding)
@@ -266,10 +265,22 @@ def speculate(
 
 @dataclass
 class Call:
-    """What a call of `SelfSpecModel.generate` adds to transformers' own options."""
+    """What a call of `SelfSpecModel.generate` adds to transformers' own options.
+
+    Attributes:
+        engine: the target and its passes.
+        drafter: the strategy.
+        cache: the cache that the caller handed in; `generate` makes one of its own otherwise.
+        mask: the attention mask that the caller gave.
+        streamer: where tokens are shown.
+        generator: source of the draws.
+        session: the call in progress, once it has begun.
+    """
 
     engine: Engine
     drafter: Drafter
+    cache: Cache | None = None
+    mask: Tensor | None = None
     streamer: BaseStreamer | None = None
     generator: torch.Generator | None = None
     session: Session | None = None

@@ -136,7 +136,14 @@ class SelfSpecModel:
         """
         refuse_other_loops(kwargs)
         drafter = make_drafter(self.engine, DraftConfig.of(draft))
-        call = Call(self.engine, drafter, streamer, generator)
+        call = Call(
+            self.engine,
+            drafter,
+            cache=kwargs.get("past_key_values"),
+            mask=kwargs.get("attention_mask"),
+            streamer=streamer,
+            generator=generator,
+        )
         run: Any = self.causal_lm.generate
         criteria = StoppingCriteriaList(stopping_criteria or [])
         with self._without_stop_strings(generation_config, criteria, kwargs) as config:
