@@ -1,0 +1,55 @@
+"""Which block comes when: a pure function of the seed, so a run resumes at a number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from training.data.blocks import Batch, Blocks, collate
+
+
+class Mixture:
+    """Blocks of several sources, drawn by weight; each source is shuffled anew every epoch.
+
+    Args:
+        sources: the blocks of each source.
+        weights: the share of each, before normalisation.
+        seed: decides the order.
+    """
+
+    def __init__(self, sources: Sequence[Blocks], weights: Sequence[float], seed: int):
+        self.sources = list(sources)
+        self.shares = np.asarray(weights, dtype=float) / np.sum(weights)
+        self.seed = seed
+        self._order: list[tuple[int, int]] = []
+        self._seen = [0] * len(self.sources)
+        self._shuffled: dict[tuple[int, int], np.ndarray] = {}
+        self._choose = np.random.default_rng(seed)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all sources, each once."""
+        return sum(len(blocks) * blocks.block_size for blocks in self.sources)
+
+    def batch(self, start: int, count: int, stride: int = 1) -> Batch:
+        """`count` blocks from place `start` of the endless order, every `stride`-th one."""
+        places = range(start, start + count * stride, stride)
+        return collate([self[place] for place in places])
+
+    def __getitem__(self, place: int) -> Batch:
+        """The block at a place of the endless order."""
+        while len(self._order) <= place:
+            self._extend()
+        source, number = self._order[place]
+        return self.sources[source][number]
+
+    def _extend(self) -> None:
+        source = int(self._choose.choice(len(self.sources), p=self.shares))
+        size = len(self.sources[source])
+        epoch, place = divmod(self._seen[source], size)
+        self._seen[source] += 1
+        if (source, epoch) not in self._shuffled:
+            order = np.random.default_rng((self.seed, source, epoch)).permutation(size)
+            self._shuffled[source, epoch] = order
+        self._order.append((source, int(self._shuffled[source, epoch][place])))

@@ -1,0 +1,208 @@
+"""Where text comes from: files, JSON lines, chats, and data sets by name."""
+
+from __future__ import annotations
+
+import glob
+import json
+import re
+import sysconfig
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from pydantic import Field, model_validator
+from transformers import PreTrainedTokenizerBase
+from typing_extensions import Self
+
+from selfspec.config import StrictConfig
+
+Record = dict[str, Any]
+
+
+class SourceConfig(StrictConfig):
+    """One source of documents.
+
+    Attributes:
+        files: paths or globs; `{stdlib}` stands for the running Python's standard library.
+        exclude: globs of paths to leave out.
+        dataset: a name for `datasets.load_dataset`, instead of files.
+        subset: configuration name of the data set.
+        split: split of the data set.
+        format: `text` takes a file as one document, `jsonl` a line, `chat` the `messages` of a
+            line, with loss on the assistant's replies only; `auto` goes by the file's ending and
+            the first record.
+        template: a record's text, its fields in braces.
+        where: per field, the lowest and the highest value that is taken.
+        clean: `prose` makes quotes straight and puts every paragraph on one line.
+        max_characters: the most that is read of one document; 0 reads all.
+        weight: the source's share of the mixture, in tokens, before normalisation.
+    """
+
+    files: list[str] = Field(default_factory=list)
+    exclude: list[str] = Field(default_factory=list)
+    dataset: str | None = None
+    subset: str | None = None
+    split: str = "train"
+    format: Literal["auto", "text", "jsonl", "chat"] = "auto"
+    template: str = "{text}"
+    where: dict[str, tuple[float, float]] = Field(default_factory=dict)
+    clean: Literal["none", "prose"] = "none"
+    max_characters: int = Field(default=0, ge=0)
+    weight: float = Field(default=1.0, gt=0)
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Self:
+        if bool(self.files) == (self.dataset is not None):
+            raise ValueError("a source has either `files` or a `dataset`; give one of the two")
+        return self
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return self.dataset or ", ".join(self.files)
+
+
+class Document(NamedTuple):
+    """One text as tokens.
+
+    Attributes:
+        tokens: token ids.
+        trained: per token, whether it is to be learned.
+    """
+
+    tokens: list[int]
+    trained: list[bool]
+
+
+def read_texts(source: SourceConfig) -> Iterator[str]:
+    """The documents of a source that are plain text, cleaned.
+
+    Raises:
+        FileNotFoundError: nothing matches `files`.
+        ValueError: a line is no JSON object, or the template names a field that is not there.
+    """
+    limit = source.max_characters or None
+    for record in _records(source):
+        text = _fill(source, record)
+        yield (clean_prose(text) if source.clean == "prose" else text)[:limit]
+
+
+def tokenize(source: SourceConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[Document]:
+    """The documents of a source as tokens, each between the tokenizer's BOS and EOS, if any."""
+    if _is_chat(source):
+        for record in _records(source):
+            yield chat_document(record, tokenizer)
+        return
+    for text in read_texts(source):
+        ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        tokens = start + ids + end
+        yield Document(tokens, [True] * len(tokens))
+
+
+def chat_document(record: Record, tokenizer: PreTrainedTokenizerBase) -> Document:
+    """A chat through the tokenizer's template, the assistant's replies marked as trained."""
+    messages = record.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"a chat record has a list `messages`, got keys {sorted(record)}")
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"{type(tokenizer).__name__} has no chat template; set tokenizer.chat_template and "
+            "save it, or use format jsonl with a template of your own"
+        )
+    tokens: list[int] = []
+    trained: list[bool] = []
+    for index, message in enumerate(messages):
+        if message.get("role") != "assistant":
+            continue
+        prompt = _render(tokenizer, messages[:index], reply_next=True)
+        whole = _render(tokenizer, messages[: index + 1], reply_next=False)
+        if whole[: len(prompt)] != prompt or prompt[: len(tokens)] != tokens:
+            raise ValueError(
+                "the chat template rewrites earlier turns, so replies cannot be told from prompts; "
+                "give one record per reply"
+            )
+        trained += [False] * (len(prompt) - len(tokens)) + [True] * (len(whole) - len(prompt))
+        tokens = whole
+    return Document(tokens, trained)
+
+
+def clean_prose(text: str) -> str:
+    """Straight quotes, single spaces, one paragraph a line."""
+    text = text.translate(str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'"}))  # noqa: RUF001
+    paragraphs = re.split(r"\n\s*\n", text)
+    return "\n".join(folded for part in paragraphs if (folded := " ".join(part.split())))
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Any], reply_next: bool) -> list[int]:
+    text = tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=reply_next
+    )
+    return tokenizer(str(text), add_special_tokens=False, verbose=False).input_ids
+
+
+def _is_chat(source: SourceConfig) -> bool:
+    if source.format != "auto":
+        return source.format == "chat"
+    return "messages" in next(_records(source), {})
+
+
+def _records(source: SourceConfig) -> Iterator[Record]:
+    for record in _dataset_records(source) if source.dataset else _file_records(source):
+        if all(low <= record[field] <= high for field, (low, high) in source.where.items()):
+            yield record
+
+
+def _dataset_records(source: SourceConfig) -> Iterator[Record]:
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise ImportError("a `dataset` source needs: pip install 'selfspec[train]'") from None
+    yield from load_dataset(source.dataset, source.subset, split=source.split)  # pyright: ignore
+
+
+def _file_records(source: SourceConfig) -> Iterator[Record]:
+    for path in find_files(source):
+        text = path.read_text(encoding="utf-8", errors="replace")
+        is_lines = source.format in ("jsonl", "chat") or (
+            source.format == "auto" and path.suffix in (".jsonl", ".json")
+        )
+        yield from _lines(path, text) if is_lines else [{"text": text}]
+
+
+def find_files(source: SourceConfig) -> list[Path]:
+    """The files of a source, sorted; FileNotFoundError if there are none."""
+    stdlib = sysconfig.get_paths()["stdlib"]
+    found: set[str] = set()
+    for pattern in source.files:
+        expanded = str(Path(pattern.replace("{stdlib}", stdlib)).expanduser())
+        matches = [p for p in glob.glob(expanded, recursive=True) if Path(p).is_file()]  # noqa: PTH207
+        if not matches:
+            raise FileNotFoundError(f"no file matches {expanded}; `files` takes paths and globs")
+        found.update(matches)
+    excluded = [pattern.replace("{stdlib}", stdlib) for pattern in source.exclude]
+    return [Path(p) for p in sorted(found) if not any(fnmatch(p, glob_) for glob_ in excluded)]
+
+
+def _lines(path: Path, text: str) -> Iterator[Record]:
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number}: no valid JSON ({error})") from None
+        if not isinstance(record, dict):
+            raise ValueError(f"{path}, line {number}: expected a JSON object")
+        yield record
+
+
+def _fill(source: SourceConfig, record: Record) -> str:
+    try:
+        return source.template.format_map(record)
+    except KeyError as error:
+        raise ValueError(
+            f"the template of {source.name} names {error}, a record has {sorted(record)}"
+        ) from None

@@ -1,0 +1,103 @@
+"""What a run says while it runs: a live line, JSON lines always, and the trackers asked for."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from selfspec.heads.store import replacing
+
+METRICS_NAME = "metrics.jsonl"
+_TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"}
+
+
+def check_trackers(names: list[str]) -> None:
+    """Raise before any work starts if a tracker is unknown or not installed."""
+    for name in names:
+        if name not in _TRACKERS:
+            raise ValueError(f"unknown tracker {name!r}; known: {', '.join(_TRACKERS)}")
+        if importlib.util.find_spec(_TRACKERS[name]) is None:
+            raise ImportError(f"tracker {name!r} is not installed: pip install {_TRACKERS[name]}")
+
+
+class MetricsLog:
+    """One JSON object a line, by step.
+
+    Args:
+        folder: where the file lies.
+        from_step: the step that a resumed run starts at: what a killed run wrote beyond it goes.
+    """
+
+    def __init__(self, folder: Path, from_step: int):
+        self.path = folder / METRICS_NAME
+        kept = [entry for entry in self.read() if entry["step"] < from_step]
+        with replacing(self.path) as scratch:
+            scratch.write_text("".join(json.dumps(e) + "\n" for e in kept), encoding="utf-8")
+
+    def read(self) -> list[dict[str, Any]]:
+        """All entries; a last line that a killed run left unfinished is none."""
+        if not self.path.is_file():
+            return []
+        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        """Add a line."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **values}) + "\n")
+
+
+class Display:
+    """Progress of a run: a live bar on a terminal, plain lines elsewhere.
+
+    Args:
+        name: what runs.
+        steps: its length.
+        start: the step it starts at.
+        silent: show nothing (processes other than the first).
+    """
+
+    def __init__(self, name: str, steps: int, start: int = 0, silent: bool = False):
+        self.console = Console(quiet=silent, highlight=False)
+        self.name, self.steps, self.start = name, steps, start
+        self._began = time.monotonic()
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[metrics]}"),
+            console=self.console,
+            disable=not self.console.is_terminal or silent,
+        )
+        self._task = self._progress.add_task(name, total=steps, completed=start, metrics="")
+
+    def __enter__(self) -> Display:
+        """Show the bar."""
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Leave it as it stands."""
+        self._progress.stop()
+
+    def step(self, done: int, values: dict[str, float], line: bool) -> None:
+        """Move on to `done` steps; `line` prints the values where there is no live bar."""
+        text = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+        self._progress.update(self._task, completed=done, metrics=text)
+        if line and not self.console.is_terminal:
+            spent = time.monotonic() - self._began
+            left = spent / max(1, done - self.start) * (self.steps - done)
+            times = f"{spent / 60:.1f} min, about {left / 60:.1f} left"
+            self.console.print(f"{self.name} {done}/{self.steps}  {text}  ({times})")
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        self.console.print(text)
