@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.utils.generic import ModelOutput
 
 from selfspec.decoder.gates import ActivePass, Gates, Span
 from selfspec.decoder.support import find_layers, layer_windows, refuse_unsupported, unwrap
@@ -59,6 +58,7 @@ class Decoder:
         refuse_unsupported(self.causal_lm)
         self.base, name, self.layers = find_layers(self.causal_lm, self.config.num_hidden_layers)
         self.windows = layer_windows(self.config, len(self.layers))
+        self._mask_kinds = {None, *self.windows}
         self.gates = Gates(self.causal_lm, self.base, name, self.layers, self.windows)
         self._takes = set(inspect.signature(type(self.base).forward).parameters)
         self._tail_takes = set(inspect.signature(type(self.causal_lm).forward).parameters)
@@ -68,7 +68,7 @@ class Decoder:
         words = self.causal_lm.get_input_embeddings()
         tables = [m for m in self.base.children() if isinstance(m, nn.Embedding) and m is not words]
         self.learned_positions = self.max_positions if tables else None
-        self._output_class: type[ModelOutput] = BaseModelOutputWithPast
+        self._output_class: type[Any] = BaseModelOutputWithPast
 
     @property
     def depth(self) -> int:
@@ -148,8 +148,8 @@ class Decoder:
         if span.start > 0 and hidden is None:
             raise ValueError(f"a span from layer {span.start} needs the hidden states below it")
         with self, slots.writing(tokens.shape[1], offset) as window:
-            masks = self._masks(slots, window)
-            active = ActivePass(span, hidden, masks, self._alibi)
+            masks = self._masks(slots, window, hidden)
+            active = ActivePass(span, window, hidden, masks, self._alibi)
             if span.start > 0 and self.gates.returns_tuple is None:
                 raise RuntimeError("run the layers below a span once before resuming above them")
             self.gates.active = active
@@ -174,14 +174,17 @@ class Decoder:
             inputs["output_router_logits"] = False
         return self.causal_lm(**inputs).logits
 
-    def _masks(self, slots: SlotCache, window: Window) -> dict[int | None, Tensor]:
+    def _masks(
+        self, slots: SlotCache, window: Window, hidden: Tensor | None
+    ) -> dict[int | None, Tensor]:
         # A prefill from nothing is causal in every row, and one token of rows of equal length sees
         # all there is: the family's own mask is right then, and may be none at all. Anywhere else
         # masks come from the rows' lengths.
         fresh = not any(window.starts)
         if (fresh or (window.uniform and window.width == 1)) and not self.gates.own_masks:
             return {}
-        return {window: slots.mask(window, self.dtype) for window in {None, *self.windows}}
+        dtype = self.dtype if hidden is None else hidden.dtype  # a model looks its own up slowly
+        return {kind: slots.mask(kind, dtype) for kind in self._mask_kinds}
 
     def _inputs(
         self, tokens: Tensor, slots: SlotCache, positions: Tensor, masks: dict[int | None, Tensor]
@@ -217,7 +220,7 @@ class Decoder:
 
     def _stub(self, normed: Tensor, forward: Callable[..., Any]) -> Callable[..., Any]:
         owner = threading.get_ident()
-        output = self._output_class(last_hidden_state=normed)  # pyright: ignore[reportCallIssue]
+        output = self._output_class(last_hidden_state=normed)
 
         def stub(*args: Any, **kwargs: Any) -> Any:
             return output if threading.get_ident() == owner else forward(*args, **kwargs)

@@ -6,7 +6,6 @@ attributes shadow what the model has; taking them away restores it to the letter
 
 from __future__ import annotations
 
-import inspect
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +18,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from selfspec.decoder.lean import lean_forward
+from selfspec.decoder.rotary import RotaryTables, is_static
 from selfspec.decoder.support import has_causal_buffer
+from selfspec.slots import Window
 
 # One model may have several wrappers; only one at a time may have its gates in.
 _LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
@@ -39,6 +41,7 @@ class ActivePass:
 
     Attributes:
         span: the layers that run.
+        window: the slots that it writes.
         hidden: what the first of them starts from, instead of what it is handed.
         masks: additive mask for each sliding window (`None`: full attention); empty when the
             family's own masks hold.
@@ -49,6 +52,7 @@ class ActivePass:
     """
 
     span: Span
+    window: Window
     hidden: Tensor | None
     masks: dict[int | None, Tensor]
     add_masks: bool
@@ -87,6 +91,7 @@ class Gates:
         self.active: ActivePass | None = None
         self.owner: int | None = None
         self.returns_tuple: bool | None = None
+        self._rotary = [module for module in base.children() if is_static(module)]
         self.own_masks = [module for module in layers.modules() if has_causal_buffer(module)]
         norms = [m for m in base.children() if "norm" in type(m).__name__.lower()]
         self.final_norm: nn.Module | None = norms[-1] if norms else None
@@ -104,10 +109,12 @@ class Gates:
             self.shadow(self.base.__dict__, self.layers_name, gates)
             for module in (self.base, self.model):
                 if "forward" not in module.__dict__:  # else device hooks have one of their own
-                    self.shadow(module.__dict__, "forward", self._bare(module))
+                    self.shadow(module.__dict__, "forward", self._lean(module))
             for module in (self.final_norm, self.model.get_output_embeddings()):
                 if module is not None:
                     self.shadow(module.__dict__, "forward", self._timed(module.forward))
+            for module in self._rotary:
+                self.shadow(module.__dict__, "forward", self._tabled(module.forward))
             for module in self.own_masks:
                 # Slots carry the whole mask; the module's own table assumes keys end at the query.
                 table = module._buffers["bias"]
@@ -142,11 +149,9 @@ class Gates:
         """Whether the calling thread is inside a pass."""
         return self.active is not None and self.owner == threading.get_ident()
 
-    def _bare(self, module: nn.Module) -> Callable[..., Any]:
-        # transformers wraps these in decorators that read defaults from the config and capture
-        # outputs. A pass uses neither, and they cost as much as masks and rotary tables do.
-        whole, bare = module.forward, partial(inspect.unwrap(type(module).forward), module)
-        return lambda *args, **kwargs: (bare if self.gated else whole)(*args, **kwargs)
+    def _lean(self, module: nn.Module) -> Callable[..., Any]:
+        whole, lean = module.forward, partial(lean_forward(type(module).forward), module)
+        return lambda *args, **kwargs: (lean if self.gated else whole)(*args, **kwargs)
 
     def _timed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -157,6 +162,18 @@ class Gates:
             return output
 
         return timed
+
+    def _tabled(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        # Made anew each time gates go in: in between the model may have been cast.
+        tables = RotaryTables(forward)
+
+        def tabled(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+            window = self.active.window if self.active is not None and self.gated else None
+            if window is None or not window.uniform or position_ids is not window.positions:
+                return forward(x, position_ids, *args, **kwargs)
+            return tables.view(x, window, *args, **kwargs)
+
+        return tabled
 
 
 class Gate:
