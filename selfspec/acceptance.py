@@ -35,7 +35,7 @@ def longest_match(tokens: Tensor, scores: Tensor) -> Verdict:
         scores: `[batch, k + 1, vocab]` target scores.
     """
     target = scores.argmax(-1)
-    accepted = (tokens == target[:, :-1]).long().cumprod(-1).sum(-1)
+    accepted = (tokens == target[:, :-1]).cumprod(-1).sum(-1)
     return Verdict(accepted, target)
 
 
@@ -61,7 +61,7 @@ def rejection_sample(
     p = target_probs[:, :-1].gather(-1, chosen).squeeze(-1)
     q = draft_probs.gather(-1, chosen).squeeze(-1)
     coins = torch.rand(p.shape, generator=generator, device=p.device, dtype=p.dtype)
-    accepted = (coins * q < p).long().cumprod(-1).sum(-1)
+    accepted = (coins * q < p).cumprod(-1).sum(-1)
 
     # q is zero behind the last draft: there the residual is p itself, and the token is the bonus.
     behind = torch.zeros_like(target_probs[:, :1])

@@ -6,11 +6,10 @@ attributes shadow what the model has; taking them away restores it to the letter
 
 from __future__ import annotations
 
-import inspect
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -19,7 +18,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from selfspec.decoder.lean import lean_forward
+from selfspec.decoder.rotary import RotaryTables, is_static
 from selfspec.decoder.support import has_causal_buffer
+from selfspec.slots import Window
 
 # One model may have several wrappers; only one at a time may have its gates in.
 _LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
@@ -39,19 +41,27 @@ class ActivePass:
 
     Attributes:
         span: the layers that run.
+        window: the slots that it writes; `None` for packed text.
         hidden: what the first of them starts from, instead of what it is handed.
         masks: additive mask for each sliding window (`None`: full attention); empty when the
             family's own masks hold.
         add_masks: whether masks go on top of the family's own, which carry a position bias.
+        keep: residual streams to keep, by the number of layers below.
+        instead: what runs in place of the span's only layer, or `None`.
+        kept: the residual streams that were kept, by the number of layers below.
         result: residual stream after the span, once it is there.
         layer_seconds: wall time inside layers so far.
         head_seconds: wall time inside the final norm and the LM head so far.
     """
 
     span: Span
+    window: Window | None
     hidden: Tensor | None
     masks: dict[int | None, Tensor]
     add_masks: bool
+    keep: tuple[int, ...] = ()
+    instead: nn.Module | None = None
+    kept: dict[int, Tensor] = field(default_factory=dict)
     result: Tensor | None = None
     layer_seconds: float = 0.0
     head_seconds: float = 0.0
@@ -87,6 +97,7 @@ class Gates:
         self.active: ActivePass | None = None
         self.owner: int | None = None
         self.returns_tuple: bool | None = None
+        self._rotary = [module for module in base.children() if is_static(module)]
         self.own_masks = [module for module in layers.modules() if has_causal_buffer(module)]
         norms = [m for m in base.children() if "norm" in type(m).__name__.lower()]
         self.final_norm: nn.Module | None = norms[-1] if norms else None
@@ -104,10 +115,12 @@ class Gates:
             self.shadow(self.base.__dict__, self.layers_name, gates)
             for module in (self.base, self.model):
                 if "forward" not in module.__dict__:  # else device hooks have one of their own
-                    self.shadow(module.__dict__, "forward", self._bare(module))
+                    self.shadow(module.__dict__, "forward", self._lean(module))
             for module in (self.final_norm, self.model.get_output_embeddings()):
                 if module is not None:
                     self.shadow(module.__dict__, "forward", self._timed(module.forward))
+            for module in self._rotary:
+                self.shadow(module.__dict__, "forward", self._tabled(module.forward))
             for module in self.own_masks:
                 # Slots carry the whole mask; the module's own table assumes keys end at the query.
                 table = module._buffers["bias"]
@@ -142,11 +155,9 @@ class Gates:
         """Whether the calling thread is inside a pass."""
         return self.active is not None and self.owner == threading.get_ident()
 
-    def _bare(self, module: nn.Module) -> Callable[..., Any]:
-        # transformers wraps these in decorators that read defaults from the config and capture
-        # outputs. A pass uses neither, and they cost as much as masks and rotary tables do.
-        whole, bare = module.forward, partial(inspect.unwrap(type(module).forward), module)
-        return lambda *args, **kwargs: (bare if self.gated else whole)(*args, **kwargs)
+    def _lean(self, module: nn.Module) -> Callable[..., Any]:
+        whole, lean = module.forward, partial(lean_forward(type(module).forward), module)
+        return lambda *args, **kwargs: (lean if self.gated else whole)(*args, **kwargs)
 
     def _timed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -157,6 +168,18 @@ class Gates:
             return output
 
         return timed
+
+    def _tabled(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        # Made anew each time gates go in: in between the model may have been cast.
+        tables = RotaryTables(forward)
+
+        def tabled(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+            window = self.active.window if self.active is not None and self.gated else None
+            if window is None or not window.uniform or position_ids is not window.positions:
+                return forward(x, position_ids, *args, **kwargs)
+            return tables.view(x, window, *args, **kwargs)
+
+        return tabled
 
 
 class Gate:
@@ -182,18 +205,22 @@ class Gate:
         start, stop = active.span
         if self.index == stop:
             active.result = hidden_states
-        if not start <= self.index < stop:
-            return (hidden_states,) if gates.returns_tuple else hidden_states
         if self.index == start and active.hidden is not None:
             hidden_states = active.hidden
+        if self.index in active.keep:
+            active.kept[self.index] = hidden_states
+        if not start <= self.index < stop:
+            return (hidden_states,) if gates.returns_tuple else hidden_states
         if active.masks:
             args, kwargs = _with_mask(args, kwargs, active, self.window)
+        layer = self.layer if active.instead is None else active.instead
         began = time.perf_counter()
-        output = self.layer(hidden_states, *args, **kwargs)
+        output = layer(hidden_states, *args, **kwargs)
         active.layer_seconds += time.perf_counter() - began
         gates.returns_tuple = isinstance(output, tuple)
-        if stop == len(gates.layers) and self.index == stop - 1:
-            active.result = output[0] if isinstance(output, tuple) else output
+        if self.index == stop - 1 and stop == len(gates.layers):
+            left = output[0] if isinstance(output, tuple) else output
+            active.result = active.kept[stop] = left
         return output
 
 

@@ -1,0 +1,73 @@
+"""How likely a drafted token is to be accepted, said from the distribution it was drafted from."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+# Beyond this many nats the second token is as good as impossible (top-k 1 leaves infinitely many).
+_WIDEST_MARGIN = 20.0
+# Keeps probabilities in float32 apart from 0 and 1.
+_SUREST = 15.0
+
+
+class Calibrator(nn.Module):
+    """P(accepted) by logistic regression (Platt 1999) on four features of a draft.
+
+    Everything is a buffer: saved with the head's tensors, out of reach of the head's optimizer.
+    Without a fit it says how likely the top token is among the top two.
+
+    Attributes:
+        mean: `[4]` of the features that the fit saw.
+        std: `[4]` their standard deviation.
+        lowest: `[4]` the least it saw; what lies below is taken for it.
+        highest: `[4]` the most it saw, the draft's depth among it; what lies above is taken for it.
+        weight: `[4]` for standardised features.
+        bias: `[]`
+    """
+
+    mean: Tensor
+    std: Tensor
+    lowest: Tensor
+    highest: Tensor
+    weight: Tensor
+    bias: Tensor
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("std", torch.ones(4))
+        self.register_buffer("lowest", torch.full((4,), -torch.inf))
+        self.register_buffer("highest", torch.full((4,), torch.inf))
+        self.register_buffer("weight", torch.tensor([0.0, 1.0, 0.0, 0.0]))
+        self.register_buffer("bias", torch.zeros(()))
+
+    @staticmethod
+    def features(scores: Tensor, depth: int) -> Tensor:
+        """What the probability is computed from, `[rows, 4]` in float32, always finite.
+
+        Log of the top probability; its distance to the log of the second, in nats and at most 20;
+        entropy in nats; depth.
+
+        Args:
+            scores: `[rows, vocab]` what the token was drafted from, at least two columns; -inf
+                where it could not be.
+            depth: tokens drafted before it in the round.
+        """
+        log_probs = scores.float().log_softmax(-1)
+        first, second = log_probs.topk(2).values.unbind(-1)
+        margin = (first - second).clamp(max=_WIDEST_MARGIN)
+        entropy = torch.special.entr(log_probs.exp()).sum(-1)
+        return torch.stack([first, margin, entropy, torch.full_like(first, depth)], dim=-1)
+
+    def probability(self, features: Tensor) -> Tensor:
+        """P(accepted) `[rows]`, above 0 and below 1, for `features` `[rows, 4]`."""
+        # Buffers may have been cast along with the model.
+        seen = torch.clamp(features, self.lowest.float(), self.highest.float())
+        standard = (seen - self.mean.float()) / self.std.float()
+        logit = (standard * self.weight.float()).sum(-1) + self.bias.float()
+        return logit.clamp(-_SUREST, _SUREST).sigmoid()
+
+    def forward(self, scores: Tensor, depth: int) -> Tensor:
+        """P(accepted) `[rows]` of a token drafted from `scores` `[rows, vocab]`, `depth` deep."""
+        return self.probability(self.features(scores, depth))
