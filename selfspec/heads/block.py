@@ -12,7 +12,7 @@ from selfspec.heads.parts import own_norm, placed
 
 
 class BlockHead(ExitHead):
-    """A decoder layer on the exit, then a norm and the target's LM head (Kangaroo, Liu et al. 2024).
+    """A decoder layer on the exit, then a norm and the target's LM head (as in Kangaroo).
 
     The layer starts as a copy of one of the target's and has KV of its own. It folds into a stock
     checkpoint of `exit_layer + 1` layers.
