@@ -98,10 +98,19 @@ class Session:
         state = self.prompt.state(self.sampler, self.stats, room)
         tokens, counts = self.prompt.prefill()
         with self.stats.clock("prefill"):
-            logits = self.engine.prefill(state, tokens, counts, self.config.prefill_chunk_size)
+            logits = self.engine.prefill(
+                state,
+                tokens,
+                counts,
+                self.config.prefill_chunk_size,
+                keep=self.drafter.keep,
+                watch=lambda block, offset: self.drafter.prefilled(state, block, offset, counts),
+            )
             # Every token written settles one slot: here that of the prompt's last token.
             state.slots.commit([count - 1 for count in counts])
-            self._finish(state, Draft.empty(state.rows, tokens.device), logits)
+            nothing = Draft.empty(state.rows, tokens.device)
+            verdict = self._accept(state, nothing, logits)
+            self._settle(state, verdict, self._read(nothing, verdict, logits))
         self.stats.prefilled = self.stats.emitted
         self.stats.rounds = 0
         return state
@@ -116,16 +125,17 @@ class Session:
             draft = Draft.empty(state.rows, state.pending.device)
         if state.sampler.reads_prefix:
             state.context.write(draft.tokens)
-        self._finish(state, draft, self.engine.verify(state, draft))
+        verified = self.engine.verify(state, draft, self.drafter.keep)
+        verdict = self._accept(state, draft, verified.logits)
+        self.drafter.commit(state, draft, verified, verdict)
+        self._settle(state, verdict, self._read(draft, verdict, verified.logits))
 
-    def _finish(self, state: State, draft: Draft, logits: Tensor) -> None:
-        """Accept, cut and commit, given the target's logits after pending and drafted tokens."""
+    def _accept(self, state: State, draft: Draft, logits: Tensor) -> Verdict:
+        """Compare the drafts with the target's logits after pending and drafted tokens."""
         scores = state.sampler.scores(logits, state.context)
-        verdict = accept(draft, scores, state.sampler)
-        self.drafter.commit(state, verdict)
         self.logits.begin(logits)
         self.scores.begin(scores)
-        self._settle(state, verdict, self._read(draft, verdict, logits))
+        return accept(draft, scores, state.sampler)
 
     def _check_positions(self, state: State) -> None:
         positions = self.engine.decoder.learned_positions

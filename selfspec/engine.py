@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +45,22 @@ class State:
         return self.pending.shape[0]
 
 
+class Verified(NamedTuple):
+    """What a verifying pass leaves.
+
+    Attributes:
+        logits: `[rows, k + 1, vocab]` the target's logits after the pending token and every draft.
+        kept: `[rows, k + 1, hidden]` each, the residual streams that were asked for.
+    """
+
+    logits: Tensor
+    kept: list[Tensor]
+
+
+# Sees a block of a prefill: what the pass left, its offset, and the real tokens of each row.
+Watch = Callable[[Pass, int], None]
+
+
 class Engine:
     """Runs a target in two parts, shallow and deep, and reads exits.
 
@@ -62,7 +79,8 @@ class Engine:
         """The head that a config asks for, checked; a kind that needs no fitting is made here."""
         if config.head is not None:
             head_class(config.head)
-        exit_layer = check_exit_layer(self.decoder, self._exit_layer(config))
+        lowest = min((head.lowest_exit for head in self.heads), default=1)
+        exit_layer = check_exit_layer(self.decoder, self._exit_layer(config), lowest)
         fitted = [head for head in self.heads if head.exit_layer == exit_layer]
         kind = config.head or (fitted[0].kind if fitted else "shared")
         for head in fitted:
@@ -83,7 +101,13 @@ class Engine:
         return fitted[0].exit_layer if fitted else max(1, self.decoder.depth // 4)
 
     def prefill(
-        self, state: State, tokens: Tensor, counts: Sequence[int], chunk: int | None = None
+        self,
+        state: State,
+        tokens: Tensor,
+        counts: Sequence[int],
+        chunk: int | None = None,
+        keep: Sequence[int] = (),
+        watch: Watch | None = None,
     ) -> Tensor:
         """Write KV for new text at every layer; the caller commits the lengths.
 
@@ -92,6 +116,8 @@ class Engine:
             tokens: `[rows, width]` the text, left-aligned.
             counts: real tokens of each row.
             chunk: tokens of one pass; `None` takes all at once.
+            keep: residual streams to keep for `watch`.
+            watch: called after each pass with what it left and its offset.
 
         Returns:
             `[rows, 1, vocab]` the target's logits after each row's last token: the LM head runs
@@ -103,40 +129,28 @@ class Engine:
         width = tokens.shape[1]
         for start in range(0, width, chunk or width):
             block = tokens[:, start : start + (chunk or width)]
-            normed = self.decoder.run(block, everything, state.slots, offset=start).output
+            left = self.decoder.run(block, everything, state.slots, offset=start, keep=keep)
+            if watch is not None:
+                watch(left, start)
             places = (ends - start).clamp(0, block.shape[1] - 1)
-            at_end = normed[torch.arange(len(places)), places][:, None]
+            at_end = left.output[torch.arange(len(places)), places][:, None]
             here = (ends >= start)[:, None, None]
             last = at_end if last is None else torch.where(here, at_end, last)
         assert last is not None
         return self.decoder.unembed(last)
 
-    def read_exit(
-        self, state: State, head: ExitHead, tokens: Tensor, offset: int
-    ) -> tuple[Tensor, Tensor]:
-        """Run the layers below a head over `tokens`, `offset` behind the settled ones.
-
-        Returns:
-            The head's logits `[rows, width, vocab]`, and the exit's hidden states
-            `[rows, width, hidden]`.
-        """
-        at_exit = self._shallow(state, tokens, head.exit_layer, offset, unembed=not head.own_norm)
-        if not head.own_norm:
-            return at_exit.output, at_exit.hidden
-        with state.stats.clock("head"):
-            return self.decoder.unembed(head(at_exit)), at_exit.hidden
-
-    def _shallow(
+    def shallow(
         self, state: State, tokens: Tensor, exit_layer: int, offset: int, unembed: bool = False
     ) -> Pass:
+        """Run the layers below an exit over `tokens`, `offset` behind the settled ones."""
         span = Span(0, exit_layer)
         at_exit = self.decoder.run(tokens, span, state.slots, offset=offset, unembed=unembed)
         state.stats.seconds["shallow"] += at_exit.layer_seconds
         state.stats.seconds["head"] += at_exit.head_seconds
         return at_exit
 
-    def verify(self, state: State, draft: Draft) -> Tensor:
-        """The target's logits `[rows, k + 1, vocab]` after the pending token and every draft.
+    def verify(self, state: State, draft: Draft, keep: Sequence[int] = ()) -> Verified:
+        """Run the target over the pending token and every draft.
 
         Resumes from the draft's hidden states: the layers below `draft.depth` run only over the
         tokens that the drafter has not run (the last draft), the rest run over all k + 1.
@@ -146,10 +160,10 @@ class Engine:
         if hidden is not None and hidden.shape[1] < tokens.shape[1]:
             # The last draft has no KV until this pass.
             done = hidden.shape[1]
-            rest = self._shallow(state, tokens[:, done:], draft.depth, done)
+            rest = self.shallow(state, tokens[:, done:], draft.depth, done)
             hidden = torch.cat([hidden, rest.hidden], dim=1)
         span = Span(draft.depth, self.decoder.depth)
-        full = self.decoder.run(tokens, span, state.slots, hidden, unembed=True)
+        full = self.decoder.run(tokens, span, state.slots, hidden, unembed=True, keep=keep)
         state.stats.seconds["deep"] += full.layer_seconds
         state.stats.seconds["head"] += full.head_seconds
-        return full.output
+        return Verified(full.output, full.kept)

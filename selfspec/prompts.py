@@ -97,6 +97,7 @@ class Prompt:
         """The cache that the caller gets back: the one it passed in, or a `SlotCache`."""
         if not self.keep_cache:
             return None
+        slots.drop_added()
         if isinstance(self.cache, DynamicCache):
             slots.store(self.cache, self.known[0])
             return self.cache

@@ -12,11 +12,10 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from selfspec import SelfSpecModel
-from selfspec.decoder import Pass
 from selfspec.decoding import Session
 from selfspec.draft import Draft
 from selfspec.engine import Engine, State
-from selfspec.heads import ExitHead
+from selfspec.heads import SharedHead
 
 torch.set_num_threads(1)
 
@@ -78,13 +77,20 @@ def greedy(model: PreTrainedModel, ids: Tensor, mask: Tensor | None = None, **op
     return model.generate(ids, attention_mask=mask, do_sample=False, **options)
 
 
-class ContraryHead(ExitHead):
+class ContraryHead(SharedHead):
     """An exit that always proposes what it finds least likely: a drafter that is never right."""
 
     kind = "contrary"
+    is_plain = False
 
-    def forward(self, at_exit: Pass) -> Tensor:
-        return -at_exit.output
+    def forward(self, hidden: Tensor) -> Tensor:
+        return -super().forward(hidden)
+
+
+def contrary(model: PreTrainedModel, exit_layer: int) -> SelfSpecModel:
+    """`model`, with a head that is never right."""
+    head = ContraryHead.build(SelfSpecModel(model).engine.decoder, exit_layer)
+    return SelfSpecModel(model, heads=[head])
 
 
 def gates(model: torch.nn.Module) -> list[str]:
@@ -142,9 +148,9 @@ def watch(monkeypatch) -> Iterator[Callable[[SelfSpecModel], Ledger]]:
             monkeypatch.setitem(layer.__dict__, "forward", _counting(layer.forward, seen))
         verify, start, step = Engine.verify, Session.start, Session.step
 
-        def noting_verify(engine, state, draft):
+        def noting_verify(engine, state, draft, keep=()):
             ledger.drafts.append(draft)
-            return verify(engine, state, draft)
+            return verify(engine, state, draft, keep)
 
         def checked_start(session):
             ledger.clear()

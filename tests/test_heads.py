@@ -40,7 +40,7 @@ def exits(decoder, *heads, ids=IDS[1:]):
     slots = decoder.new_slots(ids.shape[0])
     with torch.no_grad():
         return [
-            decoder.unembed(head(decoder.run(ids, Span(0, head.exit_layer), slots)))
+            head.logits(decoder, decoder.run(ids, Span(0, head.exit_layer), slots).hidden)
             for head in heads
         ]
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import EXIT, ContraryHead, greedy, prompt, tiny_llama
+from conftest import EXIT, contrary, greedy, prompt, tiny_llama
 from transformers import DynamicCache, LlamaConfig, MistralConfig
 
 from selfspec import DraftConfig, SelfSpecModel
@@ -346,7 +346,7 @@ def test_the_invariants_hold_when_sampling_and_for_every_schedule(watch, schedul
 
 @pytest.mark.parametrize("exit_layer", [1, 3])
 def test_the_invariants_hold_at_every_exit_and_without_luck(watch, exit_layer):
-    spec = SelfSpecModel(tiny_llama("sometimes"), heads=[ContraryHead(exit_layer)])
+    spec = contrary(tiny_llama("sometimes"), exit_layer)
     ledger = watch(spec)
     ids, mask = prompt(3, 8)
     spec.generate(ids, attention_mask=mask, max_new_tokens=6)

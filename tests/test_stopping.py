@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch
-from conftest import EXIT, VOCAB, ContraryHead, greedy, prompt, tiny_llama
+from conftest import EXIT, VOCAB, contrary, greedy, prompt, tiny_llama
 from transformers import (
     GenerationConfig,
     MaxLengthCriteria,
@@ -392,7 +392,7 @@ def test_the_streamer_never_shows_a_token_behind_the_stop(place):
 @BATCHES
 def test_a_drafter_that_is_never_right_changes_nothing(lengths):
     ids, mask = prompt(*lengths)
-    spec = SelfSpecModel(sometimes, heads=[ContraryHead(EXIT)])
+    spec = contrary(sometimes, EXIT)
     eos = int(written(sometimes, lengths)[0, 11])
     ours = spec.generate(ids, attention_mask=mask, max_new_tokens=LENGTH, eos_token_id=eos)
     assert torch.equal(ours, greedy(sometimes, ids, mask, max_new_tokens=LENGTH, eos_token_id=eos))

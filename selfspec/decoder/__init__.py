@@ -12,5 +12,6 @@ This package alone knows transformers' layer API.
 
 from selfspec.decoder.core import Decoder, Pass
 from selfspec.decoder.gates import Span
+from selfspec.decoder.packing import Packing
 
-__all__ = ["Decoder", "Pass", "Span"]
+__all__ = ["Decoder", "Packing", "Pass", "Span"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from selfspec.decoder.gates import ActivePass, Gates, Span
+from selfspec.decoder.layers import own_layer
+from selfspec.decoder.packing import Packing
 from selfspec.decoder.support import find_layers, layer_windows, refuse_unsupported, unwrap
-from selfspec.slots import SlotCache, Window
+from selfspec.slots import SlotCache, StepCache, Window
 
 
 class Pass(NamedTuple):
@@ -25,12 +27,14 @@ class Pass(NamedTuple):
             `[rows, width, vocab]` logits when the pass went through the LM head as well.
         layer_seconds: wall time inside the span's layers.
         head_seconds: wall time inside the final norm and the LM head.
+        kept: `[rows, width, hidden]` each, the residual streams that the caller asked for.
     """
 
     hidden: Tensor
     output: Tensor
     layer_seconds: float
     head_seconds: float
+    kept: list[Tensor]
 
 
 class Decoder:
@@ -98,17 +102,35 @@ class Decoder:
         return head
 
     @property
-    def final_norm(self) -> nn.Module:
-        """The norm between the last layer and the LM head.
+    def lm_head_weight(self) -> Tensor:
+        """`[vocab, hidden]` the LM head's matrix.
 
         Raises:
-            ValueError: the model has none.
+            ValueError: it is quantized.
         """
-        norm = self.gates.final_norm
-        if norm is None:
-            name = type(self.causal_lm).__name__
-            raise ValueError(f"{name} has no final norm to start a lens from")
-        return norm
+        weight = getattr(self.lm_head, "weight", None)
+        if weight is None or not weight.is_floating_point() or weight.shape[0] != self.vocab_size:
+            raise ValueError(
+                f"the LM head is a {type(self.lm_head).__name__} without a plain weight matrix of "
+                f"{self.vocab_size} rows, so its rows cannot be taken; leave the LM head "
+                "unquantized, or draft over the whole vocabulary"
+            )
+        return weight
+
+    @property
+    def final_norm(self) -> nn.Module | None:
+        """The norm between the last layer and the LM head, if there is one."""
+        return self.gates.final_norm
+
+    def copy_layer(self, index: int) -> nn.Module:
+        """A trainable copy of a layer, to be run in its place with KV of its own.
+
+        Raises:
+            ValueError: there is no such layer, or its weights are quantized.
+        """
+        if not 0 <= index < self.depth:
+            raise ValueError(f"place must be a layer in [0, {self.depth - 1}], got {index}")
+        return own_layer(self.layers[index], self.depth)
 
     def new_slots(self, rows: int, capacity: int = 0) -> SlotCache:
         """An empty KV cache for `rows` rows."""
@@ -131,8 +153,10 @@ class Decoder:
         span: Span,
         slots: SlotCache,
         hidden: Tensor | None = None,
-        offset: int = 0,
+        offset: int | Sequence[int] = 0,
         unembed: bool = False,
+        keep: Sequence[int] = (),
+        instead: nn.Module | None = None,
     ) -> Pass:
         """Run `span` over `tokens`, writing its KV behind each row's settled tokens.
 
@@ -142,14 +166,17 @@ class Decoder:
             slots: the KV cache.
             hidden: `[rows, width, hidden]` residual stream to resume from; needed when the span
                 does not start at layer 0.
-            offset: distance of the first token from the settled ones.
+            offset: distance of the first token from the settled ones; one, or one per row.
             unembed: whether to go on through the model's own norm and LM head, to logits.
+            keep: residual streams to keep, by the number of layers below.
+            instead: a layer (`copy_layer`) that runs in place of the span's only one; its KV lies
+                in the layer that was added to the slots.
         """
         if span.start > 0 and hidden is None:
             raise ValueError(f"a span from layer {span.start} needs the hidden states below it")
         with self, slots.writing(tokens.shape[1], offset) as window:
-            masks = self._masks(slots, window, hidden)
-            active = ActivePass(span, window, hidden, masks, self._alibi)
+            masks = self._masks(slots, window, hidden, instead is not None)
+            active = ActivePass(span, window, hidden, masks, self._alibi, tuple(keep), instead)
             if span.start > 0 and self.gates.returns_tuple is None:
                 raise RuntimeError("run the layers below a span once before resuming above them")
             self.gates.active = active
@@ -162,7 +189,55 @@ class Decoder:
             finally:
                 self.gates.active = None
         assert active.result is not None
-        return Pass(active.result, result, active.layer_seconds, active.head_seconds)
+        kept = [active.kept[layer] for layer in keep]
+        return Pass(active.result, result, active.layer_seconds, active.head_seconds, kept)
+
+    def run_packed(
+        self,
+        tokens: Tensor,
+        span: Span,
+        packing: Packing,
+        hidden: Tensor | None = None,
+        keep: Sequence[int] = (),
+        instead: nn.Module | None = None,
+        memory: StepCache | None = None,
+        step: int = 0,
+    ) -> Pass:
+        """Run `span` over packed text, without KV that stays; gradients flow.
+
+        Args:
+            tokens: `[rows, width]` token ids.
+            span: the layers to run.
+            packing: which tokens belong together.
+            hidden: `[rows, width, hidden]` residual stream to start from.
+            keep: residual streams to keep, by the number of layers below.
+            instead: a layer that runs in place of the span's only one.
+            memory: states of earlier readings of the same text by that layer.
+            step: number of earlier readings.
+        """
+        with self:
+            masks = self._packed_masks(packing, tokens if hidden is None else hidden, step)
+            active = ActivePass(span, None, hidden, masks, self._alibi, tuple(keep), instead)
+            self.gates.active = active
+            inputs = self._inputs(tokens, memory, packing.positions, masks)
+            try:
+                result = self._run_body(inputs)
+            finally:
+                self.gates.active = None
+        assert active.result is not None
+        kept = [active.kept[layer] for layer in keep]
+        return Pass(active.result, result, active.layer_seconds, active.head_seconds, kept)
+
+    def _packed_masks(self, packing: Packing, like: Tensor, step: int) -> dict[int | None, Tensor]:
+        if packing.whole and step == 0 and not self.gates.own_masks:
+            return {}  # the family's own causal mask is right
+        dtype = like.dtype if like.is_floating_point() else self.dtype
+        return {window: packing.mask(window, dtype, step) for window in self._mask_kinds}
+
+    @property
+    def counts_keys(self) -> bool:
+        """Whether attention is biased by the number of a key, wherever its token stands."""
+        return self._alibi or self.config.model_type == "mpt"
 
     def _run_body(self, inputs: dict[str, Any]) -> Tensor:
         output = self.base(**inputs)
@@ -175,24 +250,30 @@ class Decoder:
         return self.causal_lm(**inputs).logits
 
     def _masks(
-        self, slots: SlotCache, window: Window, hidden: Tensor | None
+        self, slots: SlotCache, window: Window, hidden: Tensor | None, added: bool
     ) -> dict[int | None, Tensor]:
         # A prefill from nothing is causal in every row, and one token of rows of equal length sees
         # all there is: the family's own mask is right then, and may be none at all. Anywhere else
         # masks come from the rows' lengths.
         fresh = not any(window.starts)
-        if (fresh or (window.uniform and window.width == 1)) and not self.gates.own_masks:
+        partial = added and any(slots.added_from)  # the head has not seen an earlier turn
+        simple = fresh or (window.uniform and window.width == 1)
+        if simple and not partial and not self.gates.own_masks:
             return {}
         dtype = self.dtype if hidden is None else hidden.dtype  # a model looks its own up slowly
-        return {kind: slots.mask(kind, dtype) for kind in self._mask_kinds}
+        return {kind: slots.mask(kind, dtype, added) for kind in self._mask_kinds}
 
     def _inputs(
-        self, tokens: Tensor, slots: SlotCache, positions: Tensor, masks: dict[int | None, Tensor]
+        self,
+        tokens: Tensor,
+        slots: SlotCache | None,
+        positions: Tensor,
+        masks: dict[int | None, Tensor],
     ) -> dict[str, Any]:
         inputs: dict[str, Any] = {
             "input_ids": tokens,
             "past_key_values": slots,
-            "use_cache": True,
+            "use_cache": slots is not None,
         }
         if "return_dict" in self._takes:
             inputs["return_dict"] = True
@@ -204,25 +285,39 @@ class Decoder:
             inputs["position_ids"] = positions if limit is None else positions.clamp(max=limit - 1)
         return inputs
 
-    def unembed(self, normed: Tensor) -> Tensor:
+    def unembed(self, normed: Tensor, readout: nn.Module | None = None) -> Tensor:
         """Logits `[rows, width, vocab]` of final-norm outputs, by the model's own tail.
 
         The causal LM's `forward` runs with its body stubbed, so scaling and soft-capping of any
         family apply.
+
+        Args:
+            normed: `[rows, width, hidden]` inputs of the LM head.
+            readout: what stands in for the LM head.
         """
-        with self.gates.lock:
-            self.gates.shadow(self.base.__dict__, "forward", self._stub(normed, self.base.forward))
+        gates, lm_head = self.gates, self.lm_head
+        with gates.lock:
+            gates.shadow(self.base.__dict__, "forward", self._stub(normed, self.base.forward))
+            if readout is not None:
+                other = self._mine(readout, lm_head.forward)
+                gates.shadow(lm_head.__dict__, "forward", other)
             try:
                 tail = self.causal_lm(inputs_embeds=normed, use_cache=False, return_dict=True)
             finally:
-                self.gates.unshadow()
+                gates.unshadow()
+                if readout is not None:
+                    gates.unshadow()
         return tail.logits
 
     def _stub(self, normed: Tensor, forward: Callable[..., Any]) -> Callable[..., Any]:
+        output = self._output_class(last_hidden_state=normed)  # pyright: ignore[reportCallIssue]
+        return self._mine(lambda *args, **kwargs: output, forward)
+
+    def _mine(self, mine: Callable[..., Any], others: Callable[..., Any]) -> Callable[..., Any]:
+        """Something for this thread alone; others that use the model get what they expect."""
         owner = threading.get_ident()
-        output = self._output_class(last_hidden_state=normed)
 
-        def stub(*args: Any, **kwargs: Any) -> Any:
-            return output if threading.get_ident() == owner else forward(*args, **kwargs)
+        def either(*args: Any, **kwargs: Any) -> Any:
+            return (mine if threading.get_ident() == owner else others)(*args, **kwargs)
 
-        return stub
+        return either

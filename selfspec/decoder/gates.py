@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -41,21 +41,27 @@ class ActivePass:
 
     Attributes:
         span: the layers that run.
-        window: the slots that it writes.
+        window: the slots that it writes; `None` for packed text.
         hidden: what the first of them starts from, instead of what it is handed.
         masks: additive mask for each sliding window (`None`: full attention); empty when the
             family's own masks hold.
         add_masks: whether masks go on top of the family's own, which carry a position bias.
+        keep: residual streams to keep, by the number of layers below.
+        instead: what runs in place of the span's only layer, or `None`.
+        kept: the residual streams that were kept, by the number of layers below.
         result: residual stream after the span, once it is there.
         layer_seconds: wall time inside layers so far.
         head_seconds: wall time inside the final norm and the LM head so far.
     """
 
     span: Span
-    window: Window
+    window: Window | None
     hidden: Tensor | None
     masks: dict[int | None, Tensor]
     add_masks: bool
+    keep: tuple[int, ...] = ()
+    instead: nn.Module | None = None
+    kept: dict[int, Tensor] = field(default_factory=dict)
     result: Tensor | None = None
     layer_seconds: float = 0.0
     head_seconds: float = 0.0
@@ -199,18 +205,22 @@ class Gate:
         start, stop = active.span
         if self.index == stop:
             active.result = hidden_states
-        if not start <= self.index < stop:
-            return (hidden_states,) if gates.returns_tuple else hidden_states
         if self.index == start and active.hidden is not None:
             hidden_states = active.hidden
+        if self.index in active.keep:
+            active.kept[self.index] = hidden_states
+        if not start <= self.index < stop:
+            return (hidden_states,) if gates.returns_tuple else hidden_states
         if active.masks:
             args, kwargs = _with_mask(args, kwargs, active, self.window)
+        layer = self.layer if active.instead is None else active.instead
         began = time.perf_counter()
-        output = self.layer(hidden_states, *args, **kwargs)
+        output = layer(hidden_states, *args, **kwargs)
         active.layer_seconds += time.perf_counter() - began
         gates.returns_tuple = isinstance(output, tuple)
-        if stop == len(gates.layers) and self.index == stop - 1:
-            active.result = output[0] if isinstance(output, tuple) else output
+        if self.index == stop - 1 and stop == len(gates.layers):
+            left = output[0] if isinstance(output, tuple) else output
+            active.result = active.kept[stop] = left
         return output
 
 

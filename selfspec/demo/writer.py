@@ -10,14 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from pydantic import Field
 from torch import Tensor
-from transformers import LogitsProcessorList, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from selfspec.assets import PROMPTS
 from selfspec.config import DraftConfig, StrictConfig
-from selfspec.engine import State
+from selfspec.forcing import draft_states, needs, read_text
 from selfspec.model import SelfSpecModel
-from selfspec.sampling import Context, Sampler
 from selfspec.stats import Stats
 
 # With the untrained shared head no exit gains much on this target: a late one agrees more often,
@@ -145,12 +144,12 @@ class Writer:
     def agreement(self, draft: DraftConfig) -> float:
         """Share of the prompt's tokens at which the exit's first choice is the target's own."""
         engine, tokens = self.spec.engine, self.inputs["input_ids"]
-        context = Context(tokens, lengths=[tokens.shape[1]], rows=[0])
-        greedy = Sampler(LogitsProcessorList(), False, None)
-        state = State(engine.decoder.new_slots(1), context, tokens[:, -1:], greedy)
+        head = engine.head(draft)
         with torch.inference_mode():
-            exit_logits, _ = engine.read_exit(state, engine.head(draft), tokens, offset=0)
-            logits = engine.decoder.causal_lm(input_ids=tokens).logits
+            reading = read_text(engine.decoder, tokens, None, needs(head))
+            state = next(draft_states(engine.decoder, head, reading, steps=1))
+            exit_logits = head.spread(head.logits(engine.decoder, state), engine.decoder.vocab_size)
+            logits = engine.decoder.unembed(reading.normed)
         return float((exit_logits.argmax(-1) == logits.argmax(-1)).float().mean())
 
     def _timed(self, write: Callable[[dict[str, Any]], Tensor], max_new_tokens: int | None) -> Run:

@@ -7,14 +7,21 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from selfspec.config import DraftConfig
+from selfspec.decoder import Pass
 from selfspec.draft import Draft, Verdict
-from selfspec.engine import Engine, State
+from selfspec.engine import Engine, State, Verified
 
 
 class Drafter(ABC):
-    """Proposes tokens for the rows of one call of `generate`."""
+    """Proposes tokens for the rows of one call of `generate`.
+
+    Attributes:
+        keep: residual streams, by the number of layers below, that prefill and verification have
+            to keep for the drafter.
+    """
 
     name: ClassVar[str]
+    keep: tuple[int, ...] = ()
 
     @classmethod
     @abstractmethod
@@ -25,7 +32,21 @@ class Drafter(ABC):
     def propose(self, state: State, limit: int) -> Draft:
         """Draft at most `limit` (at least 1) tokens behind each row's pending token."""
 
-    def commit(self, state: State, verdict: Verdict) -> None:  # noqa: B027 - optional
+    def prefilled(  # noqa: B027 - optional
+        self, state: State, block: Pass, offset: int, counts: Sequence[int]
+    ) -> None:
+        """See a block of the prompt, `offset` behind what the cache held, before it settles.
+
+        Args:
+            state: the call.
+            block: what the pass left.
+            offset: distance of its first token from the settled ones.
+            counts: real tokens of each row, in all blocks.
+        """
+
+    def commit(  # noqa: B027 - optional
+        self, state: State, draft: Draft, verified: Verified, verdict: Verdict
+    ) -> None:
         """Learn what was accepted. A drafter without KV of its own has nothing to do."""
 
     def select(self, rows: Sequence[int]) -> None:  # noqa: B027 - optional

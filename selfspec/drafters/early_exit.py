@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from selfspec.config import DraftConfig
-from selfspec.draft import Draft
+from selfspec.decoder import Pass
+from selfspec.draft import Draft, Verdict
 from selfspec.drafters.base import Drafter
-from selfspec.engine import Engine, State
-from selfspec.heads import ExitHead
+from selfspec.engine import Engine, State, Verified
+from selfspec.reading import ExitReader, make_reader
 from selfspec.schedule import Schedule, make_schedule
 
 
@@ -19,24 +22,28 @@ class EarlyExit(Drafter):
     k drafts cost k shallow passes; verification resumes from the hidden states they left.
 
     Args:
-        engine: the target and its passes.
-        head: the exit head.
+        reader: the exit head and the passes behind it.
         num_draft_tokens: the most tokens drafted in a round.
         schedule: when to stop earlier.
     """
 
     name = "early_exit"
 
-    def __init__(self, engine: Engine, head: ExitHead, num_draft_tokens: int, schedule: Schedule):
-        self.engine = engine
-        self.head = head
+    def __init__(self, reader: ExitReader, num_draft_tokens: int, schedule: Schedule):
+        self.reader = reader
+        self.keep = reader.keep
         self.num_draft_tokens = num_draft_tokens
         self.schedule = schedule
 
     @classmethod
     def from_config(cls, engine: Engine, config: DraftConfig) -> EarlyExit:
         """Take the head that the config asks for."""
-        return cls(engine, engine.head(config), config.num_draft_tokens, make_schedule(config))
+        reader = make_reader(engine, engine.head(config))
+        return cls(reader, config.num_draft_tokens, make_schedule(config))
+
+    def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
+        """Show the head the prompt."""
+        self.reader.prefilled(state, block, offset, counts)
 
     def propose(self, state: State, limit: int) -> Draft:
         """Draft token by token."""
@@ -45,7 +52,7 @@ class EarlyExit(Drafter):
         probs: list[Tensor] = []
         hidden: list[Tensor] = []
         for step in range(min(self.num_draft_tokens, limit)):
-            logits, at_exit = self.engine.read_exit(state, self.head, token, offset=step)
+            logits, at_exit = self.reader.read(state, token, step)
             scores = state.sampler.scores(logits, state.context, offset=step)[:, 0]
             drawn, drawn_from = state.sampler.draw(scores)
             token = drawn[:, None]
@@ -60,6 +67,14 @@ class EarlyExit(Drafter):
         return Draft(
             tokens=torch.cat(tokens, dim=1),
             probs=torch.stack(probs, dim=1) if probs else None,
-            depth=self.head.exit_layer,
+            depth=self.reader.head.exit_layer,
             hidden=torch.cat(hidden, dim=1),
         )
+
+    def commit(self, state: State, draft: Draft, verified: Verified, verdict: Verdict) -> None:
+        """Show the head what the target made of the drafts."""
+        self.reader.verified(state, draft.length, verified)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with some rows only."""
+        self.reader.select(rows)

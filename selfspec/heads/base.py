@@ -4,30 +4,51 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
-from selfspec.decoder import Decoder, Pass
+from selfspec.decoder import Decoder
+from selfspec.heads.readout import trimmed_readout
 
 
 class ExitHead(nn.Module):
     """An early exit behind the first `exit_layer` layers.
 
-    A head maps what a shallow pass left to the input of the target's LM head; the target's own tail
-    (`Decoder.unembed`) makes logits of it, so LM-head weights are shared and never stored.
+    A head maps the residual stream at its exit to the input of the target's LM head; the target's
+    own tail (`Decoder.unembed`) makes logits of it, so LM-head weights are shared, never stored.
+
+    A head may have a decoder layer of its own (`layer`). Then `enter` makes the layer's input, the
+    layer runs with its KV beside the target's, and `forward` reads what it leaves. Such a head may
+    also read what the target made of the tokens before (`feature_layers`).
 
     Attributes:
         kind: the head's name in configs and files.
         exit_layer: number of layers below the exit.
-        own_norm: whether the head does something between the layers and the LM head; without, a
-            shallow pass goes straight through the target's own norm and LM head.
+        is_plain: whether the exit goes through the target's own norm and LM head as it is.
+        layer: the head's own decoder layer, or `None`.
+        place: the target's layer in whose place that layer runs, and so the type of its attention.
+        feature_layers: residual streams (by the number of layers below) of verified tokens that
+            the head reads; empty for most kinds.
+        vocab_ids: `[n]` tokens that the head can draft, rising; `None` drafts all.
+        readout: what stands in for the target's LM head, or `None`.
+        calibrators: P(accept) of a drafted token, by the way of decoding (`greedy`, `sampled`);
+            empty until they are fitted.
     """
 
     kind: ClassVar[str]
-    own_norm: ClassVar[bool] = True
+    lowest_exit: ClassVar[int] = 1
+    place: int = 0
+    feature_layers: tuple[int, ...] = ()
+    vocab_ids: Tensor | None
 
     def __init__(self, exit_layer: int):
         super().__init__()
         self.exit_layer = exit_layer
+        self.register_buffer("vocab_ids", None)
+        self.layer: nn.Module | None = None
+        self.calibrators = nn.ModuleDict()
+        # Made of the target's weights, which are not the head's to store or to train.
+        self._readout: tuple[nn.Module, ...] = ()
 
     @classmethod
     def build(cls, decoder: Decoder, exit_layer: int, **options: Any) -> ExitHead:
@@ -39,20 +60,91 @@ class ExitHead(nn.Module):
         """What `build` needs, besides the exit layer, to make a head of this shape."""
         return {}
 
+    @property
+    def readout(self) -> nn.Module | None:
+        """What stands in for the target's LM head."""
+        return self._readout[0] if self._readout else None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a shallow pass may go straight through the target's own norm and LM head."""
+        return False
+
+    def trim(self, decoder: Decoder, vocab_ids: Tensor) -> None:
+        """Draft only the tokens `vocab_ids`: a smaller LM head, and q is zero for any other.
+
+        The output stays exact, for verification knows no trimming (as in FR-Spec, Zhao et al.
+        2025).
+
+        Raises:
+            ValueError: the ids are no rising sequence of the target's token ids.
+        """
+        ids = vocab_ids.to(torch.long)
+        if ids.ndim != 1 or not len(ids) or ids[0] < 0 or ids[-1] >= decoder.vocab_size:
+            raise ValueError(
+                f"vocab_ids must be token ids in [0, {decoder.vocab_size - 1}], got shape "
+                f"{tuple(ids.shape)}"
+            )
+        if not bool((ids[1:] > ids[:-1]).all()):
+            raise ValueError("vocab_ids must rise, each token once; sort them with unique()")
+        self.vocab_ids = ids.to(decoder.lm_head_weight.device)
+        self._readout = (trimmed_readout(decoder, self.vocab_ids),)
+
     def check(self, decoder: Decoder) -> None:
         """Raise ValueError unless the head fits `decoder`."""
-        check_exit_layer(decoder, self.exit_layer)
+        check_exit_layer(decoder, self.exit_layer, self.lowest_exit)
 
-    def forward(self, at_exit: Pass) -> Tensor:
-        """Input of the LM head, `[rows, width, hidden]`, for a pass that ended before it."""
+    def enter(self, hidden: Tensor, features: Tensor | None) -> Tensor:
+        """Input `[rows, width, hidden]` of the head's own layer.
+
+        Args:
+            hidden: `[rows, width, hidden]` residual stream at the exit.
+            features: `[rows, width, hidden]` what is known of the token before each: the joined
+                deep features (`join`), or what the head's own layer left; `None` for a head that
+                reads none.
+        """
+        return hidden
+
+    def join(self, features: list[Tensor]) -> Tensor:
+        """One state `[rows, width, hidden]` of the residual streams at `feature_layers`."""
+        raise NotImplementedError(f"a {self.kind} head reads no features")
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Input `[rows, width, hidden]` of the LM head.
+
+        Args:
+            hidden: `[rows, width, hidden]` residual stream at the exit, or what the head's own
+                layer left.
+        """
         raise NotImplementedError
 
+    def logits(self, decoder: Decoder, hidden: Tensor) -> Tensor:
+        """Draft logits `[rows, width, n]` over `vocab_ids`, or over all tokens."""
+        return decoder.unembed(self(hidden), self.readout)
 
-def check_exit_layer(decoder: Decoder, exit_layer: int) -> int:
+    def spread(self, logits: Tensor, vocab_size: int) -> Tensor:
+        """Logits over all tokens, -inf for those that the head cannot draft."""
+        if self.vocab_ids is None:
+            return logits
+        whole = logits.new_full((*logits.shape[:-1], vocab_size), float("-inf"))
+        return whole.index_copy_(-1, self.vocab_ids.to(logits.device), logits)
+
+
+def check_exit_layer(decoder: Decoder, exit_layer: int, lowest: int = 1) -> int:
     """Return `exit_layer` if something lies below and above it, else raise ValueError."""
-    if not 1 <= exit_layer < decoder.depth:
+    if not lowest <= exit_layer < decoder.depth:
         raise ValueError(
-            f"exit_layer must be in [1, {decoder.depth - 1}], got {exit_layer}; "
+            f"exit_layer must be in [{lowest}, {decoder.depth - 1}], got {exit_layer}; "
             f"the model has {decoder.depth} layers, and an exit needs layers below and above it"
         )
     return exit_layer
+
+
+def check_width(decoder: Decoder, width: int, kind: str) -> None:
+    """Raise ValueError unless a head of this width fits `decoder`."""
+    own = decoder.config.hidden_size
+    if width != own:
+        raise ValueError(
+            f"a {kind} of width {width} does not fit a target of width {own}; "
+            "load the target it was fitted to"
+        )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from selfspec.decoder import Decoder, Pass
-from selfspec.heads.base import ExitHead
+from selfspec.decoder import Decoder
+from selfspec.heads.base import ExitHead, check_width
+from selfspec.heads.parts import own_norm, placed
 
 
 class LensHead(ExitHead):
@@ -40,9 +39,7 @@ class LensHead(ExitHead):
         """A lens that equals the shared head; `rank` defaults to a quarter of the width."""
         width = decoder.config.hidden_size
         rank = options.get("rank", max(1, width // 4))
-        norm = copy.deepcopy(decoder.final_norm)
-        where = next(norm.parameters(), torch.empty(0, dtype=decoder.dtype, device=decoder.device))
-        return cls(exit_layer, norm, width, rank).to(where.device, where.dtype)
+        return placed(cls(exit_layer, own_norm(decoder), width, rank), decoder)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -52,14 +49,9 @@ class LensHead(ExitHead):
     def check(self, decoder: Decoder) -> None:
         """Raise ValueError unless exit layer and width fit `decoder`."""
         super().check(decoder)
-        width = decoder.config.hidden_size
-        if self.down.in_features != width:
-            raise ValueError(
-                f"a lens of width {self.down.in_features} does not fit a target of width {width}; "
-                "load the target it was fitted to"
-            )
+        check_width(decoder, self.down.in_features, self.kind)
 
-    def forward(self, at_exit: Pass) -> Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:
         """The corrected exit."""
-        normed = self.norm(at_exit.hidden)
+        normed = self.norm(hidden)
         return normed + self.up(self.down(normed))

@@ -4,23 +4,36 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from selfspec.decoder import Decoder, Pass
+from selfspec.decoder import Decoder
 from selfspec.heads.base import ExitHead
 
 
 class SharedHead(ExitHead):
-    """Reads an exit as if it were the last layer (LayerSkip, Elhoushi et al. 2024)."""
+    """Reads an exit as if it were the last layer (LayerSkip, Elhoushi et al. 2024).
+
+    Args:
+        exit_layer: number of layers below the exit.
+        norm: the target's final norm; it stays the target's.
+    """
 
     kind = "shared"
-    own_norm = False
+
+    def __init__(self, exit_layer: int, norm: nn.Module):
+        super().__init__(exit_layer)
+        self._norm = (norm,)
 
     @classmethod
     def build(cls, decoder: Decoder, exit_layer: int, **options: Any) -> SharedHead:
         """A head without parameters."""
-        return cls(exit_layer)
+        return cls(exit_layer, decoder.final_norm or nn.Identity())
 
-    def forward(self, at_exit: Pass) -> Tensor:
-        """The exit's hidden states after the model's own final norm."""
-        return at_exit.output
+    @property
+    def is_plain(self) -> bool:
+        """Unless its vocabulary is trimmed."""
+        return self.vocab_ids is None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The exit after the model's own final norm."""
+        return self._norm[0](hidden)

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from selfspec.config import StrictConfig, parse
 from selfspec.decoder import Decoder
 from selfspec.heads.base import ExitHead, check_exit_layer
+from selfspec.heads.calibrator import Calibrator
 from selfspec.heads.fingerprint import check_fingerprint, fingerprint
 from selfspec.heads.kinds import head_class
 
@@ -28,6 +29,8 @@ class _HeadEntry(StrictConfig):
     kind: str
     exit_layer: int
     options: dict[str, Any] = Field(default_factory=dict)
+    trimmed: bool = False
+    calibrated: list[str] = Field(default_factory=list)
 
     @property
     def prefix(self) -> str:
@@ -45,7 +48,7 @@ def save_heads(heads: Sequence[ExitHead], decoder: Decoder, folder: str | Path) 
     """Write heads and the fingerprint of their target to `folder`."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    entries = [_HeadEntry(kind=h.kind, exit_layer=h.exit_layer, options=h.options) for h in heads]
+    entries = [_entry(head) for head in heads]
     weights = {
         entry.prefix + name: tensor.detach().contiguous().cpu()
         for entry, head in zip(entries, heads, strict=True)
@@ -56,6 +59,16 @@ def save_heads(heads: Sequence[ExitHead], decoder: Decoder, folder: str | Path) 
     with replacing(folder / WEIGHTS_NAME) as tensors, replacing(folder / CONFIG_NAME) as config:
         save_file(weights, tensors, metadata={"format": "pt"})
         config.write_text(text, encoding="utf-8")
+
+
+def _entry(head: ExitHead) -> _HeadEntry:
+    return _HeadEntry(
+        kind=head.kind,
+        exit_layer=head.exit_layer,
+        options=head.options,
+        trimmed=head.vocab_ids is not None,
+        calibrated=list(head.calibrators),
+    )
 
 
 def load_heads(decoder: Decoder, folder: str | Path) -> list[ExitHead]:
@@ -75,16 +88,21 @@ def load_heads(decoder: Decoder, folder: str | Path) -> list[ExitHead]:
 def _load_head(
     decoder: Decoder, entry: _HeadEntry, weights: dict[str, Any], folder: Path
 ) -> ExitHead:
-    check_exit_layer(decoder, entry.exit_layer)
-    head = head_class(entry.kind).build(decoder, entry.exit_layer, **entry.options)
+    kind = head_class(entry.kind)
+    check_exit_layer(decoder, entry.exit_layer, kind.lowest_exit)
+    head = kind.build(decoder, entry.exit_layer, **entry.options)
     own = {
         name.removeprefix(entry.prefix): tensor
         for name, tensor in weights.items()
         if name.startswith(entry.prefix)
     }
     try:
+        if entry.trimmed:
+            head.trim(decoder, own["vocab_ids"])
+        for mode in entry.calibrated:
+            head.calibrators[mode] = Calibrator()
         head.load_state_dict(own)
-    except RuntimeError as error:
+    except (RuntimeError, KeyError) as error:
         raise ValueError(
             f"{folder / WEIGHTS_NAME} does not fit {folder / CONFIG_NAME}: {error}"
         ) from None

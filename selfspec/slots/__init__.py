@@ -10,5 +10,6 @@ This package alone knows transformers' cache API.
 
 from selfspec.slots.cache import SlotCache
 from selfspec.slots.layer import SlotLayer, Window
+from selfspec.slots.steps import StepCache
 
-__all__ = ["SlotCache", "SlotLayer", "Window"]
+__all__ = ["SlotCache", "SlotLayer", "StepCache", "Window"]

@@ -26,6 +26,7 @@ class SlotCache(Cache):
 
     Attributes:
         lengths: tokens of each row that are settled in every layer.
+        added_from: per row, the first slot of the added layer that holds anything.
     """
 
     def __init__(
@@ -38,6 +39,8 @@ class SlotCache(Cache):
         super().__init__(layers=[SlotLayer(window) for window in windows])
         self.layers: list[SlotLayer]
         self.lengths = [0] * rows
+        self.added_from = [0] * rows
+        self.depth = len(windows)
         self.device = torch.device(device)
         self._reserved = capacity
         self._sliding = [window is not None for window in windows]
@@ -49,9 +52,10 @@ class SlotCache(Cache):
     # What passes write and see
 
     @contextmanager
-    def writing(self, width: int, offset: int = 0) -> Iterator[Window]:
+    def writing(self, width: int, offset: int | Sequence[int] = 0) -> Iterator[Window]:
         """While active, passes write `width` slots a row, `offset` behind its settled tokens."""
-        starts = [length + offset for length in self.lengths]
+        offsets = [offset] * self.rows if isinstance(offset, int) else offset
+        starts = [length + more for length, more in zip(self.lengths, offsets, strict=True)]
         self._count(max(starts) + width)
         outer, self._window = self._window, Window(starts, width, self._counted)
         try:
@@ -63,13 +67,19 @@ class SlotCache(Cache):
         if len(self._counted) < end:
             self._counted = torch.arange(max(2 * end, _GROWTH), device=self.device)
 
-    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+    def mask(self, window: int | None, dtype: torch.dtype, added: bool = False) -> Tensor:
         """`[rows, 1, width, end]` additive mask of the active pass: 0 where a query may look.
 
-        A query at position p sees slots up to p, and none at or before p - `window`.
+        A query at position p sees slots up to p, and none at or before p - `window`; in the
+        `added` layer none before `added_from`.
         """
         active = self._active()
         rows = len(self.lengths)
+        if added and any(self.added_from):
+            keys = torch.arange(active.end, device=self.device)
+            mask = _hide(keys, active.positions, window, dtype)
+            first = torch.tensor(self.added_from, device=self.device)[:, None, None]
+            return mask.masked_fill_(keys < first, torch.finfo(dtype).min)[:, None]
         if active.uniform and active.width <= _STAIRS:
             stairs = self._stairs(window, dtype, active.end)
             start = stairs.shape[1] // 2 - active.starts[0]
@@ -157,9 +167,20 @@ class SlotCache(Cache):
                     source = (starts + branch).to(buffer.device)
                     buffer[rows, :, target.to(buffer.device)] = buffer[rows, :, source]
 
+    def add_layer(self, window: int | None) -> None:
+        """Make room for the KV of one layer more, which has not seen what is settled."""
+        self.drop_added()
+        self.layers.append(SlotLayer(window))
+        self.added_from = list(self.lengths)
+
+    def drop_added(self) -> None:
+        """Forget the added layer, if there is one."""
+        del self.layers[self.depth :]
+
     def select(self, rows: Sequence[int]) -> None:
         """Keep only some rows, in the given order."""
         self.lengths = [self.lengths[row] for row in rows]
+        self.added_from = [self.added_from[row] for row in rows]
         for layer in self.layers:
             if layer.keys is not None and layer.values is not None:
                 layer.keys = layer.keys[list(rows)]
@@ -169,7 +190,7 @@ class SlotCache(Cache):
         """Copies of one row's settled keys and values, `[heads, length, dim]` per layer."""
         length = self.lengths[index]
         states = []
-        for layer in self.layers:
+        for layer in self.layers[: self.depth]:
             assert layer.keys is not None and layer.values is not None
             kv = layer.keys[index, :, :length].clone(), layer.values[index, :, :length].clone()
             states.append(kv)

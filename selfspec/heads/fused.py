@@ -1,0 +1,77 @@
+"""A decoder layer that also reads what the target made of the token before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from selfspec.decoder import Decoder
+from selfspec.heads.block import BlockHead
+from selfspec.heads.parts import own_norm, placed
+
+
+class FusedHead(BlockHead):
+    """A block on the exit joined with deep features of the verified prefix.
+
+    The token at position t enters the layer as h_E(t) + J g(t-1). g joins low, middle and high
+    residual streams of the target's last full pass, as in EAGLE-3 (Li et al. 2025); at a drafted
+    position, which no full pass has seen, it is what the head's own layer left. J starts at zero,
+    so before training the head is a block. With `exit_layer=0` the exit is the embedding, and the
+    head drafts as EAGLE does.
+
+    Args:
+        exit_layer: number of layers below the exit.
+        layer: the head's own decoder layer.
+        place: the target's layer in whose place it runs.
+        norm: the norm in front of the LM head.
+        width: width of the residual stream.
+        feature_layers: the residual streams that are joined, by the number of layers below.
+    """
+
+    kind = "fused"
+    lowest_exit = 0
+
+    def __init__(
+        self,
+        exit_layer: int,
+        layer: nn.Module,
+        place: int,
+        norm: nn.Module,
+        width: int,
+        feature_layers: tuple[int, ...],
+    ):
+        super().__init__(exit_layer, layer, place, norm, width)
+        self.feature_layers = feature_layers
+        self.feature_norms = nn.ModuleList(nn.RMSNorm(width, eps=1e-6) for _ in feature_layers)
+        self.fuse = nn.Linear(width * len(feature_layers), width, bias=False)
+        self.entry_norm = nn.RMSNorm(width, eps=1e-6)
+        self.entry = nn.Linear(width, width, bias=False)
+        nn.init.zeros_(self.entry.weight)
+
+    @classmethod
+    def build(cls, decoder: Decoder, exit_layer: int, **options: Any) -> FusedHead:
+        """A block that does not yet listen to the features."""
+        depth, width = decoder.depth, decoder.config.hidden_size
+        place = options.get("place", exit_layer)
+        low = exit_layer or max(1, depth // 4)
+        layers = options.get("feature_layers", [low, max(low, depth // 2), depth])
+        layer = decoder.copy_layer(place)
+        head = cls(exit_layer, layer, place, own_norm(decoder), width, tuple(layers))
+        return placed(head, decoder)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The layer that was copied, and the residual streams that are read."""
+        return {**super().options, "feature_layers": list(self.feature_layers)}
+
+    def join(self, features: list[Tensor]) -> Tensor:
+        """Each stream normed, then one linear map of all."""
+        normed = [norm(f) for norm, f in zip(self.feature_norms, features, strict=True)]
+        return self.fuse(torch.cat(normed, dim=-1))
+
+    def enter(self, hidden: Tensor, features: Tensor | None) -> Tensor:
+        """The exit plus what the features say; before a text's first token they say nothing."""
+        assert features is not None
+        return hidden + self.entry(self.entry_norm(features))

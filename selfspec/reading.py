@@ -1,0 +1,210 @@
+"""Reading an exit draft by draft: the passes behind a head, and the KV of its own layer.
+
+Legend: rows = rows still being written; n = a row's settled tokens, so its pending token stands at
+position n; k = drafts of the round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from selfspec.decoder import Pass, Span
+from selfspec.engine import Engine, State, Verified
+from selfspec.heads import ExitHead
+
+
+class ExitReader:
+    """Draft logits of a head that looks at nothing but the exit of the token itself.
+
+    Args:
+        engine: the target and its passes.
+        head: the exit head.
+
+    Attributes:
+        keep: residual streams that prefill and verification have to keep for the head.
+    """
+
+    keep: tuple[int, ...] = ()
+
+    def __init__(self, engine: Engine, head: ExitHead):
+        self.engine, self.decoder, self.head = engine, engine.decoder, head
+
+    def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
+        """See a block of new text, `offset` behind the settled tokens, `counts` of them real."""
+
+    def read(self, state: State, tokens: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Run the layers below the exit, and the head, over the next token of each row.
+
+        Args:
+            state: the call.
+            tokens: `[rows, 1]` the pending token (step 0) or the last draft.
+            step: tokens drafted so far.
+
+        Returns:
+            Logits `[rows, 1, vocab]`, and the exit's hidden states `[rows, 1, hidden]`.
+        """
+        at_exit = self.engine.shallow(
+            state, tokens, self.head.exit_layer, step, unembed=self.head.is_plain
+        )
+        if self.head.is_plain:
+            return at_exit.output, at_exit.hidden
+        with state.stats.clock("head"):
+            return self._logits(at_exit.hidden), at_exit.hidden
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        logits = self.head.logits(self.decoder, hidden)
+        return self.head.spread(logits, self.decoder.vocab_size)
+
+    def verified(self, state: State, drafted: int, verified: Verified) -> None:
+        """See what the target made of the pending token and the drafts, before they settle."""
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with some rows only."""
+
+
+class LayerReader(ExitReader):
+    """Draft logits of a head with a decoder layer of its own.
+
+    The layer's KV lies beside the target's, slot = position. A round begins by running the layer
+    over all tokens whose KV is not there yet or was made from the head's own output, up to the
+    pending one; each draft then adds one. Slots behind the pending token are overwritten later, so
+    rows that kept fewer drafts just take part.
+    """
+
+    def __init__(self, engine: Engine, head: ExitHead):
+        super().__init__(engine, head)
+        self.keep = (head.exit_layer, *head.feature_layers)
+        self._hidden = torch.empty(0)  # [rows, m, hidden] exits of positions `_base` and on
+        self._known = torch.empty(0)  # [rows, m + 1, hidden] joined features from `_base` - 1 on
+        self._base: list[int] = []
+        self._right: list[int] = []  # per row, positions whose KV needs no second look
+        self._last = torch.empty(0)  # [rows, 1, hidden] what the layer left at the last token
+
+    @property
+    def _joins(self) -> bool:
+        return bool(self.head.feature_layers)
+
+    # What the target saw
+
+    def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
+        """Run the head's layer over the text; keep what its next tokens need."""
+        hidden = block.kept[0]
+        rows, width = hidden.shape[:2]
+        if offset == 0:
+            state.slots.add_layer(self.decoder.windows[self.head.place])
+            self._known = hidden.new_zeros(rows, 1, hidden.shape[2])
+        features = self._shifted(block)
+        with state.stats.clock("head"):
+            self._run(state, self._enter(hidden, features), offset)
+        ends = torch.tensor(counts, device=hidden.device) - offset  # of the text, in this block
+        if features is not None:
+            joined = torch.cat([self._known, self._join(block)], dim=1)
+            at_end = _pick(joined, ends.clamp(0, width)[:, None])
+            self._known = torch.where((ends > 0)[:, None, None], at_end, self._known)
+        self._hidden = hidden[:, :0]
+        self._base = self._right = [
+            length + count for length, count in zip(state.slots.lengths, counts, strict=True)
+        ]
+
+    def verified(self, state: State, drafted: int, verified: Verified) -> None:
+        """Keep the exits and features of the pending token and the drafts."""
+        hidden = verified.kept[0]
+        lengths = state.slots.lengths
+        if not drafted:
+            # No draft ran the head over the pending token; the next round cannot reach behind it.
+            with state.stats.clock("head"):
+                self._catch_up(state, hidden)
+        known = self._known_before(lengths)
+        if self._joins:
+            known = torch.cat([known, self.head.join(verified.kept[1:])], dim=1)
+        self._hidden, self._known, self._base = hidden, known, lengths
+        # The pending token's KV is right. So is a block's for drafts; a head that was fed its own
+        # output reads them again with the target's features.
+        seen = 1 if self._joins else max(1, drafted)
+        self._right = [length + seen for length in lengths]
+
+    def _known_before(self, positions: Sequence[int]) -> Tensor:
+        """Joined features `[rows, 1, hidden]` of the token before each position."""
+        if not self._joins:
+            return self._known
+        places = [position - base for position, base in zip(positions, self._base, strict=True)]
+        return _pick(self._known, _column(places, self._known))
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep some rows."""
+        kept = list(rows)
+        self._hidden, self._last = self._hidden[kept], self._last[kept]
+        self._known = self._known[kept] if self._joins else self._known
+        self._base = [self._base[row] for row in kept]
+        self._right = [self._right[row] for row in kept]
+
+    # Drafting
+
+    def read(self, state: State, tokens: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Run the layers below the exit and the head's own over the next token of each row."""
+        at_exit = self.engine.shallow(state, tokens, self.head.exit_layer, step)
+        with state.stats.clock("head"):
+            if step == 0:
+                self._last = self._catch_up(state, at_exit.hidden)
+            else:
+                entered = self._enter(at_exit.hidden, self._last if self._joins else None)
+                self._last = self._run(state, entered, step)
+            return self._logits(self._last), at_exit.hidden
+
+    def _catch_up(self, state: State, pending: Tensor) -> Tensor:
+        """Run the layer up to the pending token; `[rows, 1, hidden]` what it left there."""
+        lengths = state.slots.lengths
+        starts = [min(right, n) for right, n in zip(self._right, lengths, strict=True)]
+        ends = [n - start for n, start in zip(lengths, starts, strict=True)]
+        width = max(ends) + 1
+        if width == 1 and not self._joins:
+            return self._run(state, self._enter(pending, None), 0)
+        at = _column(
+            [start - base for start, base in zip(starts, self._base, strict=True)], pending
+        )
+        at = at + torch.arange(width, device=pending.device)
+        end = _column(ends, pending)
+        hidden = _pick(torch.cat([self._hidden, pending], dim=1), at)
+        hidden = hidden.scatter(1, end[..., None].expand_as(pending), pending)
+        features = _pick(self._known, at) if self._joins else None
+        offsets = [start - n for start, n in zip(starts, lengths, strict=True)]
+        return _pick(self._run(state, self._enter(hidden, features), offsets), end)
+
+    def _run(self, state: State, entered: Tensor, offset: int | Sequence[int]) -> Tensor:
+        place = self.head.place
+        tokens = state.pending.new_zeros(entered.shape[:2])  # the layer starts from `entered`
+        span = Span(place, place + 1)
+        left = self.decoder.run(
+            tokens, span, state.slots, entered, offset=offset, instead=self.head.layer
+        )
+        return left.hidden
+
+    def _enter(self, hidden: Tensor, features: Tensor | None) -> Tensor:
+        return self.head.enter(hidden, features)
+
+    def _join(self, block: Pass) -> Tensor:
+        return self.head.join(block.kept[1:])
+
+    def _shifted(self, block: Pass) -> Tensor | None:
+        """Of each token of a block, the joined features of the token before."""
+        if not self._joins:
+            return None
+        return torch.cat([self._known, self._join(block)[:, :-1]], dim=1)
+
+
+def make_reader(engine: Engine, head: ExitHead) -> ExitReader:
+    """The reader that a head needs."""
+    return (ExitReader if head.layer is None else LayerReader)(engine, head)
+
+
+def _column(values: Sequence[int], like: Tensor) -> Tensor:
+    return torch.tensor(values, device=like.device)[:, None]
+
+
+def _pick(states: Tensor, places: Tensor) -> Tensor:
+    """`[rows, n, hidden]` the states at `[rows, n]` places; beyond the last it is the last."""
+    places = places.clamp(max=states.shape[1] - 1)
+    return states.gather(1, places[..., None].expand(-1, -1, states.shape[2]))
