@@ -1,0 +1,175 @@
+"""Fitting calibrators on held-out drafts, and how good their probabilities are."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from selfspec.heads.calibrator import Calibrator
+
+FEWEST = 32
+_RIDGE = 1.0  # of the summed loss: nothing beside thousands of positions, enough for separable ones
+_NEWTON_STEPS = 50
+
+
+class Bin(NamedTuple):
+    """Drafted tokens with nearly the same predicted probability.
+
+    Attributes:
+        confidence: the mean prediction.
+        observed: the share that was accepted.
+        drafts: how many there are.
+    """
+
+    confidence: float
+    observed: float
+    drafts: int
+
+
+class Calibration(NamedTuple):
+    """How good probabilities are on drafts that no fit saw.
+
+    Attributes:
+        ece_before: expected calibration error of the raw top probability.
+        ece_after: the same of the calibrator.
+        reliability: the calibrator's bins.
+    """
+
+    ece_before: float
+    ece_after: float
+    reliability: list[Bin]
+
+
+def fit_calibrator(features: Tensor, accepted: Tensor) -> Calibrator:
+    """Logistic regression by Newton's method: deterministic, convex, done in a few passes.
+
+    One accepted and one rejected draft at the mean features are added (Laplace's rule), so that
+    text whose drafts were all accepted, or none, still gives probabilities short of 1 and 0.
+
+    Args:
+        features: `[n, 4]` of `Calibrator.features`.
+        accepted: `[n]` 1 or 0, or the expected acceptance min(1, p / q) in between.
+
+    Raises:
+        ValueError: too few positions, shapes that do not fit, or values out of range.
+    """
+    _check(features, accepted)
+    features, accepted = features.double(), accepted.double()
+    mean, std = features.mean(0), features.std(0)
+    # A feature that never changes, such as the depth of one-token drafts, is left at 0.
+    std = std.where(std > 1e-6, 1)
+    ones = features.new_ones(len(features), 1)
+    rows = torch.cat([(features - mean) / std, ones], dim=1)
+    mean_row = torch.cat([torch.zeros_like(mean), ones[0]]).expand(2, -1)
+    solution = _newton(
+        torch.cat([rows, mean_row]), torch.cat([accepted, accepted.new_tensor([0, 1])])
+    )
+    calibrator = Calibrator()
+    lowest, highest = features.aminmax(dim=0)
+    state = {"mean": mean, "std": std, "lowest": lowest, "highest": highest}
+    calibrator.load_state_dict(state | {"weight": solution[:4], "bias": solution[4]})
+    return calibrator.to(features.device)
+
+
+def _check(features: Tensor, accepted: Tensor) -> None:
+    if features.ndim != 2 or features.shape[1] != 4 or accepted.shape != features.shape[:1]:
+        raise ValueError(
+            "features must be [n, 4] and accepted [n], "
+            f"got {tuple(features.shape)} and {tuple(accepted.shape)}"
+        )
+    if len(features) < FEWEST:
+        raise ValueError(
+            f"a calibrator needs at least {FEWEST} drafted positions, got {len(features)}; "
+            "give more held-out text"
+        )
+    if not features.isfinite().all():
+        raise ValueError("features must be finite; make them by Calibrator.features")
+    if not ((accepted >= 0) & (accepted <= 1)).all():
+        low, high = accepted.aminmax()
+        raise ValueError(f"accepted must lie in [0, 1], got {low:.3g} to {high:.3g}")
+
+
+def _newton(rows: Tensor, labels: Tensor) -> Tensor:
+    """Least logistic loss, with ridge, of `rows` `[n, 5]` whose last column is the bias's."""
+    ridge = rows.new_tensor([_RIDGE] * 4 + [0.0])
+    solution = rows.new_zeros(5)
+    for _ in range(_NEWTON_STEPS):
+        predicted = (rows @ solution).sigmoid()
+        gradient = rows.T @ (predicted - labels) + ridge * solution
+        curvature = rows.T @ (rows * (predicted * (1 - predicted))[:, None]) + ridge.diag()
+        step = torch.linalg.solve(curvature, gradient)
+        if gradient @ step < 1e-12 * len(rows):
+            break
+        solution = _descend(rows, labels, ridge, solution, step)
+    return solution
+
+
+def _descend(rows: Tensor, labels: Tensor, ridge: Tensor, start: Tensor, step: Tensor) -> Tensor:
+    """The first of the step, its half, its quarter ... that does not lead uphill."""
+    before = _objective(rows, labels, ridge, start)
+    for halvings in range(30):
+        solution = start - step * 0.5**halvings
+        if _objective(rows, labels, ridge, solution) <= before:
+            return solution
+    return start
+
+
+def _objective(rows: Tensor, labels: Tensor, ridge: Tensor, solution: Tensor) -> Tensor:
+    logits = rows @ solution
+    losses = torch.nn.functional.softplus(logits) - labels * logits
+    return losses.sum() + (ridge * solution**2).sum() / 2
+
+
+def calibration(calibrator: Calibrator, features: Tensor, accepted: Tensor) -> Calibration:
+    """What a calibrator is worth on drafts that it was not fitted to.
+
+    The raw top probability is what a draft says of itself without one.
+
+    Args:
+        calibrator: the fit.
+        features: `[n, 4]` of `Calibrator.features`.
+        accepted: `[n]` outcomes, or their expectations, in [0, 1].
+    """
+    predicted = calibrator.probability(features)
+    return Calibration(
+        ece_before=expected_calibration_error(features[:, 0].exp(), accepted),
+        ece_after=expected_calibration_error(predicted, accepted),
+        reliability=reliability(predicted, accepted),
+    )
+
+
+def expected_calibration_error(predicted: Tensor, accepted: Tensor, bins: int = 15) -> float:
+    """Mean distance of confidence and outcome over equally wide bins (Naeini et al. 2015).
+
+    Args:
+        predicted: `[n]` probabilities.
+        accepted: `[n]` outcomes, or their expectations, in [0, 1].
+        bins: how many.
+
+    Raises:
+        ValueError: there are no positions, or the shapes differ.
+    """
+    filled = reliability(predicted, accepted, bins)
+    return sum(b.drafts * abs(b.confidence - b.observed) for b in filled) / len(predicted)
+
+
+def reliability(predicted: Tensor, accepted: Tensor, bins: int = 15) -> list[Bin]:
+    """The equally wide bins of [0, 1] that hold any of the `[n]` predictions, in order.
+
+    Raises:
+        ValueError: there are no positions, or the shapes differ.
+    """
+    if predicted.ndim != 1 or predicted.shape != accepted.shape or not len(predicted):
+        raise ValueError(
+            "predicted and accepted must both be [n] with n at least 1, "
+            f"got {tuple(predicted.shape)} and {tuple(accepted.shape)}"
+        )
+    predicted, accepted = predicted.double(), accepted.double()
+    place = (predicted * bins).long().clamp(0, bins - 1)
+    counts = place.bincount(minlength=bins)
+    confidence = place.bincount(predicted, minlength=bins) / counts
+    observed = place.bincount(accepted, minlength=bins) / counts
+    every = zip(confidence.tolist(), observed.tolist(), counts.tolist(), strict=True)
+    return [Bin(*values) for values in every if values[-1]]

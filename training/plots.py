@@ -1,0 +1,176 @@
+"""Plots of a fit, drawn with matplotlib where it is installed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from selfspec.heads.store import replacing
+from training.calibrate import Bin
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from training.report import ExitFigures
+
+# Okabe and Ito's colours, which colour-blind readers tell apart. Their number and that of the
+# markers have no common divisor, so a pair comes again only after the 42nd line.
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+_MARKERS = "osD^vP"
+# A curve of more points than this is noise to the eye: it is drawn pale, its running mean over it.
+_READABLE = 60
+
+
+def write_plots(
+    folder: Path,
+    figures: Sequence[ExitFigures],
+    history: Sequence[Mapping[str, Any]],
+    reliability: Mapping[str, Sequence[Bin]],
+) -> list[Path]:
+    """Write one PNG for each thing there is to see, and return the files.
+
+    Args:
+        folder: where they go.
+        figures: what was measured of each exit.
+        history: entries of `metrics.jsonl`; every value with "loss" in its name is a curve.
+        reliability: bins of each exit's calibrator, by the exit's name.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
+    # pyplot would keep every figure that is made; these go with their last reference.
+    from matplotlib.figure import Figure
+
+    plots: list[tuple[str, Any, Callable[[Figure, Any], None]]] = [
+        ("acceptance_by_exit", figures, _draw_by_exit),
+        ("acceptance_by_depth", figures, _draw_by_depth),
+        ("loss", _loss_curves(history), _draw_losses),
+        ("reliability", reliability, _draw_reliability),
+    ]
+    files: list[Path] = []
+    for name, content, draw in plots:
+        if content:
+            sheet = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+            draw(sheet, content)
+            files.append(folder / f"{name}.png")
+            with replacing(files[-1]) as scratch:
+                sheet.savefig(scratch, format="png")
+    return files
+
+
+def _draw_by_exit(sheet: Figure, figures: Sequence[ExitFigures]) -> None:
+    axes = _axes(sheet, "Acceptance of the first drafted token, on held-out text")
+    kinds = dict.fromkeys(exit.kind for exit in figures)
+    for kind, style in _styled(kinds):
+        exits = sorted((e for e in figures if e.kind == kind), key=lambda e: e.exit_layer)
+        layers = [exit.exit_layer for exit in exits]
+        _draw_pair(
+            axes, layers, [e.alpha[0] for e in exits], [e.agreement[0] for e in exits], style
+        )
+    axes.set(xlabel="exit layer (layers below the exit)")
+    _finish_acceptance(sheet, axes, kinds, {exit.exit_layer for exit in figures})
+
+
+def _draw_by_depth(sheet: Figure, figures: Sequence[ExitFigures]) -> None:
+    axes = _axes(sheet, "Acceptance along the draft, on held-out text")
+    for exit, (_, style) in zip(figures, _styled(figures), strict=True):
+        _draw_pair(axes, range(1, len(exit.alpha) + 1), exit.alpha, exit.agreement, style)
+    axes.set(xlabel="drafted token")
+    deepest = max(len(exit.alpha) for exit in figures)
+    _finish_acceptance(sheet, axes, [exit.name for exit in figures], range(1, deepest + 1))
+
+
+def _draw_losses(sheet: Figure, curves: Mapping[str, tuple[list[int], list[float]]]) -> None:
+    axes = _axes(sheet, "Loss")
+    for name, style in _styled(curves):
+        steps, values = curves[name]
+        colour, window = style["color"], -(-len(values) // _READABLE)
+        if window == 1:
+            axes.plot(steps, values, **style, label=name)
+            continue
+        axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.8)
+        axes.plot(steps, _running_mean(values, window), color=colour, linewidth=1.8, label=name)
+    axes.set(xlabel="step", ylabel="loss (nats per position)")
+    axes.margins(x=0.01)
+    sheet.legend(loc="outside right upper", frameon=False)
+
+
+def _draw_reliability(sheet: Figure, reliability: Mapping[str, Sequence[Bin]]) -> None:
+    axes = _axes(sheet, "Reliability, on drafts not fitted to", (1, 2, 1))
+    shares = _axes(sheet, "How often each was predicted", (1, 2, 2))
+    axes.plot([0, 1], [0, 1], color="0.6", linestyle=":", label="perfect")
+    for name, style in _styled(reliability):
+        bins = reliability[name]
+        confidence, total = [b.confidence for b in bins], sum(b.drafts for b in bins)
+        axes.plot(confidence, [b.observed for b in bins], **style, label=name)
+        shares.plot(confidence, [b.drafts / total for b in bins], **style)
+    axes.set(xlabel="predicted P(accepted)", ylabel="accepted", xlim=(0, 1), ylim=(0, 1))
+    axes.set_aspect("equal")
+    shares.set(xlabel="predicted P(accepted)", ylabel="share of drafts", xlim=(0, 1))
+    shares.set_ylim(bottom=0)
+    sheet.legend(loc="outside lower center", ncols=4, frameon=False)
+
+
+# Pieces
+
+
+def _axes(sheet: Figure, title: str, place: tuple[int, int, int] = (1, 1, 1)) -> Axes:
+    axes = sheet.add_subplot(*place)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    axes.set_title(title, fontsize="medium")
+    return axes
+
+
+def _styled(names: Iterable[Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
+    for name, colour, marker in zip(names, itertools.cycle(_COLOURS), itertools.cycle(_MARKERS)):
+        yield name, {"color": colour, "marker": marker, "markersize": 5}
+
+
+def _draw_pair(
+    axes: Axes,
+    places: Sequence[int],
+    alpha: Sequence[float],
+    agreement: Sequence[float],
+    style: dict[str, Any],
+) -> None:
+    axes.plot(places, alpha, **style)
+    axes.plot(places, agreement, **style, linestyle="--", markerfacecolor="white")
+
+
+def _finish_acceptance(
+    sheet: Figure, axes: Axes, names: Iterable[str], ticks: Iterable[int]
+) -> None:
+    from matplotlib.lines import Line2D
+
+    axes.set(ylabel="share of drafted tokens", ylim=(0, 1))
+    axes.set_xticks(sorted(ticks))
+    lines = [Line2D([], [], **style, label=name) for name, style in _styled(names)]
+    grey: dict[str, Any] = {"color": "0.4", "marker": "o", "markersize": 5}
+    lines += [
+        Line2D([], [], **grey, label="α (sampled)"),
+        Line2D([], [], **grey, linestyle="--", markerfacecolor="white", label="top-1 (greedy)"),
+    ]
+    sheet.legend(handles=lines, loc="outside right upper", frameon=False)
+
+
+def _loss_curves(
+    history: Sequence[Mapping[str, Any]],
+) -> dict[str, tuple[list[int], list[float]]]:
+    """Steps and values of everything that has "loss" in its name."""
+    names = dict.fromkeys(name for entry in history for name in entry if "loss" in name)
+    found = {name: [entry for entry in history if name in entry] for name in names}
+    return {
+        name: ([entry["step"] for entry in entries], [entry[name] for entry in entries])
+        for name, entries in found.items()
+    }
+
+
+def _running_mean(values: Sequence[float], window: int) -> list[float]:
+    """Mean over `window` values on either side, fewer at the ends."""
+    sums = [0.0, *itertools.accumulate(values)]
+    spans = [(max(0, i - window), min(len(values), i + window + 1)) for i in range(len(values))]
+    return [(sums[stop] - sums[start]) / (stop - start) for start, stop in spans]

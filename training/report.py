@@ -1,0 +1,215 @@
+"""What a fit reports: figures per exit, the speedup they predict, a table, a file and plots."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from selfspec.heads.store import replacing
+from training.calibrate import Bin
+from training.plots import write_plots
+
+REPORT_NAME = "report.json"
+
+
+@dataclass(frozen=True)
+class ExitFigures:
+    """What was measured of one exit head on held-out text.
+
+    Attributes:
+        kind: kind of the head.
+        exit_layer: number of layers below the exit.
+        agreement: by draft depth, how often the draft's top token is the target's.
+        alpha: by draft depth, the mean of Σ min(p, q).
+        accepted_length: tokens a round of real decoding, by mode: greedy, sampled.
+        predicted_speedup: over plain decoding, from `alpha` and measured times.
+        ece: expected calibration error of the head's calibrator.
+
+    Raises:
+        ValueError: `agreement` and `alpha` are not of the same depths, at least one.
+    """
+
+    kind: str
+    exit_layer: int
+    agreement: list[float]
+    alpha: list[float]
+    accepted_length: dict[str, float] = field(default_factory=dict)
+    predicted_speedup: float | None = None
+    ece: float | None = None
+
+    def __post_init__(self):
+        """Check the depths."""
+        if not self.alpha or len(self.alpha) != len(self.agreement):
+            raise ValueError(
+                f"{self.name}: agreement and alpha must have one value for each draft depth, "
+                f"got {len(self.agreement)} and {len(self.alpha)}"
+            )
+
+    @property
+    def name(self) -> str:
+        """What displays call the exit."""
+        return f"{self.kind}, exit {self.exit_layer}"
+
+
+# Predictions
+
+
+def expected_tokens(alphas: Sequence[float], num_draft_tokens: int) -> float:
+    """Tokens that a round of k drafts emits: 1 + Σ_{i≤k} Π_{j≤i} α_j.
+
+    Args:
+        alphas: acceptance rate of each draft, given that those before it stand; drafts deeper than
+            the last are taken to have its rate.
+        num_draft_tokens: k.
+
+    Raises:
+        ValueError: there are no rates, or k is negative.
+    """
+    if not alphas or num_draft_tokens < 0:
+        raise ValueError(
+            "expected_tokens needs a rate and num_draft_tokens of at least 0, "
+            f"got {len(alphas)} rates and {num_draft_tokens}"
+        )
+    deeper = itertools.chain(alphas, itertools.repeat(alphas[-1]))
+    stand = itertools.accumulate(itertools.islice(deeper, num_draft_tokens), lambda a, b: a * b)
+    return 1 + sum(stand)
+
+
+def predict_speedup(
+    alphas: Sequence[float],
+    num_draft_tokens: int,
+    shallow_seconds: float,
+    verify_seconds: float,
+    plain_seconds: float,
+) -> float:
+    """Speed of self-speculation over plain decoding (Leviathan et al. 2023, theorem 3.8).
+
+    With one α for all depths, a verification as long as a plain step and a draft token of c of it,
+    this is S = (1 - α^{k+1}) / ((1 - α)(kc + 1)).
+
+    Args:
+        alphas: acceptance rate by draft depth.
+        num_draft_tokens: k, drafted in every round.
+        shallow_seconds: of drafting one token.
+        verify_seconds: of verifying all k drafts, a pass of width k + 1.
+        plain_seconds: of one token of plain decoding.
+
+    Raises:
+        ValueError: there are no rates, or k is negative.
+    """
+    seconds = num_draft_tokens * shallow_seconds + verify_seconds
+    return expected_tokens(alphas, num_draft_tokens) * plain_seconds / seconds
+
+
+def best_draft_length(
+    alphas: Sequence[float],
+    shallow_seconds: float,
+    verify_seconds: Mapping[int, float],
+    plain_seconds: float,
+) -> tuple[int, float]:
+    """The number of draft tokens with the largest predicted speedup, and that speedup.
+
+    Args:
+        alphas: acceptance rate by draft depth.
+        shallow_seconds: of drafting one token.
+        verify_seconds: of a verification, by its width k + 1; the widths are what is tried.
+        plain_seconds: of one token of plain decoding.
+
+    Raises:
+        ValueError: no width leaves room for a draft.
+    """
+    speedups = {
+        width - 1: predict_speedup(alphas, width - 1, shallow_seconds, seconds, plain_seconds)
+        for width, seconds in verify_seconds.items()
+        if width > 1
+    }
+    if not speedups:
+        raise ValueError(f"verify_seconds needs a width above 1, got {sorted(verify_seconds)}")
+    best = max(speedups, key=lambda k: (speedups[k], -k))
+    return best, speedups[best]
+
+
+# The terminal
+
+
+def figures_table(figures: Sequence[ExitFigures], title: str | None = None) -> Table:
+    """One line per exit; acceptance at the first and the last draft depth.
+
+    Args:
+        figures: the exits, in the order of the lines.
+        title: above the table.
+    """
+    modes = list(dict.fromkeys(mode for exit in figures for mode in exit.accepted_length))
+    caption = "agreement, α: first→last draft depth; tokens: a round" if modes else None
+    table = Table(title=title, caption=caption)
+    table.add_column("head", style="bold")
+    names = ["exit", "agreement", "α", *(f"tokens\n{m}" for m in modes), "speedup", "ECE"]
+    for name in names:
+        table.add_column(name, justify="right")
+    for exit in figures:
+        table.add_row(
+            exit.kind,
+            str(exit.exit_layer),
+            _first_to_last(exit.agreement),
+            _first_to_last(exit.alpha),
+            *(_number(exit.accepted_length.get(mode), ".2f") for mode in modes),
+            _number(exit.predicted_speedup, ".2f", "×"),
+            _number(exit.ece, ".3f"),
+        )
+    return table
+
+
+def _first_to_last(values: Sequence[float]) -> str:
+    ends = [*values[:1], *values[1:][-1:]]
+    return "→".join(f"{value:.2f}" for value in ends) or "–"
+
+
+def _number(value: float | None, form: str, unit: str = "") -> str:
+    return "–" if value is None else format(value, form) + unit
+
+
+# Files
+
+
+def write_report(
+    folder: Path,
+    figures: Sequence[ExitFigures],
+    history: Sequence[Mapping[str, Any]] = (),
+    reliability: Mapping[str, Sequence[Bin]] | None = None,
+    say: Callable[[str], object] | None = None,
+) -> list[Path]:
+    """Write `report.json` and, where matplotlib is installed, plots of what there is to see.
+
+    Args:
+        folder: made if it is not there.
+        figures: what was measured of each exit.
+        history: entries of the run's `metrics.jsonl`, each with its step.
+        reliability: bins of each exit's calibrator, by the exit's name.
+        say: takes the line that tells what to install when plots are left out; `None` prints it.
+
+    Returns:
+        The files, `report.json` first.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    bins = reliability or {}
+    content = {
+        "exits": [asdict(exit) for exit in figures],
+        "reliability": {name: [b._asdict() for b in some] for name, some in bins.items()},
+    }
+    report = folder / REPORT_NAME
+    with replacing(report) as scratch:
+        scratch.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    try:
+        return [report, *write_plots(folder, figures, history, bins)]
+    except ImportError:
+        (say or Console().print)(
+            "plots were left out: they need matplotlib (pip install matplotlib)"
+        )
+        return [report]
