@@ -17,8 +17,9 @@ from torch import Tensor
 
 from training.data import Batch, Blocks, Mixture
 from training.language import LanguageModelling, Windows
-from training.loop import Loop, LoopConfig, Task
+from training.loop import Loop, LoopConfig
 from training.optim import OptimizerConfig
+from training.task import Task
 
 ROOT = Path(__file__).parents[1]
 BLOCK = 12
@@ -41,7 +42,7 @@ def mixture(seed: int = 0) -> Mixture:
 def language_task(**config) -> LanguageModelling:
     """A tiny Llama and a window of held-out tokens; dropout, so that randomness matters."""
     shape = {"num_hidden_layers": 2, "attention_dropout": 0.1, "spread": 0.1}
-    model = tiny_llama("seldom", **(shape | config)).train()
+    model = tiny_llama("seldom", **(shape | config))
     held_out = torch.randint(1, VOCAB, (2, 8), generator=torch.Generator().manual_seed(9))
     return LanguageModelling(model, {"words": Windows(held_out, 40)})
 

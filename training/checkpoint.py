@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,124 +12,193 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.optim import Optimizer
 
-_TENSORS, _FACTS = "state.safetensors", "state.json"
-_GATHERED = StateDictOptions(
-    full_state_dict=True,
-    cpu_offload=True,
-    ignore_frozen_params=True,
-    flatten_optimizer_state_dict=True,
-    strict=False,
-)
+from training.parallel import placed, whole
+
+_FOLDER, _TENSORS, _FACTS = "checkpoints", "state.safetensors", "state.json"
 
 
-def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Fill a folder beside `folder` and put it in its place once it is whole."""
-    scratch = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
+def write_folder(folder: Path, fill: Callable[[Path], object]) -> None:
+    """Fill a folder beside `folder` and put it in its place once it is whole.
+
+    Raises:
+        OSError: it could not be written; what was there before is untouched.
+    """
+    scratch, former = (folder.with_name(f".{folder.name}.{word}") for word in ("tmp", "old"))
+    for left_over in (scratch, former):
+        shutil.rmtree(left_over, ignore_errors=True)
     try:
+        scratch.mkdir(parents=True)
         fill(scratch)
         if folder.exists():
-            shutil.rmtree(folder)
+            folder.replace(former)
         scratch.replace(folder)
+    except SafetensorError as error:  # what safetensors makes of a full disk
+        raise OSError(f"{folder} could not be written: {error}") from error
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        for left_over in (scratch, former):
+            shutil.rmtree(left_over, ignore_errors=True)
 
 
 class Checkpoints:
-    """The checkpoints of one run.
+    """The checkpoints of one run, one folder a step.
 
     Args:
-        folder: where they lie, one folder a step.
+        output: folder of the run.
         keep: how many of the newest stay.
     """
 
-    def __init__(self, folder: Path, keep: int = 2):
-        self.folder, self.keep = folder, keep
+    def __init__(self, output: Path, keep: int = 2):
+        self.folder, self.keep = output / _FOLDER, keep
 
     def steps(self) -> list[int]:
         """Steps that can be resumed from, oldest first."""
         found = (path.name.removeprefix("step_") for path in self.folder.glob("step_*"))
         return sorted(int(number) for number in found if number.isdigit())
 
+    def last_good(self) -> str:
+        """For messages: what a stopped run goes on from."""
+        steps = self.steps()
+        if not steps:
+            return "there is no checkpoint yet"
+        return f"the last good checkpoint is step {steps[-1]} in {self.folder}"
+
     def save(self, step: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-        """Write a checkpoint and drop those beyond the newest `keep`."""
+        """Write a checkpoint and drop those beyond the newest `keep`.
+
+        Raises:
+            OSError: it could not be written; those before it stay.
+        """
 
         def fill(folder: Path) -> None:
             save_file(tensors, folder / _TENSORS)
             (folder / _FACTS).write_text(json.dumps(facts, indent=1), encoding="utf-8")
 
-        write_folder(self.folder / f"step_{step:08d}", fill)
+        try:
+            write_folder(self._path(step), fill)
+        except OSError as error:
+            message = f"step {step} could not be saved ({error}); {self.last_good()}"
+            raise OSError(message) from error
         for old in self.steps()[: -self.keep]:
-            shutil.rmtree(self.folder / f"step_{old:08d}")
+            shutil.rmtree(self._path(old))
 
     def load(self, step: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Read a checkpoint.
+        """Read a checkpoint: tensors and facts.
 
         Raises:
             ValueError: a file is damaged.
         """
-        folder = self.folder / f"step_{step:08d}"
         try:
-            facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
-            return load_file(folder / _TENSORS), facts
-        except (OSError, SafetensorError, json.JSONDecodeError) as error:
+            return load_file(self._path(step) / _TENSORS), self._facts(step)
+        except (OSError, SafetensorError) as error:
+            raise self._damaged(step, error) from None
+
+    def check_identity(self, identity: Mapping[str, Any]) -> None:
+        """Make sure that the run on disk, if there is one, is this one.
+
+        Args:
+            identity: facts that must not change between a checkpoint and its resumption. Those
+                that the checkpoint does not hold are not compared.
+
+        Raises:
+            ValueError: a fact differs, or the checkpoint is damaged.
+        """
+        steps = self.steps()
+        if not steps:
+            return
+        saved = self._facts(steps[-1])["identity"]
+        given = json.loads(json.dumps(identity))
+        both = sorted(saved.keys() & given)
+        changed = [line for key in both for line in _unlike(key, saved[key], given[key])]
+        if changed:
             raise ValueError(
-                f"the checkpoint {folder} cannot be read ({error}); delete that folder to resume "
-                "from the one before it"
-            ) from None
+                f"{self.folder.parent} holds a run with another {', '.join(changed)}; give "
+                "a new output folder, or delete that one to start afresh"
+            )
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step_{step:08d}"
+
+    def _facts(self, step: int) -> dict[str, Any]:
+        try:
+            return json.loads((self._path(step) / _FACTS).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise self._damaged(step, error) from None
+
+    def _damaged(self, step: int, error: Exception) -> ValueError:
+        return ValueError(
+            f"the checkpoint {self._path(step)} cannot be read ({error}); delete that folder to "
+            "resume from the one before it"
+        )
 
 
-def gather_state(
-    module: nn.Module, optimizers: list[Optimizer]
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Trained weights, optimizer state and random state as flat tensors and plain values.
+def _unlike(name: str, saved: Any, given: Any) -> Iterator[str]:
+    if isinstance(saved, dict) and isinstance(given, dict):
+        for key in sorted(saved.keys() | given):
+            yield from _unlike(f"{name}.{key}", saved.get(key), given.get(key))
+    elif saved != given:
+        values = f" ({saved!r} there, {given!r} here)"
+        yield name + values * (len(values) < 80)
 
-    Every process has to call it; only the first gets the state when weights are sharded.
+
+def gather_state(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
+    """Trained weights, buffers and optimizer state, on the CPU and out of shards.
+
+    Every process has to call it.
     """
-    weights = get_model_state_dict(module, options=_GATHERED)
-    tensors = {f"model.{name}": tensor for name, tensor in weights.items()}
-    values: dict[str, Any] = {}
-    for number, optimizer in enumerate(optimizers):
-        state = get_optimizer_state_dict(module, optimizer, options=_GATHERED)
-        for name, value in state.items():
-            key = f"optimizer{number}.{name}"
-            if isinstance(value, Tensor):
-                tensors[key] = value
-            else:
-                values[key] = value
-    tensors["random"] = torch.get_rng_state()
-    if torch.cuda.is_available():
-        tensors["random_cuda"] = torch.cuda.get_rng_state()
-    # Tied weights and views share memory, which safetensors refuses.
-    return {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}, values
+    frozen = _frozen(module)
+    tensors = {
+        f"model.{name}": whole(tensor)
+        for name, tensor in module.state_dict().items()
+        if name not in frozen
+    }
+    for prefix, optimizer, parameter in _updated(module, optimizers):
+        state = optimizer.state[parameter]
+        tensors |= {f"{prefix}{key}": whole(value) for key, value in state.items()}
+    return tensors
 
 
 def restore_state(
-    module: nn.Module,
-    optimizers: list[Optimizer],
-    tensors: dict[str, Tensor],
-    values: dict[str, Any],
+    module: nn.Module, optimizers: Sequence[Optimizer], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Put back what `gather_state` took."""
-    state = {**tensors, **values}
-    set_model_state_dict(module, _below(state, "model."), options=_GATHERED)
+    """Put back what `gather_state` took.
+
+    Raises:
+        ValueError: the tensors are not those of the module.
+    """
+    places, weights = module.state_dict(), _below(tensors, "model.")
+    shapes = {name: tensor.shape for name, tensor in places.items() if name not in _frozen(module)}
+    found = {name: tensor.shape for name, tensor in weights.items()}
+    if shapes != found:
+        names = sorted(name for name, _ in shapes.items() ^ found.items())
+        raise ValueError(f"the checkpoint holds other weights than the run: {', '.join(names)}")
+    with torch.no_grad():
+        for name, tensor in weights.items():
+            places[name].copy_(placed(tensor, places[name]))
+    for prefix, optimizer, parameter in _updated(module, optimizers):
+        optimizer.state[parameter] = {
+            # Counters stay where they are made: on the CPU, whole.
+            key: placed(value, parameter) if value.shape == parameter.shape else value
+            for key, value in _below(tensors, prefix).items()
+        }
+
+
+def _updated(
+    module: nn.Module, optimizers: Sequence[Optimizer]
+) -> Iterator[tuple[str, Optimizer, nn.Parameter]]:
+    """Every parameter of every optimizer, and what the names of its state begin with."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
     for number, optimizer in enumerate(optimizers):
-        part = _below(state, f"optimizer{number}.")
-        set_optimizer_state_dict(module, optimizer, part, options=_GATHERED)
-    torch.set_rng_state(tensors["random"])
-    if "random_cuda" in tensors and torch.cuda.is_available():
-        torch.cuda.set_rng_state(tensors["random_cuda"])
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                yield f"optimizer{number}.state.{names[parameter]}.", optimizer, parameter
 
 
-def _below(state: dict[str, Any], prefix: str) -> dict[str, Any]:
-    return {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+def _frozen(module: nn.Module) -> set[str]:
+    parameters = module.named_parameters(remove_duplicate=False)
+    return {name for name, parameter in parameters if not parameter.requires_grad}
+
+
+def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}

@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from selfspec.config import StrictConfig
 from training.data import Batch, SourceConfig, read_texts
-from training.loop import Task
+from training.task import Task
 
 
 class LanguageModelling(Task):
@@ -41,8 +43,12 @@ class LanguageModelling(Task):
 
     def evaluate(self) -> dict[str, float]:
         """Bits per byte of each domain, and their mean."""
-        figures = {f"bpb_{name}": windows.measure(self.model) for name, windows in self.windows.items()}
-        return {**figures, "bits_per_byte": sum(figures.values()) / max(1, len(figures))}
+        if not self.windows:
+            return {}
+        figures = {
+            f"bpb_{name}": windows.measure(self.model) for name, windows in self.windows.items()
+        }
+        return {**figures, "bits_per_byte": sum(figures.values()) / len(figures)}
 
 
 def model_inputs(model: PreTrainedModel, batch: Batch) -> dict[str, Any]:
@@ -71,6 +77,7 @@ class Windows(NamedTuple):
     tokens: Tensor
     num_bytes: int
 
+    @torch.no_grad()
     def measure(self, model: PreTrainedModel, rows: int = 25) -> float:
         """Bits per byte under `model`."""
         nats = 0.0
@@ -79,6 +86,35 @@ class Windows(NamedTuple):
             loss = F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="sum")
             nats += float(loss)
         return nats / math.log(2) / self.num_bytes
+
+
+class HeldOut(StrictConfig):
+    """Held-out text by domain.
+
+    Attributes:
+        sources: the text of each domain.
+        window: tokens of a window.
+        windows_per_document: the most that one document gives.
+        windows: the most of one domain; 0 takes all.
+    """
+
+    sources: dict[str, SourceConfig] = Field(default_factory=dict)
+    window: int = Field(default=256, ge=2)
+    windows_per_document: int = Field(default=200, ge=1)
+    windows: int = Field(default=0, ge=0)
+
+    def read(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Windows]:
+        """The windows of each domain.
+
+        Raises:
+            ValueError: a domain has not one window of text.
+        """
+        return {
+            name: held_out_windows(
+                source, tokenizer, self.window, self.windows_per_document, self.windows
+            )
+            for name, source in self.sources.items()
+        }
 
 
 def held_out_windows(

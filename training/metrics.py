@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from selfspec.config import unknown_name
 from selfspec.heads.store import replacing
 
 METRICS_NAME = "metrics.jsonl"
@@ -21,7 +22,7 @@ def check_trackers(names: list[str]) -> None:
     """Raise before any work starts if a tracker is unknown or not installed."""
     for name in names:
         if name not in _TRACKERS:
-            raise ValueError(f"unknown tracker {name!r}; known: {', '.join(_TRACKERS)}")
+            raise ValueError(unknown_name("tracker", name, list(_TRACKERS)))
         if importlib.util.find_spec(_TRACKERS[name]) is None:
             raise ImportError(f"tracker {name!r} is not installed: pip install {_TRACKERS[name]}")
 
@@ -35,6 +36,7 @@ class MetricsLog:
     """
 
     def __init__(self, folder: Path, from_step: int):
+        folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / METRICS_NAME
         kept = [entry for entry in self.read() if entry["step"] < from_step]
         with replacing(self.path) as scratch:
@@ -48,9 +50,16 @@ class MetricsLog:
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def write(self, step: int, values: dict[str, Any]) -> None:
-        """Add a line."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **values}) + "\n")
+        """Add a line.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, **values}) + "\n")
+        except OSError as error:
+            raise OSError(f"{self.path} could not be written ({error})") from error
 
 
 class Display:
@@ -96,8 +105,8 @@ class Display:
             spent = time.monotonic() - self._began
             left = spent / max(1, done - self.start) * (self.steps - done)
             times = f"{spent / 60:.1f} min, about {left / 60:.1f} left"
-            self.console.print(f"{self.name} {done}/{self.steps}  {text}  ({times})")
+            self.say(f"{self.name} {done}/{self.steps}  {text}  ({times})")
 
     def say(self, text: str) -> None:
         """A line of its own."""
-        self.console.print(text)
+        self.console.print(text, markup=False, soft_wrap=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import nn
 from torch.optim import AdamW, Optimizer
+from transformers import PreTrainedModel
 
 from selfspec.config import StrictConfig
 
@@ -17,7 +19,7 @@ class OptimizerConfig(StrictConfig):
 
     Attributes:
         name: `adamw` for every parameter, or `muon` (Jordan et al. 2024) for the matrices inside
-            layers and AdamW for embeddings, norms and biases.
+            layers and AdamW for embeddings, the LM head, norms and biases.
         lr: peak learning rate of AdamW.
         muon_lr: peak learning rate of Muon.
         weight_decay: decoupled weight decay of matrices.
@@ -38,21 +40,37 @@ class OptimizerConfig(StrictConfig):
 
 
 def make_optimizers(module: nn.Module, config: OptimizerConfig) -> list[Optimizer]:
-    """Optimizers for the parameters of `module` that are trained."""
-    trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-    words = {id(p) for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
-    matrices = [p for _, p in trained if p.ndim == 2 and id(p) not in words]
-    others = [p for _, p in trained if p.ndim != 2 or id(p) in words]
+    """Optimizers for the parameters of `module` that are trained.
+
+    Raises:
+        ValueError: nothing is trained, or Muon has no matrix to train.
+    """
+    trained = [p for p in module.parameters() if p.requires_grad]
+    words = _word_vectors(module)
+    matrices = [p for p in trained if p.ndim == 2 and id(p) not in words]
+    others = [p for p in trained if p.ndim != 2 or id(p) in words]
+    if not trained:
+        raise ValueError("nothing is trained: every parameter is frozen")
     decayed = {"params": matrices, "weight_decay": config.weight_decay}
     kept = {"params": others, "weight_decay": 0.0}
     if config.name == "adamw":
         groups = [group for group in (decayed, kept) if group["params"]]
         return [_with_base(AdamW(groups, lr=config.lr, betas=config.betas))]
+    if not matrices:
+        raise ValueError("muon trains matrices inside layers, and there is none; use adamw")
     muon = torch.optim.Muon(matrices, lr=config.muon_lr, weight_decay=config.weight_decay)
     optimizers: list[Optimizer] = [_with_base(muon)]
     if others:
         optimizers.append(_with_base(AdamW([kept], lr=config.lr, betas=config.betas)))
     return optimizers
+
+
+def _word_vectors(module: nn.Module) -> set[int]:
+    """Identities of the parameters that hold a row per token or place: embeddings, LM heads."""
+    tables = [part for part in module.modules() if isinstance(part, nn.Embedding)]
+    models = [part for part in module.modules() if isinstance(part, PreTrainedModel)]
+    heads = [head for model in models if (head := model.get_output_embeddings()) is not None]
+    return {id(p) for part in (*tables, *heads) for p in part.parameters()}
 
 
 def rate_scale(config: OptimizerConfig, step: int, steps: int) -> float:
@@ -63,7 +81,7 @@ def rate_scale(config: OptimizerConfig, step: int, steps: int) -> float:
     return rise * (config.final + (1 - config.final) * fall)
 
 
-def set_rate(optimizers: list[Optimizer], scale: float) -> None:
+def set_rate(optimizers: Sequence[Optimizer], scale: float) -> None:
     """Set every group's learning rate to `scale` times its peak."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:

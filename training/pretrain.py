@@ -5,13 +5,15 @@ python -m training.pretrain --config configs/pretrain_demo.yaml [section.field=v
 
 from __future__ import annotations
 
-import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import Field
+from pydantic import Field, field_validator
+from torch import Tensor
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -19,29 +21,15 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from selfspec.config import StrictConfig
-from training.data import Mixture, SourceConfig, pack, tokenize
-from training.language import LanguageModelling, held_out_windows
+from selfspec.config import StrictConfig, unknown_name
+from training.checkpoint import Checkpoints
+from training.data import Mixture, SourceConfig
+from training.language import HeldOut, LanguageModelling
 from training.loop import Loop, LoopConfig
 from training.optim import OptimizerConfig
-from training.script import finish_folder, read_arguments, start_output
+from training.parallel import processes, whole
+from training.script import finish_folder, run_script, start_output
 from training.vocabulary import TokenizerConfig, carry_over, train_tokenizer
-
-
-class HeldOut(StrictConfig):
-    """Held-out text by domain.
-
-    Attributes:
-        sources: the text of each domain.
-        window: tokens of a window.
-        windows_per_document: the most that one document gives.
-        windows: the most of one domain; 0 takes all.
-    """
-
-    sources: dict[str, SourceConfig]
-    window: int = Field(default=256, ge=2)
-    windows_per_document: int = Field(default=200, ge=1)
-    windows: int = Field(default=0, ge=0)
 
 
 class PretrainConfig(StrictConfig):
@@ -64,62 +52,66 @@ class PretrainConfig(StrictConfig):
     model: dict[str, Any]
     init_from: str | None = None
     tokenizer: TokenizerConfig = TokenizerConfig()
-    data: list[SourceConfig]
+    data: list[SourceConfig] = Field(min_length=1)
     block_size: int = Field(default=512, ge=2)
     held_out: HeldOut
     optimizer: OptimizerConfig = OptimizerConfig(name="muon")
     loop: LoopConfig = LoopConfig()
 
+    @field_validator("model")
+    @classmethod
+    def _has_known_fields(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        model_type = fields.get("model_type", "")
+        if model_type not in CONFIG_MAPPING:
+            raise ValueError(unknown_name("model_type", model_type, list(CONFIG_MAPPING)))
+        plain = CONFIG_MAPPING[model_type]()
+        known = {*plain.to_dict(), *plain.attribute_map, "rope_theta", "rope_scaling"}
+        for name in fields:
+            if name not in known:
+                what = f"field of a {model_type} configuration"
+                raise ValueError(unknown_name(what, name, sorted(known)))
+        return fields
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What must stay as it is when the run is resumed."""
+        parts = {"model", "init_from", "tokenizer", "data", "block_size", "optimizer"}
+        return {**self.model_dump(mode="json", include=parts), "loop": self.loop.identity}
+
 
 def pretrain(config: PretrainConfig) -> dict[str, float]:
-    """Run a pretraining and return its held-out figures."""
-    began = time.perf_counter()
-    output = start_output(config, Path(config.output))
+    """Run a pretraining, or go on with the one in its folder, and return its held-out figures."""
+    output = start_output(config, Path(config.output), config.identity)
     tokenizer = get_tokenizer(config, output)
-    cut = config.held_out
-    held_out = {
-        name: held_out_windows(source, tokenizer, cut.window, cut.windows_per_document, cut.windows)
-        for name, source in cut.sources.items()
-    }
-    data = mixture(config, tokenizer)
+    held_out = config.held_out.read(tokenizer)
+    data = Mixture.read(config.data, tokenizer, config.block_size, config.loop.seed)
     model = make_model(config, tokenizer)
     task = LanguageModelling(model, held_out)
-    identity = config.model_dump(
-        mode="json", include={"model", "init_from", "data", "block_size", "optimizer"}
-    )
-    loop = Loop(task, data, config.loop, config.optimizer, output, identity)
+    loop = Loop(task, data, config.loop, config.optimizer, output, config.identity)
     figures = loop.run()
+    weights = {name: whole(tensor) for name, tensor in model.state_dict().items()}
     if loop.main:
-        seen = config.loop.steps * config.loop.batch_size * config.block_size
         facts = {
             "held_out": figures,
-            "tokens_seen": seen,
+            "tokens_seen": loop.progress.step * config.loop.batch_size * config.block_size,
             "tokens_of_text": data.tokens,
-            "minutes_of_this_run": round((time.perf_counter() - began) / 60, 1),
+            "minutes": round(loop.progress.seconds / 60, 1),
         }
-        finish_folder(output / "model", model.to(torch.bfloat16), tokenizer, facts)
+        finish_folder(output / "model", in_bfloat16(model, weights), tokenizer, facts)
     return figures
 
 
-def mixture(config: PretrainConfig, tokenizer: PreTrainedTokenizerBase) -> Mixture:
-    """The blocks of every source, in the order that the seed gives."""
-    blocks = [
-        pack(tokenize(source, tokenizer), config.block_size, source.name) for source in config.data
-    ]
-    return Mixture(blocks, [source.weight for source in config.data], config.loop.seed)
-
-
 def make_model(config: PretrainConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """The model to train, in float32, as it starts."""
+    """The model to train, in float32, as it starts.
+
+    Raises:
+        ValueError: `model` names no known type or a field that its type does not have, or
+            `init_from` has another shape.
+    """
     torch.manual_seed(config.loop.seed)
-    fields = dict(config.model)
-    if "model_type" not in fields:
-        raise ValueError("model needs a model_type, such as llama")
-    model_config = AutoConfig.for_model(
-        fields.pop("model_type"),
-        **{"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id},
-        **{**fields, "vocab_size": len(tokenizer)},
-    )
+    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    fields = {**ends, **config.model, "vocab_size": len(tokenizer)}
+    model_config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
     if config.init_from:
         source = AutoModelForCausalLM.from_pretrained(config.init_from, dtype=torch.float32)
@@ -127,13 +119,22 @@ def make_model(config: PretrainConfig, tokenizer: PreTrainedTokenizerBase) -> Pr
     return model
 
 
+def in_bfloat16(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> PreTrainedModel:
+    """A copy of a model to save: its own weights may lie in shards."""
+    copy = AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16)
+    copy.load_state_dict(weights)
+    return copy
+
+
 def get_tokenizer(config: PretrainConfig, output: Path) -> PreTrainedTokenizerBase:
-    """The run's tokenizer, trained once and kept beside its checkpoints."""
+    """The run's tokenizer, trained by the first process when the run begins and kept beside it."""
     folder = output / "tokenizer"
-    if not folder.is_dir():
+    begins = not Checkpoints(output).steps()
+    if processes().is_main_process and begins:
         train_tokenizer(config.tokenizer, config.data, folder)
+    processes().wait_for_everyone()
     return AutoTokenizer.from_pretrained(folder)
 
 
 if __name__ == "__main__":
-    pretrain(read_arguments(PretrainConfig, __doc__))
+    run_script(pretrain, PretrainConfig, __doc__)

@@ -1,13 +1,13 @@
-"""What the training scripts share: arguments, the echoed config, the folder a run leaves."""
+"""What the training scripts share: arguments, errors, the echoed config, the folder of a run."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 from rich.console import Console
@@ -15,33 +15,74 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfspec.config import ConfigT, StrictConfig, load_config
 from selfspec.heads.store import replacing
-from training.checkpoint import write_folder
+from training.checkpoint import Checkpoints, write_folder
+from training.parallel import processes
 
 CONFIG_NAME = "config.yaml"
 
 
-def read_arguments(config: type[ConfigT], usage: str | None) -> ConfigT:
-    """Read `--config file.yaml [section.field=value ...]`; a mistake ends the program."""
+def run_script(main: Callable[[ConfigT], object], config: type[ConfigT], usage: str | None) -> None:
+    """Run a script on its command line: `--config file.yaml [section.field=value ...]`.
+
+    What the user can mend ends as one line on stderr: a mistake in the arguments with exit code 2,
+    one that shows while the script runs (bad text, a loss that is not finite, a full disk) with 1.
+    `python -X dev` shows where the latter came from.
+
+    Args:
+        main: the script, a function of its config.
+        config: class of that config.
+        usage: text of `--help`.
+    """
+    settings = _read_arguments(config, usage)
+    try:
+        main(settings)
+    except (ValueError, OSError, FloatingPointError, ImportError) as error:
+        if sys.flags.dev_mode:
+            raise
+        _end(" ".join(str(error).split()), 1)
+    processes().destroy_process_group()
+
+
+def _read_arguments(config: type[ConfigT], usage: str | None) -> ConfigT:
+    """The config that the command line asks for; a mistake in it ends the program."""
     parser = argparse.ArgumentParser(
         description=usage, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--config", required=True, help="YAML file")
     parser.add_argument("overrides", nargs="*", help="section.field=value, values are YAML")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     try:
         return load_config(config, arguments.config, arguments.overrides)
-    except (ValueError, FileNotFoundError) as error:
-        Console(stderr=True, highlight=False).print(f"error: {error}", style="red", markup=False)
-        sys.exit(2)
+    except (ValueError, OSError) as error:
+        _end(str(error), 2)
 
 
-def start_output(config: StrictConfig, output: Path) -> Path:
-    """Make the run's folder; say and save the config with every default filled in."""
-    output.mkdir(parents=True, exist_ok=True)
-    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-    with replacing(output / CONFIG_NAME) as scratch:
-        scratch.write_text(text, encoding="utf-8")
-    Console(highlight=False).print(text, markup=False)
+def _end(message: str, code: int) -> NoReturn:
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(f"error: {message}", style="red", markup=False)
+    sys.exit(code)
+
+
+def start_output(
+    config: StrictConfig, output: Path, identity: Mapping[str, Any] | None = None
+) -> Path:
+    """Make the run's folder; say and save the config with every default filled in.
+
+    Args:
+        config: the run's.
+        output: its folder.
+        identity: facts that must not differ from those of a run that the folder already holds.
+
+    Raises:
+        ValueError: they differ; nothing is written then.
+    """
+    Checkpoints(output).check_identity(identity or {})
+    if processes().is_main_process:
+        output.mkdir(parents=True, exist_ok=True)
+        text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        with replacing(output / CONFIG_NAME) as scratch:
+            scratch.write_text(text, encoding="utf-8")
+        Console(highlight=False).print(text, markup=False, soft_wrap=True)
     return output
 
 

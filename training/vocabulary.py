@@ -52,7 +52,7 @@ def train_tokenizer(
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=END, eos_token=END, clean_up_tokenization_spaces=False
     )
-    write_folder(folder, lambda scratch: fast.save_pretrained(scratch) and None)
+    write_folder(folder, fast.save_pretrained)
     return fast
 
 
@@ -75,35 +75,37 @@ def carry_over(
 ) -> None:
     """Copy the weights of `source` into `model`, a model of the same shape but for its vocabulary.
 
-    A token that both vocabularies have keeps its row; any other starts as the mean of the rows
-    that the old vocabulary would write it with.
+    A token that both vocabularies have keeps its row, and so does the end of a text, whatever it
+    is called; any other token starts as the mean of the rows that the old vocabulary would write
+    it with.
 
     Raises:
         ValueError: the models differ in shape beyond the vocabulary.
     """
-    weights = source.state_dict()
+    weights, places = source.state_dict(), model.state_dict(keep_vars=True)
     rows = _rows(old, new)
-    words = {id(m.weight) for m in (model.get_input_embeddings(), model.get_output_embeddings())}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        given = weights.get(name)
-        if given is not None and id(tensor) in words and given.shape[1:] == tensor.shape[1:]:
-            tensor.copy_(torch.stack([given[row].mean(0) for row in rows]))
-        elif given is not None and given.shape == tensor.shape:
-            tensor.copy_(given)
-        else:
-            shape = None if given is None else tuple(given.shape)
+    tables = (model.get_input_embeddings(), model.get_output_embeddings())
+    words = {id(parameter) for table in tables if table for parameter in table.parameters()}
+    for name in sorted(weights.keys() | places):
+        given, place = weights.get(name), places.get(name)
+        by_word = id(place) in words
+        shapes = [None if t is None else tuple(t.shape)[by_word:] for t in (place, given)]
+        if given is None or place is None or shapes[0] != shapes[1]:
             raise ValueError(
-                f"init_from does not fit the model: {name} is {tuple(tensor.shape)} here and "
-                f"{shape} there; give both the same shape but for the vocabulary"
+                f"init_from does not fit the model: {name} is {shapes[0]} here and {shapes[1]} "
+                "there; give both the same shape but for the vocabulary"
             )
+        place.copy_(torch.stack([given[row].mean(0) for row in rows]) if by_word else given)
 
 
 def _rows(old: PreTrainedTokenizerBase, new: PreTrainedTokenizerBase) -> list[Tensor]:
     known = old.get_vocab()
+    if new.eos_token is not None and old.eos_token is not None:
+        known[str(new.eos_token)] = known[str(old.eos_token)]
     tokens = new.convert_ids_to_tokens(list(range(len(new))))
     rows: list[Tensor] = []
     for number, token in enumerate(tokens):
-        pieces = [known[token]] if token in known else _pieces(old, new.decode([number]))
+        pieces = [known[token]] if token in known else _pieces(old, str(new.decode([number])))
         rows.append(torch.tensor(pieces))
     return rows
 

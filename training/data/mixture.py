@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
-from training.data.blocks import Batch, Blocks, collate
+from training.data.blocks import Batch, Blocks, collate, pack
+from training.data.sources import SourceConfig, tokenize
 
 
 class Mixture:
@@ -26,6 +28,23 @@ class Mixture:
         self._seen = [0] * len(self.sources)
         self._shuffled: dict[tuple[int, int], np.ndarray] = {}
         self._choose = np.random.default_rng(seed)
+
+    @classmethod
+    def read(
+        cls,
+        sources: Sequence[SourceConfig],
+        tokenizer: PreTrainedTokenizerBase,
+        block_size: int,
+        seed: int,
+    ) -> Mixture:
+        """Read, tokenize and pack sources.
+
+        Raises:
+            FileNotFoundError: a source has no files.
+            ValueError: a source is malformed, or holds less than one block.
+        """
+        blocks = [pack(tokenize(source, tokenizer), block_size, source.name) for source in sources]
+        return cls(blocks, [source.weight for source in sources], seed)
 
     @property
     def tokens(self) -> int:

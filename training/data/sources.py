@@ -9,9 +9,10 @@ import sysconfig
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
+from string import Formatter
 from typing import Any, Literal, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import Self
 
@@ -57,6 +58,14 @@ class SourceConfig(StrictConfig):
             raise ValueError("a source has either `files` or a `dataset`; give one of the two")
         return self
 
+    @field_validator("template")
+    @classmethod
+    def _names_fields(cls, template: str) -> str:
+        for _, name, _, conversion in Formatter().parse(template):
+            if name is not None and (conversion or not re.fullmatch(r"\w[^.\[]*", name)):
+                raise ValueError(f"a template has field names in braces, got {template!r}")
+        return template
+
     @property
     def name(self) -> str:
         """What messages call it."""
@@ -80,7 +89,9 @@ def read_texts(source: SourceConfig) -> Iterator[str]:
 
     Raises:
         FileNotFoundError: nothing matches `files`.
-        ValueError: a line is no JSON object, or the template names a field that is not there.
+        ImportError: `datasets` is not installed.
+        ValueError: a line is no JSON object, or `template` or `where` name a field that is not
+            there.
     """
     limit = source.max_characters or None
     for record in _records(source):
@@ -89,7 +100,15 @@ def read_texts(source: SourceConfig) -> Iterator[str]:
 
 
 def tokenize(source: SourceConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[Document]:
-    """The documents of a source as tokens, each between the tokenizer's BOS and EOS, if any."""
+    """The documents of a source as tokens, each between the tokenizer's BOS and EOS, if any.
+
+    Chats stand as their template has them.
+
+    Raises:
+        FileNotFoundError: nothing matches `files`.
+        ImportError: `datasets` is not installed.
+        ValueError: a record is not what `format`, `template` or `where` expect.
+    """
     if _is_chat(source):
         for record in _records(source):
             yield chat_document(record, tokenizer)
@@ -103,30 +122,45 @@ def tokenize(source: SourceConfig, tokenizer: PreTrainedTokenizerBase) -> Iterat
 
 
 def chat_document(record: Record, tokenizer: PreTrainedTokenizerBase) -> Document:
-    """A chat through the tokenizer's template, the assistant's replies marked as trained."""
-    messages = record.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"a chat record has a list `messages`, got keys {sorted(record)}")
+    """A chat through the tokenizer's template, the assistant's replies marked as trained.
+
+    Raises:
+        ValueError: the record is no chat, or the template is missing or rewrites earlier turns.
+    """
+    messages = _messages(record)
     if tokenizer.chat_template is None:
         raise ValueError(
             f"{type(tokenizer).__name__} has no chat template; set tokenizer.chat_template and "
             "save it, or use format jsonl with a template of your own"
         )
-    tokens: list[int] = []
-    trained: list[bool] = []
+    text, replies = "", []
     for index, message in enumerate(messages):
-        if message.get("role") != "assistant":
+        if message["role"] != "assistant":
             continue
         prompt = _render(tokenizer, messages[:index], reply_next=True)
         whole = _render(tokenizer, messages[: index + 1], reply_next=False)
-        if whole[: len(prompt)] != prompt or prompt[: len(tokens)] != tokens:
+        if not (whole.startswith(prompt) and prompt.startswith(text)):
             raise ValueError(
                 "the chat template rewrites earlier turns, so replies cannot be told from prompts; "
                 "give one record per reply"
             )
-        trained += [False] * (len(prompt) - len(tokens)) + [True] * (len(whole) - len(prompt))
-        tokens = whole
-    return Document(tokens, trained)
+        replies.append((len(prompt), len(whole)))
+        text = whole
+    # Replies are told by their characters: a token may straddle the end of a prompt.
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    starts = [start for start, _ in encoded.offset_mapping]
+    trained = [any(first <= start < last for first, last in replies) for start in starts]
+    return Document(encoded.input_ids, trained)
+
+
+def _messages(record: Record) -> list[dict[str, Any]]:
+    messages = record.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"a chat record has a list `messages`, got fields {sorted(record)}")
+    for message in messages:
+        if not isinstance(message, dict) or "role" not in message:
+            raise ValueError(f"a chat message has a `role` and a `content`, got {message!r}")
+    return messages
 
 
 def clean_prose(text: str) -> str:
@@ -136,11 +170,9 @@ def clean_prose(text: str) -> str:
     return "\n".join(folded for part in paragraphs if (folded := " ".join(part.split())))
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Any], reply_next: bool) -> list[int]:
-    text = tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=reply_next
-    )
-    return tokenizer(str(text), add_special_tokens=False, verbose=False).input_ids
+def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Any], reply_next: bool) -> str:
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=reply_next)
+    return str(text)
 
 
 def _is_chat(source: SourceConfig) -> bool:
@@ -151,16 +183,28 @@ def _is_chat(source: SourceConfig) -> bool:
 
 def _records(source: SourceConfig) -> Iterator[Record]:
     for record in _dataset_records(source) if source.dataset else _file_records(source):
-        if all(low <= record[field] <= high for field, (low, high) in source.where.items()):
+        if all(_lies_within(source, record, *limits) for limits in source.where.items()):
             yield record
+
+
+def _lies_within(
+    source: SourceConfig, record: Record, field: str, limits: tuple[float, float]
+) -> bool:
+    if field not in record:
+        raise ValueError(f"`where` of {source.name} names {field!r}, a record has {sorted(record)}")
+    if not isinstance(record[field], int | float):
+        raise ValueError(
+            f"`where` of {source.name} compares numbers, {field!r} of a record is {record[field]!r}"
+        )
+    return limits[0] <= record[field] <= limits[1]
 
 
 def _dataset_records(source: SourceConfig) -> Iterator[Record]:
     try:
-        from datasets import load_dataset
+        from datasets import load_dataset  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise ImportError("a `dataset` source needs: pip install 'selfspec[train]'") from None
-    yield from load_dataset(source.dataset, source.subset, split=source.split)  # pyright: ignore
+    yield from load_dataset(source.dataset, source.subset, split=source.split)
 
 
 def _file_records(source: SourceConfig) -> Iterator[Record]:
@@ -173,7 +217,11 @@ def _file_records(source: SourceConfig) -> Iterator[Record]:
 
 
 def find_files(source: SourceConfig) -> list[Path]:
-    """The files of a source, sorted; FileNotFoundError if there are none."""
+    """The files of a source, sorted.
+
+    Raises:
+        FileNotFoundError: a pattern matches nothing, or all that matches is excluded.
+    """
     stdlib = sysconfig.get_paths()["stdlib"]
     found: set[str] = set()
     for pattern in source.files:
@@ -183,19 +231,27 @@ def find_files(source: SourceConfig) -> list[Path]:
             raise FileNotFoundError(f"no file matches {expanded}; `files` takes paths and globs")
         found.update(matches)
     excluded = [pattern.replace("{stdlib}", stdlib) for pattern in source.exclude]
-    return [Path(p) for p in sorted(found) if not any(fnmatch(p, glob_) for glob_ in excluded)]
+    kept = [Path(p) for p in sorted(found) if not any(fnmatch(p, glob_) for glob_ in excluded)]
+    if not kept:
+        raise FileNotFoundError(f"`exclude` leaves none of the files that {source.name} matches")
+    return kept
 
 
 def _lines(path: Path, text: str) -> Iterator[Record]:
-    for number, line in enumerate(text.splitlines(), start=1):
+    # Not splitlines: JSON strings may hold other line separators, such as U+2028, as they are.
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: no valid JSON ({error})") from None
+            raise ValueError(
+                f"{path}, line {number}: no valid JSON ({error}); each line is one JSON object"
+            ) from None
         if not isinstance(record, dict):
-            raise ValueError(f"{path}, line {number}: expected a JSON object")
+            raise ValueError(
+                f"{path}, line {number}: expected a JSON object, got a {type(record).__name__}"
+            )
         yield record
 
 
@@ -204,5 +260,6 @@ def _fill(source: SourceConfig, record: Record) -> str:
         return source.template.format_map(record)
     except KeyError as error:
         raise ValueError(
-            f"the template of {source.name} names {error}, a record has {sorted(record)}"
+            f"the template of {source.name} names {error}, a record has "
+            f"{sorted(record)}; `template` takes field names in braces"
         ) from None

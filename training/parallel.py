@@ -1,0 +1,89 @@
+"""One process among several: how they find each other, and models whose weights lie in shards.
+
+accelerate leaves FSDP out where there is no GPU, so sharding is torch's own `fully_shard`: the same
+lines run on two CPU processes in a test and on a node of GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+
+
+def processes() -> PartialState:
+    """This process among those that torchrun or `accelerate launch` started."""
+    # Without `cpu`, processes on a machine that has no accelerator do not find each other.
+    return PartialState(cpu=not torch.accelerator.is_available())
+
+
+def make_accelerator(
+    precision: str, trackers: list[str], output: Path, facts: dict[str, Any]
+) -> Accelerator:
+    """This process as accelerate sees it; trackers are told the `facts` of the run."""
+    processes()
+    # An earlier run of this process may have had another precision.
+    AcceleratorState._reset_state()
+    accelerator = Accelerator(
+        mixed_precision=precision,
+        log_with=trackers or None,  # pyright: ignore[reportArgumentType]
+        project_dir=output,
+        step_scheduler_with_optimizer=False,
+    )
+    if trackers:
+        accelerator.init_trackers("selfspec", config=facts)
+    return accelerator
+
+
+def shard(module: nn.Module, accelerator: Accelerator) -> None:
+    """Spread a module's weights over the processes (FSDP2), decoder layer by decoder layer.
+
+    Parameters are replaced, so optimizers are made afterwards.
+    """
+    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+    models = [part for part in module.modules() if isinstance(part, PreTrainedModel)]
+    names = {name for model in models for name in model._no_split_modules or ()}
+    for layer in [part for part in module.modules() if type(part).__name__ in names]:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+
+
+@contextmanager
+def whole_root(module: nn.Module) -> Iterator[None]:
+    """Inside, parts of a sharded module may be called without going through the module itself.
+
+    Its layers gather their weights when they are called; what lies outside of the layers
+    (embedding, norm, heads) is gathered here.
+    """
+    if not isinstance(module, FSDPModule):
+        yield
+        return
+    module.unshard()
+    try:
+        yield
+    finally:
+        module.reshard()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A copy on the CPU, out of shards; of a sharded tensor every process has to ask for it."""
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def placed(tensor: Tensor, place: Tensor) -> Tensor:
+    """A whole tensor of the CPU, in shards and on the device as `place` is."""
+    moved = tensor.to(place.device)
+    if not isinstance(place, DTensor):
+        return moved
+    return distribute_tensor(moved, place.device_mesh, place.placements)
