@@ -74,16 +74,15 @@ def write(
     sample: bool = False,
     generator: torch.Generator | None = None,
 ) -> None:
-    """Write a prompt on by exactly `tokens` tokens."""
+    """Write a prompt on by exactly `tokens` tokens, from the whole distribution when sampling."""
     spec.generate(
         prompt.to(spec.engine.decoder.device),
         draft=draft,
         generator=generator,
-        do_sample=sample,
         max_new_tokens=tokens,
         min_new_tokens=tokens,
-        top_k=0,
         pad_token_id=0,
+        **({"do_sample": True, "top_k": 0} if sample else {"do_sample": False}),
     )
 
 

@@ -13,7 +13,7 @@ from typing_extensions import Self
 from selfspec.config import StrictConfig
 from selfspec.decoder import Decoder
 from selfspec.forcing import Reading, draft_states, needs, read_text
-from selfspec.heads import ExitHead, head_class
+from selfspec.heads import ExitHead, check_exit_layer, head_class
 from training.data import Batch, Blocks
 from training.held_out import HeldOutDrafts
 from training.losses import LossSchedule, draft_losses
@@ -85,12 +85,26 @@ def build_heads(
                 f"heads: {config.kind} at exit_layer {config.exit_layer} stands there twice; "
                 "give each exit one head of a kind"
             )
-        head = head_class(config.kind).build(decoder, config.exit_layer, **config.options)
-        head.check(decoder)
-        if config.vocab_size:
-            head.trim(decoder, frequent_tokens(text, decoder.vocab_size, config.vocab_size))
-        heads.append(head.float())
+        trimmed = config.vocab_size > 0
+        vocab_ids = (
+            frequent_tokens(text, decoder.vocab_size, config.vocab_size) if trimmed else None
+        )
+        heads.append(new_head(decoder, config, vocab_ids))
     return heads
+
+
+def new_head(decoder: Decoder, config: HeadConfig, vocab_ids: Tensor | None) -> ExitHead:
+    """A head before training, in float32, that drafts `vocab_ids` (all tokens without).
+
+    Raises:
+        ValueError: the kind is unknown, or the exit is out of range.
+    """
+    kind = head_class(config.kind)
+    check_exit_layer(decoder, config.exit_layer, kind.lowest_exit)
+    head = kind.build(decoder, config.exit_layer, **config.options)
+    if vocab_ids is not None:
+        head.trim(decoder, vocab_ids)
+    return head.float()
 
 
 def frequent_tokens(text: Sequence[Blocks], vocab_size: int, count: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from pydantic import Field
@@ -10,7 +10,7 @@ from pydantic import Field
 from selfspec import DraftConfig, SelfSpecModel
 from selfspec.config import StrictConfig
 from selfspec.heads import ExitHead
-from training.calibrate import Bin, calibration, fit_calibrator
+from training.calibrate import Bin, Calibration, calibration, fit_calibrator
 from training.data import Blocks
 from training.decode import DecodeConfig, accepted_lengths, draft_of, round_seconds, take_prompts
 from training.held_out import Drafts, HeldOutDrafts
@@ -48,11 +48,12 @@ class MeasureConfig(StrictConfig):
 
 def calibrate(
     spec: SelfSpecModel, held_out: Mapping[str, Blocks], config: MeasureConfig
-) -> dict[str, list[Bin]]:
+) -> tuple[list[float], dict[str, list[Bin]]]:
     """Fit the calibrators of every head on one half of the held-out drafts.
 
     Returns:
-        Bins of each calibrator on the other half, by the exit's name and the way of decoding.
+        On the other half: of each head the expected calibration error when decoding greedily, and
+        the bins of each calibrator, by the exit's name and the way of decoding.
     """
     measured = [
         HeldOutDrafts(
@@ -60,33 +61,37 @@ def calibrate(
         ).measure(with_features=True)
         for blocks in held_out.values()
     ]
+    errors: list[float] = []
     bins: dict[str, list[Bin]] = {}
     for number, head in enumerate(spec.heads):
         drafts = [domain[number] for domain in measured]
-        for mode in ("greedy", "sampled"):
-            bins[f"{head.kind}, exit {head.exit_layer}, {mode}"] = _calibrate(head, mode, drafts)
-    return bins
+        quality = {mode: _calibrate(head, mode, drafts) for mode in ("greedy", "sampled")}
+        errors.append(quality["greedy"].ece_after)
+        for mode, found in quality.items():
+            bins[f"{head.kind}, exit {head.exit_layer}, {mode}"] = found.reliability
+    return errors, bins
 
 
-def _calibrate(head: ExitHead, mode: str, drafts: list[Drafts]) -> list[Bin]:
+def _calibrate(head: ExitHead, mode: str, drafts: list[Drafts]) -> Calibration:
     features = torch.cat([d.features for d in drafts])
     accepted = torch.cat([d.agreed if mode == "greedy" else d.accepted for d in drafts])
     # Neighbours are alike: every other draft would leak into the fit, so halves alternate in runs.
     held = (torch.arange(len(features)) // 64) % 2 == 1
     where = next(head.parameters(), torch.empty(0)).device
     fitted = fit_calibrator(features[~held], accepted[~held])
-    reliability = calibration(fitted, features[held], accepted[held]).reliability
     head.calibrators[mode] = fitted.to(where)
-    return reliability
+    return calibration(fitted.cpu(), features[held], accepted[held])
 
 
-def measure(spec: SelfSpecModel, blocks: Blocks, config: MeasureConfig) -> list[ExitFigures]:
-    """Figures of every head on one domain."""
+def measure(
+    spec: SelfSpecModel, blocks: Blocks, config: MeasureConfig, errors: Sequence[float]
+) -> list[ExitFigures]:
+    """Figures of every head on one domain; `errors` are those of their calibrators."""
     decoder = spec.engine.decoder
     drafts = HeldOutDrafts(decoder, spec.heads, blocks, config.depths, config.blocks).measure()
     prompts = take_prompts(blocks, config.prompts, config.prompt_tokens) if config.prompts else []
     figures: list[ExitFigures] = []
-    for head, drafted in zip(spec.heads, drafts, strict=True):
+    for head, drafted, error in zip(spec.heads, drafts, errors, strict=True):
         lengths = accepted_lengths(spec, head, prompts, config.decoding) if prompts else {}
         figures.append(
             ExitFigures(
@@ -96,6 +101,7 @@ def measure(spec: SelfSpecModel, blocks: Blocks, config: MeasureConfig) -> list[
                 alpha=drafted.alpha,
                 accepted_length=lengths,
                 predicted_speedup=_predicted(spec, head, drafted, prompts, config),
+                ece=error,
             )
         )
     return figures

@@ -27,6 +27,15 @@ def check_trackers(names: list[str]) -> None:
             raise ImportError(f"tracker {name!r} is not installed: pip install {_TRACKERS[name]}")
 
 
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """All entries of a run; a last line that a killed run left unfinished is none."""
+    path = folder / METRICS_NAME
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
 class MetricsLog:
     """One JSON object a line, by step.
 
@@ -38,16 +47,9 @@ class MetricsLog:
     def __init__(self, folder: Path, from_step: int):
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / METRICS_NAME
-        kept = [entry for entry in self.read() if entry["step"] < from_step]
+        kept = [entry for entry in read_metrics(folder) if entry["step"] < from_step]
         with replacing(self.path) as scratch:
             scratch.write_text("".join(json.dumps(e) + "\n" for e in kept), encoding="utf-8")
-
-    def read(self) -> list[dict[str, Any]]:
-        """All entries; a last line that a killed run left unfinished is none."""
-        if not self.path.is_file():
-            return []
-        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
-        return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         """Add a line.

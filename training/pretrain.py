@@ -25,6 +25,7 @@ from selfspec.config import StrictConfig, unknown_name
 from training.checkpoint import Checkpoints
 from training.data import Mixture, SourceConfig
 from training.language import HeldOut, LanguageModelling
+from training.layerskip import LayerSkip, LayerSkipConfig
 from training.loop import Loop, LoopConfig
 from training.optim import OptimizerConfig
 from training.parallel import processes, whole
@@ -46,6 +47,7 @@ class PretrainConfig(StrictConfig):
         held_out: text for the figures, never trained on.
         optimizer: what updates the weights.
         loop: how long, in what portions.
+        layerskip: train by the LayerSkip recipe (`dropout: rising` from scratch).
     """
 
     output: str
@@ -57,6 +59,7 @@ class PretrainConfig(StrictConfig):
     held_out: HeldOut
     optimizer: OptimizerConfig = OptimizerConfig(name="muon")
     loop: LoopConfig = LoopConfig()
+    layerskip: LayerSkipConfig | None = None
 
     @field_validator("model")
     @classmethod
@@ -75,7 +78,7 @@ class PretrainConfig(StrictConfig):
     @property
     def identity(self) -> dict[str, Any]:
         """What must stay as it is when the run is resumed."""
-        parts = {"model", "init_from", "tokenizer", "data", "block_size", "optimizer"}
+        parts = {"model", "init_from", "tokenizer", "data", "block_size", "optimizer", "layerskip"}
         return {**self.model_dump(mode="json", include=parts), "loop": self.loop.identity}
 
 
@@ -86,7 +89,11 @@ def pretrain(config: PretrainConfig) -> dict[str, float]:
     held_out = config.held_out.read(tokenizer)
     data = Mixture.read(config.data, tokenizer, config.block_size, config.loop.seed)
     model = make_model(config, tokenizer)
-    task = LanguageModelling(model, held_out)
+    task = (
+        LanguageModelling(model, held_out)
+        if config.layerskip is None
+        else LayerSkip(model, held_out, config.layerskip, config.loop)
+    )
     loop = Loop(task, data, config.loop, config.optimizer, output, config.identity)
     figures = loop.run()
     weights = {name: whole(tensor) for name, tensor in model.state_dict().items()}

@@ -57,6 +57,10 @@ class ExitFigures:
         """What displays call the exit."""
         return f"{self.kind}, exit {self.exit_layer}"
 
+    def to_dict(self) -> dict[str, Any]:
+        """The figures as plain values."""
+        return asdict(self)
+
 
 # Predictions
 
@@ -200,7 +204,7 @@ def write_report(
     folder.mkdir(parents=True, exist_ok=True)
     bins = reliability or {}
     content = {
-        "exits": [asdict(exit) for exit in figures],
+        "exits": [exit.to_dict() for exit in figures],
         "reliability": {name: [b._asdict() for b in some] for name, some in bins.items()},
     }
     report = folder / REPORT_NAME

@@ -10,7 +10,8 @@ from training.data import Batch
 class Task(nn.Module):
     """What is trained: a module whose forward is the loss of a batch.
 
-    Randomness has to come from torch's global generator, which the loop seeds anew every step. The
+    Randomness has to be a function of seed and step, or come from torch's global generator, which
+    the loop seeds anew every step. The
     loop puts the task into training mode for a step and into evaluation mode for `evaluate`; a task
     with a frozen part that must stay as it is overrides `train`.
 

@@ -99,6 +99,18 @@ def read_texts(source: SourceConfig) -> Iterator[str]:
         yield (clean_prose(text) if source.clean == "prose" else text)[:limit]
 
 
+def read_chats(source: SourceConfig) -> Iterator[list[dict[str, Any]]]:
+    """The messages of each chat of a source.
+
+    Raises:
+        FileNotFoundError: nothing matches `files`.
+        ImportError: `datasets` is not installed.
+        ValueError: a record is no chat.
+    """
+    for record in _records(source):
+        yield _messages(record)
+
+
 def tokenize(source: SourceConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[Document]:
     """The documents of a source as tokens, each between the tokenizer's BOS and EOS, if any.
 
@@ -109,7 +121,7 @@ def tokenize(source: SourceConfig, tokenizer: PreTrainedTokenizerBase) -> Iterat
         ImportError: `datasets` is not installed.
         ValueError: a record is not what `format`, `template` or `where` expect.
     """
-    if _is_chat(source):
+    if is_chat(source):
         for record in _records(source):
             yield chat_document(record, tokenizer)
         return
@@ -128,17 +140,12 @@ def chat_document(record: Record, tokenizer: PreTrainedTokenizerBase) -> Documen
         ValueError: the record is no chat, or the template is missing or rewrites earlier turns.
     """
     messages = _messages(record)
-    if tokenizer.chat_template is None:
-        raise ValueError(
-            f"{type(tokenizer).__name__} has no chat template; set tokenizer.chat_template and "
-            "save it, or use format jsonl with a template of your own"
-        )
     text, replies = "", []
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        prompt = _render(tokenizer, messages[:index], reply_next=True)
-        whole = _render(tokenizer, messages[: index + 1], reply_next=False)
+        prompt = render_chat(tokenizer, messages[:index], reply_next=True)
+        whole = render_chat(tokenizer, messages[: index + 1], reply_next=False)
         if not (whole.startswith(prompt) and prompt.startswith(text)):
             raise ValueError(
                 "the chat template rewrites earlier turns, so replies cannot be told from prompts; "
@@ -170,12 +177,25 @@ def clean_prose(text: str) -> str:
     return "\n".join(folded for part in paragraphs if (folded := " ".join(part.split())))
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Any], reply_next: bool) -> str:
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Any], reply_next: bool
+) -> str:
+    """A chat as its template has it; `reply_next` opens the assistant's turn.
+
+    Raises:
+        ValueError: the tokenizer has no template.
+    """
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"{type(tokenizer).__name__} has no chat template; set tokenizer.chat_template and "
+            "save it, or use format jsonl with a template of your own"
+        )
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=reply_next)
     return str(text)
 
 
-def _is_chat(source: SourceConfig) -> bool:
+def is_chat(source: SourceConfig) -> bool:
+    """Whether a source's records are chats."""
     if source.format != "auto":
         return source.format == "chat"
     return "messages" in next(_records(source), {})

@@ -1,0 +1,108 @@
+"""What a fit of exit heads is made of: its config, its target, its text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from selfspec import DEMO_MODEL, SelfSpecModel
+from selfspec.config import StrictConfig
+from selfspec.heads import ExitHead, save_heads
+from selfspec.heads.card import CARD_NAME, heads_card
+from training.checkpoint import write_folder
+from training.data import Blocks, SourceConfig, pack, tokenize
+from training.exits import DraftLossConfig, HeadConfig, new_head
+from training.loop import LoopConfig
+from training.measure import MeasureConfig
+from training.optim import OptimizerConfig
+from training.script import CONFIG_NAME
+
+
+class FitConfig(StrictConfig):
+    """A fit of exit heads.
+
+    Attributes:
+        output: folder of the run; the heads land in `heads` in it.
+        target: a checkpoint's folder or model id; `demo` is the one in the package.
+        heads: the heads to fit, jointly.
+        data: training text, each source with its weight.
+        block_size: tokens of a block.
+        loss: what is minimised.
+        optimizer: what updates the heads.
+        loop: how long, in what portions.
+        held_out: text for calibration and figures, by domain; never trained on.
+        measure: what is measured on it.
+    """
+
+    output: str
+    target: str = "demo"
+    heads: list[HeadConfig] = Field(min_length=1)
+    data: list[SourceConfig] = Field(min_length=1)
+    block_size: int = Field(default=256, ge=8)
+    loss: DraftLossConfig = DraftLossConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    loop: LoopConfig = LoopConfig()
+    held_out: dict[str, SourceConfig] = Field(min_length=1)
+    measure: MeasureConfig = MeasureConfig()
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What must stay as it is when the run is resumed."""
+        parts = {"target", "heads", "data", "block_size", "loss", "optimizer"}
+        return {**self.model_dump(mode="json", include=parts), "loop": self.loop.identity}
+
+    @property
+    def folder(self) -> Path:
+        """Where the heads land."""
+        return Path(self.output) / "heads"
+
+    @property
+    def told(self) -> list[str]:
+        """The training text, for people."""
+        total = sum(source.weight for source in self.data)
+        return [f"{source.name} ({source.weight / total:.0%})" for source in self.data]
+
+    def load_target(self) -> tuple[SelfSpecModel, PreTrainedTokenizerBase]:
+        """The frozen target in float32, without heads, and its tokenizer."""
+        source = DEMO_MODEL if self.target == "demo" else self.target
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        return SelfSpecModel(model.eval()), AutoTokenizer.from_pretrained(source)
+
+    def read_held_out(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Blocks]:
+        """The held-out blocks of each domain."""
+        return {
+            name: pack(tokenize(source, tokenizer), self.block_size, source.name)
+            for name, source in self.held_out.items()
+        }
+
+
+def write_heads(config: FitConfig, heads: Sequence[ExitHead], spec: SelfSpecModel) -> Path:
+    """Save heads, their card and the config they were fitted by, whole or not at all."""
+    told = (Path(config.output) / CONFIG_NAME).read_text(encoding="utf-8")
+
+    def fill(folder: Path) -> None:
+        save_heads(heads, spec.engine.decoder, folder)
+        (folder / CARD_NAME).write_text(heads_card(heads, config.target), encoding="utf-8")
+        (folder / "fit.yaml").write_text(told, encoding="utf-8")
+
+    write_folder(config.folder, fill)
+    return config.folder
+
+
+def heads_of(
+    config: FitConfig, spec: SelfSpecModel, weights: Sequence[Mapping[str, Tensor]]
+) -> list[ExitHead]:
+    """Heads with the weights that a fit left, out of whatever shards they were trained in."""
+    heads: list[ExitHead] = []
+    for each, state in zip(config.heads, weights, strict=True):
+        head = new_head(spec.engine.decoder, each, state.get("vocab_ids"))
+        head.load_state_dict(state)
+        head.facts["data"] = config.told
+        heads.append(head.eval().requires_grad_(False))
+    return heads

@@ -1,0 +1,64 @@
+"""Calibrates and measures the heads that a fit has left, on its held-out text.
+
+python -m training.measure_heads --config configs/fit_lens.yaml [section.field=value ...]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Console
+
+from selfspec import SelfSpecModel
+from selfspec.heads import load_heads
+from training.data import Blocks
+from training.fitting import FitConfig, write_heads
+from training.measure import calibrate, measure
+from training.metrics import read_metrics
+from training.report import ExitFigures, figures_table, write_report
+from training.script import run_script
+
+
+def measure_heads(config: FitConfig) -> dict[str, list[ExitFigures]]:
+    """Measure the heads in the fit's folder anew."""
+    spec, tokenizer = config.load_target()
+    return measure_saved(config, spec, config.read_held_out(tokenizer))
+
+
+def measure_saved(
+    config: FitConfig, spec: SelfSpecModel, held_out: Mapping[str, Blocks]
+) -> dict[str, list[ExitFigures]]:
+    """Calibrate the saved heads, measure them, and write figures, plots and the card.
+
+    Args:
+        config: the fit.
+        spec: its target.
+        held_out: held-out blocks by domain.
+
+    Returns:
+        The figures of every head, by domain.
+    """
+    console = Console(highlight=False)
+    heads = spec.engine.heads = load_heads(spec.engine.decoder, config.folder)
+    for head in heads:
+        head.float()
+    console.print("calibrating on held-out text", markup=False)
+    errors, reliability = calibrate(spec, held_out, config.measure)
+    history = read_metrics(Path(config.output))
+    figures: dict[str, list[ExitFigures]] = {}
+    for domain, blocks in held_out.items():
+        console.print(f"measuring on {domain}", markup=False)
+        figures[domain] = measure(spec, blocks, config.measure, errors)
+        console.print(figures_table(figures[domain], title=domain))
+        folder = Path(config.output) / "report" / domain
+        write_report(folder, figures[domain], history, reliability, console.print)
+    for number, head in enumerate(heads):
+        measured = {domain: each[number].to_dict() for domain, each in figures.items()}
+        head.facts = {**head.facts, "held_out": measured}
+    console.print(f"heads: {write_heads(config, heads, spec)}", markup=False)
+    return figures
+
+
+if __name__ == "__main__":
+    run_script(measure_heads, FitConfig, __doc__)

@@ -1,0 +1,135 @@
+"""Prompts cut out of text and chats, in the order and the batches in which they are written on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from pydantic import Field
+from transformers import PreTrainedTokenizerBase
+
+from selfspec.config import StrictConfig
+from training.data import SourceConfig, read_texts
+from training.data.sources import is_chat, read_chats, render_chat
+
+_WINDOW = 16  # batches among which prompts are sorted by length
+
+
+class Prompt(NamedTuple):
+    """What the target writes on.
+
+    Attributes:
+        tokens: token ids.
+        source: name of the source.
+        messages: the chat that it stands for; `None` for plain text.
+    """
+
+    tokens: list[int]
+    source: str
+    messages: list[dict[str, Any]] | None = None
+
+
+class PromptConfig(StrictConfig):
+    """Where prompts are cut.
+
+    Attributes:
+        tokens: tokens of a prompt of plain text. A chat is taken up to its last reply.
+        every: tokens from one prompt to the next in a document of plain text.
+        count: prompts in all, shared out by the sources' weights, at even distances in each; 0
+            takes all there are.
+    """
+
+    tokens: int = Field(default=32, ge=1)
+    every: int = Field(default=256, ge=1)
+    count: int = Field(default=0, ge=0)
+
+
+def read_prompts(
+    sources: Sequence[SourceConfig],
+    config: PromptConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    longest: int | None = None,
+) -> list[Prompt]:
+    """The prompts of all sources, mixed, so that any beginning of them is a fair sample.
+
+    Args:
+        sources: text, or chats; not both.
+        config: where prompts are cut.
+        tokenizer: the target's.
+        seed: decides the order.
+        longest: tokens of the longest prompt that leaves room to write; longer ones are left out.
+
+    Raises:
+        FileNotFoundError: a source has no files.
+        ValueError: sources mix text and chats, a record is malformed, or a source has no prompt.
+    """
+    if len({is_chat(source) for source in sources}) > 1:
+        raise ValueError(
+            "data mixes plain text and chats, which no one file can hold; write each in a run of "
+            "its own"
+        )
+    found: list[Prompt] = []
+    total = sum(source.weight for source in sources)
+    for source in sources:
+        prompts = list(_of_source(source, config, tokenizer))
+        fitting = [p for p in prompts if longest is None or len(p.tokens) <= longest]
+        if not fitting:
+            raise ValueError(_nothing(source, config, len(prompts), longest))
+        share = round(config.count * source.weight / total) if config.count else len(fitting)
+        found += _evenly(fitting, share)
+    return [found[place] for place in np.random.default_rng(seed).permutation(len(found))]
+
+
+def _of_source(
+    source: SourceConfig, config: PromptConfig, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[Prompt]:
+    if is_chat(source):
+        for messages in read_chats(source):
+            yield _of_chat(messages, source, tokenizer)
+        return
+    # What comes back is read as a document of its own, so a prompt begins as documents do.
+    start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    for text in read_texts(source):
+        ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        for place in range(0, len(ids) - config.tokens + 1, config.every):
+            yield Prompt(start + ids[place : place + config.tokens], source.name)
+
+
+def _of_chat(
+    messages: list[dict[str, Any]], source: SourceConfig, tokenizer: PreTrainedTokenizerBase
+) -> Prompt:
+    """The chat without the replies that end it."""
+    asked = max((n for n, m in enumerate(messages, 1) if m["role"] != "assistant"), default=0)
+    if not asked:
+        raise ValueError(f"a chat of {source.name} holds nothing but the assistant's turns")
+    text = render_chat(tokenizer, messages[:asked], reply_next=True)
+    ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    return Prompt(ids, source.name, messages[:asked])
+
+
+def _nothing(source: SourceConfig, config: PromptConfig, found: int, longest: int | None) -> str:
+    if found:
+        return (
+            f"all {found} prompts of {source.name} are longer than {longest} tokens, what the "
+            "model's positions leave beside new_tokens; lower new_tokens or prompts.tokens"
+        )
+    return (
+        f"{source.name} has no prompt: no document of {config.tokens} tokens, no chat; lower "
+        "prompts.tokens, or give other text"
+    )
+
+
+def _evenly(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    count = min(count, len(prompts))
+    return [prompts[place * len(prompts) // count] for place in range(count)]
+
+
+def batches(prompts: Sequence[Prompt], size: int) -> list[list[int]]:
+    """Numbers of the prompts of each batch, near ones of like length together."""
+    numbers: list[int] = []
+    for start in range(0, len(prompts), size * _WINDOW):
+        window = range(start, min(start + size * _WINDOW, len(prompts)))
+        numbers += sorted(window, key=lambda number: len(prompts[number].tokens))
+    return [numbers[start : start + size] for start in range(0, len(numbers), size)]

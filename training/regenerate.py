@@ -1,0 +1,258 @@
+"""Writes a target's own continuations of prompts from text, for heads to be fitted on.
+
+python -m training.regenerate --config configs/regenerate.yaml [section.field=value ...]
+
+The texts land in `texts.jsonl`, one JSON object a line, which is a source of `training.fit_heads`:
+`text` for plain text, `messages` for chats; beside it stand `prompt_tokens` and `new_tokens`,
+`source` and the prompt's `number`.
+
+About seeds. Rows of a batch draw from one generator, and how much a round draws depends on how
+many drafts it makes, so a text is a function of its whole batch rather than of its prompt alone.
+Batches are therefore fixed by the config, every batch is seeded by (seed, its number), and the
+unit that is written, lost and written anew is the batch: a run that was killed ends in the same
+file, byte for byte, on the same device and versions. Another `batch_size`, `draft`, device or dtype
+gives other texts, drawn from the same distribution.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from selfspec import DEMO_MODEL, DraftConfig, SelfSpecModel
+from selfspec.config import StrictConfig
+from training.data import SourceConfig
+from training.identity import changes, digest, read_facts, target_facts, write_facts
+from training.metrics import Display
+from training.parallel import processes
+from training.prompts import Prompt, PromptConfig, batches, read_prompts
+from training.script import run_script, start_output
+
+TEXTS_NAME = "texts.jsonl"
+_FACTS_NAME = "texts.json"
+
+
+class RegenerateConfig(StrictConfig):
+    """What is written on, how, and where to.
+
+    Attributes:
+        output: folder of the run; the texts land in `texts.jsonl` in it.
+        target: a checkpoint's folder or model id; `demo` is the one in the package.
+        dtype: of the target's weights; `auto` takes the checkpoint's.
+        heads: folder of exit heads; `null` takes those beside the checkpoint, if there are any.
+        draft: how to draft; `null` takes the first head, or decodes plainly where there is none.
+        data: text or chats, each source with its weight (`prompts.count`).
+        prompts: where prompts are cut.
+        new_tokens: the most tokens that are written behind a prompt.
+        temperature: of the draws; 0 is greedy.
+        top_p: share of the probability that is drawn from, most probable tokens first.
+        batch_size: prompts that are written on at once.
+        seed: decides the order of the prompts and the draws.
+    """
+
+    output: str
+    target: str = "demo"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    heads: str | None = None
+    draft: DraftConfig | None = None
+    data: list[SourceConfig] = Field(min_length=1)
+    prompts: PromptConfig = PromptConfig()
+    new_tokens: int = Field(default=224, ge=1)
+    temperature: float = Field(default=1.0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    batch_size: int = Field(default=16, ge=1)
+    seed: int = Field(default=0, ge=0)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What must stay as it is when the run is resumed."""
+        return self.model_dump(mode="json", exclude={"output"})
+
+
+def regenerate(config: RegenerateConfig) -> Path:
+    """Write all texts, or go on with those in the folder; returns their file.
+
+    Raises:
+        FileNotFoundError: a source has no files.
+        ValueError: the folder holds other texts, or the data gives no prompts.
+        OSError: a batch could not be written; those before it stay.
+    """
+    if processes().num_processes > 1:
+        raise ValueError("regenerate runs in one process; give each its share of the data instead")
+    output = Path(config.output)
+    _check(output, config.identity)
+    start_output(config, output)
+    spec, tokenizer = load(config)
+    decoder = spec.engine.decoder
+    longest = decoder.max_positions and decoder.max_positions - config.new_tokens
+    prompts = read_prompts(config.data, config.prompts, tokenizer, config.seed, longest)
+    facts = {
+        **config.identity,
+        "model": target_facts(decoder),
+        "text": digest([prompt.tokens for prompt in prompts]),
+    }
+    _check(output, facts)
+    write_facts(output / _FACTS_NAME, facts)
+    return write_texts(spec, tokenizer, prompts, config)
+
+
+def _check(output: Path, facts: dict[str, Any]) -> None:
+    saved = read_facts(output / _FACTS_NAME)
+    if saved is None and (output / TEXTS_NAME).exists():
+        raise ValueError(f"{output} holds texts without their {_FACTS_NAME}; give a new folder")
+    # Before the target is loaded, its facts are not there to be compared.
+    known = {name: value for name, value in (saved or facts).items() if name in facts}
+    if changed := list(changes(known, facts)):
+        raise ValueError(
+            f"{output} holds texts with another {', '.join(changed)}; give a new output folder, or "
+            "delete that one to start afresh"
+        )
+
+
+def load(config: RegenerateConfig) -> tuple[SelfSpecModel, PreTrainedTokenizerBase]:
+    """The target with its heads, on the accelerator where there is one, and its tokenizer."""
+    source = DEMO_MODEL if config.target == "demo" else config.target
+    spec = SelfSpecModel.from_pretrained(
+        source, config.heads, dtype=config.dtype, device_map=processes().device
+    )
+    return spec, AutoTokenizer.from_pretrained(source)
+
+
+def write_texts(
+    spec: SelfSpecModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    config: RegenerateConfig,
+) -> Path:
+    """Write on whatever batches the file does not hold yet."""
+    path = Path(config.output) / TEXTS_NAME
+    parts = batches(prompts, config.batch_size)
+    done = cut_to_batches(path, [len(part) for part in parts])
+    display = Display("regenerating", len(parts), done)
+    if done == len(parts):
+        display.say(f"all {len(prompts)} texts are there: {path}")
+        return path
+    with display:
+        for number in range(done, len(parts)):
+            rows = write_on(spec, [prompts[n] for n in parts[number]], config, number)
+            lines = [
+                json.dumps(record(prompts[n], new, tokenizer, n), ensure_ascii=False) + "\n"
+                for n, new in zip(parts[number], rows, strict=True)
+            ]
+            append(path, "".join(lines))
+            display.step(number + 1, _pace(spec), line=number % 10 == 0 or number + 1 == len(parts))
+    display.say(f"{len(prompts)} texts: {path}")
+    return path
+
+
+def cut_to_batches(path: Path, sizes: Sequence[int]) -> int:
+    """Drop what a killed run left of a batch; returns how many whole ones the file holds.
+
+    Args:
+        path: the texts; there may be none yet.
+        sizes: lines of each batch.
+    """
+    if not path.exists():
+        return 0
+    done = lines = place = end = 0
+    with path.open("rb") as file:
+        for line in file:
+            if done == len(sizes) or not line.endswith(b"\n"):
+                break
+            lines, place = lines + 1, place + len(line)
+            if lines == sizes[done]:
+                done, lines, end = done + 1, 0, place
+    os.truncate(path, end)
+    return done
+
+
+def append(path: Path, lines: str) -> None:
+    """Add a batch to the file, and make sure that it is on the disk.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    try:
+        with path.open("ab") as file:
+            file.write(lines.encode())
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise OSError(
+            f"{path} could not be written ({error}); called again, it goes on from the last batch "
+            "that is whole"
+        ) from error
+
+
+def write_on(
+    spec: SelfSpecModel, prompts: Sequence[Prompt], config: RegenerateConfig, number: int
+) -> list[list[int]]:
+    """The new tokens of each prompt of a batch, its end of text included."""
+    device = spec.engine.decoder.device
+    width = max(len(prompt.tokens) for prompt in prompts)
+    tokens = torch.zeros(len(prompts), width, dtype=torch.long)
+    mask = torch.zeros_like(tokens)
+    for row, prompt in enumerate(prompts):
+        tokens[row, width - len(prompt.tokens) :] = torch.tensor(prompt.tokens)
+        mask[row, width - len(prompt.tokens) :] = 1
+    seed = np.random.SeedSequence((config.seed, number)).generate_state(1)
+    plain = DraftConfig(drafter="none")
+    spec.generate(
+        tokens.to(device),
+        attention_mask=mask.to(device),
+        draft=config.draft or (DraftConfig() if spec.heads else plain),
+        generator=torch.Generator(device).manual_seed(int(seed[0])),
+        max_new_tokens=config.new_tokens,
+        pad_token_id=0,
+        **_sampling(config),
+    )
+    assert spec.last_trace is not None
+    return [spec.last_trace.tokens(row) for row in range(len(prompts))]
+
+
+def _sampling(config: RegenerateConfig) -> dict[str, Any]:
+    """The target's own distribution, whatever its checkpoint recommends for chatting."""
+    if config.temperature == 0:
+        return {"do_sample": False, "repetition_penalty": 1.0}
+    return {
+        "do_sample": True,
+        "temperature": config.temperature,
+        "top_p": config.top_p,
+        "top_k": 0,
+        "repetition_penalty": 1.0,
+    }
+
+
+def record(
+    prompt: Prompt, new: list[int], tokenizer: PreTrainedTokenizerBase, number: int
+) -> dict[str, Any]:
+    """What is written of a prompt: the whole text, or the chat with the new reply."""
+    options: dict[str, Any] = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+    if prompt.messages is None:
+        said: dict[str, Any] = {"text": tokenizer.decode([*prompt.tokens, *new], **options)}
+    else:
+        reply = {"role": "assistant", "content": tokenizer.decode(new, **options)}
+        said = {"messages": [*prompt.messages, reply]}
+    counts = {"prompt_tokens": len(prompt.tokens), "new_tokens": len(new)}
+    return {**said, **counts, "source": prompt.source, "number": number}
+
+
+def _pace(spec: SelfSpecModel) -> dict[str, float]:
+    stats = spec.last_stats
+    assert stats is not None
+    return {
+        "tokens_per_second": stats.emitted / stats.seconds["total"],
+        "tokens_a_round": stats.mean_accepted_length,
+    }
+
+
+if __name__ == "__main__":
+    run_script(regenerate, RegenerateConfig, __doc__)
