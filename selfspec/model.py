@@ -27,7 +27,14 @@ from selfspec.decoder import Decoder
 from selfspec.decoding import Call, SpecOutput, speculate
 from selfspec.drafters import make_drafter
 from selfspec.engine import Engine
-from selfspec.heads import CONFIG_NAME, ExitHead, load_heads, save_heads
+from selfspec.heads import (
+    CONFIG_NAME,
+    ExitHead,
+    find_heads,
+    load_heads,
+    push_heads,
+    save_heads,
+)
 from selfspec.prompts import check_mask, to_left_padding
 from selfspec.stats import Stats, Trace
 
@@ -39,7 +46,8 @@ class SelfSpecModel:
 
     Args:
         model: a decoder-only causal LM of transformers, PEFT-wrapped or not.
-        heads: exit heads, or the folder they were saved in; `None` for a target without.
+        heads: exit heads, the folder they were saved in, or their id on the hub; `None` for a
+            target without.
 
     Attributes:
         model: the model as it was given.
@@ -54,7 +62,7 @@ class SelfSpecModel:
         self.model = model
         decoder = Decoder(model)
         if isinstance(heads, (str, Path)):
-            heads = load_heads(decoder, heads)
+            heads = load_heads(decoder, find_heads(heads))
         self.engine = Engine(decoder, heads or ())
         self.last_stats: Stats | None = None
         self.last_trace: Trace | None = None
@@ -67,8 +75,8 @@ class SelfSpecModel:
 
         Args:
             path: a folder or a model id.
-            heads: exit heads, or the folder they were saved in; `None` takes those saved beside
-                the checkpoint, if there are any.
+            heads: exit heads, the folder they were saved in, or their id on the hub; `None` takes
+                those saved beside the checkpoint, if there are any.
             **kwargs: go to `AutoModelForCausalLM.from_pretrained`.
 
         Raises:
@@ -90,6 +98,24 @@ class SelfSpecModel:
         self.causal_lm.save_pretrained(folder, **kwargs)
         if self.heads:
             save_heads(self.heads, self.engine.decoder, folder)
+
+    def push_to_hub(
+        self, repo_id: str, private: bool | None = None, token: str | None = None
+    ) -> str:
+        """Upload the heads, with a model card, to the hub; the target stays where it is.
+
+        Args:
+            repo_id: `user/name`; made if it is not there.
+            private: whether a new repository is private; `None` takes the account's default.
+            token: of the hub; `None` takes the one that is logged in.
+
+        Returns:
+            The address of the repository; `heads="user/name"` loads them from there.
+
+        Raises:
+            ValueError: there are no heads.
+        """
+        return push_heads(self.heads, self.engine.decoder, repo_id, private, token)
 
     @property
     def heads(self) -> list[ExitHead]:

@@ -156,7 +156,7 @@ def test_metrics_of_a_run_without_a_checkpoint_begin_anew(tmp_path):
     with pytest.raises(Stopped):
         run(Line({2: stop}), tmp_path)
     assert [entry["step"] for entry in metrics(tmp_path)] == [0, 1]
-    log = MetricsLog(tmp_path, 1)
+    MetricsLog(tmp_path, 1)
     assert [entry["step"] for entry in read_metrics(tmp_path)] == [0]
     run(Line(), tmp_path)
     assert [entry["step"] for entry in metrics(tmp_path)] == list(range(10))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,6 +75,7 @@ def write(
     generator: torch.Generator | None = None,
 ) -> None:
     """Write a prompt on by exactly `tokens` tokens, from the whole distribution when sampling."""
+    options: dict[str, Any] = {"do_sample": True, "top_k": 0} if sample else {"do_sample": False}
     spec.generate(
         prompt.to(spec.engine.decoder.device),
         draft=draft,
@@ -82,7 +83,7 @@ def write(
         max_new_tokens=tokens,
         min_new_tokens=tokens,
         pad_token_id=0,
-        **({"do_sample": True, "top_k": 0} if sample else {"do_sample": False}),
+        **options,
     )
 
 

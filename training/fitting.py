@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from selfspec import DEMO_MODEL, SelfSpecModel
 from selfspec.config import StrictConfig
-from selfspec.heads import ExitHead, save_heads
-from selfspec.heads.card import CARD_NAME, heads_card
+from selfspec.heads import CARD_NAME, ExitHead, heads_card, save_heads
 from training.checkpoint import write_folder
 from training.data import Blocks, SourceConfig, pack, tokenize
 from training.exits import DraftLossConfig, HeadConfig, new_head
+from training.features import FeaturesConfig
 from training.loop import LoopConfig
 from training.measure import MeasureConfig
 from training.optim import OptimizerConfig
@@ -33,6 +33,8 @@ class FitConfig(StrictConfig):
         heads: the heads to fit, jointly.
         data: training text, each source with its weight.
         block_size: tokens of a block.
+        features: where the target's features of the training text are kept; without, the target
+            reads every batch as it comes.
         loss: what is minimised.
         optimizer: what updates the heads.
         loop: how long, in what portions.
@@ -45,6 +47,7 @@ class FitConfig(StrictConfig):
     heads: list[HeadConfig] = Field(min_length=1)
     data: list[SourceConfig] = Field(min_length=1)
     block_size: int = Field(default=256, ge=8)
+    features: FeaturesConfig | None = None
     loss: DraftLossConfig = DraftLossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     loop: LoopConfig = LoopConfig()
@@ -54,7 +57,8 @@ class FitConfig(StrictConfig):
     @property
     def identity(self) -> dict[str, Any]:
         """What must stay as it is when the run is resumed."""
-        parts = {"target", "heads", "data", "block_size", "loss", "optimizer"}
+        names = ("target", "heads", "data", "block_size", "loss", "optimizer")
+        parts: dict[str, Any] = {**dict.fromkeys(names, True), "features": {"dtype"}}
         return {**self.model_dump(mode="json", include=parts), "loop": self.loop.identity}
 
     @property

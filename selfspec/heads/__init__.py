@@ -1,9 +1,11 @@
 """Exit heads: kinds, save and load."""
 
-from selfspec.heads.base import ExitHead, check_exit_layer
+from selfspec.heads.base import ExitHead, check_distinct, check_exit_layer
 from selfspec.heads.block import BlockHead
 from selfspec.heads.calibrator import Calibrator
+from selfspec.heads.card import CARD_NAME, heads_card
 from selfspec.heads.fused import FusedHead
+from selfspec.heads.hub import find_heads, push_heads
 from selfspec.heads.kinds import HEAD_KINDS, head_class
 from selfspec.heads.lens import LensHead
 from selfspec.heads.lora import LoraHead
@@ -11,6 +13,7 @@ from selfspec.heads.shared import SharedHead
 from selfspec.heads.store import CONFIG_NAME, load_heads, save_heads
 
 __all__ = [
+    "CARD_NAME",
     "CONFIG_NAME",
     "HEAD_KINDS",
     "BlockHead",
@@ -20,8 +23,12 @@ __all__ = [
     "LensHead",
     "LoraHead",
     "SharedHead",
+    "check_distinct",
     "check_exit_layer",
+    "find_heads",
     "head_class",
+    "heads_card",
     "load_heads",
+    "push_heads",
     "save_heads",
 ]
