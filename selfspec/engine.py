@@ -12,7 +12,7 @@ from torch import Tensor
 from selfspec.config import DraftConfig
 from selfspec.decoder import Decoder, Pass, Span
 from selfspec.draft import Draft
-from selfspec.heads import ExitHead, check_exit_layer, head_class
+from selfspec.heads import ExitHead, check_distinct, check_exit_layer, head_class
 from selfspec.sampling import Context, Sampler
 from selfspec.slots import SlotCache
 from selfspec.stats import Stats
@@ -72,20 +72,19 @@ class Engine:
     def __init__(self, decoder: Decoder, heads: Sequence[ExitHead] = ()):
         self.decoder = decoder
         self.heads = list(heads)
+        check_distinct(self.heads)
         for head in self.heads:
             head.check(decoder)
 
     def head(self, config: DraftConfig) -> ExitHead:
         """The head that a config asks for, checked; a kind that needs no fitting is made here."""
-        if config.head is not None:
-            head_class(config.head)
-        lowest = min((head.lowest_exit for head in self.heads), default=1)
-        exit_layer = check_exit_layer(self.decoder, self._exit_layer(config), lowest)
+        exit_layer = self._exit_layer(config)
         fitted = [head for head in self.heads if head.exit_layer == exit_layer]
         kind = config.head or (fitted[0].kind if fitted else "shared")
         for head in fitted:
             if head.kind == kind:
                 return head
+        check_exit_layer(self.decoder, exit_layer, head_class(kind).lowest_exit)
         if kind != "shared":
             have = ", ".join(f"{h.kind} at {h.exit_layer}" for h in self.heads) or "none"
             raise ValueError(

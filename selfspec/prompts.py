@@ -106,7 +106,7 @@ class Prompt:
         states = [self.retired[row] for row in range(self.rows)]
         whole = SlotCache.from_rows(states, self.engine.decoder.windows, slots.device)
         if isinstance(self.cache, SlotCache):
-            self.cache.layers, self.cache.lengths = whole.layers, whole.lengths
+            self.cache.take(whole)
             return self.cache
         return whole
 

@@ -81,7 +81,7 @@ class LayerReader(ExitReader):
         self._known = torch.empty(0)  # [rows, m + 1, hidden] joined features from `_base` - 1 on
         self._base: list[int] = []
         self._right: list[int] = []  # per row, positions whose KV needs no second look
-        self._last = torch.empty(0)  # [rows, 1, hidden] what the layer left at the last token
+        self._last = torch.empty(0)  # [rows, 1, hidden] what the layer left at the round's last
 
     @property
     def _joins(self) -> bool:
@@ -136,7 +136,7 @@ class LayerReader(ExitReader):
     def select(self, rows: Sequence[int]) -> None:
         """Keep some rows."""
         kept = list(rows)
-        self._hidden, self._last = self._hidden[kept], self._last[kept]
+        self._hidden = self._hidden[kept]
         self._known = self._known[kept] if self._joins else self._known
         self._base = [self._base[row] for row in kept]
         self._right = [self._right[row] for row in kept]

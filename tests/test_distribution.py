@@ -10,9 +10,11 @@ import itertools
 import pytest
 import torch
 from conftest import quieten, tiny_llama
+from head_tools import own_head
 from scipy.stats import chi2
 
 from selfspec import DraftConfig, SelfSpecModel
+from selfspec.decoder import Decoder
 from selfspec.sampling import Sampler
 
 VOCAB, HORIZON, DRAWS, BATCH = 12, 4, 36_000, 2000
@@ -58,9 +60,9 @@ def exact(model, options):
     return joint
 
 
-def draws(model, options, draft, total=DRAWS, seed=0):
+def draws(model, options, draft, total=DRAWS, seed=0, heads=()):
     """Counts of the continuations that speculation writes, and its acceptance rate."""
-    spec = SelfSpecModel(model)
+    spec = SelfSpecModel(model, heads)
     generator = torch.Generator().manual_seed(seed)
     counts, rates = torch.zeros(VOCAB**HORIZON), []
     for _ in range(total // BATCH):
@@ -114,6 +116,15 @@ def test_sampled_text_follows_the_target(target, options):
 @pytest.mark.parametrize("draft", [ONE, "none"], ids=["one draft", "no drafts"])
 def test_sampled_text_follows_the_target_whatever_the_draft(target, draft):
     counts, _ = draws(target, WARPED, draft, total=10_000)
+    assert min(p_values(counts, exact(target, WARPED))) > 1e-3
+
+
+@pytest.mark.parametrize(("kind", "trimmed"), [("block", False), ("lens", True)])
+def test_sampled_text_follows_the_target_with_a_head_of_its_own(target, kind, trimmed):
+    head = own_head(Decoder(target), kind, 1, trimmed=trimmed, noise=0.1)
+    draft = DraftConfig(exit_layer=1, head=kind, num_draft_tokens=2)
+    counts, acceptance = draws(target, WARPED, draft, total=10_000, heads=[head])
+    assert 0.1 < acceptance < 0.9
     assert min(p_values(counts, exact(target, WARPED))) > 1e-3
 
 

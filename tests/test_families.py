@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES, LAYERS, VOCAB, WINDOW, build
+from head_tools import assert_reads_as_forced, own_head, record
 from torch import Tensor
 
 from selfspec import SelfSpecModel
+from selfspec.decoder import Decoder
 
 # Their expert kernels, or constants, have no double precision.
 FLOAT32 = {"mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "granitemoe", "olmoe", "phimoe"} | {
@@ -115,3 +117,61 @@ def test_exits_that_agree_always_or_sometimes(
     assert torch.equal(out[:, -NEW_TOKENS:], own_text(model, tokens, mask))
     assert spec.last_stats is not None
     assert rates[0] <= spec.last_stats.acceptance_rate <= rates[1]
+
+
+FAST_WITH_LAYER = {
+    "llama",
+    "gpt2",
+    "qwen3",
+    "gemma3_text",
+    "mistral",
+    "mixtral",
+    "bloom",
+    "gpt_neo",
+}
+WITH_LAYER = [
+    pytest.param(family, marks=() if family in FAST_WITH_LAYER else pytest.mark.slow)
+    for family in FAMILIES
+]
+
+
+def with_head(family: str, kind: str, exit_layer: int, noise: float, **options: Any) -> Any:
+    """A model of `family` with one head, whose layer is a copy disturbed by `noise`."""
+    model = model_of(family, CASES_BY_FAMILY[family])
+    head = own_head(Decoder(model), kind, exit_layer, noise=noise, **options)
+    return SelfSpecModel(model, heads=[head])
+
+
+def check_text(spec: Any, num_draft_tokens: int) -> None:
+    """Assert that the spec's only head leaves the model's own text as it is."""
+    tokens, mask = prompts("left")
+    head = spec.heads[0]
+    draft = {"head": head.kind, "num_draft_tokens": num_draft_tokens}
+    out = spec.generate(tokens, attention_mask=mask, max_new_tokens=NEW_TOKENS, draft=draft)
+    assert torch.equal(out[:, -NEW_TOKENS:], own_text(spec.model, tokens, mask))
+
+
+@pytest.mark.parametrize("family", WITH_LAYER)
+def test_a_copy_of_the_last_layer_drafts_what_the_model_says(family: str) -> None:
+    """So its KV, masks and positions are the layer's own, in rows of different lengths."""
+    spec = with_head(family, "block", LAYERS - 1, noise=0.0)
+    check_text(spec, 4)
+    assert spec.last_stats.acceptance_rate == 1
+
+
+@pytest.mark.parametrize("family", WITH_LAYER)
+@pytest.mark.parametrize("place", [3, 4])  # one with full, one with sliding-window attention
+def test_a_fused_head_reads_while_decoding_what_it_reads_while_fitted(
+    family: str, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = with_head(family, "fused", LAYERS // 2, noise=0.1, place=place)
+    seen = record(monkeypatch)
+    check_text(spec, 3)
+    decoder, head = spec.engine.decoder, spec.heads[0]
+    if decoder.counts_keys:
+        seen = [reading for reading in seen if reading.step == 0]
+    assert_reads_as_forced(decoder, head, seen[::7], close_in_single)
+
+
+def close_in_single(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)

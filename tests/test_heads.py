@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import EXIT, VOCAB, greedy, prompt, tiny_llama
+from head_tools import KINDS, own_head
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, Qwen2Config
 
 from selfspec import DraftConfig, SelfSpecModel
 from selfspec.decoder import Decoder, Span
-from selfspec.heads import LensHead, SharedHead, load_heads, save_heads
+from selfspec.heads import Calibrator, LensHead, SharedHead, load_heads, save_heads
 from selfspec.heads import store as store_module
 from selfspec.heads.fingerprint import fingerprint
 
@@ -189,6 +191,79 @@ def test_head_weights_are_never_a_copy_of_the_lm_head(target, tmp_path):
     assert (tmp_path / WEIGHTS).stat().st_size < target.lm_head.weight.nbytes
 
 
+def calibrated(head, seed=0):
+    """`head` with calibrators of its own."""
+    source = torch.Generator().manual_seed(seed)
+    for mode in ("greedy", "sampled"):
+        head.calibrators[mode] = calibrator = Calibrator()
+        for name, buffer in calibrator.named_buffers():
+            setattr(calibrator, name, torch.rand(buffer.shape, generator=source) + 0.5)
+    return head
+
+
+def every_kind(decoder, **options):
+    """A head of each kind, over all tokens and over some, with calibrators and without."""
+    exits = [(kind, exit_layer) for kind in KINDS for exit_layer in (1, 3)]
+    heads = [
+        own_head(decoder, kind, exit_layer, trimmed=exit_layer == 3, seed=seed, **options)
+        for seed, (kind, exit_layer) in enumerate(exits)
+    ]
+    return [calibrated(head, n) if n % 3 else head for n, head in enumerate(heads)]
+
+
+def test_heads_of_every_kind_come_back_as_they_were_saved(target, tmp_path):
+    spec = SelfSpecModel(target)
+    heads = every_kind(spec.engine.decoder)
+    spec.engine.heads.extend(heads)
+    save_heads(heads, spec.engine.decoder, tmp_path / "heads")
+    spec.save_pretrained(tmp_path / "all")
+    again = [
+        SelfSpecModel(target, heads=tmp_path / "heads"),
+        SelfSpecModel.from_pretrained(tmp_path / "all", dtype=torch.float64),
+    ]
+    for other in again:
+        same(other.heads, heads)
+        for head, loaded in zip(heads, other.heads, strict=True):
+            if head.vocab_ids is not None:
+                weight = loaded.readout.weight
+                assert torch.equal(weight, target.lm_head.weight[head.vocab_ids])
+            assert list(head.calibrators) == list(loaded.calibrators)
+            assert not any(p.requires_grad for p in loaded.parameters())
+            options = {"attention_mask": MASK, "max_new_tokens": 9}
+            options["draft"] = DraftConfig(exit_layer=head.exit_layer, head=head.kind)
+            assert torch.equal(spec.generate(IDS, **options), other.generate(IDS, **options))
+            assert spec.last_trace == other.last_trace
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_the_lm_head_are_not_stored(target, kind, tmp_path):
+    decoder = Decoder(target)
+    weights = []
+    for folder, trimmed in (("whole", False), ("trimmed", True)):
+        head = own_head(decoder, kind, EXIT, trimmed=trimmed)
+        save_heads([head], decoder, tmp_path / folder)
+        weights.append(load_file(tmp_path / folder / WEIGHTS))
+    whole, trimmed = weights
+    assert trimmed.keys() - whole.keys() == {f"{kind}_{EXIT}.vocab_ids"}
+    assert trimmed[f"{kind}_{EXIT}.vocab_ids"].dtype == torch.long
+    sizes = [sum(tensor.nbytes for tensor in file.values()) for file in (whole, trimmed)]
+    assert sizes[1] <= sizes[0] + 8 * (VOCAB // 2)
+
+
+def test_two_heads_of_one_kind_at_one_exit_are_not_saved_over_each_other(target, tmp_path):
+    decoder = Decoder(target)
+    heads = [lens(decoder, EXIT, seed) for seed in (0, 1)]
+    with pytest.raises(ValueError, match="two heads of kind 'lens' at exit_layer 2"):
+        save_heads(heads, decoder, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_from_before_trimming_and_calibration_loads(saved):
+    _, decoder, heads, folder = saved
+    rewrite(folder, lambda d: [d["heads"][0].pop(k) for k in ("trimmed", "calibrated", "facts")])
+    same(load_heads(decoder, folder), heads)
+
+
 @pytest.fixture
 def saved(target, tmp_path):
     """A target, and a folder with a lens fitted to it."""
@@ -278,17 +353,43 @@ def rewrite(folder, change):
         (lambda d: d["heads"][0].update(exit_layer=0), r"in \[1, 3\], got 0"),
         (lambda d: d["heads"][0].update(exit_layer=3), "does not fit"),
         (lambda d: d["heads"][0]["options"].update(rank=3), "does not fit"),
+        (lambda d: d["heads"][0]["options"].update(rank="3"), "does not fit"),
+        (lambda d: d["heads"][0]["options"].update(rnak=3), "unknown option of a lens head"),
+        (lambda d: d["heads"][0].update(kind="block", options={}), "does not fit"),
+        (lambda d: d["heads"][0].update(trimmed=True), "does not fit.*vocab_ids"),
+        (lambda d: d["heads"][0].update(calibrated=["greedy"]), "(?s)does not fit.*calibrators"),
+        (lambda d: d["heads"].append(d["heads"][0]), "two heads of kind 'lens'"),
         (lambda d: d["heads"][0].update(extra=1), "unknown key of _HeadEntry: 'extra'"),
         (lambda d: d.pop("target"), r"selfspec\.json: target: "),
         (lambda d: d.update(format_version=99), "format_version 99, this version reads"),
     ],
-    ids=["kind", "depth", "zero", "exit", "rank", "key", "missing", "version"],
+    ids=[
+        *("kind", "depth", "zero", "exit", "rank", "rank type", "option", "other kind", "trimmed"),
+        *("calibrated", "twice", "key", "missing", "version"),
+    ],
 )
 def test_a_file_that_says_something_else_is_refused(saved, change, match):
     target, _, _, folder = saved
     rewrite(folder, change)
     with pytest.raises(ValueError, match=match):
         SelfSpecModel(target, heads=folder)
+
+
+@pytest.mark.parametrize("damage", ["unsorted", "beyond", "fewer", "gone", "kept untrimmed"])
+@pytest.mark.parametrize("kind", ["shared", "lens", "lora"])
+def test_damaged_vocab_ids_are_refused(target, tmp_path, kind, damage):
+    decoder = Decoder(target)
+    save_heads([own_head(decoder, kind, EXIT, trimmed=True)], decoder, tmp_path)
+    name, weights = f"{kind}_{EXIT}.vocab_ids", load_file(tmp_path / WEIGHTS)
+    ids = weights.pop(name)
+    if damage == "kept untrimmed":
+        rewrite(tmp_path, lambda data: data["heads"][0].update(trimmed=False))
+    if damage != "gone":
+        changed = {"unsorted": ids.flip(0), "beyond": ids + 1000, "fewer": ids[:0]}
+        weights[name] = changed.get(damage, ids).contiguous()
+    save_file(weights, tmp_path / WEIGHTS)
+    with pytest.raises(ValueError, match=rf"(?s){WEIGHTS} does not fit .*{CONFIG}: .*vocab_ids"):
+        SelfSpecModel(target, heads=tmp_path)
 
 
 # The target they were fitted to
@@ -389,6 +490,8 @@ def test_heads_of_another_width_are_refused_before_anything_runs(target):
 
 
 def test_a_folder_without_heads_is_named(target, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no selfspec\.json in "):
+    with pytest.raises(FileNotFoundError, match=r"no .*absent.*selfspec\.json"):
         SelfSpecModel(target, heads=str(tmp_path / "absent"))
+    with pytest.raises(FileNotFoundError, match=r"no selfspec\.json in "):
+        SelfSpecModel(target, heads=str(tmp_path))
     assert not shutil.os.path.exists(tmp_path / "absent")

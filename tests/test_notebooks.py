@@ -16,7 +16,8 @@ def code_cells(path):
 
 def in_small(notebook, folder):
     """The notebook with other values behind its cell of parameters (papermill's convention)."""
-    small = {"steps": 4, "output": str(folder / "run"), "heads": str(folder / "heads")}
+    run, none = str(folder / "run"), str(folder / "none")
+    small = {"steps": 4, "prompts": 0, "output": run, "heads": none}
     cells = notebook.cells
     for place, cell in enumerate(cells):
         if "parameters" in cell.metadata.get("tags", ()):

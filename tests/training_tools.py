@@ -158,15 +158,17 @@ def pretrain_config(folder: Path, **changes) -> dict:
     return config
 
 
-def command(config: dict, folder: Path, processes: int = 1) -> list[str]:
-    """The command line of a pretraining, on one process or several."""
+def command(
+    config: dict, folder: Path, processes: int = 1, script: str = "training.pretrain"
+) -> list[str]:
+    """The command line of a script, on one process or several."""
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config), encoding="utf-8")
     launcher = [sys.executable]
     if processes > 1:
         several = ["--standalone", f"--nproc-per-node={processes}"]
         launcher += ["-m", "torch.distributed.run", *several]
-    return [*launcher, "-m", "training.pretrain", "--config", str(path)]
+    return [*launcher, "-m", script, "--config", str(path)]
 
 
 def start(arguments: list[str]) -> subprocess.Popen[str]:

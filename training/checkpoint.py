@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from training.identity import changes
 from training.parallel import placed, whole
 
 _FOLDER, _TENSORS, _FACTS = "checkpoints", "state.safetensors", "state.json"
@@ -110,7 +111,7 @@ class Checkpoints:
         saved = self._facts(steps[-1])["identity"]
         given = json.loads(json.dumps(identity))
         both = sorted(saved.keys() & given)
-        changed = [line for key in both for line in _unlike(key, saved[key], given[key])]
+        changed = list(changes({k: saved[k] for k in both}, {k: given[k] for k in both}))
         if changed:
             raise ValueError(
                 f"{self.folder.parent} holds a run with another {', '.join(changed)}; give "
@@ -131,15 +132,6 @@ class Checkpoints:
             f"the checkpoint {self._path(step)} cannot be read ({error}); delete that folder to "
             "resume from the one before it"
         )
-
-
-def _unlike(name: str, saved: Any, given: Any) -> Iterator[str]:
-    if isinstance(saved, dict) and isinstance(given, dict):
-        for key in sorted(saved.keys() | given):
-            yield from _unlike(f"{name}.{key}", saved.get(key), given.get(key))
-    elif saved != given:
-        values = f" ({saved!r} there, {given!r} here)"
-        yield name + values * (len(values) < 80)
 
 
 def gather_state(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:

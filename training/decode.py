@@ -31,15 +31,16 @@ class DecodeConfig(NamedTuple):
 
 def take_prompts(blocks: Blocks, count: int, tokens: int) -> list[Tensor]:
     """Beginnings `[1, tokens]` of held-out blocks, at even distances."""
-    step = max(1, len(blocks) // count)
-    numbers = range(0, len(blocks), step)[:count]
+    numbers = range(0, len(blocks), max(1, len(blocks) // max(1, count)))[:count]
     return [blocks[number].tokens[:, :tokens] for number in numbers]
 
 
 def accepted_lengths(
     spec: SelfSpecModel, head: ExitHead, prompts: Sequence[Tensor], config: DecodeConfig
 ) -> dict[str, float]:
-    """Mean tokens a round, decoding greedily and at temperature 1."""
+    """Mean tokens a round, decoding greedily and at temperature 1; nothing without prompts."""
+    if not prompts:
+        return {}
     draft = draft_of(head, config.num_draft_tokens)
     lengths: dict[str, float] = {}
     for mode, sample in (("greedy", False), ("sampled", True)):
@@ -75,7 +76,9 @@ def write(
     generator: torch.Generator | None = None,
 ) -> None:
     """Write a prompt on by exactly `tokens` tokens, from the whole distribution when sampling."""
-    options: dict[str, Any] = {"do_sample": True, "top_k": 0} if sample else {"do_sample": False}
+    # Whatever the checkpoint's own generation config says.
+    whole = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    options: dict[str, Any] = whole if sample else {"do_sample": False}
     spec.generate(
         prompt.to(spec.engine.decoder.device),
         draft=draft,

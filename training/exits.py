@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 from typing_extensions import Self
 
 from selfspec.config import StrictConfig
 from selfspec.decoder import Decoder
-from selfspec.forcing import Reading, draft_states, needs, read_text
-from selfspec.heads import ExitHead, check_exit_layer, head_class
+from selfspec.heads import ExitHead, build_head, check_distinct, head_class
 from training.data import Batch, Blocks
+from training.features import Reader, TargetReader, streams_of
 from training.held_out import HeldOutDrafts
+from training.lesson import Lesson
 from training.losses import LossSchedule, draft_losses
 from training.task import Task
 
@@ -24,7 +25,8 @@ class HeadConfig(StrictConfig):
     """An exit head to fit.
 
     Attributes:
-        kind: `lens`, `lora`, `block` or `fused` (`shared` has nothing to fit, and can be measured).
+        kind: `lens`, `lora`, `block` or `fused`; `shared` has nothing to fit, and is measured
+            beside others.
         exit_layer: number of layers below the exit.
         options: what the kind takes: `rank`, `place`, `feature_layers`.
         vocab_size: tokens that it can draft, the most frequent of the training text; 0 for all.
@@ -34,6 +36,18 @@ class HeadConfig(StrictConfig):
     exit_layer: int = Field(ge=0)
     options: dict[str, Any] = Field(default_factory=dict)
     vocab_size: int = Field(default=0, ge=0)
+
+    @field_validator("kind")
+    @classmethod
+    def _is_known(cls, kind: str) -> str:
+        return head_class(kind).kind
+
+    @field_validator("vocab_size")
+    @classmethod
+    def _leaves_a_choice(cls, size: int) -> int:
+        if size == 1:
+            raise ValueError("must leave a choice of at least 2 tokens, got 1; 0 keeps all")
+        return size
 
 
 class DraftLossConfig(StrictConfig):
@@ -56,6 +70,10 @@ class DraftLossConfig(StrictConfig):
                 f"depth_weights must have one weight for each of {self.depths} depths, "
                 f"got {len(self.depth_weights)}"
             )
+        if self.depth_weights and (min(self.depth_weights) < 0 or not sum(self.depth_weights)):
+            raise ValueError(
+                f"depth_weights must be at least 0, and one above, got {self.depth_weights}"
+            )
         return self
 
     @property
@@ -65,46 +83,45 @@ class DraftLossConfig(StrictConfig):
         return [weight / sum(weights) for weight in weights]
 
 
-def build_heads(
-    decoder: Decoder, configs: Sequence[HeadConfig], text: Sequence[Blocks]
-) -> list[ExitHead]:
-    """The heads to fit, as they are before training, in float32.
-
-    Args:
-        decoder: the target.
-        configs: what to build.
-        text: training text, whose most frequent tokens a trimmed vocabulary keeps.
+def build_heads(decoder: Decoder, configs: Sequence[HeadConfig]) -> list[ExitHead]:
+    """The heads to fit, as they are before training, in float32 and over all tokens.
 
     Raises:
-        ValueError: a kind is unknown, an exit is out of range, or one stands there twice.
+        ValueError: a head does not fit the target, or one stands there twice.
     """
-    heads: list[ExitHead] = []
-    for config in configs:
-        if any((h.kind, h.exit_layer) == (config.kind, config.exit_layer) for h in heads):
-            raise ValueError(
-                f"heads: {config.kind} at exit_layer {config.exit_layer} stands there twice; "
-                "give each exit one head of a kind"
-            )
-        trimmed = config.vocab_size > 0
-        vocab_ids = (
-            frequent_tokens(text, decoder.vocab_size, config.vocab_size) if trimmed else None
-        )
-        heads.append(new_head(decoder, config, vocab_ids))
+    heads = [new_head(decoder, config) for config in configs]
+    check_distinct(heads)
     return heads
 
 
-def new_head(decoder: Decoder, config: HeadConfig, vocab_ids: Tensor | None) -> ExitHead:
-    """A head before training, in float32, that drafts `vocab_ids` (all tokens without).
+def new_head(decoder: Decoder, config: HeadConfig) -> ExitHead:
+    """A head before training, in float32 and over all tokens.
 
     Raises:
-        ValueError: the kind is unknown, or the exit is out of range.
+        ValueError: it does not fit the target.
     """
-    kind = head_class(config.kind)
-    check_exit_layer(decoder, config.exit_layer, kind.lowest_exit)
-    head = kind.build(decoder, config.exit_layer, **config.options)
-    if vocab_ids is not None:
-        head.trim(decoder, vocab_ids)
-    return head.float()
+    return build_head(decoder, config.kind, config.exit_layer, config.options).float()
+
+
+def trim_heads(
+    decoder: Decoder,
+    heads: Sequence[ExitHead],
+    configs: Sequence[HeadConfig],
+    text: Sequence[Blocks],
+) -> None:
+    """Make heads draft the most frequent tokens of a text alone, as many as `configs` say.
+
+    Raises:
+        ValueError: a vocabulary is not smaller than the target's.
+    """
+    for head, config in zip(heads, configs, strict=True):
+        if config.vocab_size:
+            head.trim(decoder, frequent_tokens(text, decoder.vocab_size, config.vocab_size))
+
+
+def is_trained(head: ExitHead) -> bool:
+    """Whether there is anything to fit."""
+    return any(parameter.requires_grad for parameter in head.parameters())
 
 
 def frequent_tokens(text: Sequence[Blocks], vocab_size: int, count: int) -> Tensor:
@@ -118,10 +135,9 @@ def frequent_tokens(text: Sequence[Blocks], vocab_size: int, count: int) -> Tens
             f"a trimmed vocabulary must be smaller than the target's {vocab_size}, got {count}; "
             "0 keeps all of it"
         )
-    seen = sum(torch.bincount(blocks.tokens.long(), minlength=vocab_size) for blocks in text)
-    assert isinstance(seen, Tensor)
+    seen = torch.stack([blocks.tokens.long().bincount(minlength=vocab_size) for blocks in text])
     # Among equals the lower id, which a byte-level vocabulary learnt earlier.
-    return seen.argsort(descending=True, stable=True)[:count].sort().values
+    return seen.sum(0).argsort(descending=True, stable=True)[:count].sort().values
 
 
 class ExitTask(Task):
@@ -132,6 +148,7 @@ class ExitTask(Task):
         heads: the heads to fit.
         config: what is minimised.
         held_out: figures on held-out text.
+        reader: what knows the target's view of a batch; runs the target by default.
     """
 
     name = "fitting"
@@ -143,12 +160,15 @@ class ExitTask(Task):
         heads: Sequence[ExitHead],
         config: DraftLossConfig,
         held_out: HeldOutDrafts,
+        reader: Reader | None = None,
     ):
         super().__init__()
         self.target = decoder.causal_lm.requires_grad_(False).eval()
         self.heads = nn.ModuleList(heads)
         self.decoder, self.config, self.held_out = decoder, config, held_out
-        self._streams = sorted({layer for head in heads for layer in needs(head)})
+        self.reader = reader or TargetReader(decoder, streams_of(heads))
+        # A shared head is there to be compared with.
+        self._fitted = [head for head in heads if is_trained(head)]
 
     def train(self, mode: bool = True) -> Self:
         """Heads alone switch; the frozen target has no dropout."""
@@ -158,39 +178,23 @@ class ExitTask(Task):
 
     def forward(self, batch: Batch, step: int, progress: float) -> tuple[Tensor, dict[str, Tensor]]:
         """The mean of all heads' losses, and each head's own."""
-        reading = read_text(self.decoder, batch.tokens, batch.documents, self._streams)
-        learned = batch.targets != -100
-        with torch.no_grad():
-            target_logits = self.decoder.unembed(reading.normed[learned][None])[0]
-        following = batch.targets[learned]
+        lesson = Lesson.of(self.decoder, batch, self.reader.read(batch))
+        names = self.config.schedule.weights(progress)
         losses = {
-            f"loss_{head.kind}_{head.exit_layer}": self._loss(
-                head, reading, learned, target_logits, following, progress
-            )
-            for head in self.heads
-            if isinstance(head, ExitHead)
+            f"loss_{head.kind}_{head.exit_layer}": self._loss(head, lesson, names)
+            for head in self._fitted
         }
         return torch.stack(list(losses.values())).mean(), losses
 
-    def _loss(
-        self,
-        head: ExitHead,
-        reading: Reading,
-        learned: Tensor,
-        target_logits: Tensor,
-        following: Tensor,
-        progress: float,
-    ) -> Tensor:
-        names = self.config.schedule.weights(progress)
-        depths = self.config.depths if head.feature_layers else 1
-        weights = self.config.weights if depths > 1 else [1.0]
-        states = draft_states(self.decoder, head, reading, depths)
-        total = target_logits.new_zeros((), dtype=torch.float32)
-        for depth, (state, weight) in enumerate(zip(states, weights, strict=True)):
-            logits = head.logits(self.decoder, state[learned][None])[0]
-            losses = draft_losses(names, target_logits, logits, following, head.vocab_ids)
-            # A draft this deep needs as many tokens of its document before it.
-            there = reading.packing.positions[learned] >= depth
+    def _loss(self, head: ExitHead, lesson: Lesson, names: Mapping[str, float]) -> Tensor:
+        """The loss of one head, summed over positions; `names` are the losses and their weights."""
+        weights = self.config.weights if head.feature_layers else [1.0]
+        drafts = lesson.drafts(self.decoder, head, len(weights))
+        total = lesson.target_logits.new_zeros((), dtype=torch.float32)
+        for (logits, there), weight in zip(drafts, weights, strict=True):
+            losses = draft_losses(
+                names, lesson.target_logits, logits, lesson.following, head.vocab_ids
+            )
             mixed = sum(share * losses[name] for name, share in names.items())
             total = total + weight * (mixed * there).sum()
         return total
@@ -199,11 +203,11 @@ class ExitTask(Task):
         """α by head and depth, and their mean rejection."""
         figures: dict[str, float] = {}
         rejected: list[float] = []
-        for head, drafts in zip(self.heads, self.held_out.measure(), strict=True):
-            assert isinstance(head, ExitHead)
+        for head, drafts in zip(self.held_out.heads, self.held_out.measure(), strict=True):
             name = f"{head.kind}_{head.exit_layer}"
             ends = {1: drafts.alpha[0], len(drafts.alpha): drafts.alpha[-1]}
             figures |= {f"alpha_{name}_{depth}": value for depth, value in ends.items()}
             figures[f"top1_{name}"] = drafts.agreement[0]
-            rejected.append(1 - sum(drafts.alpha) / len(drafts.alpha))
+            if is_trained(head):
+                rejected.append(1 - sum(drafts.alpha) / len(drafts.alpha))
         return {**figures, "rejected": sum(rejected) / len(rejected)}

@@ -5,19 +5,23 @@ python -m training.fit_heads --config configs/fit_lens.yaml [section.field=value
 
 from __future__ import annotations
 
+from hashlib import sha256
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from training.data import Mixture
-from training.exits import ExitTask, build_heads
+from training.exits import ExitTask, build_heads, trim_heads
+from training.features import open_features, streams_of
 from training.fitting import FitConfig, heads_of, write_heads
 from training.held_out import HeldOutDrafts
+from training.identity import digest, target_facts
 from training.loop import Loop
+from training.measure import open_held_out
 from training.measure_heads import measure_saved
 from training.parallel import whole
-from training.script import run_script, start_output
+from training.script import CONFIG_NAME, run_script, start_output
 
 
 def fit(config: FitConfig) -> Path:
@@ -25,22 +29,33 @@ def fit(config: FitConfig) -> Path:
     output = start_output(config, Path(config.output), config.identity)
     spec, tokenizer = config.load_target()
     decoder = spec.engine.decoder
-    data = Mixture.read(config.data, tokenizer, config.block_size, config.loop.seed)
-    held_out = config.read_held_out(tokenizer)
     torch.manual_seed(config.loop.seed)
-    heads = build_heads(decoder, config.heads, data.sources)
+    heads = build_heads(decoder, config.heads)
+    data = Mixture.read(config.data, tokenizer, config.block_size, config.loop.seed)
+    trim_heads(decoder, heads, config.heads, data.sources)
+    held_out = config.read_held_out(tokenizer)
+    open_held_out(decoder, heads, held_out, config.measure)  # it must do, once heads are fitted
     first = next(iter(held_out.values()))
     watched = HeldOutDrafts(decoder, heads, first, config.measure.depths, config.measure.watched)
-    task = ExitTask(decoder, heads, config.loss, watched)
-    loop = Loop(task, data, config.loop, config.optimizer, output, config.identity)
+    reader = None
+    if config.features:
+        reader = open_features(config.features, decoder, streams_of(heads), data.sources)
+    task = ExitTask(decoder, heads, config.loss, watched, reader)
+    identity = {**config.identity, "model": target_facts(decoder), "text": _text_facts(data)}
+    loop = Loop(task, data, config.loop, config.optimizer, output, identity)
     loop.run()
     weights = [_whole(head) for head in heads]
     if loop.main:
         # The target that was trained against may lie in shards; heads are saved beside a whole one.
         spec = config.load_target()[0]
-        write_heads(config, heads_of(config, spec, weights), spec)
+        write_heads(config, heads_of(config, spec, weights), spec, output / CONFIG_NAME)
         measure_saved(config, spec, held_out)
     return config.folder
+
+
+def _text_facts(data: Mixture) -> str:
+    """Tells training text from any other."""
+    return digest([sha256(blocks.tokens.numpy().tobytes()).hexdigest() for blocks in data.sources])
 
 
 def _whole(head: nn.Module) -> dict[str, torch.Tensor]:

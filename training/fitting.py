@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import Field
+from pydantic import Field, field_validator
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from selfspec import DEMO_MODEL, SelfSpecModel
 from selfspec.config import StrictConfig
@@ -21,7 +21,8 @@ from training.features import FeaturesConfig
 from training.loop import LoopConfig
 from training.measure import MeasureConfig
 from training.optim import OptimizerConfig
-from training.script import CONFIG_NAME
+
+FIT_NAME = "fit.yaml"
 
 
 class FitConfig(StrictConfig):
@@ -54,12 +55,27 @@ class FitConfig(StrictConfig):
     held_out: dict[str, SourceConfig] = Field(min_length=1)
     measure: MeasureConfig = MeasureConfig()
 
+    @field_validator("heads")
+    @classmethod
+    def _has_something_to_fit(cls, heads: list[HeadConfig]) -> list[HeadConfig]:
+        if all(head.kind == "shared" for head in heads):
+            raise ValueError(
+                "a shared head has nothing to fit; add a lens, lora, block or fused head, beside "
+                "which it is measured"
+            )
+        return heads
+
     @property
     def identity(self) -> dict[str, Any]:
         """What must stay as it is when the run is resumed."""
         names = ("target", "heads", "data", "block_size", "loss", "optimizer")
         parts: dict[str, Any] = {**dict.fromkeys(names, True), "features": {"dtype"}}
         return {**self.model_dump(mode="json", include=parts), "loop": self.loop.identity}
+
+    @property
+    def source(self) -> str:
+        """The target's folder or id."""
+        return str(DEMO_MODEL) if self.target == "demo" else self.target
 
     @property
     def folder(self) -> Path:
@@ -74,9 +90,8 @@ class FitConfig(StrictConfig):
 
     def load_target(self) -> tuple[SelfSpecModel, PreTrainedTokenizerBase]:
         """The frozen target in float32, without heads, and its tokenizer."""
-        source = DEMO_MODEL if self.target == "demo" else self.target
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-        return SelfSpecModel(model.eval()), AutoTokenizer.from_pretrained(source)
+        model = AutoModelForCausalLM.from_pretrained(self.source, dtype=torch.float32)
+        return SelfSpecModel(model.eval()), AutoTokenizer.from_pretrained(self.source)
 
     def read_held_out(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Blocks]:
         """The held-out blocks of each domain."""
@@ -86,17 +101,31 @@ class FitConfig(StrictConfig):
         }
 
 
-def write_heads(config: FitConfig, heads: Sequence[ExitHead], spec: SelfSpecModel) -> Path:
-    """Save heads, their card and the config they were fitted by, whole or not at all."""
-    told = (Path(config.output) / CONFIG_NAME).read_text(encoding="utf-8")
+def write_heads(
+    config: FitConfig, heads: Sequence[ExitHead], spec: SelfSpecModel, fitted_by: Path
+) -> Path:
+    """Save heads, their card and the config they were fitted by, whole or not at all.
+
+    Args:
+        config: the fit.
+        heads: what it left.
+        spec: its target.
+        fitted_by: file of the config that they were fitted by.
+    """
+    told = fitted_by.read_text(encoding="utf-8")
 
     def fill(folder: Path) -> None:
-        save_heads(heads, spec.engine.decoder, folder)
+        save_heads(heads, spec.engine.decoder, folder, _stored_dtype(config))
         (folder / CARD_NAME).write_text(heads_card(heads, config.target), encoding="utf-8")
-        (folder / "fit.yaml").write_text(told, encoding="utf-8")
+        (folder / FIT_NAME).write_text(told, encoding="utf-8")
 
     write_folder(config.folder, fill)
     return config.folder
+
+
+def _stored_dtype(config: FitConfig) -> torch.dtype | None:
+    """What the target's own weights are stored in; heads need no more."""
+    return AutoConfig.from_pretrained(config.source).dtype
 
 
 def heads_of(
@@ -105,7 +134,9 @@ def heads_of(
     """Heads with the weights that a fit left, out of whatever shards they were trained in."""
     heads: list[ExitHead] = []
     for each, state in zip(config.heads, weights, strict=True):
-        head = new_head(spec.engine.decoder, each, state.get("vocab_ids"))
+        head = new_head(spec.engine.decoder, each)
+        if "vocab_ids" in state:
+            head.trim(spec.engine.decoder, state["vocab_ids"])
         head.load_state_dict(state)
         head.facts["data"] = config.told
         heads.append(head.eval().requires_grad_(False))

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from selfspec.decoder import Decoder
-from selfspec.forcing import Reading, draft_states, needs, read_text
 from selfspec.heads import Calibrator, ExitHead
-from training.data import Blocks, collate
-from training.losses import acceptance_rate, agreement
+from training.data import Batch, Blocks, collate
+from training.features import TargetReader, streams_of
+from training.lesson import Lesson
+from training.losses import NO_TOKEN, acceptance_rate, agreement
 
 
 @dataclass
@@ -22,16 +24,29 @@ class Drafts:
     Attributes:
         agreement: by depth, how often the draft's top token is the target's.
         alpha: by depth, the mean of Σ min(p, q).
-        features: `[n, 4]` a calibrator's features of every draft, where they were asked for.
-        agreed: `[n]` whether the top token was the target's.
+        features: `[n, 4]` a calibrator's features of every draft, of all depths; `[n, 0]` unless
+            they were asked for.
+        agreed: `[n]` whether the top token was the target's, 1 or 0.
         accepted: `[n]` Σ min(p, q).
     """
 
     agreement: list[float]
     alpha: list[float]
-    features: Tensor = field(default_factory=lambda: torch.empty(0, 4))
-    agreed: Tensor = field(default_factory=lambda: torch.empty(0))
-    accepted: Tensor = field(default_factory=lambda: torch.empty(0))
+    features: Tensor
+    agreed: Tensor
+    accepted: Tensor
+
+
+class _Seen(NamedTuple):
+    """Some drafts of one head, as in `Drafts`."""
+
+    agreed: Tensor
+    accepted: Tensor
+    features: Tensor
+
+    @classmethod
+    def all_of(cls, parts: Sequence[_Seen]) -> _Seen:
+        return cls(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
 class HeldOutDrafts:
@@ -44,6 +59,10 @@ class HeldOutDrafts:
         depths: tokens of a draft that are looked at.
         most: blocks that are read, at even distances; 0 reads all.
         rows: blocks of one pass.
+
+    Raises:
+        ValueError: no document is long enough for a draft of that depth, or heads that would be
+            unrolled stand on a target that does not allow it.
     """
 
     def __init__(
@@ -59,56 +78,63 @@ class HeldOutDrafts:
         count = len(blocks)
         chosen = range(0, count, -(-count // most) if most else 1)
         self.blocks = [blocks[number] for number in chosen]
-        self._streams = sorted({layer for head in heads for layer in needs(head)})
+        self._reader = TargetReader(decoder, streams_of(heads))
+        self._check()
+
+    @property
+    def positions(self) -> int:
+        """Tokens that are drafted at, at the first depth."""
+        return sum(int((block.targets != NO_TOKEN).sum()) for block in self.blocks)
+
+    def _check(self) -> None:
+        unrolled = self.depths > 1 and any(head.feature_layers for head in self.heads)
+        if unrolled and self.decoder.counts_keys:
+            raise ValueError(
+                f"heads on a {type(self.decoder.causal_lm).__name__} cannot be unrolled: its "
+                f"attention is biased by the number of a key; depths must be 1, got {self.depths}"
+            )
+        places = torch.cat([block.positions[block.targets != NO_TOKEN] for block in self.blocks])
+        if not (places >= self.depths - 1).any():
+            raise ValueError(
+                f"no held-out document that is read has {self.depths} tokens before one that is "
+                f"to be learned, for drafts {self.depths} deep; give more text, or fewer depths"
+            )
 
     @torch.no_grad()
     def measure(self, with_features: bool = False) -> list[Drafts]:
         """The drafts of every head, in their order."""
-        parts: list[list[list[Tensor]]] = [[] for _ in self.heads]
+        seen: list[list[list[_Seen]]] = [[] for _ in self.heads]
+        for batch in self._batches():
+            lesson = Lesson.of(self.decoder, batch, self._reader.read(batch))
+            for parts, head in zip(seen, self.heads, strict=True):
+                parts.append(list(self._look(lesson, head, with_features)))
+        return [self._sum_up(parts) for parts in seen]
+
+    def _batches(self) -> Iterator[Batch]:
         for start in range(0, len(self.blocks), self.rows):
-            batch = collate(self.blocks[start : start + self.rows]).to(self.decoder.device)
-            reading = read_text(self.decoder, batch.tokens, batch.documents, self._streams)
-            learned = batch.targets != -100
-            target_logits = self.decoder.unembed(reading.normed[learned][None])[0]
-            for part, head in zip(parts, self.heads, strict=True):
-                part.extend(self._drafts(head, reading, learned, target_logits, with_features))
-        return [self._sum_up(part, with_features) for part in parts]
+            yield collate(self.blocks[start : start + self.rows]).to(self.decoder.device)
 
-    def _drafts(
-        self,
-        head: ExitHead,
-        reading: Reading,
-        learned: Tensor,
-        target_logits: Tensor,
-        with_features: bool,
-    ) -> Iterator[list[Tensor]]:
-        """Per depth: the depth, what agreed, what is accepted, and features."""
-        states = draft_states(self.decoder, head, reading, self.depths)
-        for depth, state in enumerate(states):
-            there = reading.packing.positions[learned] >= depth
-            logits = head.logits(self.decoder, state[learned][None])[0][there]
-            compared = target_logits[there]
-            yield [
-                torch.tensor(depth),
-                agreement(compared, logits, head.vocab_ids).float().cpu(),
-                acceptance_rate(compared, logits, head.vocab_ids).cpu(),
-                Calibrator.features(logits, depth).cpu() if with_features else torch.empty(0, 4),
-            ]
-
-    def _sum_up(self, parts: list[list[Tensor]], with_features: bool) -> Drafts:
-        by_depth: dict[int, list[list[Tensor]]] = {}
-        for depth, *rest in parts:
-            by_depth.setdefault(int(depth), []).append(rest)
-        joined = [
-            [torch.cat(column) for column in zip(*by_depth[depth], strict=True)]
-            for depth in sorted(by_depth)
-        ]
-        agreed, alpha = ([float(row[i].mean()) for row in joined] for i in (0, 1))
-        # A head that is not unrolled says the same at every depth.
-        repeat = self.depths if len(joined) == 1 else 1
-        drafts = Drafts(agreed * repeat, alpha * repeat)
-        if with_features:
-            drafts.agreed, drafts.accepted, drafts.features = (
-                torch.cat([row[i] for row in joined]) for i in range(3)
+    def _look(self, lesson: Lesson, head: ExitHead, with_features: bool) -> Iterator[_Seen]:
+        drafts = lesson.drafts(self.decoder, head, self.depths)
+        for depth, (logits, there) in enumerate(drafts):
+            target_logits, logits = lesson.target_logits[there], logits[there]
+            features = Calibrator.features(logits, depth) if with_features else logits[:, :0]
+            yield _Seen(
+                agreement(target_logits, logits, head.vocab_ids).float().cpu(),
+                acceptance_rate(target_logits, logits, head.vocab_ids).cpu(),
+                features.cpu(),
             )
-        return drafts
+
+    def _sum_up(self, parts: Sequence[Sequence[_Seen]]) -> Drafts:
+        """All batches' drafts of one head; each part holds one batch's, by depth."""
+        by_depth = [_Seen.all_of(depth) for depth in zip(*parts, strict=True)]
+        # A head that is not unrolled says the same at every depth.
+        repeat = self.depths if len(by_depth) == 1 else 1
+        every = _Seen.all_of(by_depth)
+        return Drafts(
+            agreement=[float(seen.agreed.mean()) for seen in by_depth] * repeat,
+            alpha=[float(seen.accepted.mean()) for seen in by_depth] * repeat,
+            features=every.features,
+            agreed=every.agreed,
+            accepted=every.accepted,
+        )

@@ -13,9 +13,10 @@ from rich.console import Console
 from selfspec import SelfSpecModel
 from selfspec.heads import load_heads
 from training.data import Blocks
-from training.fitting import FitConfig, write_heads
-from training.measure import calibrate, measure
+from training.fitting import FIT_NAME, FitConfig, write_heads
+from training.measure import calibrate, measure, open_held_out
 from training.metrics import read_metrics
+from training.parallel import processes
 from training.report import ExitFigures, figures_table, write_report
 from training.script import run_script
 
@@ -40,23 +41,28 @@ def measure_saved(
         The figures of every head, by domain.
     """
     console = Console(highlight=False)
+    if not config.loop.fsdp:  # then it may be too large for one device
+        spec.engine.decoder.causal_lm.to(processes().device)
     heads = spec.engine.heads = load_heads(spec.engine.decoder, config.folder)
     for head in heads:
         head.float()
-    console.print("calibrating on held-out text", markup=False)
-    errors, reliability = calibrate(spec, held_out, config.measure)
+    opened = open_held_out(spec.engine.decoder, heads, held_out, config.measure)
+    console.print("drafting over held-out text", markup=False)
+    drafted = {domain: each.measure(with_features=True) for domain, each in opened.items()}
+    errors, reliability = calibrate(spec, list(drafted.values()))
     history = read_metrics(Path(config.output))
     figures: dict[str, list[ExitFigures]] = {}
     for domain, blocks in held_out.items():
         console.print(f"measuring on {domain}", markup=False)
-        figures[domain] = measure(spec, blocks, config.measure, errors)
+        figures[domain] = measure(spec, blocks, drafted[domain], errors, config.measure)
         console.print(figures_table(figures[domain], title=domain))
         folder = Path(config.output) / "report" / domain
         write_report(folder, figures[domain], history, reliability, console.print)
     for number, head in enumerate(heads):
         measured = {domain: each[number].to_dict() for domain, each in figures.items()}
         head.facts = {**head.facts, "held_out": measured}
-    console.print(f"heads: {write_heads(config, heads, spec)}", markup=False)
+    folder = write_heads(config, heads, spec, config.folder / FIT_NAME)
+    console.print(f"heads: {folder}", markup=False)
     return figures
 
 

@@ -10,8 +10,8 @@ device placement) is called as it is. Outside `with decoder:` the model is exact
 This package alone knows transformers' layer API.
 """
 
-from selfspec.decoder.core import Decoder, Pass
-from selfspec.decoder.gates import Span
+from selfspec.decoder.core import Decoder
 from selfspec.decoder.packing import Packing
+from selfspec.decoder.passes import Pass, Span
 
 __all__ = ["Decoder", "Packing", "Pass", "Span"]

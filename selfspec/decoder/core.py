@@ -2,39 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
-import threading
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from selfspec.decoder.gates import ActivePass, Gates, Span
-from selfspec.decoder.layers import own_layer
+from selfspec.decoder.gates import Gates
+from selfspec.decoder.layers import trainable
 from selfspec.decoder.packing import Packing
+from selfspec.decoder.passes import ActivePass, Pass, Span
 from selfspec.decoder.support import find_layers, layer_windows, refuse_unsupported, unwrap
+from selfspec.decoder.tail import Tail
 from selfspec.slots import SlotCache, StepCache, Window
 
-
-class Pass(NamedTuple):
-    """What a pass over a span leaves.
-
-    Attributes:
-        hidden: `[rows, width, hidden]` residual stream after the span's last layer.
-        output: `[rows, width, hidden]` the same after the model's final norm, or
-            `[rows, width, vocab]` logits when the pass went through the LM head as well.
-        layer_seconds: wall time inside the span's layers.
-        head_seconds: wall time inside the final norm and the LM head.
-        kept: `[rows, width, hidden]` each, the residual streams that the caller asked for.
-    """
-
-    hidden: Tensor
-    output: Tensor
-    layer_seconds: float
-    head_seconds: float
-    kept: list[Tensor]
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 class Decoder:
@@ -65,14 +49,13 @@ class Decoder:
         self._mask_kinds = {None, *self.windows}
         self.gates = Gates(self.causal_lm, self.base, name, self.layers, self.windows)
         self._takes = set(inspect.signature(type(self.base).forward).parameters)
-        self._tail_takes = set(inspect.signature(type(self.causal_lm).forward).parameters)
+        self._tail = Tail(self.causal_lm, self.base, self.gates)
         # These size their position bias from a 2-D mask and refuse a 4-D one.
         self._alibi = self.config.model_type == "bloom" or getattr(self.config, "alibi", False)
         self.max_positions: int | None = getattr(self.config, "max_position_embeddings", None)
         words = self.causal_lm.get_input_embeddings()
         tables = [m for m in self.base.children() if isinstance(m, nn.Embedding) and m is not words]
         self.learned_positions = self.max_positions if tables else None
-        self._output_class: type[Any] = BaseModelOutputWithPast
 
     @property
     def depth(self) -> int:
@@ -106,14 +89,14 @@ class Decoder:
         """`[vocab, hidden]` the LM head's matrix.
 
         Raises:
-            ValueError: it is quantized.
+            ValueError: it is quantized, or has an adapter.
         """
-        weight = getattr(self.lm_head, "weight", None)
+        weight = self.lm_head.weight if isinstance(self.lm_head, nn.Linear) else None
         if weight is None or not weight.is_floating_point() or weight.shape[0] != self.vocab_size:
             raise ValueError(
                 f"the LM head is a {type(self.lm_head).__name__} without a plain weight matrix of "
                 f"{self.vocab_size} rows, so its rows cannot be taken; leave the LM head "
-                "unquantized, or draft over the whole vocabulary"
+                "unquantized and merge its adapter, or draft over the whole vocabulary"
             )
         return weight
 
@@ -128,9 +111,24 @@ class Decoder:
         Raises:
             ValueError: there is no such layer, or its weights are quantized.
         """
+        self.check_layer(index)
+        return trainable(self.copy(self.layers[index]))
+
+    def check_layer(self, index: int) -> None:
+        """Raise ValueError unless there is a layer `index`."""
         if not 0 <= index < self.depth:
             raise ValueError(f"place must be a layer in [0, {self.depth - 1}], got {index}")
-        return own_layer(self.layers[index], self.depth)
+
+    def copy(self, module: ModuleT) -> ModuleT:
+        """A deep copy of one of the target's modules, as it is outside of passes.
+
+        Raises:
+            RuntimeError: the calling thread has the gates in, which would be copied too.
+        """
+        with self.gates.lock:  # another thread may have them in
+            if self.gates.entered:
+                raise RuntimeError("build heads outside `with decoder:`, or they copy its gates")
+            return copy.deepcopy(module)
 
     def new_slots(self, rows: int, capacity: int = 0) -> SlotCache:
         """An empty KV cache for `rows` rows."""
@@ -174,23 +172,14 @@ class Decoder:
         """
         if span.start > 0 and hidden is None:
             raise ValueError(f"a span from layer {span.start} needs the hidden states below it")
-        with self, slots.writing(tokens.shape[1], offset) as window:
-            masks = self._masks(slots, window, hidden, instead is not None)
-            active = ActivePass(span, window, hidden, masks, self._alibi, tuple(keep), instead)
+        added = instead is not None
+        with self, slots.writing(tokens.shape[1], offset, added) as window:
+            masks = self._masks(slots, window, hidden, added)
             if span.start > 0 and self.gates.returns_tuple is None:
                 raise RuntimeError("run the layers below a span once before resuming above them")
-            self.gates.active = active
+            active = ActivePass(span, window, hidden, masks, self._alibi, tuple(keep), instead)
             inputs = self._inputs(tokens, slots, window.positions, masks)
-            through_tail = unembed and self._tail_takes >= inputs.keys()
-            try:
-                result = self._run_tail(inputs) if through_tail else self._run_body(inputs)
-                if unembed and not through_tail:
-                    result = self.unembed(result)
-            finally:
-                self.gates.active = None
-        assert active.result is not None
-        kept = [active.kept[layer] for layer in keep]
-        return Pass(active.result, result, active.layer_seconds, active.head_seconds, kept)
+            return self._pass(active, inputs, unembed)
 
     def run_packed(
         self,
@@ -218,15 +207,16 @@ class Decoder:
         with self:
             masks = self._packed_masks(packing, tokens if hidden is None else hidden, step)
             active = ActivePass(span, None, hidden, masks, self._alibi, tuple(keep), instead)
-            self.gates.active = active
             inputs = self._inputs(tokens, memory, packing.positions, masks)
-            try:
-                result = self._run_body(inputs)
-            finally:
-                self.gates.active = None
-        assert active.result is not None
-        kept = [active.kept[layer] for layer in keep]
-        return Pass(active.result, result, active.layer_seconds, active.head_seconds, kept)
+            return self._pass(active, inputs)
+
+    def _pass(self, active: ActivePass, inputs: dict[str, Any], unembed: bool = False) -> Pass:
+        through_tail = unembed and self._tail.takes >= inputs.keys()
+        with self.gates.passing(active):
+            result = self._tail.run(inputs) if through_tail else self._run_body(inputs)
+            if unembed and not through_tail:
+                result = self.unembed(result)
+        return active.done(result)
 
     def _packed_masks(self, packing: Packing, like: Tensor, step: int) -> dict[int | None, Tensor]:
         if packing.whole and step == 0 and not self.gates.own_masks:
@@ -241,13 +231,8 @@ class Decoder:
 
     def _run_body(self, inputs: dict[str, Any]) -> Tensor:
         output = self.base(**inputs)
-        self._output_class = type(output)
+        self._tail.output_class = type(output)
         return output[0]
-
-    def _run_tail(self, inputs: dict[str, Any]) -> Tensor:
-        if "output_router_logits" in self._tail_takes:
-            inputs["output_router_logits"] = False
-        return self.causal_lm(**inputs).logits
 
     def _masks(
         self, slots: SlotCache, window: Window, hidden: Tensor | None, added: bool
@@ -288,36 +273,8 @@ class Decoder:
     def unembed(self, normed: Tensor, readout: nn.Module | None = None) -> Tensor:
         """Logits `[rows, width, vocab]` of final-norm outputs, by the model's own tail.
 
-        The causal LM's `forward` runs with its body stubbed, so scaling and soft-capping of any
-        family apply.
-
         Args:
             normed: `[rows, width, hidden]` inputs of the LM head.
             readout: what stands in for the LM head.
         """
-        gates, lm_head = self.gates, self.lm_head
-        with gates.lock:
-            gates.shadow(self.base.__dict__, "forward", self._stub(normed, self.base.forward))
-            if readout is not None:
-                other = self._mine(readout, lm_head.forward)
-                gates.shadow(lm_head.__dict__, "forward", other)
-            try:
-                tail = self.causal_lm(inputs_embeds=normed, use_cache=False, return_dict=True)
-            finally:
-                gates.unshadow()
-                if readout is not None:
-                    gates.unshadow()
-        return tail.logits
-
-    def _stub(self, normed: Tensor, forward: Callable[..., Any]) -> Callable[..., Any]:
-        output = self._output_class(last_hidden_state=normed)  # pyright: ignore[reportCallIssue]
-        return self._mine(lambda *args, **kwargs: output, forward)
-
-    def _mine(self, mine: Callable[..., Any], others: Callable[..., Any]) -> Callable[..., Any]:
-        """Something for this thread alone; others that use the model get what they expect."""
-        owner = threading.get_ident()
-
-        def either(*args: Any, **kwargs: Any) -> Any:
-            return (mine if threading.get_ident() == owner else others)(*args, **kwargs)
-
-        return either
+        return self._tail.unembed(normed, readout)

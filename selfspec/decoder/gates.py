@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,52 +19,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.decoder.lean import lean_forward
+from selfspec.decoder.passes import ActivePass
 from selfspec.decoder.rotary import RotaryTables, is_static
-from selfspec.decoder.support import has_causal_buffer
-from selfspec.slots import Window
+from selfspec.decoder.support import causal_tables
 
 # One model may have several wrappers; only one at a time may have its gates in.
 _LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 _NOTHING = object()
-
-
-class Span(NamedTuple):
-    """Layers `start` to `stop - 1`."""
-
-    start: int
-    stop: int
-
-
-@dataclass
-class ActivePass:
-    """A pass in progress, as the gates see it.
-
-    Attributes:
-        span: the layers that run.
-        window: the slots that it writes; `None` for packed text.
-        hidden: what the first of them starts from, instead of what it is handed.
-        masks: additive mask for each sliding window (`None`: full attention); empty when the
-            family's own masks hold.
-        add_masks: whether masks go on top of the family's own, which carry a position bias.
-        keep: residual streams to keep, by the number of layers below.
-        instead: what runs in place of the span's only layer, or `None`.
-        kept: the residual streams that were kept, by the number of layers below.
-        result: residual stream after the span, once it is there.
-        layer_seconds: wall time inside layers so far.
-        head_seconds: wall time inside the final norm and the LM head so far.
-    """
-
-    span: Span
-    window: Window | None
-    hidden: Tensor | None
-    masks: dict[int | None, Tensor]
-    add_masks: bool
-    keep: tuple[int, ...] = ()
-    instead: nn.Module | None = None
-    kept: dict[int, Tensor] = field(default_factory=dict)
-    result: Tensor | None = None
-    layer_seconds: float = 0.0
-    head_seconds: float = 0.0
 
 
 class Gates:
@@ -82,6 +43,7 @@ class Gates:
         owner: the thread whose passes are gated; any other uses the model as it is.
         returns_tuple: whether layers return tuples; known once one has run.
         final_norm: the norm between the last layer and the LM head, if there is one.
+        entered: how many `with gates:` are open.
     """
 
     def __init__(
@@ -98,19 +60,19 @@ class Gates:
         self.owner: int | None = None
         self.returns_tuple: bool | None = None
         self._rotary = [module for module in base.children() if is_static(module)]
-        self.own_masks = [module for module in layers.modules() if has_causal_buffer(module)]
+        self.own_masks = causal_tables(layers)
         norms = [m for m in base.children() if "norm" in type(m).__name__.lower()]
         self.final_norm: nn.Module | None = norms[-1] if norms else None
         self.lock = _LOCKS.setdefault(model, threading.RLock())
-        self._entered = 0
+        self.entered = 0
         self._shadows: list[tuple[dict[str, Any], str, Any]] = []
 
     def __enter__(self) -> Gates:
         """Put the gates in; another thread that enters waits."""
         self.lock.acquire()
         self.owner = threading.get_ident()
-        self._entered += 1
-        if self._entered == 1:
+        self.entered += 1
+        if self.entered == 1:
             gates = [Gate(self, index, layer) for index, layer in enumerate(self.layers)]
             self.shadow(self.base.__dict__, self.layers_name, gates)
             for module in (self.base, self.model):
@@ -121,20 +83,33 @@ class Gates:
                     self.shadow(module.__dict__, "forward", self._timed(module.forward))
             for module in self._rotary:
                 self.shadow(module.__dict__, "forward", self._tabled(module.forward))
-            for module in self.own_masks:
-                # Slots carry the whole mask; the module's own table assumes keys end at the query.
-                table = module._buffers["bias"]
-                assert table is not None
-                everything = torch.ones_like(table[..., :1, :1]).expand_as(table)
-                self.shadow(module._buffers, "bias", everything)
         return self
 
     def __exit__(self, *error: object) -> None:
         """Take the gates out, whatever happened."""
-        self._entered -= 1
-        while self._shadows and self._entered == 0:
+        self.entered -= 1
+        while self._shadows and self.entered == 0:
             self.unshadow()
         self.lock.release()
+
+    @contextmanager
+    def passing(self, active: ActivePass) -> Iterator[None]:
+        """While active, the model's forward is this pass."""
+        tables = list(self.own_masks)
+        if tables and active.instead is not None:
+            tables += causal_tables(active.instead)
+        for module in tables:
+            # The pass brings the whole mask; the module's own assumes that keys end at the query.
+            keys = active.masks[None].shape[-1]
+            everything = torch.ones_like(module.get_buffer("bias")[..., :1, :1])
+            self.shadow(module._buffers, "bias", everything.expand(-1, -1, keys, keys))
+        self.active = active
+        try:
+            yield
+        finally:
+            self.active = None
+            for _ in tables:
+                self.unshadow()
 
     def shadow(self, attributes: dict[str, Any], name: str, value: Any) -> None:
         """Put `value` in front of an attribute, until `unshadow`."""

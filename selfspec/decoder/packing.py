@@ -12,7 +12,7 @@ class Packing(NamedTuple):
     """Which tokens of packed rows belong together.
 
     Attributes:
-        documents: `[rows, width]` number of each token's document.
+        documents: `[rows, width]` which of its row's documents a token belongs to.
         positions: `[rows, width]` position of each token in its document.
         whole: whether every row is one document.
     """
@@ -23,14 +23,17 @@ class Packing(NamedTuple):
 
     @classmethod
     def of(cls, documents: Tensor, whole: bool = False) -> Packing:
-        """The packing of rows with these document numbers; `whole` takes a row as one."""
+        """The packing of rows with these document numbers; `whole` takes a row as one.
+
+        A document ends where the number changes, and does not go on where the number comes again.
+        """
         if whole:
             documents = torch.zeros_like(documents)
         places = torch.arange(documents.shape[1], device=documents.device)
         starts = torch.ones_like(documents, dtype=torch.bool)
         starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
         positions = places - (places * starts).cummax(-1).values
-        return cls(documents, positions, whole or not bool(starts[:, 1:].any()))
+        return cls(starts.cumsum(-1), positions, whole or not bool(starts[:, 1:].any()))
 
     def mask(self, window: int | None, dtype: torch.dtype, step: int = 0) -> Tensor:
         """`[rows, 1, width, (step + 1) * width]` additive mask: 0 where a query may look.

@@ -78,7 +78,7 @@ def layer_windows(config: Any, depth: int) -> list[int | None]:
     return windows or [None] * depth
 
 
-def has_causal_buffer(module: nn.Module) -> bool:
-    """Whether an attention module masks by a table of its own (GPT-Neo)."""
-    table = module._buffers.get("bias")
-    return table is not None and table.dtype == torch.bool and table.ndim == 4
+def causal_tables(layers: nn.Module) -> list[nn.Module]:
+    """Attention modules that mask by a table of their own (GPT-Neo)."""
+    tables = [(module, module._buffers.get("bias")) for module in layers.modules()]
+    return [m for m, t in tables if t is not None and t.dtype == torch.bool and t.ndim == 4]

@@ -1,8 +1,9 @@
 """What a call did, for the eye: traces in HTML and on terminals, tables, figures."""
 
+from selfspec.display.exits import ExitReadings, exit_readings
 from selfspec.display.html import TraceHTML, trace_html
 from selfspec.display.pieces import Detokenizer, Piece, pieces
-from selfspec.display.plots import acceptance_plot
+from selfspec.display.plots import acceptance_plot, exits_heatmap, exits_plot
 from selfspec.display.terminal import (
     OriginStreamer,
     in_colour,
@@ -16,10 +17,14 @@ from selfspec.display.terminal import (
 
 __all__ = [
     "Detokenizer",
+    "ExitReadings",
     "OriginStreamer",
     "Piece",
     "TraceHTML",
     "acceptance_plot",
+    "exit_readings",
+    "exits_heatmap",
+    "exits_plot",
     "in_colour",
     "legend",
     "marked",

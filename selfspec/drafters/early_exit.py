@@ -53,7 +53,7 @@ class EarlyExit(Drafter):
         hidden: list[Tensor] = []
         for step in range(min(self.num_draft_tokens, limit)):
             logits, at_exit = self.reader.read(state, token, step)
-            scores = state.sampler.scores(logits, state.context, offset=step)[:, 0]
+            scores = self._drawable(state.sampler.scores(logits, state.context, offset=step)[:, 0])
             drawn, drawn_from = state.sampler.draw(scores)
             token = drawn[:, None]
             if state.sampler.reads_prefix:
@@ -70,6 +70,14 @@ class EarlyExit(Drafter):
             depth=self.reader.head.exit_layer,
             hidden=torch.cat(hidden, dim=1),
         )
+
+    def _drawable(self, scores: Tensor) -> Tensor:
+        """Scores with something to draw in every row."""
+        if self.reader.head.vocab_ids is None:
+            return scores
+        # The caller's processors may leave nothing of a trimmed vocabulary; then any draft will do.
+        nothing = scores.amax(-1, keepdim=True) == -torch.inf
+        return scores.masked_fill(nothing, 0.0)
 
     def commit(self, state: State, draft: Draft, verified: Verified, verdict: Verdict) -> None:
         """Show the head what the target made of the drafts."""

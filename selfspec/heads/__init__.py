@@ -6,7 +6,7 @@ from selfspec.heads.calibrator import Calibrator
 from selfspec.heads.card import CARD_NAME, heads_card
 from selfspec.heads.fused import FusedHead
 from selfspec.heads.hub import find_heads, push_heads
-from selfspec.heads.kinds import HEAD_KINDS, head_class
+from selfspec.heads.kinds import HEAD_KINDS, build_head, head_class
 from selfspec.heads.lens import LensHead
 from selfspec.heads.lora import LoraHead
 from selfspec.heads.shared import SharedHead
@@ -23,6 +23,7 @@ __all__ = [
     "LensHead",
     "LoraHead",
     "SharedHead",
+    "build_head",
     "check_distinct",
     "check_exit_layer",
     "find_heads",

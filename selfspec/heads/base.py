@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -33,6 +34,8 @@ class ExitHead(nn.Module):
         readout: what stands in for the target's LM head, or `None`.
         calibrators: P(accept) of a drafted token, by the way of decoding (`greedy`, `sampled`);
             empty until they are fitted.
+        facts: what is known of it: the text it was fitted on (`data`), figures by domain
+            (`held_out`); plain values, for files and cards.
     """
 
     kind: ClassVar[str]
@@ -47,6 +50,7 @@ class ExitHead(nn.Module):
         self.register_buffer("vocab_ids", None)
         self.layer: nn.Module | None = None
         self.calibrators = nn.ModuleDict()
+        self.facts: dict[str, Any] = {}
         # Made of the target's weights, which are not the head's to store or to train.
         self._readout: tuple[nn.Module, ...] = ()
 
@@ -77,22 +81,19 @@ class ExitHead(nn.Module):
         2025).
 
         Raises:
-            ValueError: the ids are no rising sequence of the target's token ids.
+            ValueError: the ids are no rising sequence of the target's token ids, or the target's
+                LM head has no rows to take.
         """
-        ids = vocab_ids.to(torch.long)
-        if ids.ndim != 1 or not len(ids) or ids[0] < 0 or ids[-1] >= decoder.vocab_size:
-            raise ValueError(
-                f"vocab_ids must be token ids in [0, {decoder.vocab_size - 1}], got shape "
-                f"{tuple(ids.shape)}"
-            )
-        if not bool((ids[1:] > ids[:-1]).all()):
-            raise ValueError("vocab_ids must rise, each token once; sort them with unique()")
-        self.vocab_ids = ids.to(decoder.lm_head_weight.device)
-        self._readout = (trimmed_readout(decoder, self.vocab_ids),)
+        check_vocab_ids(decoder, vocab_ids)
+        readout = trimmed_readout(decoder, vocab_ids.to(torch.long))
+        self.vocab_ids = vocab_ids.to(readout.weight.device, torch.long)
+        self._readout = (readout,)
 
     def check(self, decoder: Decoder) -> None:
         """Raise ValueError unless the head fits `decoder`."""
         check_exit_layer(decoder, self.exit_layer, self.lowest_exit)
+        if self.vocab_ids is not None:
+            check_vocab_ids(decoder, self.vocab_ids)
 
     def enter(self, hidden: Tensor, features: Tensor | None) -> Tensor:
         """Input `[rows, width, hidden]` of the head's own layer.
@@ -138,6 +139,33 @@ def check_exit_layer(decoder: Decoder, exit_layer: int, lowest: int = 1) -> int:
             f"the model has {decoder.depth} layers, and an exit needs layers below and above it"
         )
     return exit_layer
+
+
+def check_vocab_ids(decoder: Decoder, ids: Tensor) -> None:
+    """Raise ValueError unless `ids` are token ids of `decoder`, rising."""
+    if ids.is_floating_point() or ids.dtype == torch.bool or ids.ndim != 1 or not len(ids):
+        raise ValueError(
+            "vocab_ids must be token ids, whole numbers in one dimension, got shape "
+            f"{tuple(ids.shape)} of {ids.dtype}"
+        )
+    least, most = int(ids.min()), int(ids.max())
+    if least < 0 or most >= decoder.vocab_size:
+        raise ValueError(
+            f"vocab_ids must be in [0, {decoder.vocab_size - 1}], got {least} to {most}; "
+            "was another tokenizer used?"
+        )
+    if not bool((ids[1:] > ids[:-1]).all()):
+        raise ValueError("vocab_ids must rise, each token once; sort them with unique()")
+
+
+def check_distinct(heads: Sequence[ExitHead]) -> None:
+    """Raise ValueError where two heads have the same kind and exit layer."""
+    for index, head in enumerate(heads):
+        if any((h.kind, h.exit_layer) == (head.kind, head.exit_layer) for h in heads[:index]):
+            raise ValueError(
+                f"two heads of kind {head.kind!r} at exit_layer {head.exit_layer}; "
+                "give each exit one head of a kind"
+            )
 
 
 def check_width(decoder: Decoder, width: int, kind: str) -> None:

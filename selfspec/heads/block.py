@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from selfspec.decoder import Decoder
-from selfspec.heads.base import ExitHead, check_width
-from selfspec.heads.parts import own_norm, placed
+from selfspec.heads.base import ExitHead, check_exit_layer, check_width
+from selfspec.heads.parts import own_norm
 
 
 class BlockHead(ExitHead):
@@ -34,10 +34,9 @@ class BlockHead(ExitHead):
     @classmethod
     def build(cls, decoder: Decoder, exit_layer: int, **options: Any) -> BlockHead:
         """A copy of the layer above the exit; `place` names another to copy."""
-        place = options.get("place", min(exit_layer, decoder.depth - 1))
-        layer = decoder.copy_layer(place)
-        width = decoder.config.hidden_size
-        return placed(cls(exit_layer, layer, place, own_norm(decoder), width), decoder)
+        place = options.get("place", check_exit_layer(decoder, exit_layer))
+        norm = own_norm(decoder)
+        return cls(exit_layer, decoder.copy_layer(place), place, norm, decoder.config.hidden_size)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -45,9 +44,10 @@ class BlockHead(ExitHead):
         return {"place": self.place}
 
     def check(self, decoder: Decoder) -> None:
-        """Raise ValueError unless exit layer and width fit `decoder`."""
+        """Raise ValueError unless exit layer, place and width fit `decoder`."""
         super().check(decoder)
         check_width(decoder, self.width, self.kind)
+        decoder.check_layer(self.place)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """What the head's layer left, after the head's norm."""

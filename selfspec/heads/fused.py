@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from selfspec.decoder import Decoder
+from selfspec.heads.base import check_exit_layer
 from selfspec.heads.block import BlockHead
 from selfspec.heads.parts import own_norm, placed
 
@@ -52,14 +54,26 @@ class FusedHead(BlockHead):
 
     @classmethod
     def build(cls, decoder: Decoder, exit_layer: int, **options: Any) -> FusedHead:
-        """A block that does not yet listen to the features."""
+        """A block that does not yet listen to the features.
+
+        Raises:
+            ValueError: `feature_layers` names residual streams that a verifying pass does not see.
+        """
         depth, width = decoder.depth, decoder.config.hidden_size
-        place = options.get("place", exit_layer)
+        place = options.get("place", check_exit_layer(decoder, exit_layer, cls.lowest_exit))
         low = exit_layer or max(1, depth // 4)
-        layers = options.get("feature_layers", [low, max(low, depth // 2), depth])
-        layer = decoder.copy_layer(place)
-        head = cls(exit_layer, layer, place, own_norm(decoder), width, tuple(layers))
-        return placed(head, decoder)
+        layers = tuple(options.get("feature_layers", (low, max(low, depth // 2), depth)))
+        check_feature_layers(decoder, layers, exit_layer)
+        norm = own_norm(decoder)
+        head = cls(exit_layer, decoder.copy_layer(place), place, norm, width, layers)
+        for part in (head.feature_norms, head.fuse, head.entry_norm, head.entry):
+            placed(part, decoder)
+        return head
+
+    def check(self, decoder: Decoder) -> None:
+        """Raise ValueError unless exit layer, place, width and feature layers fit `decoder`."""
+        super().check(decoder)
+        check_feature_layers(decoder, self.feature_layers, self.exit_layer)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -68,10 +82,26 @@ class FusedHead(BlockHead):
 
     def join(self, features: list[Tensor]) -> Tensor:
         """Each stream normed, then one linear map of all."""
-        normed = [norm(f) for norm, f in zip(self.feature_norms, features, strict=True)]
+        normed = [_normed(norm, f) for norm, f in zip(self.feature_norms, features, strict=True)]
         return self.fuse(torch.cat(normed, dim=-1))
 
     def enter(self, hidden: Tensor, features: Tensor | None) -> Tensor:
         """The exit plus what the features say; before a text's first token they say nothing."""
         assert features is not None
-        return hidden + self.entry(self.entry_norm(features))
+        return hidden + self.entry(_normed(self.entry_norm, features))
+
+
+def check_feature_layers(decoder: Decoder, layers: Sequence[int], exit_layer: int) -> None:
+    """Raise ValueError unless a verifying pass from the exit sees these residual streams."""
+    if not layers or not all(exit_layer <= layer <= decoder.depth for layer in layers):
+        raise ValueError(
+            f"feature_layers must be in [{exit_layer}, {decoder.depth}], got {list(layers)}; "
+            "verification resumes at the exit, and sees nothing below it"
+        )
+
+
+def _normed(norm: nn.Module, states: Tensor) -> Tensor:
+    # Under autocast the streams come narrower than the norm's weight.
+    weight = norm.weight
+    assert isinstance(weight, Tensor)
+    return norm(states.to(weight.dtype))

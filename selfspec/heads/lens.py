@@ -39,6 +39,8 @@ class LensHead(ExitHead):
         """A lens that equals the shared head; `rank` defaults to a quarter of the width."""
         width = decoder.config.hidden_size
         rank = options.get("rank", max(1, width // 4))
+        if rank < 1:
+            raise ValueError(f"rank must be at least 1, got {rank}")
         return placed(cls(exit_layer, own_norm(decoder), width, rank), decoder)
 
     @property

@@ -7,6 +7,8 @@ from typing import Any
 
 import peft
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
 from selfspec.decoder import Decoder
@@ -62,16 +64,20 @@ class LoraHead(ExitHead):
         return self.norm(hidden)
 
     def _adapt(self, lm_head: nn.Module) -> None:
+        if isinstance(lm_head, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+            raise ValueError(
+                f"the LM head is a {type(lm_head).__name__} of peft already, on which no second "
+                "adapter is put; merge its adapter, or use head='lens'"
+            )
         # A second handle on the same weights: passes put their own `forward` in front of the LM
         # head's, and peft marks what it wraps as frozen.
         holder = nn.Module()
         holder.lm_head = copy.copy(lm_head)
         trained = [p for p in lm_head.parameters() if p.requires_grad]
         config = peft.LoraConfig(r=self.rank, lora_alpha=self.rank, target_modules=["lm_head"])
-        state = torch.random.get_rng_state()
-        torch.manual_seed(0)  # peft draws A; a head is the same every time it is built
-        peft.inject_adapter_in_model(config, holder, adapter_name="exit")
-        torch.random.set_rng_state(state)
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)  # peft draws A: the same in every build
+            peft.inject_adapter_in_model(config, holder, adapter_name="exit")
         for parameter in trained:
             parameter.requires_grad_(True)
         adapted: Any = holder.lm_head

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import TypeVar
 
 import torch
@@ -17,17 +16,29 @@ def own_norm(decoder: Decoder) -> nn.Module:
     """A copy of the target's final norm.
 
     Raises:
-        ValueError: the target has none.
+        ValueError: the target has none, or has more than the LM head behind it.
     """
+    check_tail(decoder)
     if decoder.final_norm is None:
         name = type(decoder.causal_lm).__name__
         raise ValueError(f"{name} has no final norm to start an exit head from")
-    return copy.deepcopy(decoder.final_norm)
+    return decoder.copy(decoder.final_norm)
 
 
-def placed(head: ModuleT, decoder: Decoder) -> ModuleT:
-    """The head in the target's dtype, where its final norm is."""
+def check_tail(decoder: Decoder) -> None:
+    """Raise ValueError where the LM head does not read the final norm's output (small OPTs)."""
+    width = decoder.config.hidden_size
+    reads = getattr(decoder.lm_head, "in_features", width)
+    if reads != width:
+        raise ValueError(
+            f"{type(decoder.causal_lm).__name__} projects {width} to {reads} between its final "
+            "norm and its LM head, which exit heads cannot; use head='shared', untrimmed"
+        )
+
+
+def placed(module: ModuleT, decoder: Decoder) -> ModuleT:
+    """New parts in the target's dtype, where its final norm is; copies stay where they are."""
     norm = decoder.final_norm
     parameters = iter(()) if norm is None else norm.parameters()
     where = next(parameters, torch.empty(0, dtype=decoder.dtype, device=decoder.device))
-    return head.to(where.device, where.dtype)
+    return module.to(where.device, where.dtype)

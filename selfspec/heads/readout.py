@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.decoder import Decoder
+from selfspec.heads.parts import check_tail
 
 
 @torch.no_grad()
@@ -13,15 +14,15 @@ def trimmed_readout(decoder: Decoder, vocab_ids: Tensor) -> nn.Linear:
     """The rows of the target's LM head for `vocab_ids`, gathered once into one piece.
 
     Raises:
-        ValueError: the LM head's weights are quantized, so rows cannot be taken from them.
+        ValueError: the LM head's rows cannot be taken, or read something else than the final norm.
     """
+    check_tail(decoder)
     weight = decoder.lm_head_weight
     bias: Tensor | None = getattr(decoder.lm_head, "bias", None)
-    rows, width = len(vocab_ids), weight.shape[1]
-    trimmed = nn.Linear(
-        width, rows, bias=bias is not None, device=weight.device, dtype=weight.dtype
-    )
-    trimmed.weight.copy_(weight[vocab_ids])
+    ids = vocab_ids.to(weight.device)
+    # Without memory of its own, and without drawing weights that would be thrown away.
+    trimmed = nn.Linear(weight.shape[1], len(ids), bias=bias is not None, device="meta")
+    trimmed.weight = nn.Parameter(weight[ids], requires_grad=False)
     if bias is not None:
-        trimmed.bias.copy_(bias[vocab_ids])
-    return trimmed.requires_grad_(False)
+        trimmed.bias = nn.Parameter(bias[ids], requires_grad=False)
+    return trimmed

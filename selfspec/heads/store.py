@@ -9,16 +9,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import Field
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from selfspec.config import StrictConfig, parse
 from selfspec.decoder import Decoder
-from selfspec.heads.base import ExitHead, check_exit_layer
+from selfspec.heads.base import ExitHead, check_distinct
 from selfspec.heads.calibrator import Calibrator
 from selfspec.heads.fingerprint import check_fingerprint, fingerprint
-from selfspec.heads.kinds import head_class
+from selfspec.heads.kinds import build_head
 
 CONFIG_NAME = "selfspec.json"
 WEIGHTS_NAME = "exit_heads.safetensors"
@@ -31,6 +33,7 @@ class _HeadEntry(StrictConfig):
     options: dict[str, Any] = Field(default_factory=dict)
     trimmed: bool = False
     calibrated: list[str] = Field(default_factory=list)
+    facts: dict[str, Any] = Field(default_factory=dict)
 
     @property
     def prefix(self) -> str:
@@ -44,13 +47,30 @@ class _HeadsFile(StrictConfig):
     heads: list[_HeadEntry]
 
 
-def save_heads(heads: Sequence[ExitHead], decoder: Decoder, folder: str | Path) -> None:
-    """Write heads and the fingerprint of their target to `folder`."""
+def save_heads(
+    heads: Sequence[ExitHead],
+    decoder: Decoder,
+    folder: str | Path,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write heads and the fingerprint of their target to `folder`.
+
+    Args:
+        heads: what to save.
+        decoder: the target.
+        folder: made if it is not there.
+        dtype: what weights are rounded to; `None` keeps theirs. Calibrators, a few numbers, are
+            never rounded.
+
+    Raises:
+        ValueError: two heads have the same kind and exit layer.
+    """
+    check_distinct(heads)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     entries = [_entry(head) for head in heads]
     weights = {
-        entry.prefix + name: tensor.detach().contiguous().cpu()
+        entry.prefix + name: _stored(name, tensor, dtype)
         for entry, head in zip(entries, heads, strict=True)
         for name, tensor in head.state_dict().items()
     }
@@ -61,6 +81,12 @@ def save_heads(heads: Sequence[ExitHead], decoder: Decoder, folder: str | Path) 
         config.write_text(text, encoding="utf-8")
 
 
+def _stored(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    stored = tensor.detach().contiguous().cpu()
+    rounded = dtype is not None and stored.is_floating_point() and "calibrators." not in name
+    return stored.to(dtype) if rounded else stored
+
+
 def _entry(head: ExitHead) -> _HeadEntry:
     return _HeadEntry(
         kind=head.kind,
@@ -68,6 +94,7 @@ def _entry(head: ExitHead) -> _HeadEntry:
         options=head.options,
         trimmed=head.vocab_ids is not None,
         calibrated=list(head.calibrators),
+        facts=head.facts,
     )
 
 
@@ -82,30 +109,31 @@ def load_heads(decoder: Decoder, folder: str | Path) -> list[ExitHead]:
     file = _read_config(folder / CONFIG_NAME)
     check_fingerprint(decoder, file.target, str(folder))
     weights = _read_weights(folder / WEIGHTS_NAME)
-    return [_load_head(decoder, entry, weights, folder) for entry in file.heads]
+    heads = [_load_head(decoder, entry, weights, folder) for entry in file.heads]
+    check_distinct(heads)
+    return heads
 
 
 def _load_head(
     decoder: Decoder, entry: _HeadEntry, weights: dict[str, Any], folder: Path
 ) -> ExitHead:
-    kind = head_class(entry.kind)
-    check_exit_layer(decoder, entry.exit_layer, kind.lowest_exit)
-    head = kind.build(decoder, entry.exit_layer, **entry.options)
     own = {
         name.removeprefix(entry.prefix): tensor
         for name, tensor in weights.items()
         if name.startswith(entry.prefix)
     }
     try:
+        head = build_head(decoder, entry.kind, entry.exit_layer, entry.options)
         if entry.trimmed:
             head.trim(decoder, own["vocab_ids"])
         for mode in entry.calibrated:
             head.calibrators[mode] = Calibrator()
         head.load_state_dict(own)
-    except (RuntimeError, KeyError) as error:
+    except (RuntimeError, KeyError, ValueError) as error:
         raise ValueError(
             f"{folder / WEIGHTS_NAME} does not fit {folder / CONFIG_NAME}: {error}"
         ) from None
+    head.facts = dict(entry.facts)
     return head.eval().requires_grad_(False)
 
 

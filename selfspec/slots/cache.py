@@ -46,22 +46,33 @@ class SlotCache(Cache):
         self._sliding = [window is not None for window in windows]
         self._never = [False] * len(windows)
         self._window: Window | None = None
+        self._to_added = False
         self._counted = torch.arange(0, device=self.device)  # 0, 1, 2, … as far as was needed
         self._masks: dict[tuple[int | None, torch.dtype], Tensor] = {}
 
     # What passes write and see
 
     @contextmanager
-    def writing(self, width: int, offset: int | Sequence[int] = 0) -> Iterator[Window]:
-        """While active, passes write `width` slots a row, `offset` behind its settled tokens."""
+    def writing(
+        self, width: int, offset: int | Sequence[int] = 0, added: bool = False
+    ) -> Iterator[Window]:
+        """While active, passes write `width` slots a row, `offset` behind its settled tokens.
+
+        Args:
+            width: slots of each row.
+            offset: of all rows, or one a row.
+            added: whether they go to the added layer, whatever number the writing layer has.
+        """
         offsets = [offset] * self.rows if isinstance(offset, int) else offset
         starts = [length + more for length, more in zip(self.lengths, offsets, strict=True)]
         self._count(max(starts) + width)
-        outer, self._window = self._window, Window(starts, width, self._counted)
+        outer = self._window, self._to_added
+        window = Window(starts, width, self._counted)
+        self._window, self._to_added = window, added
         try:
-            yield self._window
+            yield window
         finally:
-            self._window = outer
+            self._window, self._to_added = outer
 
     def _count(self, end: int) -> None:
         if len(self._counted) < end:
@@ -104,7 +115,7 @@ class SlotCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Write a layer's new states; returns its keys and values up to the longest row's end."""
         active = self._window or self._active()
-        layer = self.layers[layer_idx]
+        layer = self.layers[self.depth if self._to_added else layer_idx]
         if not layer.is_initialized:
             layer.lazy_initialization(key_states, value_states)
             layer.grow(max(self._reserved, active.end))
@@ -176,6 +187,7 @@ class SlotCache(Cache):
     def drop_added(self) -> None:
         """Forget the added layer, if there is one."""
         del self.layers[self.depth :]
+        self.added_from = [0] * self.rows
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only some rows, in the given order."""
@@ -212,6 +224,11 @@ class SlotCache(Cache):
             layer.is_initialized = True
         slots.lengths = lengths
         return slots
+
+    def take(self, other: SlotCache) -> None:
+        """Become a cache of other rows."""
+        self.layers, self.lengths = other.layers, other.lengths
+        self.added_from = other.added_from
 
     # Memory, and caches of transformers
 

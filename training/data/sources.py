@@ -177,9 +177,7 @@ def clean_prose(text: str) -> str:
     return "\n".join(folded for part in paragraphs if (folded := " ".join(part.split())))
 
 
-def render_chat(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Any], reply_next: bool
-) -> str:
+def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[Any], reply_next: bool) -> str:
     """A chat as its template has it; `reply_next` opens the assistant's turn.
 
     Raises:

@@ -1,0 +1,74 @@
+"""What passes run, and what they leave."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from selfspec.slots import Window
+
+
+class Span(NamedTuple):
+    """Layers `start` to `stop - 1`."""
+
+    start: int
+    stop: int
+
+
+class Pass(NamedTuple):
+    """What a pass over a span leaves.
+
+    Attributes:
+        hidden: `[rows, width, hidden]` residual stream after the span's last layer.
+        output: `[rows, width, hidden]` the same after the model's final norm, or
+            `[rows, width, vocab]` logits when the pass went through the LM head as well.
+        layer_seconds: wall time inside the span's layers.
+        head_seconds: wall time inside the final norm and the LM head.
+        kept: `[rows, width, hidden]` each, the residual streams that the caller asked for.
+    """
+
+    hidden: Tensor
+    output: Tensor
+    layer_seconds: float
+    head_seconds: float
+    kept: list[Tensor]
+
+
+@dataclass
+class ActivePass:
+    """A pass in progress, as the gates see it.
+
+    Attributes:
+        span: the layers that run.
+        window: the slots that it writes; `None` for packed text.
+        hidden: what the first of them starts from, instead of what it is handed.
+        masks: additive mask for each sliding window (`None`: full attention); empty when the
+            family's own masks hold.
+        add_masks: whether masks go on top of the family's own, which carry a position bias.
+        keep: residual streams to keep, by the number of layers below.
+        instead: what runs in place of the span's only layer, or `None`.
+        kept: the residual streams that were kept, by the number of layers below.
+        result: residual stream after the span, once it is there.
+        layer_seconds: wall time inside layers so far.
+        head_seconds: wall time inside the final norm and the LM head so far.
+    """
+
+    span: Span
+    window: Window | None
+    hidden: Tensor | None
+    masks: dict[int | None, Tensor]
+    add_masks: bool
+    keep: tuple[int, ...] = ()
+    instead: nn.Module | None = None
+    kept: dict[int, Tensor] = field(default_factory=dict)
+    result: Tensor | None = None
+    layer_seconds: float = 0.0
+    head_seconds: float = 0.0
+
+    def done(self, output: Tensor) -> Pass:
+        """What the pass leaves, now that it is over."""
+        assert self.result is not None
+        kept = [self.kept[layer] for layer in self.keep]
+        return Pass(self.result, output, self.layer_seconds, self.head_seconds, kept)

@@ -1,0 +1,95 @@
+"""Heads that say something of their own, and what a reading of them must give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from selfspec.decoder import Decoder
+from selfspec.engine import State
+from selfspec.forcing import draft_states, needs, read_text
+from selfspec.heads import HEAD_KINDS, ExitHead
+from selfspec.reading import LayerReader
+
+KINDS = list(HEAD_KINDS)
+
+
+def own_head(
+    decoder: Decoder,
+    kind: str,
+    exit_layer: int,
+    *,
+    trimmed: bool = False,
+    noise: float = 0.05,
+    seed: int = 0,
+    **options,
+) -> ExitHead:
+    """A head of `kind`, every parameter of it disturbed by `noise`, maybe over half the tokens."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)  # what a kind adds to the target's own weights is drawn
+        head = HEAD_KINDS[kind].build(decoder, exit_layer, **options)
+    source = torch.Generator().manual_seed(seed)
+    if trimmed:
+        kept = torch.randperm(decoder.vocab_size, generator=source)[: decoder.vocab_size // 2]
+        head.trim(decoder, kept.sort().values)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            drawn = torch.randn(parameter.shape, generator=source, dtype=torch.float64)
+            parameter.add_((noise * drawn).to(parameter.dtype))
+    return head.eval().requires_grad_(False)
+
+
+@dataclass
+class Seen:
+    """One row of one reading: its text up to the token read, its depth in the draft, its logits."""
+
+    text: Tensor
+    step: int
+    logits: Tensor
+
+
+def record(monkeypatch) -> list[Seen]:
+    """From now on, every row that a head with a layer reads while decoding."""
+    seen: list[Seen] = []
+    drafts: list[Tensor] = []
+    read = LayerReader.read
+
+    def noting(reader: LayerReader, state: State, tokens: Tensor, step: int):
+        logits, hidden = read(reader, state, tokens, step)
+        if step == 0:
+            drafts.clear()
+        else:
+            drafts.append(tokens)
+        for place, row in enumerate(state.context.rows):
+            end, settled = state.context.lengths[row], state.slots.lengths[place]
+            text = state.context.tokens[row, end - settled - 1 : end]
+            text = torch.cat([text, *(draft[place] for draft in drafts)])
+            seen.append(Seen(text.clone(), step, logits[place].clone()))
+        return logits, hidden
+
+    monkeypatch.setattr(LayerReader, "read", noting)
+    return seen
+
+
+@torch.no_grad()
+def forced(decoder: Decoder, head: ExitHead, text: Tensor, step: int) -> Tensor:
+    """`[1, vocab]` what the head says behind `text`, of whose tokens the last `step` are drafts."""
+    reading = read_text(decoder, text[None], None, needs(head))
+    *_, last = draft_states(decoder, head, reading, step + 1)
+    return head.spread(head.logits(decoder, last[:, -1:]), decoder.vocab_size)[0]
+
+
+def assert_reads_as_forced(
+    decoder: Decoder, head: ExitHead, seen: list[Seen], close: Callable[[Tensor, Tensor], None]
+) -> None:
+    """Decoding reads the head as fitting does, at every depth of every draft."""
+    assert seen
+    for reading in seen:
+        close(reading.logits, forced(decoder, head, reading.text, reading.step))
+
+
+def close_in_double(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)

@@ -1,0 +1,101 @@
+"""Heads with a layer of their own read while decoding what they read while being fitted."""
+
+import pytest
+import torch
+from conftest import EXIT, greedy, prompt, tiny_llama
+from head_tools import assert_reads_as_forced, close_in_double, own_head, record
+
+from selfspec import SelfSpecModel
+from selfspec.decoder import Decoder
+from selfspec.decoding import Session
+
+IDS, MASK = prompt(3, 8, 5)
+ONE = IDS[1:2]
+
+
+def kept_drafts(spec):
+    """How many drafts of each round were kept."""
+    return {
+        (len(step.drafted), step.accepted)
+        for row in spec.last_trace.rows
+        for step in row
+        if step.drafted
+    }
+
+
+@pytest.mark.parametrize("kind", ["block", "fused"])
+@pytest.mark.parametrize("trimmed", [False, True])
+@pytest.mark.parametrize(
+    ("exit_layer", "ids", "mask", "options"),
+    [
+        (EXIT, IDS, MASK, {}),
+        (EXIT, ONE, None, {}),
+        (3, IDS, MASK, {"prefill_chunk_size": 2}),
+        (0, IDS, MASK, {"prefill_chunk_size": 3}),
+    ],
+    ids=["ragged", "one row", "chunked", "embedding"],
+)
+def test_decoding_reads_what_fitting_reads(
+    monkeypatch, kind, trimmed, exit_layer, ids, mask, options
+):
+    if kind == "block" and exit_layer == 0:
+        exit_layer = 1
+    model = tiny_llama("sometimes")
+    decoder = Decoder(model)
+    head = own_head(decoder, kind, exit_layer, trimmed=trimmed, noise=0.02)
+    spec, seen = SelfSpecModel(model, heads=[head]), record(monkeypatch)
+    draft = {"head": kind, "num_draft_tokens": 3}
+    text = spec.generate(ids, attention_mask=mask, max_new_tokens=16, draft=draft, **options)
+    assert torch.equal(text, greedy(model, ids, mask, max_new_tokens=16))
+    assert {reading.step for reading in seen} == {0, 1, 2}
+    assert_reads_as_forced(decoder, head, seen[::4], close_in_double)
+
+
+@pytest.mark.parametrize("kind", ["block", "fused"])
+def test_after_rounds_of_every_outcome(monkeypatch, kind):
+    """No draft kept, some, all: the layer's KV is right again in the next round."""
+    model = tiny_llama("sometimes")
+    decoder = Decoder(model)
+    # Copies the last layer, so that it agrees often.
+    head = own_head(decoder, kind, 3, noise=0.06, place=3)
+    spec, seen = SelfSpecModel(model, heads=[head]), record(monkeypatch)
+    draft = {"head": kind, "num_draft_tokens": 3}
+    spec.generate(IDS, attention_mask=MASK, max_new_tokens=40, draft=draft)
+    assert {(3, kept) for kept in range(4)} <= kept_drafts(spec)
+    assert_reads_as_forced(decoder, head, seen, close_in_double)
+
+
+@pytest.mark.parametrize("kind", ["block", "fused"])
+def test_while_sampling_and_as_rows_leave(monkeypatch, kind):
+    model = tiny_llama("sometimes")
+    decoder = Decoder(model)
+    head = own_head(decoder, kind, EXIT)
+    spec, seen = SelfSpecModel(model, heads=[head]), record(monkeypatch)
+    spec.generate(
+        IDS,
+        attention_mask=MASK,
+        max_new_tokens=24,
+        draft={"head": kind, "num_draft_tokens": 4, "schedule": "confidence"},
+        do_sample=True,
+        eos_token_id=list(range(1, 9)),
+        pad_token_id=0,
+        generator=torch.Generator().manual_seed(2),
+    )
+    lengths = {len(spec.last_trace.tokens(row)) for row in range(3)}
+    assert len(lengths) > 1, "rows should leave apart"
+    assert_reads_as_forced(decoder, head, seen, close_in_double)
+
+
+@pytest.mark.parametrize("kind", ["block", "fused"])
+def test_a_round_without_drafts_leaves_no_gap(monkeypatch, kind):
+    """What the target alone wrote, the head's layer must see all the same."""
+    model = tiny_llama("sometimes")
+    decoder = Decoder(model)
+    head = own_head(decoder, kind, EXIT)
+    spec, seen = SelfSpecModel(model, heads=[head]), record(monkeypatch)
+    limit, rounds = Session._limit, iter(range(100))
+    monkeypatch.setattr(
+        Session, "_limit", lambda *a: 0 if next(rounds) % 3 in (0, 1) else limit(*a)
+    )
+    spec.generate(IDS, attention_mask=MASK, max_new_tokens=20, draft={"head": kind})
+    assert_reads_as_forced(decoder, head, seen, close_in_double)

@@ -1,0 +1,296 @@
+"""The target's own continuations: what is written, that nothing is lost, and what is refused."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import greedy, tiny_llama
+from training_tools import start
+
+from selfspec.config import parse
+from training import regenerate as script
+from training.data import SourceConfig, read_texts, tokenize
+from training.prompts import Prompt, PromptConfig, batches, read_prompts
+from training.regenerate import RegenerateConfig, regenerate
+
+WORDS = "the east train ran on; then the rain began, and an open boat ran in there.\n"
+TEMPLATE = (
+    "{% for m in messages %}({{ m.role }}) {{ m.content }};\n{% endfor %}"
+    "{% if add_generation_prompt %}(assistant) {% endif %}"
+)
+
+
+def target(tokenizer):
+    ends = tokenizer.convert_tokens_to_ids([*".,;:!?0123456789"])
+    return tiny_llama(dtype=torch.float32, eos_token_id=ends)
+
+
+@pytest.fixture
+def folder(tmp_path, tokenizer):
+    """A target that often ends a text early, and text of three lengths."""
+    tokenizer.chat_template = TEMPLATE
+    target(tokenizer).save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    (tmp_path / "text.txt").write_text(WORDS * 4)
+    return tmp_path
+
+
+def settings(folder, **changes):
+    usual = {
+        "output": str(folder / "run"),
+        "target": str(folder / "target"),
+        "draft": {"exit_layer": 2, "num_draft_tokens": 3},
+        "data": [{"files": [str(folder / "text.txt")]}],
+        "prompts": {"tokens": 6, "every": 20},
+        "new_tokens": 8,
+        "batch_size": 3,
+    }
+    return parse(RegenerateConfig, usual | changes, "test")
+
+
+def chats(folder, *conversations):
+    """A file of chats, and the source that reads it."""
+    roles = {"u": "user", "a": "assistant", "s": "system"}
+    records = [
+        {"messages": [{"role": roles[role], "content": said} for role, said in conversation]}
+        for conversation in conversations
+    ]
+    path = folder / "chats.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return {"files": [str(path)]}
+
+
+def records(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# What is written
+
+
+def test_greedy_texts_are_the_targets_own(folder, tokenizer):
+    written = records(regenerate(settings(folder, temperature=0)))
+    model = target(tokenizer)
+    prompts = prompts_of(folder, tokenizer)
+    assert sorted(record["number"] for record in written) == [*range(len(prompts))]
+    ended = set()
+    for record in written:
+        ids = torch.tensor([prompts[record["number"]].tokens])
+        text = greedy(model, ids, max_new_tokens=8)[0]
+        ended.add(len(text) < 14)
+        assert record["text"] == tokenizer.decode(text, skip_special_tokens=True)
+        assert (record["prompt_tokens"], record["new_tokens"]) == (6, len(text) - 6)
+        assert record["source"] == str(folder / "text.txt")
+    assert ended == {True, False}, "all rows are equally long: the test shows less than it means to"
+
+
+def prompts_of(folder, tokenizer, **changes):
+    config = settings(folder, **changes)
+    return read_prompts(config.data, config.prompts, tokenizer, config.seed)
+
+
+def test_texts_are_a_source_to_fit_on(folder, tokenizer):
+    path = regenerate(settings(folder))
+    source = SourceConfig(files=[str(path)])
+    assert list(read_texts(source)) == [record["text"] for record in records(path)]
+    assert all(any(document.trained) for document in tokenize(source, tokenizer))
+
+
+def test_the_last_reply_of_a_chat_is_written_anew(folder, tokenizer):
+    source = chats(
+        folder,
+        [("s", "sir"), ("u", "an east train"), ("a", "on top"), ("u", "then"), ("a", "xyz")],
+        [("u", "not there")],
+    )
+    path = regenerate(settings(folder, data=[source]))
+    long, short = sorted(records(path), key=lambda record: -len(record["messages"]))
+    said = [message["content"] for message in long["messages"]]
+    assert said[:4] == ["sir", "an east train", "on top", "then"] and said[4] != "xyz"
+    assert [message["role"] for message in short["messages"]] == ["user", "assistant"]
+    asked = TEMPLATE_TEXT.format("not there")
+    assert short["prompt_tokens"] == len(tokenizer(asked).input_ids)
+    for document in tokenize(SourceConfig(files=[str(path)]), tokenizer):
+        assert any(document.trained) and not all(document.trained)
+
+
+TEMPLATE_TEXT = "(user) {};\n(assistant) "
+
+
+def test_a_prompt_begins_as_documents_do(folder, tokenizer):
+    tokenizer.bos_token = "<pad>"
+    whole = tokenizer(WORDS * 4).input_ids
+    found = sorted(prompt.tokens for prompt in prompts_of(folder, tokenizer))
+    cut = [[0, *whole[place : place + 6]] for place in range(0, len(whole) - 5, 20)]
+    assert found == sorted(cut)
+
+
+def test_draws_depend_on_the_seed_and_not_on_the_moment(folder):
+    first = regenerate(settings(folder)).read_bytes()
+    torch.manual_seed(99)
+    again = regenerate(settings(folder, output=str(folder / "again"))).read_bytes()
+    other = regenerate(settings(folder, output=str(folder / "other"), seed=1)).read_bytes()
+    assert first == again != other
+
+
+def test_without_heads_and_a_draft_decoding_is_plain(folder, monkeypatch):
+    drafted = []
+    monkeypatch.setattr(script, "_pace", lambda spec: drafted.append(spec.last_stats.drafted) or {})
+    regenerate(settings(folder, draft=None))
+    assert set(drafted) == {0}
+
+
+# Prompts in their order
+
+
+@pytest.mark.parametrize("size", [1, 3, 40])
+def test_batches_hold_every_prompt_once_and_like_lengths_together(size):
+    lengths = torch.randint(1, 99, (100,), generator=torch.Generator().manual_seed(0)).tolist()
+    parts = batches([Prompt([1] * length, "") for length in lengths], size)
+    assert sorted(number for part in parts for number in part) == [*range(100)]
+    assert {len(part) for part in parts[:-1]} == {size} and 0 < len(parts[-1]) <= size
+    near = [lengths[number] for part in parts[:16] for number in part]
+    assert near == sorted(near)
+
+
+def test_a_count_is_shared_out_by_weight_at_even_distances(folder, tokenizer):
+    (folder / "other.txt").write_text(WORDS * 40)
+    data = [
+        {"files": [str(folder / "text.txt")], "weight": 1},
+        {"files": [str(folder / "other.txt")], "weight": 3},
+    ]
+    cut = {"tokens": 6, "every": 10, "count": 16}
+    prompts = prompts_of(folder, tokenizer, data=data, prompts=cut)
+    per_source = [[p for p in prompts if p.source == each["files"][0]] for each in data]
+    assert [len(part) for part in per_source] == [4, 12]
+    assert prompts != per_source[0] + per_source[1], "the sources are not mixed"
+    ids = tokenizer(WORDS * 40).input_ids
+    places = range(0, len(ids) - 5, 10)
+    expected = [places[n * len(places) // 12] for n in range(12)]
+    assert sorted(p.tokens for p in per_source[1]) == sorted(ids[n : n + 6] for n in expected)
+
+
+# Interrupted
+
+
+def test_a_file_cut_anywhere_is_made_whole_again(folder):
+    config = settings(folder)
+    path = regenerate(config)
+    whole = path.read_bytes()
+    ends = [place + 1 for place, byte in enumerate(whole) if byte == 10]
+    assert len(ends) > 4
+    for cut in (0, 1, ends[0], ends[2] - 1, ends[2], ends[2] + 5, ends[-1] - 1):
+        path.write_bytes(whole[:cut])
+        assert regenerate(config).read_bytes() == whole, cut
+
+
+def test_no_more_than_a_batch_is_written_anew(folder, monkeypatch):
+    config = settings(folder)
+    path = regenerate(config)
+    whole, count = path.read_bytes(), len(records(path))
+    path.write_bytes(whole[:-3])
+    rows = []
+    write_on = script.write_on
+    monkeypatch.setattr(
+        script, "write_on", lambda s, p, c, n: rows.append(n) or write_on(s, p, c, n)
+    )
+    assert regenerate(config).read_bytes() == whole
+    assert rows == [(count - 1) // 3]
+    assert regenerate(config).read_bytes() == whole and len(rows) == 1
+
+
+def test_a_killed_run_ends_in_the_same_file(folder):
+    """`kill -9` once a batch is written, wherever the process then is."""
+    (folder / "text.txt").write_text(WORDS * 25)
+    config = settings(folder, new_tokens=40, batch_size=2)
+    process = begin(config, folder)
+    file = folder / "run" / "texts.jsonl"
+    while process.poll() is None and not (file.exists() and file.stat().st_size):
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL, "the run ended before it was killed"
+    whole = regenerate(settings(folder, new_tokens=40, batch_size=2, output=str(folder / "whole")))
+    assert len(file.read_bytes()) < len(whole.read_bytes())
+    assert regenerate(config).read_bytes() == whole.read_bytes()
+
+
+def begin(config, folder) -> subprocess.Popen[str]:
+    path: Path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    return start([sys.executable, "-m", "training.regenerate", "--config", str(path)])
+
+
+def test_what_cannot_be_written_is_said(folder, monkeypatch):
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(script.os, "fsync", full)
+    with pytest.raises(OSError, match=r"texts\.jsonl could not be written.*goes on from the last"):
+        regenerate(settings(folder))
+
+
+# Refused
+
+
+def test_texts_of_another_run_are_refused(folder):
+    path = regenerate(settings(folder))
+    written, echoed = path.read_bytes(), (folder / "run" / "config.yaml").read_text()
+    refusals = {
+        r"another seed \(0 there, 4 here\)": {"seed": 4},
+        r"prompts\.tokens \(6 there, 7 here\)": {"prompts": {"tokens": 7, "every": 20}},
+        r"draft": {"draft": None},
+    }
+    for refusal, changes in refusals.items():
+        with pytest.raises(ValueError, match=refusal):
+            regenerate(settings(folder, **changes))
+    assert (folder / "run" / "config.yaml").read_text() == echoed
+    (folder / "text.txt").write_text(WORDS * 3)
+    with pytest.raises(ValueError, match="holds texts with another text; give a new output"):
+        regenerate(settings(folder))
+    (folder / "text.txt").write_text(WORDS * 4)
+    tiny_llama(dtype=torch.float32, seed=1).save_pretrained(folder / "target")
+    with pytest.raises(ValueError, match=r"another model\.weights"):
+        regenerate(settings(folder))
+    assert path.read_bytes() == written
+
+
+def test_a_file_of_unknown_origin_is_left_alone(folder):
+    regenerate(settings(folder))
+    (folder / "run" / "texts.json").unlink()
+    with pytest.raises(ValueError, match=r"texts without their texts\.json"):
+        regenerate(settings(folder))
+
+
+def test_text_and_chats_do_not_mix(folder):
+    source = chats(folder, [("u", "an"), ("a", "on")])
+    with pytest.raises(ValueError, match="mixes plain text and chats"):
+        regenerate(settings(folder, data=[source, *settings(folder).model_dump()["data"]]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "refusal"),
+    [
+        ({"prompts": {"tokens": 4000}}, "has no prompt: no document of 4000 tokens"),
+        ({"new_tokens": 125}, r"all \d+ prompts .* longer than 3 tokens"),
+        ({"data": [{"files": ["nowhere.txt"]}]}, "no file matches"),
+    ],
+)
+def test_data_without_prompts_is_named(folder, changes, refusal):
+    with pytest.raises((ValueError, FileNotFoundError), match=refusal):
+        regenerate(settings(folder, **changes))
+
+
+def test_a_chat_without_a_question_is_named(folder):
+    with pytest.raises(ValueError, match="nothing but the assistant's turns"):
+        regenerate(settings(folder, data=[chats(folder, [("a", "on")])]))
+
+
+def test_a_chat_that_leaves_no_room_is_left_out(folder, tokenizer):
+    source = SourceConfig(**chats(folder, [("u", "an")], [("u", "an east train " * 20)]))
+    kept = read_prompts([source], PromptConfig(), tokenizer, seed=0, longest=60)
+    assert len(kept) == 1 and kept[0].messages == [{"role": "user", "content": "an"}]
