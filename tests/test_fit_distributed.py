@@ -15,7 +15,8 @@ def run(folder, name, processes, **loop):
     """Fit every kind on so many processes, with the same batch in all; what it said."""
     usual = {"micro_batch_size": 1, "eval_every": 2, "save_every": 2}
     changes = {"heads": EVERY_KIND, "loss": {"depths": 3}, "loop": usual | loop}
-    config = fit_config(folder, **changes, output=str(folder / name))
+    level = {"warmup": 0.0, "decay": 0.0}  # the same whatever the number of steps
+    config = fit_config(folder, **changes, optimizer=level, output=str(folder / name))
     process = start(command(config, folder, processes, script="training.fit_heads"))
     said, errors = process.communicate(timeout=280)
     assert process.returncode == 0, errors
@@ -62,8 +63,8 @@ def test_two_processes_fit_what_one_does(tmp_path, name, sharded, within):
 
 def test_a_fit_goes_on_in_shards(tmp_path):
     write_target(tmp_path)
-    for name, first in (("one", 4), ("parts", 2)):
-        run(tmp_path, name, 1, steps=first)
+    run(tmp_path, "one", 1)
+    run(tmp_path, "parts", 1, steps=2)
     run(tmp_path, "parts", 2, fsdp=True)
-    assert distance(learned(tmp_path / "one"), learned(tmp_path / "parts")) > 0
+    assert_fitted_alike(tmp_path, "parts", "one", 1e-4)
     assert_loads_and_stays_exact(tmp_path, "parts")

@@ -16,8 +16,8 @@ from transformers import AutoTokenizer
 from selfspec import DraftConfig, SelfSpecModel
 from selfspec.config import load_config
 from training import fit_heads as fit_module
+from training import fitting, report
 from training import measure as measure_module
-from training import report
 from training.checkpoint import Checkpoints
 from training.data import Mixture
 from training.exits import ExitTask, build_heads, trim_heads
@@ -351,6 +351,19 @@ def test_a_loss_that_is_no_number_stops_and_keeps_what_was_good(folder):
         fit(settings(folder, **changes))
     assert Checkpoints(folder / "run").steps()
     assert not (folder / "run" / "heads").exists()
+
+
+def test_a_full_disk_leaves_the_heads_that_were_there(folder, monkeypatch):
+    def full(*_):
+        raise OSError("no space left on device")
+
+    fit(settings(folder))
+    kept = {file.name: file.read_bytes() for file in (folder / "run" / "heads").iterdir()}
+    monkeypatch.setattr(fitting, "save_heads", full)
+    with pytest.raises(OSError, match="no space left"):
+        fit(settings(folder, loop={"steps": 6}))
+    assert {f.name: f.read_bytes() for f in (folder / "run" / "heads").iterdir()} == kept
+    assert Checkpoints(folder / "run").steps() == [4, 6]
 
 
 @pytest.mark.parametrize("tied", [False, True])

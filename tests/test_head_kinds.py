@@ -63,24 +63,41 @@ def exits(kind):
 # Equality
 
 
-@every_head
-def test_greedy_text_is_the_targets_own(target, kind, trimmed):
+def check_equality(target, kind, trimmed, settings):
+    """Assert the target's own text at every exit, for each draft length and rows."""
     expected = greedy(target, IDS, MASK, max_new_tokens=NEW)
     for exit_layer in exits(kind):
         spec = with_head(target, kind, exit_layer, trimmed=trimmed)
-        for k in (1, 4):
-            draft = drafting(spec.heads[0], k)
-            text = spec.generate(IDS, attention_mask=MASK, max_new_tokens=NEW, draft=draft)
-            assert torch.equal(text, expected), (exit_layer, k)
-            text = spec.generate(ONE, max_new_tokens=NEW, draft=draft)
-            assert torch.equal(text, expected[1:2]), (exit_layer, k)
+        for k, rows in settings:
+            text = spec.generate(
+                IDS[rows],
+                attention_mask=MASK[rows],
+                max_new_tokens=NEW,
+                draft=drafting(spec.heads[0], k),
+            )
+            assert torch.equal(text, expected[rows]), (exit_layer, k)
     assert gates(target) == []
 
 
+RAGGED, SINGLE = slice(0, 3), slice(1, 2)
+
+
 @every_head
-def test_a_prompt_in_chunks(target, kind, trimmed):
+def test_greedy_text_is_the_targets_own(target, kind, trimmed):
+    check_equality(target, kind, trimmed, [(4, RAGGED), (1, SINGLE)])
+
+
+@pytest.mark.slow
+@every_head
+def test_every_combination_gives_the_targets_own_text(target, kind, trimmed):
+    every = [(k, rows) for k in (1, 2, 4, 8) for rows in (RAGGED, SINGLE, slice(0, 1))]
+    check_equality(target, kind, trimmed, every)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_in_chunks(target, kind):
     """Drafts too are what they would be."""
-    spec = with_head(target, kind, trimmed=trimmed)
+    spec = with_head(target, kind)
     options = {"attention_mask": MASK, "max_new_tokens": NEW, "draft": drafting(spec.heads[0])}
     texts, traces = [greedy(target, IDS, MASK, max_new_tokens=NEW)], []
     for chunk in (None, 1, 4):
@@ -154,9 +171,9 @@ def test_the_target_may_have_device_hooks_on_every_module(kind):
     assert spec.last_trace == expected.last_trace
 
 
-@every_head
-def test_a_target_in_half_precision(kind, trimmed):
-    spec = with_head(tiny_llama("sometimes", dtype=torch.bfloat16), kind, trimmed=trimmed)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_target_in_half_precision(kind):
+    spec = with_head(tiny_llama("sometimes", dtype=torch.bfloat16), kind, trimmed=True)
     assert all(p.dtype == torch.bfloat16 for p in spec.heads[0].parameters())
     draft = drafting(spec.heads[0])
     text = spec.generate(IDS, attention_mask=MASK, max_new_tokens=NEW, draft=draft)

@@ -125,7 +125,7 @@ def is_trained(head: ExitHead) -> bool:
 
 
 def frequent_tokens(text: Sequence[Blocks], vocab_size: int, count: int) -> Tensor:
-    """The `count` most frequent tokens of a text, rising.
+    """The `count` most frequent tokens of what is to be learned of a text, rising.
 
     Raises:
         ValueError: the vocabulary is no larger than that.
@@ -135,9 +135,10 @@ def frequent_tokens(text: Sequence[Blocks], vocab_size: int, count: int) -> Tens
             f"a trimmed vocabulary must be smaller than the target's {vocab_size}, got {count}; "
             "0 keeps all of it"
         )
-    seen = torch.stack([blocks.tokens.long().bincount(minlength=vocab_size) for blocks in text])
+    learned = torch.cat([blocks.tokens[blocks.trained] for blocks in text]).long()
     # Among equals the lower id, which a byte-level vocabulary learnt earlier.
-    return seen.sum(0).argsort(descending=True, stable=True)[:count].sort().values
+    seen = learned.bincount(minlength=vocab_size)
+    return seen.argsort(descending=True, stable=True)[:count].sort().values
 
 
 class ExitTask(Task):

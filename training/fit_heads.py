@@ -46,8 +46,8 @@ def fit(config: FitConfig) -> Path:
     loop.run()
     weights = [_whole(head) for head in heads]
     if loop.main:
-        # The target that was trained against may lie in shards; heads are saved beside a whole one.
-        spec = config.load_target()[0]
+        if config.loop.fsdp:  # a target in shards is of no use to one process
+            spec = config.load_target()[0]
         write_heads(config, heads_of(config, spec, weights), spec, output / CONFIG_NAME)
         measure_saved(config, spec, held_out)
     return config.folder
