@@ -286,7 +286,10 @@ def damaged(folder):
     [
         (["--model", "/no/such/folder"], "no model folder at /no/such/folder"),
         (["--model", "./here"], "no model folder at ./here"),
-        (["--heads", "/no/such/heads"], "no selfspec.json in /no/such/heads"),
+        (["--heads", "/no/such/heads"], "no folder /no/such/heads; give the folder of"),
+            ["--heads", "/no/such/heads"],
+            "no folder /no/such/heads; give the folder of selfspec.json",
+        ),
         (["--device", "gpu"], "unknown device 'gpu'"),
         (["--file", "/no/such/file"], "no prompt file at /no/such/file"),
         (["--config", "/no/such.yaml"], "no config file at /no/such.yaml"),

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from selfspec import DEMO_MODEL, SelfSpecModel
 from selfspec.config import StrictConfig
 from selfspec.heads import CARD_NAME, ExitHead, heads_card, save_heads
+from selfspec.heads.card import DEMO
 from training.checkpoint import write_folder
 from training.data import Blocks, SourceConfig, pack, tokenize
 from training.exits import DraftLossConfig, HeadConfig, new_head
@@ -75,7 +76,7 @@ class FitConfig(StrictConfig):
     @property
     def source(self) -> str:
         """The target's folder or id."""
-        return str(DEMO_MODEL) if self.target == "demo" else self.target
+        return str(DEMO_MODEL) if self.target == DEMO else self.target
 
     @property
     def folder(self) -> Path:
@@ -125,7 +126,8 @@ def write_heads(
 
 def _stored_dtype(config: FitConfig) -> torch.dtype | None:
     """What the target's own weights are stored in; heads need no more."""
-    return AutoConfig.from_pretrained(config.source).dtype
+    dtype = AutoConfig.from_pretrained(config.source).dtype
+    return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def heads_of(

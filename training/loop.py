@@ -219,6 +219,16 @@ class Loop:
                 "lower learning rate, or precision 'no', usually helps"
             )
 
+    def _check_weights(self, tensors: dict[str, Tensor]) -> None:
+        # An update may spoil the weights although loss and gradient were finite.
+        trained = {name for name, p in self.task.named_parameters() if p.requires_grad}
+        for name in sorted(trained & {key.removeprefix("model.") for key in tensors}):
+            if not bool(tensors[f"model.{name}"].isfinite().all()):
+                raise FloatingPointError(
+                    f"step {self.progress.step} left {name} not finite; "
+                    f"{self.checkpoints.last_good()}; a lower learning rate usually helps"
+                )
+
     # Evaluation, display, checkpoints
 
     def _evaluate(self, display: Display) -> dict[str, float]:
@@ -243,6 +253,7 @@ class Loop:
 
     def _save(self) -> None:
         tensors = gather_state(self.task, self._bare_optimizers)
+        self._check_weights(tensors)
         if self.main:
             facts = {**asdict(self.progress), "identity": self.identity}
             self.checkpoints.save(self.progress.step, tensors, facts)

@@ -42,7 +42,7 @@ def measure_saved(
     """
     console = Console(highlight=False)
     if not config.loop.fsdp:  # then it may be too large for one device
-        spec.engine.decoder.causal_lm.to(processes().device)
+        spec.model.to(processes().device)
     heads = spec.engine.heads = load_heads(spec.engine.decoder, config.folder)
     for head in heads:
         head.float()

@@ -29,7 +29,7 @@ class ExitFigures:
         agreement: by draft depth, how often the draft's top token is the target's.
         alpha: by draft depth, the mean of Σ min(p, q).
         accepted_length: tokens a round of real decoding, by mode: greedy, sampled.
-        predicted_speedup: over plain decoding, from `alpha` and measured times.
+        predicted_speedup: over plain greedy decoding, from `agreement` and measured times.
         ece: expected calibration error of the head's calibrator.
 
     Raises:

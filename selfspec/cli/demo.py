@@ -89,7 +89,8 @@ def _draft(target: Loaded, exit_layer: int | None, num_draft_tokens: int | None)
     from selfspec.config import DraftConfig
     from selfspec.demo import DEMO_DRAFT
 
-    tuned = target.embedded and not target.spec.heads
+    # Another exit may have another head, so the tuned one is taken whole or not at all.
+    tuned = target.embedded and exit_layer is None
     given = {"exit_layer": exit_layer, "num_draft_tokens": num_draft_tokens}
     known = (DEMO_DRAFT if tuned else DraftConfig()).model_dump()
     draft = DraftConfig.of({**known, **{k: v for k, v in given.items() if v is not None}})

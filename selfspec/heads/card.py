@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from re import fullmatch
 from typing import Any
 
 from selfspec.heads.base import ExitHead
 
 CARD_NAME = "README.md"
+DEMO = "demo"
+"""What configs call the target in the package."""
 
 
 def heads_card(heads: Sequence[ExitHead], target: str, repo_id: str | None = None) -> str:
@@ -15,14 +18,16 @@ def heads_card(heads: Sequence[ExitHead], target: str, repo_id: str | None = Non
 
     Args:
         heads: the heads; what was measured of them stands in their `facts`.
-        target: the checkpoint they were fitted to.
+        target: the checkpoint they were fitted to: a hub id, a folder, or `demo`.
         repo_id: where they can be loaded from.
     """
     source = repr(repo_id or "path/to/these/heads")
+    given = "selfspec.DEMO_MODEL" if target == DEMO else repr(target)
+    on_hub = fullmatch(r"[\w.-]+/[\w.-]+", target) is not None and not target.startswith(".")
     lines = [
         "---",
         "library_name: selfspec",
-        *([] if target.startswith((".", "/")) else [f"base_model: {target}"]),
+        *([f"base_model: {target}"] if on_hub else []),
         "tags: [speculative-decoding, self-speculation, early-exit]",
         "---",
         "",
@@ -32,9 +37,9 @@ def heads_card(heads: Sequence[ExitHead], target: str, repo_id: str | None = Non
         "all of them: it writes the same text, sooner.",
         "",
         "```python",
-        "from selfspec import SelfSpecModel",
+        "import selfspec",
         "",
-        f"spec = SelfSpecModel.from_pretrained({target!r}, heads={source})",
+        f"spec = selfspec.SelfSpecModel.from_pretrained({given}, heads={source})",
         "out = spec.generate(**inputs, max_new_tokens=128)",
         "```",
         "",
