@@ -87,13 +87,9 @@ def demo(
 def _draft(target: Loaded, exit_layer: int | None, num_draft_tokens: int | None) -> DraftConfig:
     """The draft asked for, with the exit that will be used filled in."""
     from selfspec.config import DraftConfig
-    from selfspec.demo import DEMO_DRAFT
 
-    # Another exit may have another head, so the tuned one is taken whole or not at all.
-    tuned = target.embedded and exit_layer is None
     given = {"exit_layer": exit_layer, "num_draft_tokens": num_draft_tokens}
-    known = (DEMO_DRAFT if tuned else DraftConfig()).model_dump()
-    draft = DraftConfig.of({**known, **{k: v for k, v in given.items() if v is not None}})
+    draft = DraftConfig.of({k: v for k, v in given.items() if v is not None})
     head = target.spec.engine.head(draft)
     return draft.model_copy(update={"exit_layer": head.exit_layer, "head": head.kind})
 

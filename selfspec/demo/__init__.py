@@ -7,7 +7,6 @@ the machine's drift falls on all ways alike.
 from selfspec.demo.comparison import Bar, Comparison, compare
 from selfspec.demo.result import DemoResult, Divergence, first_divergence, run_demo
 from selfspec.demo.writer import (
-    DEMO_DRAFT,
     DemoOptions,
     DemoPrompt,
     Run,
@@ -16,7 +15,6 @@ from selfspec.demo.writer import (
 )
 
 __all__ = [
-    "DEMO_DRAFT",
     "Bar",
     "Comparison",
     "DemoOptions",

@@ -19,9 +19,6 @@ from selfspec.forcing import draft_states, needs, read_text
 from selfspec.model import SelfSpecModel
 from selfspec.stats import Stats
 
-# What was fastest on the demo target, of its heads and of 2, 3, 4 and 6 drafts a round.
-DEMO_DRAFT = DraftConfig(exit_layer=4, head="fused", num_draft_tokens=3)
-
 WARM_UP_TOKENS = 8
 
 
