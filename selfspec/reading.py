@@ -97,8 +97,7 @@ class LayerReader(ExitReader):
             state.slots.add_layer(self.decoder.windows[self.head.place])
             self._known = hidden.new_zeros(rows, 1, hidden.shape[2])
         features = self._shifted(block)
-        with state.stats.clock("head"):
-            self._run(state, self._enter(hidden, features), offset)
+        self._run(state, self._enter(state, hidden, features), offset)
         ends = torch.tensor(counts, device=hidden.device) - offset  # of the text, in this block
         if features is not None:
             joined = torch.cat([self._known, self._join(block)], dim=1)
@@ -115,11 +114,12 @@ class LayerReader(ExitReader):
         lengths = state.slots.lengths
         if not drafted:
             # No draft ran the head over the pending token; the next round cannot reach behind it.
-            with state.stats.clock("head"):
-                self._catch_up(state, hidden)
+            self._catch_up(state, hidden)
         known = self._known_before(lengths)
         if self._joins:
-            known = torch.cat([known, self.head.join(verified.kept[1:])], dim=1)
+            with state.stats.clock("head"):
+                joined = self.head.join(verified.kept[1:])
+            known = torch.cat([known, joined], dim=1)
         self._hidden, self._known, self._base = hidden, known, lengths
         # The pending token's KV is right. So is a block's for drafts; a head that was fed its own
         # output reads them again with the target's features.
@@ -146,12 +146,12 @@ class LayerReader(ExitReader):
     def read(self, state: State, tokens: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Run the layers below the exit and the head's own over the next token of each row."""
         at_exit = self.engine.shallow(state, tokens, self.head.exit_layer, step)
+        if step == 0:
+            self._last = self._catch_up(state, at_exit.hidden)
+        else:
+            entered = self._enter(state, at_exit.hidden, self._last if self._joins else None)
+            self._last = self._run(state, entered, step)
         with state.stats.clock("head"):
-            if step == 0:
-                self._last = self._catch_up(state, at_exit.hidden)
-            else:
-                entered = self._enter(at_exit.hidden, self._last if self._joins else None)
-                self._last = self._run(state, entered, step)
             return self._logits(self._last), at_exit.hidden
 
     def _catch_up(self, state: State, pending: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ class LayerReader(ExitReader):
         ends = [n - start for n, start in zip(lengths, starts, strict=True)]
         width = max(ends) + 1
         if width == 1 and not self._joins:
-            return self._run(state, self._enter(pending, None), 0)
+            return self._run(state, self._enter(state, pending, None), 0)
         at = _column(
             [start - base for start, base in zip(starts, self._base, strict=True)], pending
         )
@@ -171,7 +171,7 @@ class LayerReader(ExitReader):
         hidden = hidden.scatter(1, end[..., None].expand_as(pending), pending)
         features = _pick(self._known, at) if self._joins else None
         offsets = [start - n for start, n in zip(starts, lengths, strict=True)]
-        return _pick(self._run(state, self._enter(hidden, features), offsets), end)
+        return _pick(self._run(state, self._enter(state, hidden, features), offsets), end)
 
     def _run(self, state: State, entered: Tensor, offset: int | Sequence[int]) -> Tensor:
         place = self.head.place
@@ -180,10 +180,13 @@ class LayerReader(ExitReader):
         left = self.decoder.run(
             tokens, span, state.slots, entered, offset=offset, instead=self.head.layer
         )
+        # Of the pass, only the layer is the head's time; what is around it counts as rest.
+        state.stats.seconds["head"] += left.layer_seconds
         return left.hidden
 
-    def _enter(self, hidden: Tensor, features: Tensor | None) -> Tensor:
-        return self.head.enter(hidden, features)
+    def _enter(self, state: State, hidden: Tensor, features: Tensor | None) -> Tensor:
+        with state.stats.clock("head"):
+            return self.head.enter(hidden, features)
 
     def _join(self, block: Pass) -> Tensor:
         return self.head.join(block.kept[1:])

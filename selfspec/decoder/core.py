@@ -212,6 +212,8 @@ class Decoder:
 
     def _pass(self, active: ActivePass, inputs: dict[str, Any], unembed: bool = False) -> Pass:
         through_tail = unembed and self._tail.takes >= inputs.keys()
+        ends = active.span.stop == self.depth and active.instead is None
+        active.normed = unembed or ends
         with self.gates.passing(active):
             result = self._tail.run(inputs) if through_tail else self._run_body(inputs)
             if unembed and not through_tail:

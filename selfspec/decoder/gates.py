@@ -78,9 +78,12 @@ class Gates:
             for module in (self.base, self.model):
                 if "forward" not in module.__dict__:  # else device hooks have one of their own
                     self.shadow(module.__dict__, "forward", self._lean(module))
-            for module in (self.final_norm, self.model.get_output_embeddings()):
-                if module is not None:
-                    self.shadow(module.__dict__, "forward", self._timed(module.forward))
+            if self.final_norm is not None:
+                norm = self._timed(self._needed(self.final_norm.forward))
+                self.shadow(self.final_norm.__dict__, "forward", norm)
+            lm_head = self.model.get_output_embeddings()
+            assert lm_head is not None  # a model without is refused
+            self.shadow(lm_head.__dict__, "forward", self._timed(lm_head.forward))
             for module in self._rotary:
                 self.shadow(module.__dict__, "forward", self._tabled(module.forward))
         return self
@@ -133,6 +136,13 @@ class Gates:
     def _lean(self, module: nn.Module) -> Callable[..., Any]:
         whole, lean = module.forward, partial(lean_forward(type(module).forward), module)
         return lambda *args, **kwargs: (lean if self.gated else whole)(*args, **kwargs)
+
+    def _needed(self, norm: Callable[..., Any]) -> Callable[..., Any]:
+        def needed(hidden_states: Tensor) -> Tensor:
+            unread = self.active is not None and self.gated and not self.active.normed
+            return hidden_states if unread else norm(hidden_states)
+
+        return needed
 
     def _timed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:

@@ -22,7 +22,7 @@ class Pass(NamedTuple):
 
     Attributes:
         hidden: `[rows, width, hidden]` residual stream after the span's last layer.
-        output: `[rows, width, hidden]` the same after the model's final norm, or
+        output: `[rows, width, hidden]` the same, after the final norm where the last layer ran, or
             `[rows, width, vocab]` logits when the pass went through the LM head as well.
         layer_seconds: wall time inside the span's layers.
         head_seconds: wall time inside the final norm and the LM head.
@@ -49,6 +49,7 @@ class ActivePass:
         add_masks: whether masks go on top of the family's own, which carry a position bias.
         keep: residual streams to keep, by the number of layers below.
         instead: what runs in place of the span's only layer, or `None`.
+        normed: whether anyone reads what comes behind the final norm; without, it is left out.
         kept: the residual streams that were kept, by the number of layers below.
         result: residual stream after the span, once it is there.
         layer_seconds: wall time inside layers so far.
@@ -62,6 +63,7 @@ class ActivePass:
     add_masks: bool
     keep: tuple[int, ...] = ()
     instead: nn.Module | None = None
+    normed: bool = True
     kept: dict[int, Tensor] = field(default_factory=dict)
     result: Tensor | None = None
     layer_seconds: float = 0.0
