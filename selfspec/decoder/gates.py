@@ -139,8 +139,10 @@ class Gates:
 
     def _needed(self, norm: Callable[..., Any]) -> Callable[..., Any]:
         def needed(hidden_states: Tensor) -> Tensor:
-            unread = self.active is not None and self.gated and not self.active.normed
-            return hidden_states if unread else norm(hidden_states)
+            active = self.active if self.gated else None
+            # NanoChat norms its embeddings by the same module, before there is a result.
+            ended = active is not None and active.result is not None
+            return hidden_states if ended and not active.normed else norm(hidden_states)
 
         return needed
 
