@@ -141,8 +141,9 @@ class Gates:
         def needed(hidden_states: Tensor) -> Tensor:
             active = self.active if self.gated else None
             # NanoChat norms its embeddings by the same module, before there is a result.
-            ended = active is not None and active.result is not None
-            return hidden_states if ended and not active.normed else norm(hidden_states)
+            if active is None or active.result is None or active.normed:
+                return norm(hidden_states)
+            return hidden_states
 
         return needed
 
