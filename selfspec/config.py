@@ -13,6 +13,10 @@ from typing_extensions import Self
 
 ConfigT = TypeVar("ConfigT", bound="StrictConfig")
 
+# Drafts of a round where none are asked for: what a schedule may go up to, and what others take.
+_LONGEST = 12
+_LENGTHS = {"prompt_lookup": 10}
+
 
 class StrictConfig(BaseModel):
     """A frozen config that rejects unknown keys and names the nearest known one."""
@@ -37,6 +41,14 @@ def unknown_name(what: str, name: str, known: Sequence[str]) -> str:
     return f"unknown {what}: {name!r}; {hint}known: {', '.join(known)}"
 
 
+class TreeConfig(StrictConfig):
+    """Attributes:
+    nodes: drafts of a tree, all levels together.
+    """
+
+    nodes: int = Field(default=16, ge=1)
+
+
 class DraftConfig(StrictConfig):
     """How drafts are made and how long they are.
 
@@ -46,22 +58,36 @@ class DraftConfig(StrictConfig):
             the first fitted head, or a quarter of the layers when there is none.
         head: kind of the exit head, or `None` for the one fitted at `exit_layer` (`"shared"`
             when there is none).
-        num_draft_tokens: the most tokens drafted in a round (γ in Leviathan et al. 2023).
+        num_draft_tokens: the most tokens drafted in a round, one behind the other (γ in Leviathan
+            et al. 2023). `None` takes what suits the drafter and the schedule (`most_tokens`).
         schedule: `"fixed"` drafts that many each round; `"confidence"` stops a round's draft once
-            the draft's own probability of its token falls below `confidence` in every row.
+            the draft's own probability of its token falls below `confidence` in every row;
+            `"optimal"` stops once another draft is not worth its measured time.
         confidence: threshold in (0, 1) of the confidence schedule.
+        tree: the shape of trees.
+        rule: how sampled chains are verified: `"block"`, `"token"`, or `"typical_lossy"`, which
+            changes the output's distribution.
     """
 
     drafter: str = "early_exit"
     exit_layer: int | None = Field(default=None, ge=0)
     head: str | None = None
-    num_draft_tokens: int = 4
-    schedule: Literal["fixed", "confidence"] = "fixed"
+    num_draft_tokens: int | None = None
+    schedule: Literal["fixed", "confidence", "optimal"] = "fixed"
     confidence: float = Field(default=0.4, gt=0, lt=1)
+    tree: TreeConfig = TreeConfig()
+    rule: Literal["block", "token", "typical_lossy"] = "block"
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens drafted in a round, one behind the other."""
+        if self.num_draft_tokens is not None:
+            return self.num_draft_tokens
+        return _LONGEST if self.schedule == "optimal" else _LENGTHS.get(self.drafter, 4)
 
     @model_validator(mode="after")
     def _drafts_are_wanted(self) -> Self:
-        if self.num_draft_tokens < 1:
+        if self.num_draft_tokens is not None and self.num_draft_tokens < 1:
             raise ValueError(
                 f"num_draft_tokens must be at least 1, got {self.num_draft_tokens}; "
                 "to decode without drafts use drafter='none'"

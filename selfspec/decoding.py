@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,8 +29,9 @@ from selfspec.drafters import Drafter
 from selfspec.engine import Engine, State
 from selfspec.prompts import Prompt
 from selfspec.records import StepRecord
+from selfspec.rounds import RowRound, read_rounds
 from selfspec.sampling import Sampler
-from selfspec.stats import Round, Stats, Trace
+from selfspec.stats import Stats, Trace
 from selfspec.stopping import Stops
 from selfspec.streaming import Stream
 
@@ -123,19 +124,26 @@ class Session:
             draft = self.drafter.propose(state, limit)
         else:
             draft = Draft.empty(state.rows, state.pending.device)
-        if state.sampler.reads_prefix:
-            state.context.write(draft.tokens)
         verified = self.engine.verify(state, draft, self.drafter.keep)
         verdict = self._accept(state, draft, verified.logits)
+        rounds = self._read(draft, verdict, verified.logits)
+        if verdict.branch is not None and any(step.moved for step in rounds):
+            state.slots.gather(torch.nn.functional.pad(verdict.branch, (1, 0)))
         self.drafter.commit(state, draft, verified, verdict)
-        self._settle(state, verdict, self._read(draft, verdict, verified.logits))
+        self._settle(state, verdict, rounds)
 
     def _accept(self, state: State, draft: Draft, logits: Tensor) -> Verdict:
-        """Compare the drafts with the target's logits after pending and drafted tokens."""
-        scores = state.sampler.scores(logits, state.context)
-        self.logits.begin(logits)
-        self.scores.begin(scores)
-        return accept(draft, scores, state.sampler)
+        """Compare the drafts with the target's logits behind pending and drafted tokens."""
+        if draft.tree is None:
+            if state.sampler.reads_prefix:
+                state.context.write(draft.tokens)
+            scores = state.sampler.scores(logits, state.context)
+        else:
+            scores = state.sampler.tree_scores(logits, state.context, draft.tokens, draft.tree)
+        verdict = accept(draft, scores, state.sampler, self.drafter.rule)
+        self.logits.begin(logits, verdict.branch)
+        self.scores.begin(scores, verdict.branch)
+        return verdict
 
     def _check_positions(self, state: State) -> None:
         positions = self.engine.decoder.learned_positions
@@ -154,21 +162,11 @@ class Session:
             limit = min(limit, positions - 1 - max(state.slots.lengths))
         return limit
 
-    def _read(self, draft: Draft, verdict: Verdict, logits: Tensor) -> list[_RowRound]:
-        """Bring the round's tokens to the host: the one synchronisation of a round."""
-        # The maximum is NaN where any logit is; a draw bears no infinity either.
-        top = logits[:, -1:].amax(-1)
-        broken = ~(top < torch.inf) if self.sampler.do_sample else top.isnan()
-        columns = [verdict.accepted[:, None], broken, draft.tokens, verdict.tokens]
-        rounds = [_RowRound.read(row, draft.length) for row in torch.cat(columns, dim=1).tolist()]
-        if any(step.broken for step in rounds):
-            raise ValueError(
-                "the model's logits are NaN or infinite; check its weights and dtype (float16 "
-                "overflows where bfloat16 and float32 do not)"
-            )
-        return rounds
+    def _read(self, draft: Draft, verdict: Verdict, logits: Tensor) -> list[RowRound]:
+        """Bring the round to the host: the one synchronisation of a round."""
+        return read_rounds(draft, verdict, logits, self.sampler.do_sample)
 
-    def _settle(self, state: State, verdict: Verdict, rounds: list[_RowRound]) -> None:
+    def _settle(self, state: State, verdict: Verdict, rounds: list[RowRound]) -> None:
         """Cut the new tokens at their stops, then commit what stands."""
         context, rows = state.context, list(state.context.rows)
         blocks = [step.block for step in rounds]
@@ -177,6 +175,7 @@ class Session:
         steps = [step.cut(count) for step, count in zip(rounds, kept, strict=True)]
         for row, step, count in zip(rows, steps, kept, strict=True):
             context.lengths[row] += count
+            context.text[row].extend(step.tokens)
             self.stats.count(step)
             self.trace.rows[row].append(step)
         self.scores.keep(rows, kept)
@@ -198,27 +197,6 @@ class Session:
             state.slots.select(going)
             self.drafter.select(going)
         state.pending = state.pending[list(going)]
-
-
-class _RowRound(NamedTuple):
-    """One row's round on the host, before it is cut."""
-
-    accepted: int
-    broken: bool
-    drafted: list[int]
-    block: list[int]
-
-    @classmethod
-    def read(cls, row: list[int], k: int) -> _RowRound:
-        """Take apart `[accepted, broken, k drafts, k + 1 tokens]`."""
-        accepted, broken = row[:2]
-        return cls(accepted, bool(broken), row[2 : 2 + k], row[2 + k : 2 + k + accepted + 1])
-
-    def cut(self, count: int) -> Round:
-        """The round as it stands with `count` tokens; drafts behind a stop do not count."""
-        if count > self.accepted:
-            return Round(tuple(self.drafted), self.accepted, self.block[self.accepted])
-        return Round(tuple(self.drafted[:count]), count, None)
 
 
 def speculate(

@@ -1,11 +1,13 @@
 """`Draft` and `Verdict`: all that travels between drafting, verifying and accepting.
 
-Legend: batch = rows, draft = drafted tokens (k), vocab = the target's vocabulary.
+Legend: batch = rows; n = drafted tokens of a row; block = the pending token and the drafts behind
+it, n + 1 places, the pending token at place 0; vocab = the target's vocabulary.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -13,27 +15,37 @@ from torch import Tensor
 
 @dataclass
 class Draft:
-    """What a drafter proposes for one round.
+    """What a drafter proposes for one round: a chain behind the pending token, or a tree.
 
     Attributes:
-        tokens: `[batch, k]` proposed token ids, the continuation of each row's pending token.
-        probs: `[batch, k, vocab]` the distribution each token was drawn from (q), after the
-            caller's processors; `None` when decoding is greedy, where only the tokens matter.
+        tokens: `[batch, n]` proposed token ids; of a chain, the continuation of the pending token.
+        probs: `[batch, m, vocab]` q, after the caller's processors: at each place of the block
+            the distribution that the drafts right behind it were drawn from, as far as there are
+            any. `None` when the drafts were not drawn, but are proposed with certainty.
         depth: layers that the drafter has already run over its prefix (E for early exit); 0 when
             nothing can be reused.
-        hidden: `[batch, <= k + 1, width]` residual stream after layer `depth - 1` for the pending
-            token and the first drafts; `None` when `depth` is 0.
+        hidden: `[batch, <= n + 1, width]` residual stream after layer `depth - 1` for the first
+            places of the block; `None` when `depth` is 0.
+        tree: which draft continues which; `None` for a chain.
+        counts: `[batch]` tokens of each row's chain; what is behind is padding. `None`: all n.
     """
 
     tokens: Tensor
     probs: Tensor | None = None
     depth: int = 0
     hidden: Tensor | None = None
+    tree: Tree | None = None
+    counts: Tensor | None = None
 
     @property
     def length(self) -> int:
-        """Number of drafted tokens, k."""
+        """Number of drafted tokens of a row, padding included."""
         return self.tokens.shape[1]
+
+    @property
+    def levels(self) -> int:
+        """The most tokens that a row can have accepted."""
+        return self.length if self.tree is None else self.tree.levels
 
     @classmethod
     def empty(cls, rows: int, device: torch.device) -> Draft:
@@ -41,16 +53,72 @@ class Draft:
         return cls(torch.empty(rows, 0, dtype=torch.long, device=device))
 
 
+class Tree:
+    """Which draft continues which, in every row; a row may have a tree of its own.
+
+    Args:
+        parents: `[batch, n]` the place in the block of what each draft continues, smaller than
+            its own: 0 for the pending token. -1 for padding, which nothing continues.
+        levels: the most drafts on one branch.
+        siblings: the most drafts that continue one place.
+    """
+
+    def __init__(self, parents: Tensor, levels: int, siblings: int):
+        self.parents, self.levels, self.siblings = parents, levels, siblings
+
+    @cached_property
+    def ancestors(self) -> Tensor:
+        """`[batch, n + 1, n + 1]` whether the second place lies on the first one's branch."""
+        rows, drafts = self.parents.shape
+        own = torch.arange(drafts + 1, device=self.parents.device).expand(rows, -1)
+        above = torch.nn.functional.pad(self.parents, (1, 0))
+        above = torch.where(above < 0, own, above)
+        seen = torch.eye(drafts + 1, dtype=torch.bool, device=own.device).repeat(rows, 1, 1)
+        place = own
+        for _ in range(self.levels):
+            place = above.gather(1, place)
+            seen.scatter_(2, place[..., None], True)
+        return seen
+
+    @cached_property
+    def depths(self) -> Tensor:
+        """`[batch, n + 1]` drafts on the branch to each place, its own included."""
+        return self.ancestors.sum(-1) - 1
+
+    @cached_property
+    def ranks(self) -> Tensor:
+        """`[batch, n]` earlier siblings of each draft."""
+        same = self.parents[:, :, None] == self.parents[:, None]
+        return same.tril(-1).sum(-1)
+
+    def branch(self, place: Tensor) -> Tensor:
+        """`[batch, levels]` the places on the way to `place` `[batch]`, then 0."""
+        drafts = self.parents.shape[1]
+        rows = torch.arange(len(place), device=place.device)
+        own = torch.arange(drafts + 1, device=place.device)
+        beyond = torch.where(self.ancestors[rows, place], own, drafts + 1)
+        way = beyond[:, 1:].sort(-1).values[:, : self.levels]
+        return way.masked_fill(way > drafts, 0)
+
+    def below(self, place: Tensor) -> Tensor:
+        """`[batch]` the first of the deepest places that continue `place` `[batch]`, or itself."""
+        rows = torch.arange(len(place), device=place.device)
+        return torch.where(self.ancestors[rows, :, place], self.depths, -1).argmax(-1)
+
+
 @dataclass
 class Verdict:
     """What verification decided.
 
     Attributes:
-        accepted: `[batch]` number of drafted tokens kept, in [0, k].
-        tokens: `[batch, k + 1]` the kept drafts, then at index `accepted` the token that the
-            target adds (the correction, or the bonus when every draft was kept). What follows it
-            is undefined.
+        accepted: `[batch]` number of drafted tokens kept.
+        tokens: `[batch, levels + 1]` the kept drafts, then at index `accepted` the token that the
+            target adds (the correction, or the bonus when nothing was drafted behind the last
+            kept). What follows it is undefined.
+        branch: of a tree, `[batch, levels]` the places in the block of the kept drafts and of a
+            branch that goes on from there, then 0; `None` for a chain.
     """
 
     accepted: Tensor
     tokens: Tensor
+    branch: Tensor | None = None

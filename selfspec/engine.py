@@ -11,7 +11,7 @@ from torch import Tensor
 
 from selfspec.config import DraftConfig
 from selfspec.decoder import Decoder, Pass, Span
-from selfspec.draft import Draft
+from selfspec.draft import Draft, Tree
 from selfspec.heads import ExitHead, check_distinct, check_exit_layer, head_class
 from selfspec.sampling import Context, Sampler
 from selfspec.slots import SlotCache
@@ -49,12 +49,21 @@ class Verified(NamedTuple):
     """What a verifying pass leaves.
 
     Attributes:
-        logits: `[rows, k + 1, vocab]` the target's logits after the pending token and every draft.
-        kept: `[rows, k + 1, hidden]` each, the residual streams that were asked for.
+        logits: `[rows, n + 1, vocab]` the target's logits behind the pending token and every draft.
+        kept: `[rows, n + 1, hidden]` each, the residual streams that were asked for.
     """
 
     logits: Tensor
     kept: list[Tensor]
+
+    def along(self, branch: Tensor) -> Verified:
+        """What it says of the pending token and of the drafts at places `[rows, levels]`."""
+        way = torch.nn.functional.pad(branch, (1, 0))[..., None]
+        logits, *kept = (
+            states.gather(1, way.expand(-1, -1, states.shape[2]))
+            for states in (self.logits, *self.kept)
+        )
+        return Verified(logits, kept)
 
 
 # Sees a block of a prefill: what the pass left, its offset, and the real tokens of each row.
@@ -139,11 +148,19 @@ class Engine:
         return self.decoder.unembed(last)
 
     def shallow(
-        self, state: State, tokens: Tensor, exit_layer: int, offset: int, unembed: bool = False
+        self,
+        state: State,
+        tokens: Tensor,
+        exit_layer: int,
+        offset: int,
+        unembed: bool = False,
+        tree: Tree | None = None,
     ) -> Pass:
         """Run the layers below an exit over `tokens`, `offset` behind the settled ones."""
         span = Span(0, exit_layer)
-        at_exit = self.decoder.run(tokens, span, state.slots, offset=offset, unembed=unembed)
+        at_exit = self.decoder.run(
+            tokens, span, state.slots, offset=offset, unembed=unembed, tree=tree
+        )
         state.stats.seconds["shallow"] += at_exit.layer_seconds
         state.stats.seconds["head"] += at_exit.head_seconds
         return at_exit
@@ -152,17 +169,19 @@ class Engine:
         """Run the target over the pending token and every draft.
 
         Resumes from the draft's hidden states: the layers below `draft.depth` run only over the
-        tokens that the drafter has not run (the last draft), the rest run over all k + 1.
+        tokens that the drafter has not run (the last drafts), the rest run over all n + 1.
         """
         tokens = torch.cat([state.pending, draft.tokens], dim=1)
         hidden = draft.hidden
         if hidden is not None and hidden.shape[1] < tokens.shape[1]:
-            # The last draft has no KV until this pass.
+            # The last drafts have no KV until this pass.
             done = hidden.shape[1]
-            rest = self.shallow(state, tokens[:, done:], draft.depth, done)
+            rest = self.shallow(state, tokens[:, done:], draft.depth, done, tree=draft.tree)
             hidden = torch.cat([hidden, rest.hidden], dim=1)
         span = Span(draft.depth, self.decoder.depth)
-        full = self.decoder.run(tokens, span, state.slots, hidden, unembed=True, keep=keep)
+        full = self.decoder.run(
+            tokens, span, state.slots, hidden, unembed=True, keep=keep, tree=draft.tree
+        )
         state.stats.seconds["deep"] += full.layer_seconds
         state.stats.seconds["head"] += full.head_seconds
         return Verified(full.output, full.kept)

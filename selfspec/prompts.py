@@ -68,7 +68,10 @@ class Prompt:
 
     def state(self, sampler: Sampler, stats: Stats, room: int) -> State:
         """The call's state before prefill, with room for `room` more tokens."""
-        context = Context(self.tokens.clone(), [self.width] * self.rows, list(range(self.rows)))
+        rows = zip(self.tokens.tolist(), self.lengths, strict=True)
+        text = [tokens[max(0, self.width - length) :] for tokens, length in rows]
+        widths, places = [self.width] * self.rows, list(range(self.rows))
+        context = Context(self.tokens.clone(), widths, places, text)
         context.reserve(self.width + room)
         return State(self._slots(room), context, self.tokens[:, -1:], sampler, stats)
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from selfspec.decoder import Pass, Span
+from selfspec.draft import Tree
 from selfspec.engine import Engine, State, Verified
-from selfspec.heads import ExitHead
+from selfspec.heads import Calibrator, ExitHead
 
 
 class ExitReader:
@@ -35,19 +36,29 @@ class ExitReader:
     def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
         """See a block of new text, `offset` behind the settled tokens, `counts` of them real."""
 
-    def read(self, state: State, tokens: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Run the layers below the exit, and the head, over the next token of each row.
+    def read(
+        self,
+        state: State,
+        tokens: Tensor,
+        place: int,
+        tree: Tree | None = None,
+        parents: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Run the layers below the exit, and the head, over the next tokens of the block.
 
         Args:
             state: the call.
-            tokens: `[rows, 1]` the pending token (step 0) or the last draft.
-            step: tokens drafted so far.
+            tokens: `[rows, width]` the pending token (place 0), or the last drafts.
+            place: of the first of them in the block.
+            tree: which drafts continue which; `None` for a chain.
+            parents: `[rows, width]` of each token, which of the tokens read before it continues;
+                `None` for a chain.
 
         Returns:
-            Logits `[rows, 1, vocab]`, and the exit's hidden states `[rows, 1, hidden]`.
+            Logits `[rows, width, vocab]`, and the exit's hidden states `[rows, width, hidden]`.
         """
         at_exit = self.engine.shallow(
-            state, tokens, self.head.exit_layer, step, unembed=self.head.is_plain
+            state, tokens, self.head.exit_layer, place, unembed=self.head.is_plain, tree=tree
         )
         if self.head.is_plain:
             return at_exit.output, at_exit.hidden
@@ -58,8 +69,21 @@ class ExitReader:
         logits = self.head.logits(self.decoder, hidden)
         return self.head.spread(logits, self.decoder.vocab_size)
 
+    def calibrator(self, sampled: bool) -> Calibrator:
+        """What says how likely a draft of the head is kept; without a fit a plain guess."""
+        name = "sampled" if sampled else "greedy"
+        fitted = self.head.calibrators[name] if name in self.head.calibrators else Calibrator()
+        assert isinstance(fitted, Calibrator)
+        return fitted.to(self.decoder.device)
+
     def verified(self, state: State, drafted: int, verified: Verified) -> None:
-        """See what the target made of the pending token and the drafts, before they settle."""
+        """See what the target made of a chain, before it settles.
+
+        Args:
+            state: the call.
+            drafted: how many of its drafts the head proposed; 0 where another drafter did.
+            verified: of the pending token and the drafts behind it.
+        """
 
     def select(self, rows: Sequence[int]) -> None:
         """Go on with some rows only."""
@@ -81,7 +105,7 @@ class LayerReader(ExitReader):
         self._known = torch.empty(0)  # [rows, m + 1, hidden] joined features from `_base` - 1 on
         self._base: list[int] = []
         self._right: list[int] = []  # per row, positions whose KV needs no second look
-        self._last = torch.empty(0)  # [rows, 1, hidden] what the layer left at the round's last
+        self._last = torch.empty(0)  # [rows, width, hidden] what the layer left at the last tokens
 
     @property
     def _joins(self) -> bool:
@@ -114,7 +138,7 @@ class LayerReader(ExitReader):
         lengths = state.slots.lengths
         if not drafted:
             # No draft ran the head over the pending token; the next round cannot reach behind it.
-            self._catch_up(state, hidden)
+            self._catch_up(state, hidden[:, :1])
         known = self._known_before(lengths)
         if self._joins:
             with state.stats.clock("head"):
@@ -143,14 +167,22 @@ class LayerReader(ExitReader):
 
     # Drafting
 
-    def read(self, state: State, tokens: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Run the layers below the exit and the head's own over the next token of each row."""
-        at_exit = self.engine.shallow(state, tokens, self.head.exit_layer, step)
-        if step == 0:
+    def read(
+        self,
+        state: State,
+        tokens: Tensor,
+        place: int,
+        tree: Tree | None = None,
+        parents: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Run the layers below the exit and the head's own over the next tokens of the block."""
+        at_exit = self.engine.shallow(state, tokens, self.head.exit_layer, place, tree=tree)
+        if place == 0:
             self._last = self._catch_up(state, at_exit.hidden)
         else:
-            entered = self._enter(state, at_exit.hidden, self._last if self._joins else None)
-            self._last = self._run(state, entered, step)
+            before = self._last if parents is None else _pick(self._last, parents)
+            entered = self._enter(state, at_exit.hidden, before if self._joins else None)
+            self._last = self._run(state, entered, place, tree)
         with state.stats.clock("head"):
             return self._logits(self._last), at_exit.hidden
 
@@ -173,12 +205,17 @@ class LayerReader(ExitReader):
         offsets = [start - n for start, n in zip(starts, lengths, strict=True)]
         return _pick(self._run(state, self._enter(state, hidden, features), offsets), end)
 
-    def _run(self, state: State, entered: Tensor, offset: int | Sequence[int]) -> Tensor:
-        place = self.head.place
+    def _run(
+        self,
+        state: State,
+        entered: Tensor,
+        offset: int | Sequence[int],
+        tree: Tree | None = None,
+    ) -> Tensor:
         tokens = state.pending.new_zeros(entered.shape[:2])  # the layer starts from `entered`
-        span = Span(place, place + 1)
+        span, own = Span(self.head.place, self.head.place + 1), self.head.layer
         left = self.decoder.run(
-            tokens, span, state.slots, entered, offset=offset, instead=self.head.layer
+            tokens, span, state.slots, entered, offset=offset, instead=own, tree=tree
         )
         # Of the pass, only the layer is the head's time; what is around it counts as rest.
         state.stats.seconds["head"] += left.layer_seconds

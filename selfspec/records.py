@@ -23,9 +23,17 @@ class StepRecord:
     rows: list[list[Tensor]] = field(default_factory=list)
     block: Tensor | None = None
 
-    def begin(self, block: Tensor) -> None:
-        """Take the vectors of a round whose tokens have not been cut yet."""
+    def begin(self, block: Tensor, branch: Tensor | None) -> None:
+        """Take the vectors of a round whose tokens have not been cut yet.
+
+        Args:
+            block: `[rows, n + 1, vocab]` behind each place of the block.
+            branch: `[rows, levels]` the places that count, of a tree.
+        """
         if self.wanted:
+            if branch is not None:
+                way = torch.nn.functional.pad(branch, (1, 0))[..., None]
+                block = block.gather(1, way.expand(-1, -1, block.shape[2]))
             self.block = block.float()
 
     def keep(self, rows: Sequence[int], counts: Sequence[int]) -> None:

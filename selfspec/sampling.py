@@ -14,6 +14,8 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
+from selfspec.draft import Tree
+
 # Processors that look at one row of scores and nothing else: a block of positions can be processed
 # at once. Any other processor, a user's own included, is called position by position.
 _POINTWISE = (
@@ -41,12 +43,14 @@ class Context:
         tokens: `[batch, capacity]` prompt as the caller gave it (left padding included), then what
             was emitted, then room for drafts.
         lengths: settled tokens of each row of the call.
+        text: settled tokens of each row on the host, padding left out.
         rows: indices of the unfinished rows, in the order of the tensors that the model works on.
     """
 
     tokens: Tensor
     lengths: list[int]
     rows: list[int]
+    text: list[list[int]] = field(default_factory=list)
 
     def reserve(self, width: int) -> None:
         """Make room for rows of `width` tokens."""
@@ -114,6 +118,31 @@ class Sampler:
                 every_row = scores.new_zeros(prefix.shape[0], vocab)
                 every_row[rows] = scores[places, position]
                 scores[places, position] = self._process(prefix, every_row)[rows]
+        return scores
+
+    def tree_scores(
+        self, logits: Tensor, context: Context, tokens: Tensor, tree: Tree, first: int = 0
+    ) -> Tensor:
+        """Processed scores `[batch, n, vocab]` behind places of a tree's block.
+
+        Args:
+            logits: `[batch, n, vocab]` of the places from `first` on.
+            context: the text so far.
+            tokens: `[batch, drafts]` the tree's tokens.
+            tree: which continues which; every place sees its own branch.
+            first: the first place.
+        """
+        if not self.reads_prefix:
+            return self.scores(logits, context)
+        scores = logits.to(torch.float32, copy=True)
+        for place, row in enumerate(context.rows):
+            settled = context.tokens[:, : context.lengths[row]]
+            for position in range(scores.shape[1]):
+                branch = tokens[place, tree.ancestors[place, first + position, 1:]]
+                prefix = torch.cat([settled, branch.expand(len(settled), -1)], dim=1)
+                every_row = scores.new_zeros(len(settled), scores.shape[-1])
+                every_row[row] = scores[place, position]
+                scores[place, position] = self._process(prefix, every_row)[row]
         return scores
 
     def _process(self, tokens: Tensor, scores: Tensor) -> Tensor:

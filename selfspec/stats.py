@@ -20,14 +20,17 @@ class Round:
     """One round of one row, cut at the row's stop.
 
     Attributes:
-        drafted: the proposed token ids.
+        drafted: the proposed token ids; of a tree, those of the kept branch and what went on from
+            there.
         accepted: how many of them were kept.
         target: the token that the target added behind them, or `None` when the row stopped first.
+        proposed: tokens that the target checked: of a tree, those of other branches too.
     """
 
     drafted: tuple[int, ...]
     accepted: int
     target: int | None
+    proposed: int = 0
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -69,6 +72,7 @@ class Stats:
         rounds: rounds times rows that took part; the prefill is none.
         drafted: drafted tokens that were verified.
         accepted: drafted tokens that were kept.
+        proposed: tokens that the target checked; more than `drafted` where drafts are trees.
         emitted: tokens written.
         prefilled: the part of them that prefill wrote, one a row.
         drafted_at: drafts by position in the draft (index 0 is the first).
@@ -81,6 +85,7 @@ class Stats:
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
+    proposed: int = 0
     emitted: int = 0
     prefilled: int = 0
     drafted_at: list[int] = field(default_factory=list)
@@ -94,6 +99,7 @@ class Stats:
         self.rounds += 1
         self.drafted += len(step.drafted)
         self.accepted += step.accepted
+        self.proposed += step.proposed
         self.emitted += len(step.tokens)
         missing = len(step.drafted) - len(self.drafted_at)
         self.drafted_at += [0] * missing
@@ -157,6 +163,7 @@ class Stats:
             "rounds": self.rounds,
             "drafted": self.drafted,
             "accepted": self.accepted,
+            "proposed": self.proposed,
             "emitted": self.emitted,
             "acceptance_rate": self.acceptance_rate,
             "mean_accepted_length": self.mean_accepted_length,

@@ -4,7 +4,14 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from selfspec.acceptance import accept, longest_match, one_hot, rejection_sample, residual
+from selfspec.acceptance import (
+    accept,
+    block_verify,
+    longest_match,
+    one_hot,
+    rejection_sample,
+    residual,
+)
 from selfspec.draft import Draft
 from selfspec.sampling import Sampler
 
@@ -172,7 +179,7 @@ def test_accept_takes_the_rule_that_fits_the_sampler():
     assert torch.equal(by_match.tokens, longest_match(tokens, scores).tokens)
     sampled = accept(Draft(tokens), scores, Sampler(do_sample=True, generator=seeded(1)))
     certain = one_hot(tokens, scores)
-    same = rejection_sample(tokens, certain, scores.softmax(-1), seeded(1))
+    same = block_verify(tokens, certain, scores.softmax(-1), seeded(1))
     assert torch.equal(sampled.tokens, same.tokens)
 
 

@@ -91,7 +91,8 @@ def _draft(target: Loaded, exit_layer: int | None, num_draft_tokens: int | None)
     given = {"exit_layer": exit_layer, "num_draft_tokens": num_draft_tokens}
     draft = DraftConfig.of({k: v for k, v in given.items() if v is not None})
     head = target.spec.engine.head(draft)
-    return draft.model_copy(update={"exit_layer": head.exit_layer, "head": head.kind})
+    chosen = {"exit_layer": head.exit_layer, "head": head.kind}
+    return draft.model_copy(update={**chosen, "num_draft_tokens": draft.most_tokens})
 
 
 def _passage(prompt: str | None, seed: int) -> tuple[str, str]:

@@ -112,7 +112,8 @@ def describe(engine: Engine, context: int | None) -> dict[str, Any]:
             for head in engine.heads
         ],
         "default_draft": {
-            **draft.model_dump(include={"drafter", "num_draft_tokens", "schedule"}),
+            **draft.model_dump(include={"drafter", "schedule"}),
+            "num_draft_tokens": draft.most_tokens,
             "exit_layer": head.exit_layer,
             "head": head.kind,
         },

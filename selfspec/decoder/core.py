@@ -16,6 +16,7 @@ from selfspec.decoder.packing import Packing
 from selfspec.decoder.passes import ActivePass, Pass, Span
 from selfspec.decoder.support import find_layers, layer_windows, refuse_unsupported, unwrap
 from selfspec.decoder.tail import Tail
+from selfspec.draft import Tree
 from selfspec.slots import SlotCache, StepCache, Window
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -155,6 +156,7 @@ class Decoder:
         unembed: bool = False,
         keep: Sequence[int] = (),
         instead: nn.Module | None = None,
+        tree: Tree | None = None,
     ) -> Pass:
         """Run `span` over `tokens`, writing its KV behind each row's settled tokens.
 
@@ -169,11 +171,13 @@ class Decoder:
             keep: residual streams to keep, by the number of layers below.
             instead: a layer (`copy_layer`) that runs in place of the span's only one; its KV lies
                 in the layer that was added to the slots.
+            tree: which drafts continue which, when `tokens` are some of a tree's block; `offset`
+                is then the place of the first.
         """
         if span.start > 0 and hidden is None:
             raise ValueError(f"a span from layer {span.start} needs the hidden states below it")
         added = instead is not None
-        with self, slots.writing(tokens.shape[1], offset, added) as window:
+        with self, slots.writing(tokens.shape[1], offset, added, tree) as window:
             masks = self._masks(slots, window, hidden, added)
             if span.start > 0 and self.gates.returns_tuple is None:
                 raise RuntimeError("run the layers below a span once before resuming above them")
@@ -226,6 +230,14 @@ class Decoder:
         dtype = like.dtype if like.is_floating_point() else self.dtype
         return {window: packing.mask(window, dtype, step) for window in self._mask_kinds}
 
+    def check_trees(self) -> None:
+        """Raise ValueError where a pass over a tree would put drafts in the wrong places."""
+        if self.counts_keys:
+            raise ValueError(
+                f"{type(self.causal_lm).__name__} biases attention by the number of a key, so "
+                "siblings cannot stand at one position; use a drafter that makes chains"
+            )
+
     @property
     def counts_keys(self) -> bool:
         """Whether attention is biased by the number of a key, wherever its token stands."""
@@ -245,7 +257,7 @@ class Decoder:
         fresh = not any(window.starts)
         partial = added and any(slots.added_from)  # the head has not seen an earlier turn
         simple = fresh or (window.uniform and window.width == 1)
-        if simple and not partial and not self.gates.own_masks:
+        if simple and window.tree is None and not partial and not self.gates.own_masks:
             return {}
         dtype = self.dtype if hidden is None else hidden.dtype  # a model looks its own up slowly
         return {kind: slots.mask(kind, dtype, added) for kind in self._mask_kinds}

@@ -163,7 +163,8 @@ class Gates:
 
         def tabled(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
             window = self.active.window if self.active is not None and self.gated else None
-            if window is None or not window.uniform or position_ids is not window.positions:
+            regular = window is not None and window.uniform and window.tree is None
+            if window is None or not regular or position_ids is not window.positions:
                 return forward(x, position_ids, *args, **kwargs)
             return tables.view(x, window, *args, **kwargs)
 

@@ -6,6 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
+import torch
+from torch import Tensor
+
 from selfspec.config import DraftConfig
 from selfspec.decoder import Pass
 from selfspec.draft import Draft, Verdict
@@ -18,10 +21,12 @@ class Drafter(ABC):
     Attributes:
         keep: residual streams, by the number of layers below, that prefill and verification have
             to keep for the drafter.
+        rule: how sampled chains are verified (`acceptance.CHAIN_RULES`).
     """
 
     name: ClassVar[str]
     keep: tuple[int, ...] = ()
+    rule: str = "block"
 
     @classmethod
     @abstractmethod
@@ -47,7 +52,19 @@ class Drafter(ABC):
     def commit(  # noqa: B027 - optional
         self, state: State, draft: Draft, verified: Verified, verdict: Verdict
     ) -> None:
-        """Learn what was accepted. A drafter without KV of its own has nothing to do."""
+        """Learn what was accepted, before it settles; a tree's kept branch lies in order already.
+
+        A drafter without KV of its own has nothing to do.
+        """
 
     def select(self, rows: Sequence[int]) -> None:  # noqa: B027 - optional
         """Go on with some rows only. A drafter that keeps nothing per row has nothing to do."""
+
+
+def drawable(scores: Tensor) -> Tensor:
+    """Scores `[..., vocab]` with something to draw in every row.
+
+    The caller's processors may leave nothing of a trimmed vocabulary; then any draft will do.
+    """
+    nothing = scores.amax(-1, keepdim=True) == -torch.inf
+    return scores.masked_fill(nothing, 0.0)

@@ -10,7 +10,7 @@ from torch import Tensor
 from selfspec.config import DraftConfig
 from selfspec.decoder import Pass
 from selfspec.draft import Draft, Verdict
-from selfspec.drafters.base import Drafter
+from selfspec.drafters.base import Drafter, drawable
 from selfspec.engine import Engine, State, Verified
 from selfspec.reading import ExitReader, make_reader
 from selfspec.schedule import Schedule, make_schedule
@@ -39,7 +39,7 @@ class EarlyExit(Drafter):
     def from_config(cls, engine: Engine, config: DraftConfig) -> EarlyExit:
         """Take the head that the config asks for."""
         reader = make_reader(engine, engine.head(config))
-        return cls(reader, config.num_draft_tokens, make_schedule(config))
+        return cls(reader, config.most_tokens, make_schedule(config))
 
     def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
         """Show the head the prompt."""
@@ -53,7 +53,9 @@ class EarlyExit(Drafter):
         hidden: list[Tensor] = []
         for step in range(min(self.num_draft_tokens, limit)):
             logits, at_exit = self.reader.read(state, token, step)
-            scores = self._drawable(state.sampler.scores(logits, state.context, offset=step)[:, 0])
+            scores = state.sampler.scores(logits, state.context, offset=step)[:, 0]
+            if self.reader.head.vocab_ids is not None:
+                scores = drawable(scores)
             drawn, drawn_from = state.sampler.draw(scores)
             token = drawn[:, None]
             if state.sampler.reads_prefix:
@@ -70,14 +72,6 @@ class EarlyExit(Drafter):
             depth=self.reader.head.exit_layer,
             hidden=torch.cat(hidden, dim=1),
         )
-
-    def _drawable(self, scores: Tensor) -> Tensor:
-        """Scores with something to draw in every row."""
-        if self.reader.head.vocab_ids is None:
-            return scores
-        # The caller's processors may leave nothing of a trimmed vocabulary; then any draft will do.
-        nothing = scores.amax(-1, keepdim=True) == -torch.inf
-        return scores.masked_fill(nothing, 0.0)
 
     def commit(self, state: State, draft: Draft, verified: Verified, verdict: Verdict) -> None:
         """Show the head what the target made of the drafts."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
+from selfspec.draft import Tree
 from selfspec.slots.layer import SlotLayer, Window
 
 _STAIRS = 64  # queries of the mask table; a wider pass builds its own mask
@@ -54,7 +55,11 @@ class SlotCache(Cache):
 
     @contextmanager
     def writing(
-        self, width: int, offset: int | Sequence[int] = 0, added: bool = False
+        self,
+        width: int,
+        offset: int | Sequence[int] = 0,
+        added: bool = False,
+        tree: Tree | None = None,
     ) -> Iterator[Window]:
         """While active, passes write `width` slots a row, `offset` behind its settled tokens.
 
@@ -62,12 +67,15 @@ class SlotCache(Cache):
             width: slots of each row.
             offset: of all rows, or one a row.
             added: whether they go to the added layer, whatever number the writing layer has.
+            tree: which drafts continue which, when the pass is over those of a tree; `offset` is
+                then the place of the first in the block.
         """
         offsets = [offset] * self.rows if isinstance(offset, int) else offset
+        place = offset if isinstance(offset, int) else 0
         starts = [length + more for length, more in zip(self.lengths, offsets, strict=True)]
         self._count(max(starts) + width)
         outer = self._window, self._to_added
-        window = Window(starts, width, self._counted)
+        window = Window(starts, width, self._counted, tree, place)
         self._window, self._to_added = window, added
         try:
             yield window
@@ -86,18 +94,36 @@ class SlotCache(Cache):
         """
         active = self._active()
         rows = len(self.lengths)
-        if added and any(self.added_from):
-            keys = torch.arange(active.end, device=self.device)
-            mask = _hide(keys, active.positions, window, dtype)
-            first = torch.tensor(self.added_from, device=self.device)[:, None, None]
-            return mask.masked_fill_(keys < first, torch.finfo(dtype).min)[:, None]
+        partial = added and any(self.added_from)
+        if active.tree is not None or partial:
+            mask = self._tree_mask(active, active.tree, window, dtype)
+            if partial:
+                first = torch.tensor(self.added_from, device=self.device)[:, None, None]
+                mask.masked_fill_(self._counted[: active.end] < first, torch.finfo(dtype).min)
+            return mask[:, None]
         if active.uniform and active.width <= _STAIRS:
             stairs = self._stairs(window, dtype, active.end)
             start = stairs.shape[1] // 2 - active.starts[0]
             view = stairs[: active.width, start : start + active.end]
             return view.expand(rows, 1, active.width, active.end)
-        keys = torch.arange(active.end, device=self.device)
-        return _hide(keys, active.positions, window, dtype)[:, None]
+        return _hide(self._counted[: active.end], active.positions, window, dtype)[:, None]
+
+    def _tree_mask(
+        self, active: Window, tree: Tree | None, window: int | None, dtype: torch.dtype
+    ) -> Tensor:
+        slots = self._counted[: active.end]
+        if tree is None:
+            return _hide(slots, active.positions, window, dtype)
+        settled = torch.tensor(self.lengths, device=self.device)[:, None]
+        places = slots - settled  # in the block; below 0 the slots of settled tokens
+        last = tree.depths.shape[1] - 1
+        inside = places.clamp(0, last)
+        keys = torch.where(places < 0, slots, settled + tree.depths.gather(1, inside))
+        mask = _hide(keys[:, None], active.positions, window, dtype)
+        queries = tree.ancestors[:, active.place : active.place + active.width]
+        related = queries.gather(2, inside[:, None].expand(-1, active.width, -1))
+        strange = (places >= 0)[:, None] & (~related | (places > last)[:, None])
+        return mask.masked_fill_(strange, torch.finfo(dtype).min)
 
     def _stairs(self, window: int | None, dtype: torch.dtype, end: int) -> Tensor:
         # Query i of a pass that starts at any slot sees one key more than query i - 1. One table
@@ -171,7 +197,10 @@ class SlotCache(Cache):
         """
         starts = torch.tensor(self.lengths, device=self.device)[:, None]
         target = starts + torch.arange(branch.shape[1], device=self.device)
+        # An added layer has not run over leaves, whose states it will not need either.
+        capacity = max(layer.capacity for layer in self.layers)
         for layer in self.layers:
+            layer.grow(capacity)
             for buffer in (layer.keys, layer.values):
                 if buffer is not None:
                     rows = torch.arange(buffer.shape[0], device=buffer.device)[:, None]

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from selfspec.draft import Tree
+
 _GROWTH = 256  # smallest step by which a buffer grows, in slots
 
 
@@ -15,21 +17,36 @@ class Window:
     Attributes:
         starts: first slot written, per row.
         width: tokens of the pass, per row.
-        positions: `[rows, width]` the slots, which are also the positions.
+        tree: which of a block's drafts continue which; `None` where a token continues the slot
+            before its own.
+        place: of the first token in the tree's block.
+        slots: `[rows, width]` the slots.
+        positions: `[rows, width]` the tokens' positions: their slots, but for a tree's.
         end: one more than the last slot written: what the longest row attends to.
         uniform: whether all rows write the same slots.
     """
 
-    def __init__(self, starts: list[int], width: int, counted: Tensor):
-        self.starts, self.width = starts, width
+    def __init__(
+        self,
+        starts: list[int],
+        width: int,
+        counted: Tensor,
+        tree: Tree | None = None,
+        place: int = 0,
+    ):
+        self.starts, self.width, self.tree, self.place = starts, width, tree, place
         first, last = min(starts), max(starts)
         self.end = last + width
         self.uniform = first == last
         if self.uniform:
-            self.positions = counted[first : self.end].expand(len(starts), -1)
+            self.slots = counted[first : self.end].expand(len(starts), -1)
         else:
             rows = torch.tensor(starts, device=counted.device)
-            self.positions = rows[:, None] + counted[:width]
+            self.slots = rows[:, None] + counted[:width]
+        self.positions = self.slots
+        if tree is not None:
+            block = slice(place, place + width)
+            self.positions = self.slots - counted[block] + tree.depths[:, block]
 
 
 class SlotLayer(CacheLayerMixin):
@@ -79,10 +96,10 @@ class SlotLayer(CacheLayerMixin):
             keys.narrow(2, window.starts[0], window.width).copy_(key_states)
             values.narrow(2, window.starts[0], window.width).copy_(value_states)
         else:
-            positions = window.positions.to(key_states.device)
+            slots = window.slots.to(key_states.device)
             rows = torch.arange(key_states.shape[0], device=key_states.device)[:, None]
-            keys[rows, :, positions] = key_states.transpose(1, 2)
-            values[rows, :, positions] = value_states.transpose(1, 2)
+            keys[rows, :, slots] = key_states.transpose(1, 2)
+            values[rows, :, slots] = value_states.transpose(1, 2)
         return keys.narrow(2, 0, window.end), values.narrow(2, 0, window.end)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):

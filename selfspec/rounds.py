@@ -1,0 +1,85 @@
+"""A round on the host: brought there in one synchronisation, then cut at its rows' stops."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from selfspec.draft import Draft, Verdict
+from selfspec.stats import Round
+
+
+class RowRound(NamedTuple):
+    """One row's round before it is cut.
+
+    Attributes:
+        accepted: drafts that were kept.
+        drafted: tokens proposed on the branch of the kept ones.
+        block: the kept drafts and the token of the target.
+        branch: places of the drafted in the block; empty for a chain.
+        proposed: tokens that the target checked, those of other branches included.
+    """
+
+    accepted: int
+    drafted: list[int]
+    block: list[int]
+    branch: list[int]
+    proposed: int
+
+    @property
+    def moved(self) -> bool:
+        """Whether kept drafts lie apart."""
+        kept = self.branch[: self.accepted]
+        return kept != list(range(1, len(kept) + 1))
+
+    def cut(self, count: int) -> Round:
+        """The round as it stands with `count` tokens; drafts behind a stop do not count."""
+        if count > self.accepted:
+            target = self.block[self.accepted]
+            return Round(tuple(self.drafted), self.accepted, target, self.proposed)
+        return Round(tuple(self.drafted[:count]), count, None, self.proposed)
+
+
+def read_rounds(draft: Draft, verdict: Verdict, logits: Tensor, sampled: bool) -> list[RowRound]:
+    """Bring what was drafted and decided to the host.
+
+    Args:
+        draft: the proposal.
+        verdict: what was decided.
+        logits: `[rows, n + 1, vocab]` what it was decided from.
+        sampled: whether tokens were drawn.
+
+    Raises:
+        ValueError: the logits are NaN, or infinite where tokens are drawn from them.
+    """
+    # The maximum is NaN where any logit is; a draw bears no infinity either.
+    top = logits[:, -1:].amax(-1)
+    broken = ~(top < torch.inf) if sampled else top.isnan()
+    if draft.tree is None or verdict.branch is None:
+        places = draft.tokens[:, :0]
+        drafted = draft.tokens
+        count = torch.full_like(verdict.accepted, draft.length)
+        proposed = count = count if draft.counts is None else draft.counts
+    else:
+        places = verdict.branch
+        drafted = draft.tokens.gather(1, (places - 1).clamp_min(0))
+        count = (places > 0).sum(-1)
+        proposed = (draft.tree.parents >= 0).sum(-1)
+    numbers = torch.stack([verdict.accepted, count, proposed], dim=1)
+    rows = torch.cat([broken, numbers, places, drafted, verdict.tokens], dim=1).tolist()
+    if any(row[0] for row in rows):
+        raise ValueError(
+            "the model's logits are NaN or infinite; check its weights and dtype (float16 "
+            "overflows where bfloat16 and float32 do not)"
+        )
+    return [_taken_apart(row[1:], places.shape[1], drafted.shape[1]) for row in rows]
+
+
+def _taken_apart(row: list[int], places: int, drafted: int) -> RowRound:
+    """`[accepted, count, proposed, places, drafts, drafts + 1 tokens]` by name."""
+    accepted, count, proposed = row[:3]
+    branch, rest = row[3 : 3 + places], row[3 + places :]
+    block = rest[drafted : drafted + accepted + 1]
+    return RowRound(accepted, rest[:count], block, branch[:count], proposed)
