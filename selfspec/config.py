@@ -42,11 +42,60 @@ def unknown_name(what: str, name: str, known: Sequence[str]) -> str:
 
 
 class TreeConfig(StrictConfig):
-    """Attributes:
-    nodes: drafts of a tree, all levels together.
+    """The shape of the trees that the `tree` drafter grows.
+
+    Attributes:
+        nodes: drafts of a tree, all levels together.
     """
 
     nodes: int = Field(default=16, ge=1)
+
+
+class LookupConfig(StrictConfig):
+    """How `prompt_lookup` and `cascade` find what came before.
+
+    Attributes:
+        index: `"suffix"` finds the longest match of any length in constant time per token;
+            `"ngram"` matches the last `longest` tokens, then fewer.
+        shortest: tokens of the shortest match that is followed.
+        longest: tokens of the longest match that `"ngram"` tries.
+    """
+
+    index: Literal["suffix", "ngram"] = "suffix"
+    shortest: int = Field(default=2, ge=1)
+    longest: int = Field(default=4, ge=1)
+
+
+class LookaheadConfig(StrictConfig):
+    """The two branches of the `lookahead` drafter (Fu et al. 2024).
+
+    Attributes:
+        window: W, guesses ahead that are refined in parallel.
+        ngram: N, tokens of the n-grams that the window yields.
+        guesses: G, the most n-grams that a round verifies.
+    """
+
+    window: int = Field(default=8, ge=1)
+    ngram: int = Field(default=4, ge=2)
+    guesses: int = Field(default=8, ge=1)
+
+
+class SkipConfig(StrictConfig):
+    """The sublayers that the `layer_skip` drafter leaves out.
+
+    Attributes:
+        attention: layers whose attention is left out, from 0.
+        mlp: layers whose MLP is left out.
+        search: `"clasp"` chooses whole layers anew as the text goes on, `"none"` keeps the above.
+        layers: how many layers `"clasp"` leaves out; `None` takes half.
+        every: tokens between two searches.
+    """
+
+    attention: tuple[int, ...] = ()
+    mlp: tuple[int, ...] = ()
+    search: Literal["none", "clasp"] = "none"
+    layers: int | None = Field(default=None, ge=1)
+    every: int = Field(default=64, ge=1)
 
 
 class DraftConfig(StrictConfig):
@@ -64,7 +113,11 @@ class DraftConfig(StrictConfig):
             the draft's own probability of its token falls below `confidence` in every row;
             `"optimal"` stops once another draft is not worth its measured time.
         confidence: threshold in (0, 1) of the confidence schedule.
+        draft_model: of `two_model`, the folder or id of the smaller model.
         tree: the shape of trees.
+        lookup: how `prompt_lookup` and `cascade` find what came before.
+        lookahead: the branches of `lookahead`.
+        skip: what `layer_skip` leaves out.
         rule: how sampled chains are verified: `"block"`, `"token"`, or `"typical_lossy"`, which
             changes the output's distribution.
     """
@@ -75,7 +128,11 @@ class DraftConfig(StrictConfig):
     num_draft_tokens: int | None = None
     schedule: Literal["fixed", "confidence", "optimal"] = "fixed"
     confidence: float = Field(default=0.4, gt=0, lt=1)
+    draft_model: str | None = None
     tree: TreeConfig = TreeConfig()
+    lookup: LookupConfig = LookupConfig()
+    lookahead: LookaheadConfig = LookaheadConfig()
+    skip: SkipConfig = SkipConfig()
     rule: Literal["block", "token", "typical_lossy"] = "block"
 
     @property

@@ -7,7 +7,8 @@ from selfspec.drafters.plain import Plain
 from selfspec.drafters.tree import ExitTree
 from selfspec.engine import Engine
 
-DRAFTERS: dict[str, type[Drafter]] = {
+_ALL: tuple[type[Drafter], ...] = (EarlyExit, ExitTree, Plain)
+DRAFTERS: dict[str, type[Drafter]] = {drafter.name: drafter for drafter in _ALL}
     drafter.name: drafter for drafter in (EarlyExit, ExitTree, Plain)
 }
 
