@@ -9,8 +9,6 @@ from selfspec.engine import Engine
 
 _ALL: tuple[type[Drafter], ...] = (EarlyExit, ExitTree, Plain)
 DRAFTERS: dict[str, type[Drafter]] = {drafter.name: drafter for drafter in _ALL}
-    drafter.name: drafter for drafter in (EarlyExit, ExitTree, Plain)
-}
 
 
 def make_drafter(engine: Engine, config: DraftConfig) -> Drafter:
