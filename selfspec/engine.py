@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from selfspec.config import DraftConfig
 from selfspec.decoder import Decoder, Pass, Span
 from selfspec.draft import Draft, Tree
 from selfspec.heads import ExitHead, check_distinct, check_exit_layer, head_class
+from selfspec.pace import Pace
 from selfspec.sampling import Context, Sampler
 from selfspec.slots import SlotCache
 from selfspec.stats import Stats
@@ -81,9 +82,14 @@ class Engine:
     def __init__(self, decoder: Decoder, heads: Sequence[ExitHead] = ()):
         self.decoder = decoder
         self.heads = list(heads)
+        self._paces: dict[tuple[Any, ...], Pace] = {}
         check_distinct(self.heads)
         for head in self.heads:
             head.check(decoder)
+
+    def pace(self, *key: Any) -> Pace:
+        """What is known of the times and gains of one way to draft, from earlier calls too."""
+        return self._paces.setdefault(key, Pace())
 
     def head(self, config: DraftConfig) -> ExitHead:
         """The head that a config asks for, checked; a kind that needs no fitting is made here."""

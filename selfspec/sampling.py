@@ -159,6 +159,15 @@ class Sampler:
         return draw(probs, self.generator), probs
 
 
+def drawable(scores: Tensor) -> Tensor:
+    """Scores `[..., vocab]` with something to draw in every row.
+
+    The caller's processors may leave nothing of a trimmed vocabulary; then any draft will do.
+    """
+    nothing = scores.amax(-1, keepdim=True) == -torch.inf
+    return scores.masked_fill(nothing, 0.0)
+
+
 def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """One token per row of `probs` `[..., vocab]`; rows need not be normalised."""
     # The exponential race of torch.multinomial, draw for draw, without its wait for the device.

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from selfspec.config import DraftConfig
+from selfspec.heads import Calibrator
+from selfspec.pace import Pace, RoundClock
+
+# How likely a token `[rows]` drafted from scores `[rows, vocab]`, that deep, is kept.
+Judge = Callable[[Tensor, int], Tensor]
+
+_FIRST_GUESS = 4  # drafts of the rounds that nothing is known before
 
 
-class Schedule(Protocol):
-    """Decides after each drafted token whether to draft another."""
+class Schedule:
+    """Decides after each drafted token whether to draft another; this one always does."""
+
+    def begin(self, judge: Judge) -> None:
+        """A round begins, with what says how likely a draft is kept."""
 
     def goes_on(self, scores: Tensor, tokens: Tensor) -> bool:
         """Whether to draft on.
@@ -19,18 +29,13 @@ class Schedule(Protocol):
             scores: `[rows, vocab]` processed draft scores.
             tokens: `[rows]` the tokens just drafted from them.
         """
-        ...
-
-
-class FixedLength:
-    """Drafts `num_draft_tokens` in every round, and never asks the device."""
-
-    def goes_on(self, scores: Tensor, tokens: Tensor) -> bool:
-        """Always."""
         return True
 
+    def end(self, drafted: int, accepted: Sequence[int]) -> None:
+        """The round is decided: `accepted` of the `drafted` tokens stand, in each row."""
 
-class ConfidenceStop:
+
+class ConfidenceStop(Schedule):
     """Stops once the draft is unsure of its own token in every row (Kangaroo, Liu et al. 2024).
 
     Args:
@@ -46,8 +51,60 @@ class ConfidenceStop:
         return bool((confidence >= self.threshold).any())
 
 
-def make_schedule(config: DraftConfig) -> Schedule:
-    """The schedule that a config names."""
+class OptimalStop(Schedule):
+    """Stops once another draft would bring less than the time it takes is worth.
+
+    A draft behind others counts only if all of them are kept: it brings the product of their
+    calibrated chances, times its own, which is not known before it is drafted and taken for the
+    running mean. It costs what a draft has cost so far. What time is worth is the rate so far, in
+    tokens per second, so that drafting longer pays as long as it would raise that rate (the
+    marginal value rule, Charnov 1976).
+
+    Args:
+        pace: times and gains so far; may outlive the call.
+    """
+
+    def __init__(self, pace: Pace):
+        self.pace = pace
+        self._clock = RoundClock(pace)
+        self._judge: Judge | None = None
+        self._reach: Tensor | None = None
+        self._depth = 0
+
+    def begin(self, judge: Judge) -> None:
+        """Time the round from here."""
+        self._clock.begin()
+        self._judge, self._reach, self._depth = judge, None, 0
+
+    def goes_on(self, scores: Tensor, tokens: Tensor) -> bool:
+        """Whether the rows together gain enough."""
+        self._clock.mark()
+        assert self._judge is not None
+        chance = self._judge(scores, self._depth)
+        self._reach = chance if self._reach is None else self._reach * chance
+        self._depth += 1
+        if not self.pace.known:
+            return self._depth < _FIRST_GUESS
+        worth = self.pace.draft_seconds.value * self.pace.rate
+        return float(self._reach.sum()) * self.pace.chance.value > worth
+
+    def end(self, drafted: int, accepted: Sequence[int]) -> None:
+        """Learn from the round."""
+        self._clock.end(sum(accepted) + len(accepted))
+        tried = sum(min(kept + 1, drafted) for kept in accepted)
+        if tried:
+            self.pace.chance.add(sum(accepted) / tried)
+
+
+def make_schedule(config: DraftConfig, pace: Pace | None = None) -> Schedule:
+    """The schedule that a config names; `pace` is what is known from earlier calls."""
     if config.schedule == "confidence":
         return ConfidenceStop(config.confidence)
-    return FixedLength()
+    if config.schedule == "optimal":
+        return OptimalStop(pace or Pace())
+    return Schedule()
+
+
+def plain_judge() -> Judge:
+    """What to go by where nothing was calibrated."""
+    return Calibrator()

@@ -6,9 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from selfspec.config import DraftConfig
 from selfspec.decoder import Pass
 from selfspec.draft import Draft, Verdict
@@ -59,12 +56,3 @@ class Drafter(ABC):
 
     def select(self, rows: Sequence[int]) -> None:  # noqa: B027 - optional
         """Go on with some rows only. A drafter that keeps nothing per row has nothing to do."""
-
-
-def drawable(scores: Tensor) -> Tensor:
-    """Scores `[..., vocab]` with something to draw in every row.
-
-    The caller's processors may leave nothing of a trimmed vocabulary; then any draft will do.
-    """
-    nothing = scores.amax(-1, keepdim=True) == -torch.inf
-    return scores.masked_fill(nothing, 0.0)

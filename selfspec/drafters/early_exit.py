@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
+from selfspec.chain import ExitChain
 from selfspec.config import DraftConfig
 from selfspec.decoder import Pass
 from selfspec.draft import Draft, Verdict
-from selfspec.drafters.base import Drafter, drawable
+from selfspec.drafters.base import Drafter
 from selfspec.engine import Engine, State, Verified
-from selfspec.reading import ExitReader, make_reader
-from selfspec.schedule import Schedule, make_schedule
+from selfspec.reading import make_reader
+from selfspec.schedule import make_schedule
 
 
 class EarlyExit(Drafter):
@@ -22,61 +20,37 @@ class EarlyExit(Drafter):
     k drafts cost k shallow passes; verification resumes from the hidden states they left.
 
     Args:
-        reader: the exit head and the passes behind it.
-        num_draft_tokens: the most tokens drafted in a round.
-        schedule: when to stop earlier.
+        chain: the exit head, and how long it drafts.
     """
 
     name = "early_exit"
 
-    def __init__(self, reader: ExitReader, num_draft_tokens: int, schedule: Schedule):
-        self.reader = reader
-        self.keep = reader.keep
-        self.num_draft_tokens = num_draft_tokens
-        self.schedule = schedule
+    def __init__(self, chain: ExitChain):
+        self.chain, self.keep = chain, chain.keep
 
     @classmethod
     def from_config(cls, engine: Engine, config: DraftConfig) -> EarlyExit:
         """Take the head that the config asks for."""
-        reader = make_reader(engine, engine.head(config))
-        return cls(reader, config.most_tokens, make_schedule(config))
+        head = engine.head(config)
+        pace = engine.pace(cls.name, head.kind, head.exit_layer)
+        schedule = make_schedule(config, pace)
+        return cls(ExitChain(make_reader(engine, head), config.most_tokens, schedule))
 
     def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
         """Show the head the prompt."""
-        self.reader.prefilled(state, block, offset, counts)
+        self.chain.prefilled(state, block, offset, counts)
 
     def propose(self, state: State, limit: int) -> Draft:
         """Draft token by token."""
-        token = state.pending
-        tokens: list[Tensor] = []
-        probs: list[Tensor] = []
-        hidden: list[Tensor] = []
-        for step in range(min(self.num_draft_tokens, limit)):
-            logits, at_exit = self.reader.read(state, token, step)
-            scores = state.sampler.scores(logits, state.context, offset=step)[:, 0]
-            if self.reader.head.vocab_ids is not None:
-                scores = drawable(scores)
-            drawn, drawn_from = state.sampler.draw(scores)
-            token = drawn[:, None]
-            if state.sampler.reads_prefix:
-                state.context.write(token, offset=step)
-            tokens.append(token)
-            hidden.append(at_exit)
-            if drawn_from is not None:
-                probs.append(drawn_from)
-            if not self.schedule.goes_on(scores, drawn):
-                break
-        return Draft(
-            tokens=torch.cat(tokens, dim=1),
-            probs=torch.stack(probs, dim=1) if probs else None,
-            depth=self.reader.head.exit_layer,
-            hidden=torch.cat(hidden, dim=1),
-        )
+        return self.chain.propose(state, limit)
 
     def commit(self, state: State, draft: Draft, verified: Verified, verdict: Verdict) -> None:
         """Show the head what the target made of the drafts."""
-        self.reader.verified(state, draft.length, verified)
+        if draft.length:
+            self.chain.commit(state, draft, verified, verdict)
+        else:
+            self.chain.skipped(state, verified)
 
     def select(self, rows: Sequence[int]) -> None:
         """Go on with some rows only."""
-        self.reader.select(rows)
+        self.chain.select(rows)

@@ -11,9 +11,10 @@ from torch import Tensor
 from selfspec.config import DraftConfig
 from selfspec.decoder import Pass
 from selfspec.draft import Draft, Tree, Verdict
-from selfspec.drafters.base import Drafter, drawable
+from selfspec.drafters.base import Drafter
 from selfspec.engine import Engine, State, Verified
 from selfspec.reading import ExitReader, make_reader
+from selfspec.sampling import drawable
 
 # What is left of the chance of a sibling when the one before it has fallen. Any value is exact;
 # this one grows the trees that the target follows furthest.

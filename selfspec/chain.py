@@ -1,0 +1,101 @@
+"""Drafting token by token: the loop behind every drafter that makes chains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from selfspec.decoder import Pass
+from selfspec.draft import Draft, Verdict
+from selfspec.engine import State, Verified
+from selfspec.reading import ExitReader
+from selfspec.sampling import drawable
+from selfspec.schedule import Judge, Schedule
+
+# From the next token `[rows, 1]` of each row, the n-th of the draft, to logits `[rows, 1, vocab]`
+# and the hidden states `[rows, 1, hidden]` that verification may resume from.
+Read = Callable[[Tensor, int], tuple[Tensor, Tensor | None]]
+
+
+def draft_chain(
+    state: State, limit: int, schedule: Schedule, judge: Judge, read: Read, depth: int = 0
+) -> Draft:
+    """Draft behind each row's pending token until the schedule stops.
+
+    Args:
+        state: the call.
+        limit: the most tokens to draft.
+        schedule: when to stop earlier.
+        judge: how likely a draft is kept, for schedules that ask.
+        read: one more step of the drafting model.
+        depth: layers below the hidden states that `read` gives; 0 when it gives none.
+    """
+    schedule.begin(judge)
+    token = state.pending
+    tokens: list[Tensor] = []
+    probs: list[Tensor] = []
+    hidden: list[Tensor] = []
+    for step in range(limit):
+        logits, left = read(token, step)
+        scores = drawable(state.sampler.scores(logits, state.context, offset=step)[:, 0])
+        drawn, drawn_from = state.sampler.draw(scores)
+        token = drawn[:, None]
+        if state.sampler.reads_prefix:
+            state.context.write(token, offset=step)
+        tokens.append(token)
+        if left is not None:
+            hidden.append(left)
+        if drawn_from is not None:
+            probs.append(drawn_from)
+        if not schedule.goes_on(scores, drawn):
+            break
+    return Draft(
+        tokens=torch.cat(tokens, dim=1),
+        probs=torch.stack(probs, dim=1) if probs else None,
+        depth=depth,
+        hidden=torch.cat(hidden, dim=1) if hidden else None,
+    )
+
+
+class ExitChain:
+    """A chain of drafts from an exit head.
+
+    Args:
+        reader: the exit head and the passes behind it.
+        longest: the most tokens drafted in a round.
+        schedule: when to stop earlier.
+    """
+
+    def __init__(self, reader: ExitReader, longest: int, schedule: Schedule):
+        self.reader, self.longest, self.schedule = reader, longest, schedule
+        self.keep = reader.keep
+
+    def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
+        """Show the head the prompt."""
+        self.reader.prefilled(state, block, offset, counts)
+
+    def propose(self, state: State, limit: int) -> Draft:
+        """Draft at most `limit` tokens."""
+        return draft_chain(
+            state,
+            min(self.longest, limit),
+            self.schedule,
+            self.reader.calibrator(state.sampler.do_sample),
+            lambda token, step: self.reader.read(state, token, step),
+            self.reader.head.exit_layer,
+        )
+
+    def commit(self, state: State, draft: Draft, verified: Verified, verdict: Verdict) -> None:
+        """Show the head what the target made of its drafts."""
+        self.reader.verified(state, draft.length, verified)
+        self.schedule.end(draft.length, verdict.accepted.tolist())
+
+    def skipped(self, state: State, verified: Verified) -> None:
+        """Show the head what the target made of drafts that were not its own, or of none."""
+        self.reader.verified(state, 0, verified)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with some rows only."""
+        self.reader.select(rows)

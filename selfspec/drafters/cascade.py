@@ -1,0 +1,69 @@
+"""Lookup where the text repeats itself, the exit's drafts elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from selfspec.chain import ExitChain
+from selfspec.config import DraftConfig
+from selfspec.decoder import Pass
+from selfspec.draft import Draft, Verdict
+from selfspec.drafters.base import Drafter
+from selfspec.engine import Engine, State, Verified
+from selfspec.lookup import Lookup
+
+
+class Cascade(Drafter):
+    """Asks the cheapest drafter first: a lookup where it is confident, an early exit otherwise.
+
+    A lookup is confident where every row's match has at least `confident` tokens: a round has one
+    drafter, and a row that finds nothing would wait for the others.
+
+    Args:
+        lookup: the index of each row.
+        num_lookup_tokens: tokens proposed by a lookup.
+        confident: tokens of the shortest match to be confident of.
+        chain: the exit's drafts.
+    """
+
+    name = "cascade"
+
+    def __init__(self, lookup: Lookup, num_lookup_tokens: int, confident: int, chain: ExitChain):
+        self.lookup, self.num_lookup_tokens, self.confident = lookup, num_lookup_tokens, confident
+        self.chain, self.keep = chain, chain.keep
+
+    @classmethod
+    def from_config(cls, engine: Engine, config: DraftConfig) -> Cascade:
+        """Take the head that the config asks for.
+
+        Raises:
+            ValueError: there is no such head, or no lookup could ever be confident.
+        """
+        lookup, length = config.lookup, config.most_tokens_of("prompt_lookup")
+        confident = max(lookup.shortest, lookup.confident)
+        if lookup.index == "ngram" and confident > lookup.longest:
+            raise ValueError(
+                f"lookup.confident={confident} is more than lookup.longest={lookup.longest}, so "
+                "that no n-gram would do; raise longest, or take index='suffix', which has no limit"
+            )
+        return cls(Lookup(lookup), length, confident, ExitChain.from_config(engine, config))
+
+    def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
+        """Index the prompt, and show it to the head."""
+        self.lookup.read(state.context)
+        self.chain.prefilled(state, block, offset, counts)
+
+    def propose(self, state: State, limit: int) -> Draft:
+        """Copy what followed each row's match, or draft token by token."""
+        indexes = self.lookup.read(state.context)
+        if min(index.match.length for index in indexes) < self.confident:
+            return self.chain.propose(state, limit)
+        return self.lookup.draft(state.context, min(self.num_lookup_tokens, limit))
+
+    def commit(self, state: State, draft: Draft, verified: Verified, verdict: Verdict) -> None:
+        """Show the head what the target made of the drafts, whoever's they were."""
+        self.chain.commit(state, draft, verified)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with some rows only."""
+        self.chain.select(rows)

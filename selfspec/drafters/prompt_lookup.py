@@ -1,0 +1,42 @@
+"""Drafts from what the text said before: no layer runs for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from selfspec.config import DraftConfig
+from selfspec.decoder import Pass
+from selfspec.draft import Draft
+from selfspec.drafters.base import Drafter
+from selfspec.engine import Engine, State
+from selfspec.lookup import Lookup
+
+
+class PromptLookup(Drafter):
+    """Proposes what followed where the end of the text occurred before, in prompt or output.
+
+    Prompt lookup decoding (Saxena 2023); with the suffix index, the online part of SAM decoding
+    (Hu et al. 2024). Of a cache's earlier turns it knows the tokens that the call was given.
+
+    Args:
+        lookup: the index of each row.
+        num_draft_tokens: tokens proposed where there is a match.
+    """
+
+    name = "prompt_lookup"
+
+    def __init__(self, lookup: Lookup, num_draft_tokens: int):
+        self.lookup, self.num_draft_tokens = lookup, num_draft_tokens
+
+    @classmethod
+    def from_config(cls, engine: Engine, config: DraftConfig) -> PromptLookup:
+        """Nothing of the model is needed."""
+        return cls(Lookup(config.lookup), config.most_tokens)
+
+    def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
+        """Index the prompt, beside a device that may still be at work on it."""
+        self.lookup.read(state.context)
+
+    def propose(self, state: State, limit: int) -> Draft:
+        """Copy what followed each row's match; rows without one draft nothing."""
+        return self.lookup.draft(state.context, min(self.num_draft_tokens, limit))

@@ -1,0 +1,106 @@
+"""What drafting costs and brings here and now: running estimates from the clock.
+
+Estimates outlive a call, for times belong to a device and not to a text.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+_FAST, _SLOW = 0.05, 0.1  # weight of the newest round: in what a text brings, in what a pass costs
+_WILD = 2.0  # a measurement beyond that many times the estimate counts as that many
+
+
+@dataclass
+class Mean:
+    """A running mean that trusts its first values most and forgets old ones.
+
+    Attributes:
+        weight: of the newest value, once there are enough.
+        clipped: whether a value far above the mean is taken for a disturbance of the machine.
+        value: the mean so far.
+        count: values seen.
+    """
+
+    weight: float
+    clipped: bool = False
+    value: float = 0.0
+    count: int = 0
+
+    def add(self, value: float) -> None:
+        """Take a value."""
+        if self.clipped and self.count > 2:
+            value = min(value, _WILD * self.value)
+        self.count += 1
+        self.value += max(self.weight, 1 / self.count) * (value - self.value)
+
+
+@dataclass
+class Pace:
+    """What rounds of one way to draft cost and bring.
+
+    Attributes:
+        draft_seconds: of one more draft in a chain.
+        fixed_seconds: of a round without its drafts.
+        tokens: emitted in a round, all rows together.
+        chance: that a draft behind a kept one is kept.
+    """
+
+    draft_seconds: Mean = field(default_factory=lambda: Mean(_SLOW, clipped=True))
+    fixed_seconds: Mean = field(default_factory=lambda: Mean(_SLOW, clipped=True))
+    round_seconds: Mean = field(default_factory=lambda: Mean(_SLOW, clipped=True))
+    tokens: Mean = field(default_factory=lambda: Mean(_FAST))
+    chance: Mean = field(default_factory=lambda: Mean(_FAST))
+
+    @property
+    def known(self) -> bool:
+        """Whether there is enough to decide by."""
+        return self.round_seconds.count >= 2
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second, all rows together; 0 while nothing is known."""
+        seconds = self.round_seconds.value
+        return self.tokens.value / seconds if seconds > 0 else 0.0
+
+
+class RoundClock:
+    """Times the rounds of a call by their beginnings.
+
+    Args:
+        pace: what learns from them.
+    """
+
+    def __init__(self, pace: Pace):
+        self.pace = pace
+        self._began = 0.0
+        self._marks: list[float] = []
+        self._tokens = 0.0
+        self._whole = False
+
+    def begin(self) -> None:
+        """A round begins; the one before is over."""
+        now = time.perf_counter()
+        if self._whole:
+            self._learn(now)
+        self._began, self._marks, self._whole = now, [], False
+
+    def mark(self) -> None:
+        """Another draft is there."""
+        self._marks.append(time.perf_counter())
+
+    def end(self, tokens: float) -> None:
+        """The round has emitted `tokens`; it lasts until the next begins."""
+        self._tokens, self._whole = tokens, True
+
+    def _learn(self, now: float) -> None:
+        pace, seconds = self.pace, now - self._began
+        steps = [b - a for a, b in zip(self._marks, self._marks[1:], strict=False)]
+        for step in steps:
+            pace.draft_seconds.add(step)
+        if self._marks and pace.draft_seconds.count:
+            drafting = pace.draft_seconds.value * len(self._marks)
+            pace.fixed_seconds.add(max(0.0, seconds - drafting))
+        pace.round_seconds.add(seconds)
+        pace.tokens.add(self._tokens)
