@@ -77,6 +77,7 @@ class Prompt:
 
     def _slots(self, room: int) -> SlotCache:
         if isinstance(self.cache, SlotCache):
+            self.cache.drop_added()
             return self.cache
         slots = self.engine.decoder.new_slots(self.rows, max(self.lengths) + room)
         if isinstance(self.cache, DynamicCache) and self.known[0]:

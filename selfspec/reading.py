@@ -17,6 +17,9 @@ from selfspec.engine import Engine, State, Verified
 from selfspec.heads import Calibrator, ExitHead
 
 
+_DEFERRED = 32  # tokens that a head's own layer may be behind while others draft
+
+
 class ExitReader:
     """Draft logits of a head that looks at nothing but the exit of the token itself.
 
@@ -101,6 +104,7 @@ class LayerReader(ExitReader):
     def __init__(self, engine: Engine, head: ExitHead):
         super().__init__(engine, head)
         self.keep = (head.exit_layer, *head.feature_layers)
+        self._added = 0  # which of the layers added to the slots is the head's
         self._hidden = torch.empty(0)  # [rows, m, hidden] exits of positions `_base` and on
         self._known = torch.empty(0)  # [rows, m + 1, hidden] joined features from `_base` - 1 on
         self._base: list[int] = []
@@ -118,7 +122,7 @@ class LayerReader(ExitReader):
         hidden = block.kept[0]
         rows, width = hidden.shape[:2]
         if offset == 0:
-            state.slots.add_layer(self.decoder.windows[self.head.place])
+            self._added = state.slots.add_layer(self.decoder.windows[self.head.place])
             self._known = hidden.new_zeros(rows, 1, hidden.shape[2])
         features = self._shifted(block)
         self._run(state, self._enter(state, hidden, features), offset)
@@ -136,19 +140,33 @@ class LayerReader(ExitReader):
         """Keep the exits and features of the pending token and the drafts."""
         hidden = verified.kept[0]
         lengths = state.slots.lengths
-        if not drafted:
-            # No draft ran the head over the pending token; the next round cannot reach behind it.
-            self._catch_up(state, hidden[:, :1])
-        known = self._known_before(lengths)
+        joined = None
         if self._joins:
             with state.stats.clock("head"):
                 joined = self.head.join(verified.kept[1:])
+        if not drafted:
+            # What the layer holds behind the pending token was made of drafts that fell.
+            self._right = [min(right, n) for right, n in zip(self._right, lengths, strict=True)]
+            if max(n - right for n, right in zip(lengths, self._right, strict=True)) < _DEFERRED:
+                self._defer(lengths, hidden, joined)
+                return
+            self._catch_up(state, hidden[:, :1])
+        known = self._known_before(lengths)
+        if joined is not None:
             known = torch.cat([known, joined], dim=1)
         self._hidden, self._known, self._base = hidden, known, lengths
         # The pending token's KV is right. So is a block's for drafts; a head that was fed its own
         # output reads them again with the target's features.
         seen = 1 if self._joins else max(1, drafted)
         self._right = [length + seen for length in lengths]
+
+    def _defer(self, lengths: Sequence[int], hidden: Tensor, joined: Tensor | None) -> None:
+        """Add to what the layer has to look at, once the head is asked again."""
+        places = [n - base for n, base in zip(lengths, self._base, strict=True)]
+        at = _column(places, hidden)
+        self._hidden = _put(self._hidden, at, hidden)
+        if joined is not None:
+            self._known = _put(self._known, at + 1, joined)
 
     def _known_before(self, positions: Sequence[int]) -> Tensor:
         """Joined features `[rows, 1, hidden]` of the token before each position."""
@@ -215,7 +233,14 @@ class LayerReader(ExitReader):
         tokens = state.pending.new_zeros(entered.shape[:2])  # the layer starts from `entered`
         span, own = Span(self.head.place, self.head.place + 1), self.head.layer
         left = self.decoder.run(
-            tokens, span, state.slots, entered, offset=offset, instead=own, tree=tree
+            tokens,
+            span,
+            state.slots,
+            entered,
+            offset=offset,
+            instead=own,
+            added=self._added,
+            tree=tree,
         )
         # Of the pass, only the layer is the head's time; what is around it counts as rest.
         state.stats.seconds["head"] += left.layer_seconds
@@ -233,6 +258,14 @@ class LayerReader(ExitReader):
         if not self._joins:
             return None
         return torch.cat([self._known, self._join(block)[:, :-1]], dim=1)
+
+
+def _put(states: Tensor, at: Tensor, block: Tensor) -> Tensor:
+    """`[rows, n, hidden]` with `block` `[rows, w, hidden]` at places `[rows, 1]` and on."""
+    width = block.shape[1]
+    places = at + torch.arange(width, device=block.device)
+    room = torch.nn.functional.pad(states, (0, 0, 0, width))
+    return room.scatter(1, places[..., None].expand_as(block), block)
 
 
 def make_reader(engine: Engine, head: ExitHead) -> ExitReader:

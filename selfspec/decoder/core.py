@@ -156,6 +156,7 @@ class Decoder:
         unembed: bool = False,
         keep: Sequence[int] = (),
         instead: nn.Module | None = None,
+        added: int = 1,
         tree: Tree | None = None,
     ) -> Pass:
         """Run `span` over `tokens`, writing its KV behind each row's settled tokens.
@@ -169,16 +170,16 @@ class Decoder:
             offset: distance of the first token from the settled ones; one, or one per row.
             unembed: whether to go on through the model's own norm and LM head, to logits.
             keep: residual streams to keep, by the number of layers below.
-            instead: a layer (`copy_layer`) that runs in place of the span's only one; its KV lies
-                in the layer that was added to the slots.
+            instead: a layer (`copy_layer`) that runs in place of the span's only one.
+            added: in which of the layers that were added to the slots its KV lies, from 1.
             tree: which drafts continue which, when `tokens` are some of a tree's block; `offset`
                 is then the place of the first.
         """
         if span.start > 0 and hidden is None:
             raise ValueError(f"a span from layer {span.start} needs the hidden states below it")
-        added = instead is not None
-        with self, slots.writing(tokens.shape[1], offset, added, tree) as window:
-            masks = self._masks(slots, window, hidden, added)
+        place = 0 if instead is None else added
+        with self, slots.writing(tokens.shape[1], offset, place, tree) as window:
+            masks = self._masks(slots, window, hidden, added=instead is not None)
             if span.start > 0 and self.gates.returns_tuple is None:
                 raise RuntimeError("run the layers below a span once before resuming above them")
             active = ActivePass(span, window, hidden, masks, self._alibi, tuple(keep), instead)

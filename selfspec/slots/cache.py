@@ -27,7 +27,7 @@ class SlotCache(Cache):
 
     Attributes:
         lengths: tokens of each row that are settled in every layer.
-        added_from: per row, the first slot of the added layer that holds anything.
+        added_from: per row, the first slot of the added layers that holds anything.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class SlotCache(Cache):
         self._sliding = [window is not None for window in windows]
         self._never = [False] * len(windows)
         self._window: Window | None = None
-        self._to_added = False
+        self._to_added = 0
         self._counted = torch.arange(0, device=self.device)  # 0, 1, 2, … as far as was needed
         self._masks: dict[tuple[int | None, torch.dtype], Tensor] = {}
 
@@ -58,7 +58,7 @@ class SlotCache(Cache):
         self,
         width: int,
         offset: int | Sequence[int] = 0,
-        added: bool = False,
+        added: int = 0,
         tree: Tree | None = None,
     ) -> Iterator[Window]:
         """While active, passes write `width` slots a row, `offset` behind its settled tokens.
@@ -66,7 +66,8 @@ class SlotCache(Cache):
         Args:
             width: slots of each row.
             offset: of all rows, or one a row.
-            added: whether they go to the added layer, whatever number the writing layer has.
+            added: which added layer they go to, from 1, whatever number the writing layer has; 0
+                for the model's own.
             tree: which drafts continue which, when the pass is over those of a tree; `offset` is
                 then the place of the first in the block.
         """
@@ -141,7 +142,7 @@ class SlotCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Write a layer's new states; returns its keys and values up to the longest row's end."""
         active = self._window or self._active()
-        layer = self.layers[self.depth if self._to_added else layer_idx]
+        layer = self.layers[self.depth + self._to_added - 1 if self._to_added else layer_idx]
         if not layer.is_initialized:
             layer.lazy_initialization(key_states, value_states)
             layer.grow(max(self._reserved, active.end))
@@ -207,14 +208,18 @@ class SlotCache(Cache):
                     source = (starts + branch).to(buffer.device)
                     buffer[rows, :, target.to(buffer.device)] = buffer[rows, :, source]
 
-    def add_layer(self, window: int | None) -> None:
-        """Make room for the KV of one layer more, which has not seen what is settled."""
-        self.drop_added()
+    def add_layer(self, window: int | None) -> int:
+        """Make room for the KV of one layer more, which has not seen what is settled.
+
+        Returns:
+            Which added layer it is, from 1.
+        """
         self.layers.append(SlotLayer(window))
         self.added_from = list(self.lengths)
+        return len(self.layers) - self.depth
 
     def drop_added(self) -> None:
-        """Forget the added layer, if there is one."""
+        """Forget the added layers."""
         del self.layers[self.depth :]
         self.added_from = [0] * self.rows
 
