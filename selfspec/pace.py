@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-_FAST, _SLOW = 0.05, 0.1  # weight of the newest round: in what a text brings, in what a pass costs
+_FAST, _SLOW = 0.03, 0.1  # weight of the newest round: in what a text brings, in what a pass costs
 _WILD = 2.0  # a measurement beyond that many times the estimate counts as that many
 
 
@@ -27,6 +27,10 @@ class Mean:
     clipped: bool = False
     value: float = 0.0
     count: int = 0
+
+    def doubt(self, count: int) -> None:
+        """Trust what is known no more than `count` values: it is old."""
+        self.count = min(self.count, count)
 
     def add(self, value: float) -> None:
         """Take a value."""

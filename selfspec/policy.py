@@ -1,0 +1,128 @@
+"""Which way to draft next: the one that has been fastest, while the others are kept in view.
+
+Every way is judged by what it brought and took when it was used. Trying another costs time when it
+is slower; so much is tried that the time lost stays below a small share of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from selfspec.pace import Mean, Pace
+
+_STRETCH = 4  # rounds of a trial
+_WASTE = 0.01  # share of the time that trials may lose
+_CREDIT = 8.0  # rounds that may be lost before anything is known
+_STALE = 32  # rounds after which a way is worth another look
+_MARGIN = 1.02  # how much faster another way must look
+
+
+@dataclass
+class Way:
+    """What is known of one way to draft.
+
+    Attributes:
+        pace: its rounds' seconds, and tokens of a row.
+        shadow: how often it would have agreed with the text while others drafted.
+        agreed: `shadow` when it was last used; what it has gained since says how the text changed.
+        seen: the round of the last use.
+    """
+
+    pace: Pace = field(default_factory=Pace)
+    shadow: Mean = field(default_factory=lambda: Mean(0.25))
+    agreed: float | None = None
+    seen: int = 0
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second and row, as far as can be told."""
+        if self.agreed is None or not self.shadow.count:
+            return self.pace.rate
+        return self.pace.rate * _length(self.shadow.value) / _length(self.agreed)
+
+
+def _length(agreement: float) -> float:
+    """Tokens of a round at that agreement: a geometric series, cut where drafts end."""
+    return 1 / (1 - min(agreement, 0.9))
+
+
+@dataclass
+class Policy:
+    """Chooses among ways to draft, round by round; may outlive the call.
+
+    Attributes:
+        ways: what is known of each, the one to begin with first.
+        rounds: rounds so far.
+        seconds: what they took.
+        lost: seconds that trials took beyond what the best way would have.
+    """
+
+    ways: dict[str, Way] = field(default_factory=dict)
+    rounds: int = 0
+    seconds: float = 0.0
+    lost: float = 0.0
+    _current: str = ""
+    _left: int = 0
+    _trial: bool = False
+
+    def choose(self, ways: Mapping[str, object]) -> str:
+        """The way of the next round, one of the keys of `ways`."""
+        for name in ways:
+            self.ways.setdefault(name, Way())
+        if self._left > 0 and self._current in ways:
+            self._left -= 1
+            return self._current
+        best = self.best(ways)
+        trial = self._to_try(ways, best)
+        self._trial = trial is not None
+        self._current = trial or best
+        if trial:
+            self.ways[trial].pace.tokens.doubt(2 * _STRETCH)
+        self._left = _STRETCH - 1 if trial or not self.ways[best].pace.known else 0
+        return self._current
+
+    def best(self, ways: Mapping[str, object]) -> str:
+        """The fastest as far as is known; the one in use where another is hardly faster."""
+        known = {name: self.ways[name].rate for name in ways if self.ways[name].pace.known}
+        if not known:
+            return next(iter(ways))
+        best = max(known, key=lambda name: known[name])
+        used = self._current if not self._trial else ""
+        return used if used in known and known[best] < _MARGIN * known[used] else best
+
+    def _to_try(self, ways: Mapping[str, object], best: str) -> str | None:
+        """A way that has not been seen for long, if its trial may be afforded."""
+        top = self.ways[best]
+        if not top.pace.known:
+            return None
+        budget = _WASTE * self.seconds + _CREDIT * top.pace.round_seconds.value - self.lost
+        stale = [name for name in ways if name != best and self._is_stale(self.ways[name])]
+        for name in sorted(stale, key=lambda name: self.ways[name].seen):
+            if self._price(self.ways[name], top) <= budget:
+                return name
+        return None
+
+    def _is_stale(self, way: Way) -> bool:
+        return not way.pace.known or self.rounds - way.seen >= _STALE
+
+    def _price(self, way: Way, top: Way) -> float:
+        """Seconds that a trial is expected to lose."""
+        if not way.pace.known:
+            return _STRETCH / 2 * top.pace.round_seconds.value
+        slower = max(0.0, 1 - way.rate / top.rate) if top.rate else 0.0
+        return _STRETCH * way.pace.round_seconds.value * slower
+
+    def learn(self, name: str, tokens: float, seconds: float) -> None:
+        """Take in a round: tokens of a row on average, and what it took."""
+        way = self.ways[name]
+        way.pace.round_seconds.add(seconds)
+        way.pace.tokens.add(tokens)
+        way.agreed = way.shadow.value if way.shadow.count else None
+        self.rounds += 1
+        way.seen = self.rounds
+        self.seconds += seconds
+        if self._trial and name == self._current:
+            best = max(other.rate for other in self.ways.values() if other.pace.known or other is way)
+            if best > 0:
+                self.lost += max(0.0, seconds - tokens / best)
