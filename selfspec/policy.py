@@ -78,7 +78,7 @@ class Policy:
         self._trial = trial is not None
         self._current = trial or best
         if trial:
-            self.ways[trial].pace.tokens.doubt(2 * _STRETCH)
+            self.ways[trial].pace.tokens.doubt(_STRETCH // 2)
         self._left = _STRETCH - 1 if trial or not self.ways[best].pace.known else 0
         return self._current
 

@@ -1,0 +1,223 @@
+"""Running estimates, optimal stopping and the choice among ways to draft, on a simulated clock."""
+
+import random
+
+import pytest
+import torch
+
+from selfspec import DraftConfig
+from selfspec.pace import Mean, Pace, RoundClock
+from selfspec.policy import Policy
+from selfspec.schedule import ConfidenceStop, OptimalStop, Schedule, make_schedule
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that only moves when told to."""
+
+    class Clock:
+        now = 0.0
+
+        def __call__(self):
+            return self.now
+
+    clock = Clock()
+    monkeypatch.setattr("selfspec.pace.time.perf_counter", clock)
+    return clock
+
+
+# Estimates
+
+
+def test_a_mean_begins_as_the_plain_mean_and_then_forgets():
+    mean = Mean(0.1)
+    for value in (4.0, 2.0, 3.0):
+        mean.add(value)
+    assert mean.value == pytest.approx(3.0)
+    for _ in range(200):
+        mean.add(7.0)
+    assert mean.value == pytest.approx(7.0, abs=1e-3)
+
+
+def test_a_clipped_mean_is_not_moved_far_by_one_disturbance():
+    plain, clipped = Mean(0.1), Mean(0.1, clipped=True)
+    for mean in (plain, clipped):
+        for value in [1.0] * 20 + [1000.0]:
+            mean.add(value)
+    assert plain.value > 100
+    assert clipped.value == pytest.approx(1.1)
+
+
+def test_a_doubted_mean_believes_new_values_sooner():
+    sure, unsure = Mean(0.01), Mean(0.01)
+    for mean in (sure, unsure):
+        for _ in range(500):
+            mean.add(1.0)
+    unsure.doubt(3)
+    for mean in (sure, unsure):
+        mean.add(2.0)
+    assert sure.value == pytest.approx(1.01)
+    assert unsure.value == pytest.approx(1.25)
+
+
+def test_a_round_lasts_until_the_next_begins(clock):
+    pace = Pace()
+    rounds = RoundClock(pace)
+    for drafts in (3, 3, 5):
+        rounds.begin()
+        for _ in range(drafts):
+            clock.now += 2.0
+            rounds.mark()
+        clock.now += 10.0
+        rounds.end(tokens=4)
+        clock.now += 1.0
+    rounds.begin()
+    assert pace.draft_seconds.value == pytest.approx(2.0)
+    assert pace.round_seconds.value == pytest.approx((17 + 17 + 21) / 3)
+    assert pace.rate == pytest.approx(4 / pace.round_seconds.value)
+
+
+def test_rounds_that_others_interrupt_are_not_counted(clock):
+    pace = Pace()
+    rounds = RoundClock(pace)
+    rounds.begin()
+    rounds.end(tokens=2)
+    rounds.pause()
+    clock.now += 100.0
+    rounds.begin()
+    assert pace.round_seconds.count == 0
+
+
+# How long to draft
+
+
+def play(schedule, clock, chance, draft_seconds, fixed_seconds, tokens, longest=12, seed=0):
+    """Tokens per second of a chain whose drafts are kept with `chance(step)`, on that schedule."""
+    source, began, emitted, lengths = random.Random(seed), clock.now, 0, []
+    scores, drawn = torch.zeros(1, 2), torch.zeros(1, dtype=torch.long)
+    while emitted < tokens:
+        chances = [chance(source) for _ in range(longest)]
+        schedule.begin(lambda scores, depth, c=chances: torch.tensor([c[depth]]))
+        drafted = 0
+        while drafted < longest:
+            clock.now += draft_seconds
+            drafted += 1
+            if not schedule.goes_on(scores, drawn):
+                break
+        kept = 0
+        while kept < drafted and source.random() < chances[kept]:
+            kept += 1
+        clock.now += fixed_seconds
+        schedule.end(drafted, [kept])
+        emitted += kept + 1
+        lengths.append(drafted)
+    return emitted / (clock.now - began), lengths
+
+
+class FixedStop(Schedule):
+    def __init__(self, length):
+        self.length, self.step = length, 0
+
+    def begin(self, judge):
+        self.step = 0
+
+    def goes_on(self, scores, tokens):
+        self.step += 1
+        return self.step < self.length
+
+
+@pytest.mark.parametrize("draft_seconds", [0.05, 0.2, 0.5])
+@pytest.mark.parametrize("chance", [0.3, 0.7, 0.9, "mixed"])
+def test_optimal_stopping_is_as_good_as_the_best_fixed_length(clock, draft_seconds, chance):
+    def chances(source):
+        return source.choice([0.35, 0.97]) if chance == "mixed" else chance
+
+    fixed = [
+        play(FixedStop(k), clock, chances, draft_seconds, 1.0, 4000)[0] for k in range(1, 13)
+    ]
+    rate, _ = play(OptimalStop(Pace()), clock, chances, draft_seconds, 1.0, 4000)
+    assert rate > (1.0 if chance == "mixed" else 0.97) * max(fixed)
+
+
+def test_optimal_stopping_drafts_longer_where_drafts_are_cheap(clock):
+    cheap, dear = (
+        play(OptimalStop(Pace()), clock, lambda source: 0.8, seconds, 1.0, 2000)[1]
+        for seconds in (0.02, 0.6)
+    )
+    assert sum(cheap[100:]) / len(cheap[100:]) > 2 * sum(dear[100:]) / len(dear[100:])
+
+
+def test_a_config_names_its_schedule():
+    pace = Pace()
+    stop = make_schedule(DraftConfig(schedule="optimal"), pace)
+    assert isinstance(stop, OptimalStop)
+    assert stop.pace is pace
+    assert isinstance(make_schedule(DraftConfig(schedule="confidence")), ConfidenceStop)
+    assert type(make_schedule(DraftConfig())) is Schedule
+    assert DraftConfig(schedule="optimal").most_tokens > DraftConfig().most_tokens
+
+
+# Which way to draft
+
+GOOD = {"chain": (0.75, 4, 12.0), "tree": (0.88, 4, 14.0), "plain": (0.0, 0, 8.0)}
+BAD = {"chain": (0.1, 4, 12.0), "tree": (0.15, 4, 14.0), "plain": (0.0, 0, 8.0)}
+
+
+def expected(way):
+    chance, length, seconds = way
+    return sum(chance**i for i in range(length + 1)) / seconds
+
+
+def write(policy, ways, tokens, seed=0):
+    """Tokens per second of simulated rounds, and how often each way was used."""
+    source, seconds, emitted, used = random.Random(seed), 0.0, 0, dict.fromkeys(ways, 0)
+    while emitted < tokens:
+        name = policy.choose(ways)
+        chance, length, took = ways[name]
+        kept = 0
+        while kept < length and source.random() < chance:
+            kept += 1
+        took *= max(0.5, source.gauss(1, 0.1))
+        policy.learn(name, kept + 1, took)
+        seconds, emitted, used[name] = seconds + took, emitted + kept + 1, used[name] + 1
+    return emitted / seconds, used
+
+
+@pytest.mark.parametrize("ways", [GOOD, BAD], ids=["drafts help", "drafts do not help"])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_policy_is_nearly_as_fast_as_the_best_way(ways, seed):
+    policy = Policy()
+    write(policy, ways, 500, seed)
+    rate, used = write(policy, ways, 5000, seed + 10)
+    best = max(ways, key=lambda name: expected(ways[name]))
+    assert rate > 0.97 * expected(ways[best])
+    assert max(used, key=used.__getitem__) == best
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_policy_goes_back_to_drafting_when_the_text_changes(seed):
+    policy = Policy()
+    write(policy, BAD, 3000, seed)
+    rate, used = write(policy, GOOD, 6000, seed)
+    assert rate > 0.85 * expected(GOOD["tree"])
+    assert used["chain"] + used["tree"] > 2 * used["plain"]
+
+
+def test_the_first_rounds_use_the_first_way():
+    assert Policy().choose(GOOD) == "chain"
+
+
+def test_what_others_saw_of_the_text_counts():
+    """A way whose shadow agrees more than when it was used is taken for faster than it was."""
+    policy = Policy()
+    policy.choose(GOOD)
+    way = policy.ways["tree"]
+    for _ in range(10):
+        way.shadow.add(0.5)
+        way.pace.round_seconds.add(1.0)
+        way.pace.tokens.add(2.0)
+    way.agreed = way.shadow.value
+    before = way.rate
+    for _ in range(20):
+        way.shadow.add(0.8)
+    assert way.rate == pytest.approx(2.5 * before, rel=0.1)
