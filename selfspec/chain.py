@@ -12,7 +12,7 @@ from selfspec.draft import Draft, Verdict
 from selfspec.engine import State, Verified
 from selfspec.reading import ExitReader
 from selfspec.sampling import drawable
-from selfspec.schedule import Judge, Schedule
+from selfspec.schedule import Judge, Schedule, plain_judge
 
 # From the next token `[rows, 1]` of each row, the n-th of the draft, to logits `[rows, 1, vocab]`
 # and the hidden states `[rows, 1, hidden]` that verification may resume from.
@@ -91,6 +91,10 @@ class ExitChain:
         """Show the head what the target made of its drafts."""
         self.reader.verified(state, draft.length, verified)
         self.schedule.end(draft.length, verdict.accepted.tolist())
+
+    def pause(self) -> None:
+        """Leave a round to another drafter: the time of the last one ends here."""
+        self.schedule.begin(plain_judge())
 
     def skipped(self, state: State, verified: Verified) -> None:
         """Show the head what the target made of drafts that were not its own, or of none."""

@@ -59,11 +59,22 @@ class LookupConfig(StrictConfig):
             `"ngram"` matches the last `longest` tokens, then fewer.
         shortest: tokens of the shortest match that is followed.
         longest: tokens of the longest match that `"ngram"` tries.
+        confident: tokens of the shortest match that `cascade` prefers to its exit.
     """
 
     index: Literal["suffix", "ngram"] = "suffix"
     shortest: int = Field(default=2, ge=1)
     longest: int = Field(default=4, ge=1)
+    confident: int = Field(default=4, ge=1)
+
+    @model_validator(mode="after")
+    def _some_ngram_is_matched(self) -> Self:
+        if self.index == "ngram" and self.shortest > self.longest:
+            raise ValueError(
+                f"shortest={self.shortest} is more than longest={self.longest}, so that no n-gram "
+                "would be matched; raise longest, or take index='suffix', which has no limit"
+            )
+        return self
 
 
 class LookaheadConfig(StrictConfig):
@@ -73,11 +84,13 @@ class LookaheadConfig(StrictConfig):
         window: W, guesses ahead that are refined in parallel.
         ngram: N, tokens of the n-grams that the window yields.
         guesses: G, the most n-grams that a round verifies.
+        pool: tokens of each row for which n-grams are kept, `guesses` of each.
     """
 
     window: int = Field(default=8, ge=1)
     ngram: int = Field(default=4, ge=2)
     guesses: int = Field(default=8, ge=1)
+    pool: int = Field(default=4096, ge=1)
 
 
 class SkipConfig(StrictConfig):
@@ -86,16 +99,40 @@ class SkipConfig(StrictConfig):
     Attributes:
         attention: layers whose attention is left out, from 0.
         mlp: layers whose MLP is left out.
-        search: `"clasp"` chooses whole layers anew as the text goes on, `"none"` keeps the above.
+        search: `"clasp"` chooses whole layers anew as the text goes on, `"none"` keeps the above;
+            `None` searches where none are named.
         layers: how many layers `"clasp"` leaves out; `None` takes half.
         every: tokens between two searches.
     """
 
     attention: tuple[int, ...] = ()
     mlp: tuple[int, ...] = ()
-    search: Literal["none", "clasp"] = "none"
+    search: Literal["none", "clasp"] | None = None
     layers: int | None = Field(default=None, ge=1)
     every: int = Field(default=64, ge=1)
+
+    @property
+    def searches(self) -> bool:
+        """Whether layers are chosen as the text goes on."""
+        return self.search == "clasp" or (self.search is None and not self._names_some)
+
+    @property
+    def _names_some(self) -> bool:
+        return bool(self.attention or self.mlp)
+
+    @model_validator(mode="after")
+    def _one_way_to_choose(self) -> Self:
+        if self.searches and self._names_some:
+            raise ValueError(
+                "search='clasp' chooses the layers itself; leave attention and mlp empty, "
+                "or set search='none'"
+            )
+        if self.layers is not None and not self.searches:
+            raise ValueError(
+                f"layers={self.layers} is how many layers search='clasp' leaves out; with "
+                "attention and mlp, or search='none', leave it out"
+            )
+        return self
 
 
 class DraftConfig(StrictConfig):
@@ -138,9 +175,13 @@ class DraftConfig(StrictConfig):
     @property
     def most_tokens(self) -> int:
         """The most tokens drafted in a round, one behind the other."""
+        return self.most_tokens_of(self.drafter)
+
+    def most_tokens_of(self, drafter: str) -> int:
+        """The most tokens that a drafter proposes, which may be a part of the one named here."""
         if self.num_draft_tokens is not None:
             return self.num_draft_tokens
-        return _LONGEST if self.schedule == "optimal" else _LENGTHS.get(self.drafter, 4)
+        return _LONGEST if self.schedule == "optimal" else _LENGTHS.get(drafter, 4)
 
     @model_validator(mode="after")
     def _drafts_are_wanted(self) -> Self:

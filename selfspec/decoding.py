@@ -97,6 +97,7 @@ class Session:
         """Prefill the prompts, which writes each row's first token."""
         room = min(self.stops.remaining(self.prompt.width) + 1, _FIRST_ROOM)
         state = self.prompt.state(self.sampler, self.stats, room)
+        state.keep = self.drafter.keep
         tokens, counts = self.prompt.prefill()
         with self.stats.clock("prefill"):
             logits = self.engine.prefill(
@@ -124,7 +125,7 @@ class Session:
             draft = self.drafter.propose(state, limit)
         else:
             draft = Draft.empty(state.rows, state.pending.device)
-        verified = self.engine.verify(state, draft, self.drafter.keep)
+        verified = self.engine.verify(state, draft)
         verdict = self._accept(state, draft, verified.logits)
         rounds = self._read(draft, verdict, verified.logits)
         if verdict.branch is not None and any(step.moved for step in rounds):

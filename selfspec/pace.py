@@ -98,10 +98,6 @@ class RoundClock:
         """The round has emitted `tokens`; it lasts until the next begins."""
         self._tokens, self._whole = tokens, True
 
-    def pause(self) -> None:
-        """Other ways draft now: nothing says how long the last round took."""
-        self._whole = False
-
     def _learn(self, now: float) -> None:
         pace, seconds = self.pace, now - self._began
         steps = [b - a for a, b in zip(self._marks, self._marks[1:], strict=False)]

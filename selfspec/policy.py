@@ -15,6 +15,7 @@ _STRETCH = 4  # rounds of a trial
 _WASTE = 0.01  # share of the time that trials may lose
 _CREDIT = 8.0  # rounds that may be lost before anything is known
 _STALE = 32  # rounds after which a way is worth another look
+_SHADOW = 0.02  # weight of a token in how often a head would have agreed
 _MARGIN = 1.02  # how much faster another way must look
 
 
@@ -30,7 +31,7 @@ class Way:
     """
 
     pace: Pace = field(default_factory=Pace)
-    shadow: Mean = field(default_factory=lambda: Mean(0.25))
+    shadow: Mean = field(default_factory=lambda: Mean(_SHADOW))
     agreed: float | None = None
     seen: int = 0
 
@@ -53,12 +54,14 @@ class Policy:
 
     Attributes:
         ways: what is known of each, the one to begin with first.
+        shadows: what several ways share of such knowledge.
         rounds: rounds so far.
         seconds: what they took.
         lost: seconds that trials took beyond what the best way would have.
     """
 
     ways: dict[str, Way] = field(default_factory=dict)
+    shadows: dict[str, Mean] = field(default_factory=dict)
     rounds: int = 0
     seconds: float = 0.0
     lost: float = 0.0
@@ -66,10 +69,18 @@ class Policy:
     _left: int = 0
     _trial: bool = False
 
+    def way(self, name: str) -> Way:
+        """What is known of a way."""
+        return self.ways.setdefault(name, Way())
+
+    def shadow(self, name: str) -> Mean:
+        """How often something that several ways share would have agreed with the text."""
+        return self.shadows.setdefault(name, Mean(_SHADOW))
+
     def choose(self, ways: Mapping[str, object]) -> str:
         """The way of the next round, one of the keys of `ways`."""
         for name in ways:
-            self.ways.setdefault(name, Way())
+            self.way(name)
         if self._left > 0 and self._current in ways:
             self._left -= 1
             return self._current
@@ -115,7 +126,7 @@ class Policy:
 
     def learn(self, name: str, tokens: float, seconds: float) -> None:
         """Take in a round: tokens of a row on average, and what it took."""
-        way = self.ways[name]
+        way = self.way(name)
         way.pace.round_seconds.add(seconds)
         way.pace.tokens.add(tokens)
         way.agreed = way.shadow.value if way.shadow.count else None
@@ -123,6 +134,6 @@ class Policy:
         way.seen = self.rounds
         self.seconds += seconds
         if self._trial and name == self._current:
-            best = max(other.rate for other in self.ways.values() if other.pace.known or other is way)
+            best = max(other.rate for other in self.ways.values())
             if best > 0:
                 self.lost += max(0.0, seconds - tokens / best)

@@ -15,7 +15,7 @@ from selfspec.decoder import Pass, Span
 from selfspec.draft import Tree
 from selfspec.engine import Engine, State, Verified
 from selfspec.heads import Calibrator, ExitHead
-
+from selfspec.pace import Mean
 
 _DEFERRED = 32  # tokens that a head's own layer may be behind while others draft
 
@@ -29,9 +29,12 @@ class ExitReader:
 
     Attributes:
         keep: residual streams that prefill and verification have to keep for the head.
+        shadow: learns how often the head would have drafted the text's next token while others
+            drafted; `None` where nobody asks. Only a head with a layer of its own finds out.
     """
 
     keep: tuple[int, ...] = ()
+    shadow: Mean | None = None
 
     def __init__(self, engine: Engine, head: ExitHead):
         self.engine, self.decoder, self.head = engine, engine.decoder, head
@@ -150,7 +153,7 @@ class LayerReader(ExitReader):
             if max(n - right for n, right in zip(lengths, self._right, strict=True)) < _DEFERRED:
                 self._defer(lengths, hidden, joined)
                 return
-            self._catch_up(state, hidden[:, :1])
+            self._follow(state, hidden[:, :1])
         known = self._known_before(lengths)
         if joined is not None:
             known = torch.cat([known, joined], dim=1)
@@ -204,14 +207,34 @@ class LayerReader(ExitReader):
         with state.stats.clock("head"):
             return self._logits(self._last), at_exit.hidden
 
+    def _follow(self, state: State, pending: Tensor) -> None:
+        """Run the layer over what others drafted, and see how often it would have agreed."""
+        states, end = self._looked_at(state, pending)
+        if self.shadow is None:
+            return
+        with state.stats.clock("head"):
+            choice = self._logits(states).argmax(-1)
+        text = [state.context.text[row] for row in state.context.rows]
+        for row, drafted, last in zip(text, choice.tolist(), end[:, 0].tolist(), strict=True):
+            for said, token in zip(drafted[:last], row[len(row) - last :], strict=True):
+                self.shadow.add(float(said == token))
+
     def _catch_up(self, state: State, pending: Tensor) -> Tensor:
         """Run the layer up to the pending token; `[rows, 1, hidden]` what it left there."""
+        return _pick(*self._looked_at(state, pending))
+
+    def _looked_at(self, state: State, pending: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the layer from the first token it has not seen right up to the pending one.
+
+        Returns:
+            `[rows, width, hidden]` what it left, and `[rows, 1]` the place of the pending token.
+        """
         lengths = state.slots.lengths
         starts = [min(right, n) for right, n in zip(self._right, lengths, strict=True)]
         ends = [n - start for n, start in zip(lengths, starts, strict=True)]
         width = max(ends) + 1
         if width == 1 and not self._joins:
-            return self._run(state, self._enter(state, pending, None), 0)
+            return self._run(state, self._enter(state, pending, None), 0), _column(ends, pending)
         at = _column(
             [start - base for start, base in zip(starts, self._base, strict=True)], pending
         )
@@ -221,7 +244,7 @@ class LayerReader(ExitReader):
         hidden = hidden.scatter(1, end[..., None].expand_as(pending), pending)
         features = _pick(self._known, at) if self._joins else None
         offsets = [start - n for start, n in zip(starts, lengths, strict=True)]
-        return _pick(self._run(state, self._enter(state, hidden, features), offsets), end)
+        return self._run(state, self._enter(state, hidden, features), offsets), end
 
     def _run(
         self,

@@ -54,9 +54,7 @@ def read_rounds(draft: Draft, verdict: Verdict, logits: Tensor, sampled: bool) -
     Raises:
         ValueError: the logits are NaN, or infinite where tokens are drawn from them.
     """
-    # The maximum is NaN where any logit is; a draw bears no infinity either.
-    top = logits[:, -1:].amax(-1)
-    broken = ~(top < torch.inf) if sampled else top.isnan()
+    broken = _broken(verdict, logits, sampled)
     if draft.tree is None or verdict.branch is None:
         places = draft.tokens[:, :0]
         drafted = draft.tokens
@@ -75,6 +73,17 @@ def read_rounds(draft: Draft, verdict: Verdict, logits: Tensor, sampled: bool) -
             "overflows where bfloat16 and float32 do not)"
         )
     return [_taken_apart(row[1:], places.shape[1], drafted.shape[1]) for row in rows]
+
+
+def _broken(verdict: Verdict, logits: Tensor, sampled: bool) -> Tensor:
+    """`[rows, 1]` whether no token can be told from the logits behind what was kept."""
+    # The maximum is NaN where any logit is; a draw bears no infinity either.
+    top = logits.amax(-1)
+    if verdict.branch is not None:
+        top = top.gather(1, torch.nn.functional.pad(verdict.branch, (1, 0)))
+    bad = ~(top < torch.inf) if sampled else top.isnan()
+    behind = torch.arange(top.shape[1], device=top.device) > verdict.accepted[:, None]
+    return (bad & ~behind).any(-1, keepdim=True)
 
 
 def _taken_apart(row: list[int], places: int, drafted: int) -> RowRound:

@@ -135,15 +135,27 @@ class Sampler:
         if not self.reads_prefix:
             return self.scores(logits, context)
         scores = logits.to(torch.float32, copy=True)
-        for place, row in enumerate(context.rows):
-            settled = context.tokens[:, : context.lengths[row]]
-            for position in range(scores.shape[1]):
-                branch = tokens[place, tree.ancestors[place, first + position, 1:]]
-                prefix = torch.cat([settled, branch.expand(len(settled), -1)], dim=1)
-                every_row = scores.new_zeros(len(settled), scores.shape[-1])
-                every_row[row] = scores[place, position]
-                scores[place, position] = self._process(prefix, every_row)[row]
+        depths = tree.depths.T.tolist()
+        for position in range(scores.shape[1]):
+            ways, of_rows = tree.ancestors[:, first + position, 1:], depths[first + position]
+            for length, places, _ in context.by_length():
+                for depth in {of_rows[place] for place in places}:
+                    alike = [place for place in places if of_rows[place] == depth]
+                    branches = tokens[alike][ways[alike]].view(len(alike), depth)
+                    here = scores[alike, position]
+                    scores[alike, position] = self._behind(context, length, alike, branches, here)
         return scores
+
+    def _behind(
+        self, context: Context, length: int, places: list[int], branches: Tensor, scores: Tensor
+    ) -> Tensor:
+        """Process `scores` `[n, vocab]` of some unfinished rows behind drafts `[n, depth]`."""
+        rows = [context.rows[place] for place in places]
+        prefix = torch.nn.functional.pad(context.tokens[:, :length], (0, branches.shape[1]))
+        prefix[rows, length:] = branches
+        every_row = scores.new_zeros(prefix.shape[0], scores.shape[-1])
+        every_row[rows] = scores
+        return self._process(prefix, every_row)[rows]
 
     def _process(self, tokens: Tensor, scores: Tensor) -> Tensor:
         return self.processors(tokens, scores)  # pyright: ignore[reportArgumentType, reportReturnType]

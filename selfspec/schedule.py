@@ -35,10 +35,6 @@ class Schedule:
         """The round is decided: `accepted` of the `drafted` tokens stand, in each row."""
 
 
-    def pause(self) -> None:
-        """Others draft the next rounds."""
-
-
 class ConfidenceStop(Schedule):
     """Stops once the draft is unsure of its own token in every row (Kangaroo, Liu et al. 2024).
 
@@ -98,10 +94,6 @@ class OptimalStop(Schedule):
         tried = sum(min(kept + 1, drafted) for kept in accepted)
         if tried:
             self.pace.chance.add(sum(accepted) / tried)
-
-    def pause(self) -> None:
-        """The last round's time is not known."""
-        self._clock.pause()
 
 
 def make_schedule(config: DraftConfig, pace: Pace | None = None) -> Schedule:

@@ -148,9 +148,9 @@ def watch(monkeypatch) -> Iterator[Callable[[SelfSpecModel], Ledger]]:
             monkeypatch.setitem(layer.__dict__, "forward", _counting(layer.forward, seen))
         verify, start, step = Engine.verify, Session.start, Session.step
 
-        def noting_verify(engine, state, draft, keep=()):
+        def noting_verify(engine, state, draft):
             ledger.drafts.append(draft)
-            return verify(engine, state, draft, keep)
+            return verify(engine, state, draft)
 
         def checked_start(session):
             ledger.clear()
@@ -190,10 +190,11 @@ def assert_prefilled_once(ledger: Ledger, session: Session) -> None:
 
 
 def assert_nothing_twice(ledger: Ledger) -> None:
-    """One verification; k + 1 shallow passes of one token; one deep pass over all k + 1."""
+    """One verification; a shallow pass for each level of drafts; one deep pass over all of them."""
     (draft,) = ledger.drafts
     width = draft.length + 1
-    assert ledger.widths[: draft.depth] == [[1] * width] * draft.depth
+    levels = [1] * width if draft.tree is None else draft.tree.depths[0].bincount().tolist()
+    assert ledger.widths[: draft.depth] == [levels] * draft.depth
     assert ledger.widths[draft.depth :] == [[width]] * (len(ledger.widths) - draft.depth)
 
 

@@ -49,6 +49,7 @@ class Seen:
     text: Tensor
     step: int
     logits: Tensor
+    head: ExitHead
 
 
 def record(monkeypatch) -> list[Seen]:
@@ -57,17 +58,21 @@ def record(monkeypatch) -> list[Seen]:
     drafts: list[Tensor] = []
     read = LayerReader.read
 
-    def noting(reader: LayerReader, state: State, tokens: Tensor, step: int):
-        logits, hidden = read(reader, state, tokens, step)
-        if step == 0:
+    def noting(reader, state: State, tokens: Tensor, place: int, tree=None, above=None):
+        logits, hidden = read(reader, state, tokens, place, tree, above)
+        if place == 0:
             drafts.clear()
         else:
             drafts.append(tokens)
-        for place, row in enumerate(state.context.rows):
-            end, settled = state.context.lengths[row], state.slots.lengths[place]
+        for index, row in enumerate(state.context.rows):
+            end, settled = state.context.lengths[row], state.slots.lengths[index]
             text = state.context.tokens[row, end - settled - 1 : end]
-            text = torch.cat([text, *(draft[place] for draft in drafts)])
-            seen.append(Seen(text.clone(), step, logits[place].clone()))
+            read_so_far = torch.cat([text[:0], *(draft[index] for draft in drafts)])
+            for i in range(tokens.shape[1]):
+                way = slice(None) if tree is None else tree.ancestors[index, place + i, 1:]
+                branch = read_so_far[way]
+                whole = torch.cat([text, branch])
+                seen.append(Seen(whole, len(branch), logits[index, i : i + 1].clone(), reader.head))
         return logits, hidden
 
     monkeypatch.setattr(LayerReader, "read", noting)

@@ -1,8 +1,8 @@
-"""The rules: what is emitted follows the target's distribution, whatever was drafted."""
+"""The rules one by one: the extremes, the parts, and which of them is taken."""
 
 import pytest
 import torch
-from scipy.stats import chisquare
+from law_tools import VOCAB, distributions, p_value, seeded
 
 from selfspec.acceptance import (
     accept,
@@ -15,18 +15,7 @@ from selfspec.acceptance import (
 from selfspec.draft import Draft
 from selfspec.sampling import Sampler
 
-VOCAB = 6
 ROWS = 200_000
-
-
-def distributions(*shape, seed=0):
-    """Random distributions over the vocabulary, some entries near zero."""
-    source = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, VOCAB, generator=source, dtype=torch.float64).mul(1.5).softmax(-1)
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def drafted(probs, rows, generator):
@@ -114,50 +103,6 @@ def test_emitted_distribution_is_p_exactly():
     rest = residual(p, q)
     emitted = kept + (1 - kept.sum(-1, keepdim=True)) * rest / rest.sum(-1, keepdim=True)
     torch.testing.assert_close(emitted, p, rtol=1e-12, atol=1e-14)
-
-
-def chain_counts(k, seed, recorded=lambda q: q):
-    """Counts of the first k + 1 emitted tokens, and their exact probabilities under the target.
-
-    The target is a Markov chain: p of a position depends on the token before it, so a row's
-    probabilities are those of its own drafts. What a round leaves open is drawn from p.
-    """
-    start, p = distributions(1)[0], distributions(VOCAB, seed=1)
-    q_start, q = distributions(1, seed=2)[0], distributions(VOCAB, seed=3)
-    generator = seeded(seed)
-    tokens = drafted(q_start[None], ROWS, generator)
-    draft_probs = [q_start.expand(ROWS, -1)]
-    for _ in range(k - 1):
-        draft_probs.append(q[tokens[:, -1]])
-        tokens = torch.cat([tokens, torch.multinomial(draft_probs[-1], 1, generator=generator)], 1)
-    target = torch.stack([start.expand(ROWS, -1), *(p[tokens[:, i]] for i in range(k))], 1)
-    said = recorded(torch.stack(draft_probs, 1))
-    verdict = rejection_sample(tokens, said, target, generator)
-    words = verdict.tokens
-    for place in range(1, k + 1):
-        fresh = torch.multinomial(p[words[:, place - 1]], 1, generator=generator)[:, 0]
-        is_open = place > verdict.accepted
-        words[:, place] = torch.where(is_open, fresh, words[:, place])
-    exact = start
-    for _ in range(k):
-        exact = exact[..., None] * p[torch.arange(exact.numel()) % VOCAB].view(*exact.shape, -1)
-    cells = (words * VOCAB ** torch.arange(k, -1, -1)).sum(-1)
-    return torch.bincount(cells, minlength=VOCAB ** (k + 1)), exact.flatten()
-
-
-def p_value(counts, exact):
-    return chisquare(counts.double().numpy(), (exact * counts.sum()).numpy()).pvalue
-
-
-@pytest.mark.parametrize("k", [1, 2])
-def test_rounds_of_k_drafts_follow_the_target(k):
-    counts, exact = chain_counts(k, seed=4)
-    assert p_value(counts, exact) > 1e-3
-
-
-def test_the_statistic_catches_a_q_that_is_not_what_was_drawn_from():
-    sharper = chain_counts(2, seed=4, recorded=lambda q: (q.log() * 1.15).softmax(-1))
-    assert p_value(*sharper) < 1e-9
 
 
 @pytest.mark.parametrize("k", [0, 1, 3])

@@ -11,10 +11,12 @@ import pytest
 import torch
 from conftest import quieten, tiny_llama
 from head_tools import own_head
-from scipy.stats import chi2
+from law_tools import p_value
 
 from selfspec import DraftConfig, SelfSpecModel
+from selfspec.config import TreeConfig
 from selfspec.decoder import Decoder
+from selfspec.growth import ExitGrowth
 from selfspec.sampling import Sampler
 
 VOCAB, HORIZON, DRAWS, BATCH = 12, 4, 36_000, 2000
@@ -22,6 +24,11 @@ PROMPT = torch.tensor([[7, 7, 1]])
 WARPED = {"temperature": 0.8, "top_k": 9, "top_p": 0.95, "repetition_penalty": 1.3}
 POINTWISE = {"temperature": 0.7, "top_k": 0}
 ONE, TWO = (DraftConfig(exit_layer=1, num_draft_tokens=k) for k in (1, 2))
+TOKENWISE = DraftConfig(exit_layer=1, num_draft_tokens=2, rule="token")
+TREE, DEEP = (
+    DraftConfig(drafter="tree", exit_layer=1, num_draft_tokens=levels, tree=TreeConfig(nodes=nodes))
+    for levels, nodes in ((2, 6), (3, 7))
+)
 PROCESSORS = pytest.mark.parametrize("options", [POINTWISE, WARPED], ids=["pointwise", "prefix"])
 
 
@@ -82,18 +89,6 @@ def draws(model, options, draft, total=DRAWS, seed=0, heads=()):
     return counts.double().view([VOCAB] * HORIZON), sum(rates) / len(rates)
 
 
-def p_value(counts, probs):
-    """Chi-square of all continuations; cells with less than 5 expected are joined into one."""
-    counts, expected = counts.flatten(), probs.flatten() * counts.sum()
-    assert counts[expected == 0].sum() == 0, "an impossible continuation was written"
-    rare = expected < 5
-    counts = torch.cat([counts[~rare], counts[rare].sum()[None]])
-    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
-    counts, expected = counts[expected > 0], expected[expected > 0]
-    statistic = ((counts - expected) ** 2 / expected).sum()
-    return chi2.sf(statistic.item(), len(expected) - 1)
-
-
 def p_values(counts, probs):
     """The test over each token alone and over the first 2, 3, 4: few cells see small faults best.
 
@@ -110,6 +105,14 @@ def p_values(counts, probs):
 def test_sampled_text_follows_the_target(target, options):
     counts, acceptance = draws(target, options, TWO)
     assert 0.5 < acceptance < 0.8  # both ways of writing a token are taken
+    assert min(p_values(counts, exact(target, options))) > 1e-3
+
+
+@pytest.mark.parametrize("draft", [TOKENWISE, TREE, DEEP], ids=["token", "tree", "deep tree"])
+@PROCESSORS
+def test_any_rule_and_any_tree_follow_the_target(target, options, draft):
+    counts, acceptance = draws(target, options, draft, total=8000)
+    assert 0.4 < acceptance < 0.95
     assert min(p_values(counts, exact(target, options))) > 1e-3
 
 
@@ -140,6 +143,19 @@ def test_a_draft_temperature_off_by_5_percent_is_caught(target, options, monkeyp
     monkeypatch.setattr(Sampler, "draw", colder)
     counts, _ = draws(target, options, TWO)
     assert min(p_values(counts, exact(target, options))) < 1e-9
+
+
+def test_a_trees_q_off_by_5_percent_is_caught(target, monkeypatch):
+    extend = ExitGrowth._extend
+
+    def colder(self, state, logits, growth, width):
+        drawn = extend(self, state, logits, growth, width)
+        growth.probs[-1] = (growth.probs[-1].log() / 0.95).softmax(-1)
+        return drawn
+
+    monkeypatch.setattr(ExitGrowth, "_extend", colder)
+    counts, _ = draws(target, POINTWISE, TREE, total=20_000)
+    assert min(p_values(counts, exact(target, POINTWISE))) < 1e-9
 
 
 @PROCESSORS

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 
 from selfspec import DraftConfig, SelfSpecModel
 from selfspec.config import load_config
+from selfspec.prediction import expected_tokens
 from training import fit_heads as fit_module
 from training import fitting, report
 from training import measure as measure_module
@@ -25,7 +26,6 @@ from training.fit_heads import fit
 from training.fitting import FitConfig
 from training.held_out import HeldOutDrafts
 from training.measure_heads import measure_heads
-from training.report import expected_tokens
 
 HEADS = [{"kind": "shared", "exit_layer": 2}, *EVERY_KIND]
 MEASURE = {"depths": 3, "blocks": 12, "prompts": 2, "prompt_tokens": 6, "new_tokens": 6}

@@ -356,10 +356,10 @@ def test_a_caller_who_allows_nothing_of_the_trimmed_vocabulary(
     """Nothing can be drafted rightly; the text is what it would be, and q a distribution."""
     verify, sums = Engine.verify, []
 
-    def noting(engine, state, draft, keep=()):
+    def noting(engine, state, draft):
         if draft.probs is not None:
             sums.append(draft.probs.sum(-1))
-        return verify(engine, state, draft, keep)
+        return verify(engine, state, draft)
 
     monkeypatch.setattr(Engine, "verify", noting)
     head = own_head(Decoder(target), kind, EXIT)

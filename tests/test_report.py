@@ -6,21 +6,15 @@ import struct
 import sys
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
 from training.calibrate import Bin
 from training.report import (
     ExitFigures,
-    best_draft_length,
-    expected_tokens,
     figures_table,
-    predict_speedup,
     write_report,
 )
 
-RATES = st.floats(0, 0.99)
 FIGURES = [
     ExitFigures("lens", 4, [0.4, 0.3], [0.46, 0.35], {"greedy": 1.5, "sampled": 1.62}, 1.07, 0.021),
     ExitFigures("block", 2, [0.5, 0.45, 0.4], [0.6, 0.55, 0.52]),
@@ -34,52 +28,9 @@ BINS = {"lens, exit 4": [Bin(0.2, 0.25, 40), Bin(0.7, 0.65, 60)]}
 PLOTS = ["acceptance_by_exit", "acceptance_by_depth", "loss", "reliability"]
 
 
-# Predictions
-
-
-@given(RATES, st.integers(0, 12), st.floats(0.01, 1), st.floats(1e-4, 10))
-def test_with_one_rate_and_proportional_times_the_speedup_is_the_closed_form(alpha, k, c, seconds):
-    """S = (1 - α^{k+1}) / ((1 - α)(kc + 1))."""
-    found = predict_speedup([alpha] * 3, k, c * seconds, seconds, seconds)
-    assert found == pytest.approx((1 - alpha ** (k + 1)) / ((1 - alpha) * (k * c + 1)))
-
-
-@given(st.lists(RATES, min_size=1, max_size=6), st.integers(0, 6))
-def test_a_round_emits_a_token_more_than_the_drafts_that_are_expected_to_stand(alphas, k):
-    tokens = expected_tokens(alphas, k)
-    assert 1 <= tokens <= k + 1
-    assert expected_tokens(alphas, k + 1) >= tokens
-    assert expected_tokens([alphas[0]], 1) == pytest.approx(1 + alphas[0])
-    assert expected_tokens([1.0], k) == k + 1
-
-
-def test_a_draft_stands_only_on_those_before_it():
-    assert expected_tokens([0.5, 0.2, 0.9], 3) == pytest.approx(1 + 0.5 + 0.1 + 0.09)
-    assert expected_tokens([0.5, 0.0, 1.0], 3) == pytest.approx(1.5)
-    assert expected_tokens([0.5, 0.2], 3) == pytest.approx(1 + 0.5 + 0.1 + 0.02)
-
-
-@given(st.lists(RATES, min_size=1, max_size=6), st.floats(0.001, 2))
-def test_the_best_length_is_as_good_as_any(alphas, c):
-    verify = {width: 1 + 0.1 * width for width in range(1, 8)}
-    k, speedup = best_draft_length(alphas, c, verify, 1.0)
-    assert 1 <= k <= 6
-    every = [predict_speedup(alphas, k, c, verify[k + 1], 1.0) for k in range(1, 7)]
-    assert speedup == max(every) == every[k - 1]
-
-
-def test_cheap_good_drafts_are_long_and_dear_bad_ones_short():
-    verify = dict.fromkeys(range(2, 9), 1.0)
-    assert best_draft_length([0.95], 0.01, verify, 1.0)[0] == 7
-    assert best_draft_length([0.1], 0.5, verify, 1.0)[0] == 1
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: expected_tokens([], 2), "got 0 rates and 2"),
-        (lambda: predict_speedup([0.5], -1, 1, 1, 1), "got 1 rates and -1"),
-        (lambda: best_draft_length([0.5], 1, {1: 1.0}, 1), r"width above 1, got \[1\]"),
         (lambda: ExitFigures("lens", 4, [], []), "lens, exit 4: .* got 0 and 0"),
         (lambda: ExitFigures("lens", 4, [0.5], [0.5, 0.6]), "got 1 and 2"),
     ],

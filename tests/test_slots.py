@@ -6,6 +6,7 @@ from conftest import EXIT, contrary, greedy, prompt, tiny_llama
 from transformers import DynamicCache, LlamaConfig, MistralConfig
 
 from selfspec import DraftConfig, SelfSpecModel
+from selfspec.draft import Tree
 from selfspec.slots import SlotCache
 
 HEADS, DIM = 2, 4
@@ -72,6 +73,45 @@ def test_masks_are_those_of_brute_force(window, lengths, width, offset, dtype):
                 sees = key <= position and (window is None or key > position - window)
                 value = mask[row, 0, query, key].item()
                 assert value == (0 if sees else torch.finfo(dtype).min)
+
+
+# Place 4 continues place 2, which continues place 1; the second row has padding, the third a chain.
+PARENTS = torch.tensor([[0, 1, 0, 2, 3], [0, 0, -1, 2, -1], [0, 1, 2, 3, 4]])
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 5])
+@pytest.mark.parametrize("lengths", [(4, 4, 4), (2, 7, 0)], ids=str)
+@pytest.mark.parametrize(("place", "width"), [(0, 6), (0, 1), (1, 3), (4, 2)])
+@pytest.mark.parametrize("added_from", [(0, 0, 0), (1, 3, 0)], ids=["whole", "partial"])
+def test_masks_and_positions_of_trees_are_those_of_brute_force(
+    window, lengths, place, width, added_from
+):
+    """A place sees the settled tokens and its own branch, as far back as its window."""
+    slots, tree = SlotCache([window], 3), Tree(PARENTS, 5, 2)
+    slots.commit(lengths)
+    slots.added_from = list(added_from)
+    with slots.writing(width, place, added=True, tree=tree) as active:
+        mask, positions = slots.mask(window, torch.float64, added=True), active.positions
+        assert active.slots.tolist() == [
+            [length + place + i for i in range(width)] for length in lengths
+        ]
+    end = max(lengths) + place + width
+    assert mask.shape == (3, 1, width, end)
+    for row, length in enumerate(lengths):
+        for query in range(width):
+            branch = [place + query]
+            while branch[0] > 0 and PARENTS[row, branch[0] - 1] >= 0:
+                branch.insert(0, int(PARENTS[row, branch[0] - 1]))
+            # Position of each slot that the branch is made of.
+            seen = dict(enumerate(range(length)))
+            seen |= {length + step: length + depth for depth, step in enumerate(branch)}
+            own = seen[length + place + query]
+            assert positions[row, query] == own
+            for key in range(end):
+                near = key in seen and (window is None or seen[key] > own - window)
+                sees = near and key >= added_from[row]
+                value = mask[row, 0, query, key].item()
+                assert value == (0 if sees else torch.finfo(torch.float64).min)
 
 
 def test_no_query_is_left_without_a_key():
@@ -193,6 +233,35 @@ def test_a_branch_is_gathered_into_place():
     assert kept[0] == [[0, 1, 100, 102, 104]] * 2
     assert kept[1] == [[10, 11, 12, 13, 200, 201, 203]] * 2
     assert kept[2] == [[20, 21, 22, 301, 303]] * 2
+
+
+def test_a_branch_is_gathered_in_an_added_layer_too():
+    """It has not seen the leaves, so its buffers may be shorter."""
+    slots = SlotCache([None, None], 2, capacity=9)
+    put(slots, [0, 1, 2], [10, 11, 12])
+    slots.commit([3, 2])
+    slots.add_layer(None)
+    inner, block = (
+        states([100, 101, 102], [110, 111, 112]),
+        states(range(100, 107), range(110, 117)),
+    )
+    with slots.writing(3, added=True):
+        slots.update(inner, -inner, 0)
+    slots.layers[2].keys, slots.layers[2].values = (
+        buffer[:, :, :6] for buffer in (slots.layers[2].keys, slots.layers[2].values)
+    )
+    with slots.writing(7):
+        for layer in range(2):
+            slots.update(block, -block, layer)
+    # The second row's branch ends earlier, which zeros say.
+    slots.gather(torch.tensor([[0, 2, 6], [0, 1, 0]]))
+    slots.commit([3, 2])
+    for layer in slots.layers[:2]:
+        assert numbers(layer.keys)[0][:6] == [0, 1, 2, 100, 102, 106]
+        assert numbers(layer.keys)[1][:4] == [10, 11, 110, 111]
+        assert torch.equal(layer.values[:, :, :4], -layer.keys[:, :, :4])
+    assert numbers(slots.layers[2].keys)[0][3:5] == [100, 102]
+    assert numbers(slots.layers[2].keys)[1][2:4] == [110, 111]
 
 
 def test_the_branch_of_a_chain_moves_nothing():

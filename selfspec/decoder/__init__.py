@@ -12,6 +12,6 @@ This package alone knows transformers' layer API.
 
 from selfspec.decoder.core import Decoder
 from selfspec.decoder.packing import Packing
-from selfspec.decoder.passes import Pass, Span
+from selfspec.decoder.passes import Pass, Skips, Span
 
-__all__ = ["Decoder", "Packing", "Pass", "Span"]
+__all__ = ["Decoder", "Packing", "Pass", "Skips", "Span"]

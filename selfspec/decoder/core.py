@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from selfspec.decoder.gates import Gates
 from selfspec.decoder.layers import trainable
 from selfspec.decoder.packing import Packing
-from selfspec.decoder.passes import ActivePass, Pass, Span
+from selfspec.decoder.passes import ActivePass, Pass, Skips, Span
 from selfspec.decoder.support import find_layers, layer_windows, refuse_unsupported, unwrap
 from selfspec.decoder.tail import Tail
 from selfspec.draft import Tree
@@ -120,6 +120,10 @@ class Decoder:
         if not 0 <= index < self.depth:
             raise ValueError(f"place must be a layer in [0, {self.depth - 1}], got {index}")
 
+    def check_skips(self, skips: Skips) -> None:
+        """Raise ValueError where a pass could not skip these sublayers, or would skip them all."""
+        self.gates.sublayers.check(skips)
+
     def copy(self, module: ModuleT) -> ModuleT:
         """A deep copy of one of the target's modules, as it is outside of passes.
 
@@ -158,6 +162,7 @@ class Decoder:
         instead: nn.Module | None = None,
         added: int = 1,
         tree: Tree | None = None,
+        skips: Skips | None = None,
     ) -> Pass:
         """Run `span` over `tokens`, writing its KV behind each row's settled tokens.
 
@@ -174,15 +179,18 @@ class Decoder:
             added: in which of the layers that were added to the slots its KV lies, from 1.
             tree: which drafts continue which, when `tokens` are some of a tree's block; `offset`
                 is then the place of the first.
+            skips: sublayers to leave out, which write no KV (`check_skips`).
         """
         if span.start > 0 and hidden is None:
             raise ValueError(f"a span from layer {span.start} needs the hidden states below it")
         place = 0 if instead is None else added
         with self, slots.writing(tokens.shape[1], offset, place, tree) as window:
             masks = self._masks(slots, window, hidden, added=instead is not None)
-            if span.start > 0 and self.gates.returns_tuple is None:
-                raise RuntimeError("run the layers below a span once before resuming above them")
+            if (span.start > 0 or skips is not None) and self.gates.returns_tuple is None:
+                raise RuntimeError("run all layers once before a pass that leaves some of them out")
             active = ActivePass(span, window, hidden, masks, self._alibi, tuple(keep), instead)
+            if skips is not None:
+                active.skips = skips
             inputs = self._inputs(tokens, slots, window.positions, masks)
             return self._pass(active, inputs, unembed)
 

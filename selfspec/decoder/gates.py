@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from selfspec.decoder.lean import lean_forward
 from selfspec.decoder.passes import ActivePass
 from selfspec.decoder.rotary import RotaryTables, is_static
+from selfspec.decoder.sublayers import Skipped, Sublayers
 from selfspec.decoder.support import causal_tables
 
 # One model may have several wrappers; only one at a time may have its gates in.
@@ -43,6 +44,7 @@ class Gates:
         owner: the thread whose passes are gated; any other uses the model as it is.
         returns_tuple: whether layers return tuples; known once one has run.
         final_norm: the norm between the last layer and the LM head, if there is one.
+        sublayers: what passes may skip of each layer.
         entered: how many `with gates:` are open.
     """
 
@@ -59,6 +61,7 @@ class Gates:
         self.active: ActivePass | None = None
         self.owner: int | None = None
         self.returns_tuple: bool | None = None
+        self.sublayers = Sublayers(layers)
         self._rotary = [module for module in base.children() if is_static(module)]
         self.own_masks = causal_tables(layers)
         norms = [m for m in base.children() if "norm" in type(m).__name__.lower()]
@@ -113,6 +116,24 @@ class Gates:
             self.active = None
             for _ in tables:
                 self.unshadow()
+
+    @contextmanager
+    def skipping(self, skipped: Sequence[Skipped]) -> Iterator[None]:
+        """While active, these sublayers add nothing in this thread's passes."""
+        for stand_in in skipped:
+            module = stand_in.module
+            self.shadow(module.__dict__, "forward", self._either(stand_in, module.forward))
+        try:
+            yield
+        finally:
+            for _ in skipped:
+                self.unshadow()
+
+    def _either(self, stand_in: Skipped, own: Callable[..., Any]) -> Callable[..., Any]:
+        def either(*args: Any, **kwargs: Any) -> Any:
+            return stand_in(own, args, kwargs) if self.gated else own(*args, **kwargs)
+
+        return either
 
     def shadow(self, attributes: dict[str, Any], name: str, value: Any) -> None:
         """Put `value` in front of an attribute, until `unshadow`."""
@@ -185,7 +206,7 @@ class Gate:
         return getattr(self.layer, name)
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer, or hand `hidden_states` through outside the span."""
+        """Run the layer; hand `hidden_states` through where it is skipped or outside the span."""
         gates = self.gates
         active = gates.active
         if active is None or gates.owner != threading.get_ident():
@@ -198,18 +219,35 @@ class Gate:
             hidden_states = active.hidden
         if self.index in active.keep:
             active.kept[self.index] = hidden_states
-        if not start <= self.index < stop:
-            return (hidden_states,) if gates.returns_tuple else hidden_states
-        if active.masks:
-            args, kwargs = _with_mask(args, kwargs, active, self.window)
-        layer = self.layer if active.instead is None else active.instead
-        began = time.perf_counter()
-        output = layer(hidden_states, *args, **kwargs)
-        active.layer_seconds += time.perf_counter() - began
-        gates.returns_tuple = isinstance(output, tuple)
+        if start <= self.index < stop and self.index not in active.skips.layers:
+            output = self._run(active, hidden_states, args, kwargs)
+        else:
+            output = (hidden_states,) if gates.returns_tuple else hidden_states
         if self.index == stop - 1 and stop == len(gates.layers):
             left = output[0] if isinstance(output, tuple) else output
             active.result = active.kept[stop] = left
+        return output
+
+    def _run(
+        self,
+        active: ActivePass,
+        hidden_states: Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        gates = self.gates
+        if active.masks:
+            args, kwargs = _with_mask(args, kwargs, active, self.window)
+        layer = self.layer if active.instead is None else active.instead
+        skipped = gates.sublayers.skipped(self.index, active.skips)
+        began = time.perf_counter()
+        if skipped:
+            with gates.skipping(skipped):
+                output = layer(hidden_states, *args, **kwargs)
+        else:
+            output = layer(hidden_states, *args, **kwargs)
+        active.layer_seconds += time.perf_counter() - began
+        gates.returns_tuple = isinstance(output, tuple)
         return output
 
 

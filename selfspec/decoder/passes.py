@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,6 +16,28 @@ class Span(NamedTuple):
 
     start: int
     stop: int
+
+
+class Skips(NamedTuple):
+    """Sublayers that a pass leaves out: they add nothing to the residual stream.
+
+    Attributes:
+        attention: layers whose attention is left out, from 0.
+        mlp: layers whose MLP is left out.
+    """
+
+    attention: frozenset[int] = frozenset()
+    mlp: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, attention: Iterable[int], mlp: Iterable[int]) -> Skips:
+        """The skips that name these layers."""
+        return cls(frozenset(attention), frozenset(mlp))
+
+    @property
+    def layers(self) -> frozenset[int]:
+        """Layers that are left out as a whole."""
+        return self.attention & self.mlp
 
 
 class Pass(NamedTuple):
@@ -50,6 +73,7 @@ class ActivePass:
         keep: residual streams to keep, by the number of layers below.
         instead: what runs in place of the span's only layer, or `None`.
         normed: whether anyone reads what comes behind the final norm; without, it is left out.
+        skips: the sublayers that are left out.
         kept: the residual streams that were kept, by the number of layers below.
         result: residual stream after the span, once it is there.
         layer_seconds: wall time inside layers so far.
@@ -64,6 +88,7 @@ class ActivePass:
     keep: tuple[int, ...] = ()
     instead: nn.Module | None = None
     normed: bool = True
+    skips: Skips = field(default_factory=Skips)
     kept: dict[int, Tensor] = field(default_factory=dict)
     result: Tensor | None = None
     layer_seconds: float = 0.0

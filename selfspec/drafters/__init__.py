@@ -1,13 +1,29 @@
 """Drafting strategies, one file each, by name."""
 
 from selfspec.config import DraftConfig, unknown_name
+from selfspec.drafters.auto import Auto
 from selfspec.drafters.base import Drafter
+from selfspec.drafters.cascade import Cascade
 from selfspec.drafters.early_exit import EarlyExit
+from selfspec.drafters.layer_skip import SkipLayers
+from selfspec.drafters.lookahead import Lookahead
 from selfspec.drafters.plain import Plain
+from selfspec.drafters.prompt_lookup import PromptLookup
 from selfspec.drafters.tree import ExitTree
+from selfspec.drafters.two_model import TwoModel
 from selfspec.engine import Engine
 
-_ALL: tuple[type[Drafter], ...] = (EarlyExit, ExitTree, Plain)
+_ALL: tuple[type[Drafter], ...] = (
+    Auto,
+    Cascade,
+    EarlyExit,
+    ExitTree,
+    Lookahead,
+    Plain,
+    PromptLookup,
+    SkipLayers,
+    TwoModel,
+)
 DRAFTERS: dict[str, type[Drafter]] = {drafter.name: drafter for drafter in _ALL}
 
 
@@ -20,4 +36,17 @@ def make_drafter(engine: Engine, config: DraftConfig) -> Drafter:
     return drafter
 
 
-__all__ = ["DRAFTERS", "Drafter", "EarlyExit", "ExitTree", "Plain", "make_drafter"]
+__all__ = [
+    "DRAFTERS",
+    "Auto",
+    "Cascade",
+    "Drafter",
+    "EarlyExit",
+    "ExitTree",
+    "Lookahead",
+    "Plain",
+    "PromptLookup",
+    "SkipLayers",
+    "TwoModel",
+    "make_drafter",
+]

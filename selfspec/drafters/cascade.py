@@ -11,6 +11,8 @@ from selfspec.draft import Draft, Verdict
 from selfspec.drafters.base import Drafter
 from selfspec.engine import Engine, State, Verified
 from selfspec.lookup import Lookup
+from selfspec.reading import make_reader
+from selfspec.schedule import make_schedule
 
 
 class Cascade(Drafter):
@@ -46,7 +48,10 @@ class Cascade(Drafter):
                 f"lookup.confident={confident} is more than lookup.longest={lookup.longest}, so "
                 "that no n-gram would do; raise longest, or take index='suffix', which has no limit"
             )
-        return cls(Lookup(lookup), length, confident, ExitChain.from_config(engine, config))
+        head = engine.head(config)
+        schedule = make_schedule(config, engine.pace(cls.name, head.kind, head.exit_layer))
+        chain = ExitChain(make_reader(engine, head), config.most_tokens, schedule)
+        return cls(Lookup(lookup), length, confident, chain)
 
     def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
         """Index the prompt, and show it to the head."""
@@ -58,11 +63,16 @@ class Cascade(Drafter):
         indexes = self.lookup.read(state.context)
         if min(index.match.length for index in indexes) < self.confident:
             return self.chain.propose(state, limit)
+        self.chain.pause()
         return self.lookup.draft(state.context, min(self.num_lookup_tokens, limit))
 
     def commit(self, state: State, draft: Draft, verified: Verified, verdict: Verdict) -> None:
         """Show the head what the target made of the drafts, whoever's they were."""
-        self.chain.commit(state, draft, verified)
+        # Copies leave no states of the exit to resume from.
+        if draft.hidden is None:
+            self.chain.skipped(state, verified)
+        else:
+            self.chain.commit(state, draft, verified, verdict)
 
     def select(self, rows: Sequence[int]) -> None:
         """Go on with some rows only."""

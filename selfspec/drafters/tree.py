@@ -1,77 +1,20 @@
-"""A tree of drafts from an exit head, grown where acceptance is likely."""
+"""A tree of drafts from an exit head behind the first layers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-
-import torch
-from torch import Tensor
 
 from selfspec.config import DraftConfig
 from selfspec.decoder import Pass
-from selfspec.draft import Draft, Tree, Verdict
+from selfspec.draft import Draft, Verdict
 from selfspec.drafters.base import Drafter
 from selfspec.engine import Engine, State, Verified
+from selfspec.growth import ExitGrowth, share
 from selfspec.reading import ExitReader, make_reader
-from selfspec.sampling import drawable
-
-# What is left of the chance of a sibling when the one before it has fallen. Any value is exact;
-# this one grows the trees that the target follows furthest.
-_SECOND_CHANCE = 0.5
-
-
-@dataclass
-class _Growth:
-    """A tree as far as it has grown.
-
-    Attributes:
-        reach: `[rows, width]` how likely each draft of the last level is to be reached.
-        tokens: `[rows, n]` drafts.
-        parents: `[rows, n]` places of what they continue.
-        widths: drafts of each level.
-        hidden: the exit's hidden states of each level that was read.
-        probs: `[rows, width, vocab]` q behind each level, where drafts are drawn.
-    """
-
-    reach: Tensor
-    tokens: Tensor
-    parents: Tensor
-    widths: list[int] = field(default_factory=list)
-    hidden: list[Tensor] = field(default_factory=list)
-    probs: list[Tensor] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, pending: Tensor) -> _Growth:
-        """Nothing behind the pending tokens `[rows, 1]`."""
-        reach = torch.ones(pending.shape, device=pending.device)
-        return cls(reach, pending[:, :0], pending[:, :0])
-
-    @property
-    def last(self) -> int:
-        """Place of the first draft of the last level; 0 while there is none."""
-        return self.tokens.shape[1] + 1 - self.widths[-1] if self.widths else 0
-
-    @property
-    def tree(self) -> Tree | None:
-        """Which continues which."""
-        return Tree(self.parents, len(self.widths), max(self.widths)) if self.widths else None
-
-    def add(self, tokens: Tensor, parents: Tensor, reach: Tensor) -> None:
-        """Add a level; `parents` `[rows, width]` counts the drafts of the last."""
-        self.parents = torch.cat([self.parents, parents + self.last], dim=1)
-        self.tokens = torch.cat([self.tokens, tokens], dim=1)
-        self.widths.append(tokens.shape[1])
-        self.reach = reach
 
 
 class ExitTree(Drafter):
-    """Drafts a token tree behind an early exit (EAGLE-2's growth, Li et al. 2024).
-
-    Level by level: the drafts of a level run through the shallow layers and the head in one pass;
-    of all their children, the ones that the target will most likely reach make the next level.
-    How many children a place gets depends on the head's confidence, not on what was drawn there,
-    so that sampled trees are lossless.
+    """Self-speculation with a token tree behind an early exit.
 
     Args:
         reader: the exit head and the passes behind it.
@@ -82,7 +25,7 @@ class ExitTree(Drafter):
 
     def __init__(self, reader: ExitReader, widths: Sequence[int]):
         self.reader, self.keep = reader, reader.keep
-        self.widths = list(widths)
+        self.growth = ExitGrowth(reader, widths)
 
     @classmethod
     def from_config(cls, engine: Engine, config: DraftConfig) -> ExitTree:
@@ -99,71 +42,15 @@ class ExitTree(Drafter):
             )
         engine.decoder.check_trees()
         reader = make_reader(engine, engine.head(config))
-        return cls(reader, [nodes // levels + (i < nodes % levels) for i in range(levels)])
+        return cls(reader, share(nodes, levels))
 
     def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
         """Show the head the prompt."""
         self.reader.prefilled(state, block, offset, counts)
 
     def propose(self, state: State, limit: int) -> Draft:
-        """Grow the tree level by level."""
-        growth = _Growth.of(state.pending)
-        tokens, parents, tree = state.pending, None, None
-        for width in self.widths[:limit]:
-            logits, at_exit = self.reader.read(state, tokens, growth.last, tree, parents)
-            growth.hidden.append(at_exit)
-            tokens, parents = self._extend(state, logits, growth, width)
-            tree = growth.tree
-        return Draft(
-            tokens=growth.tokens,
-            probs=torch.cat(growth.probs, dim=1) if growth.probs else None,
-            depth=self.reader.head.exit_layer,
-            hidden=torch.cat(growth.hidden, dim=1),
-            tree=tree,
-        )
-
-    def _extend(
-        self, state: State, logits: Tensor, growth: _Growth, width: int
-    ) -> tuple[Tensor, Tensor]:
-        """Give the drafts of the last level children, `width` in all.
-
-        Returns:
-            Their tokens `[rows, width]`, and which draft of the last level each continues.
-        """
-        scores = self._scores(state, logits, growth)
-        order = scores
-        if state.sampler.do_sample:
-            probs = scores.softmax(-1)
-            growth.probs.append(probs)
-            # Run to its k-th place, the exponential race draws k tokens without replacement.
-            race = torch.empty_like(probs).exponential_(1, generator=state.sampler.generator)
-            order = probs / race
-        children = order.topk(width, dim=-1).indices
-        chances = self._chances(scores, width, len(growth.widths), state.sampler.do_sample)
-        best = (growth.reach[..., None] * chances).flatten(1).topk(width, dim=-1)
-        tokens = children.flatten(1).gather(1, best.indices)
-        parents = best.indices // width
-        growth.add(tokens, parents, best.values)
-        return tokens, parents
-
-    def _scores(self, state: State, logits: Tensor, growth: _Growth) -> Tensor:
-        sampler, context, tree = state.sampler, state.context, growth.tree
-        if tree is None:
-            scores = sampler.scores(logits, context)
-        else:
-            scores = sampler.tree_scores(logits, context, growth.tokens, tree, growth.last)
-        return scores if self.reader.head.vocab_ids is None else drawable(scores)
-
-    def _chances(self, scores: Tensor, width: int, depth: int, sampled: bool) -> Tensor:
-        """`[rows, places, width]` how likely each child is kept, falling from child to child.
-
-        Of a drawn child it depends on the distribution alone: which token was drawn must not
-        decide whether it becomes a candidate.
-        """
-        judge = self.reader.calibrator(sampled)
-        first = judge(scores.flatten(0, 1), depth).view(*scores.shape[:2], 1)
-        ranks = torch.arange(width, device=scores.device)
-        return first * ((1 - first) * _SECOND_CHANCE) ** ranks
+        """Grow a tree."""
+        return self.growth.propose(state, limit)
 
     def commit(self, state: State, draft: Draft, verified: Verified, verdict: Verdict) -> None:
         """Show the head what the target made of the kept branch."""

@@ -1,0 +1,130 @@
+"""The attention and the MLP of a decoder layer, and what their `forward` is while they are skipped.
+
+They are found by what families call them. A skipped sublayer adds nothing to the residual stream:
+it returns zeros, or the residual itself where the family adds that inside (Bloom, MPT).
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from selfspec.decoder.passes import Skips
+
+Forward = Callable[..., Any]
+
+_NAMES = {
+    "attention": re.compile(r"(self_)?att(n|ention)"),
+    "mlp": re.compile(r"(shared_)?mlp|ffn|feed_forward|(block_sparse_)?moe"),
+}
+_CLASSES = {
+    "attention": re.compile(r"Attention$"),
+    "mlp": re.compile(r"(MLP|FFN|FeedForward|MoE|Moe|MoeBlock)$"),
+}
+
+
+class Skipped:
+    """What the `forward` of a sublayer is while it is skipped.
+
+    Args:
+        module: the sublayer.
+        others: how many things it returns behind the states; `None` until it has run.
+    """
+
+    def __init__(self, module: nn.Module, others: int | None = None):
+        self.module, self._others = module, others
+        self._names = list(inspect.signature(type(module).forward).parameters)[1:]
+
+    def __call__(
+        self, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return what `own` would return if it added nothing."""
+        if self._others is None:
+            # Families differ in what attention or experts return. Once, it runs to show that; the
+            # KV that it writes lies behind the settled tokens.
+            output = own(*args, **kwargs)
+            self._others = len(output) - 1 if isinstance(output, tuple) else 0
+        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        added = given["residual"] if "residual" in given else self._nothing(given)
+        return (added, *[None] * self._others) if self._others else added
+
+    def _nothing(self, given: dict[str, Any]) -> Tensor:
+        return torch.zeros_like(given[self._names[0]])
+
+
+class SkippedHalf(Skipped):
+    """The first of two linear maps that lie in the layer itself (OPT); the second gives zeros."""
+
+    def __call__(
+        self, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Hand the input on, whose width the second one's zeros need."""
+        return args[0]
+
+
+class Sublayers:
+    """The sublayers of every layer.
+
+    Args:
+        layers: the decoder layers.
+    """
+
+    def __init__(self, layers: nn.ModuleList):
+        self._layers = layers
+        self._found: dict[tuple[int, str], list[Skipped]] = {}
+
+    def skipped(self, index: int, skips: Skips) -> list[Skipped]:
+        """What stands in for the skipped sublayers of a layer that is not skipped as a whole."""
+        stand_ins: list[Skipped] = []
+        for kind, chosen in (("attention", skips.attention), ("mlp", skips.mlp)):
+            if index in chosen:
+                stand_ins += self._find(index, kind)
+        return stand_ins
+
+    def check(self, skips: Skips) -> None:
+        """Raise ValueError unless every skipped sublayer is there, and something else is left."""
+        depth = len(self._layers)
+        for kind, chosen in (("attention", skips.attention), ("mlp", skips.mlp)):
+            strange = sorted(index for index in chosen if not 0 <= index < depth)
+            if strange:
+                raise ValueError(
+                    f"skip.{kind} must name layers in [0, {depth - 1}], got {strange}; "
+                    f"the model has {depth} layers"
+                )
+        if len(skips.layers) == depth:
+            raise ValueError(
+                f"the skip set leaves nothing of the model's {depth} layers; "
+                "keep at least one attention or MLP"
+            )
+        for index in (skips.attention | skips.mlp) - skips.layers:
+            kind = "attention" if index in skips.attention else "mlp"
+            if not self._find(index, kind):
+                layer = self._layers[index]
+                children = ", ".join(name for name, _ in layer.named_children())
+                raise ValueError(
+                    f"cannot tell the {kind} of layer {index}, a {type(layer).__name__}, among its "
+                    f"children ({children}); skip whole layers, named in both skip.attention and "
+                    "skip.mlp"
+                )
+
+    def _find(self, index: int, kind: str) -> list[Skipped]:
+        if (index, kind) not in self._found:
+            self._found[index, kind] = _find(self._layers[index], kind)
+        return self._found[index, kind]
+
+
+def _find(layer: nn.Module, kind: str) -> list[Skipped]:
+    children = dict(layer.named_children())
+    found = [
+        Skipped(child)
+        for name, child in children.items()
+        if _NAMES[kind].fullmatch(name) or _CLASSES[kind].search(type(child).__name__)
+    ]
+    if not found and kind == "mlp" and {"fc1", "fc2"} <= children.keys():
+        return [SkippedHalf(children["fc1"]), Skipped(children["fc2"], others=0)]
+    return found

@@ -1,0 +1,136 @@
+"""The way to draft that is fastest here and now, plain decoding among them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from selfspec.chain import ExitChain
+from selfspec.config import DraftConfig
+from selfspec.decoder import Pass
+from selfspec.draft import Draft, Verdict
+from selfspec.drafters.base import Drafter
+from selfspec.engine import Engine, State, Verified
+from selfspec.growth import ExitGrowth, share
+from selfspec.heads import ExitHead
+from selfspec.lookup import Lookup
+from selfspec.policy import Policy
+from selfspec.reading import ExitReader, make_reader
+from selfspec.schedule import OptimalStop
+
+_CHAIN, _LOOKUP = 12, 10  # the most drafts of a round, where the way itself decides
+
+# Drafts at most so many levels.
+Propose = Callable[[State, int], Draft]
+
+
+class Auto(Drafter):
+    """Chooses exit, length and strategy online, and falls back to plain decoding.
+
+    The ways are: for the first head of each exit an optimally stopped chain and a tree, a lookup in
+    the text, and no drafts at all. Each is judged by the tokens and seconds of its own rounds;
+    trials of the others lose about a hundredth of the time at most (`policy`). Heads not in use
+    follow the text in wide passes, now and then, and say how often they would have agreed with it.
+
+    Args:
+        engine: the target and its passes.
+        heads: exit heads, the one to begin with first.
+        config: what lookups and trees look like.
+    """
+
+    name = "auto"
+
+    def __init__(self, engine: Engine, heads: Sequence[ExitHead], config: DraftConfig):
+        self.engine = engine
+        self.readers = [make_reader(engine, head) for head in heads]
+        self.keep = tuple(sorted({layer for reader in self.readers for layer in reader.keep}))
+        self.lookup = Lookup(config.lookup)
+        self.policy = Policy()
+        self.ways: dict[str, Propose] = {}
+        self._chains: dict[str, ExitChain] = {}
+        self._of: dict[str, ExitReader] = {}
+        self._add_ways(config)
+        self._used = ""
+        self._began: float | None = None
+        self._gained = 0.0
+
+    @classmethod
+    def from_config(cls, engine: Engine, config: DraftConfig) -> Auto:
+        """Every head that was fitted may draft, or the one that the config names."""
+        chosen = engine.head(config)
+        if config.exit_layer is not None or config.head is not None:
+            return cls(engine, [chosen], config)
+        firsts = {head.exit_layer: head for head in reversed(engine.heads)}
+        others = [head for layer, head in sorted(firsts.items()) if layer != chosen.exit_layer]
+        return cls(engine, [chosen, *others], config)
+
+    def _add_ways(self, config: DraftConfig) -> None:
+        length = config.num_draft_tokens or _CHAIN
+        widths = share(config.tree.nodes, min(config.tree.nodes, config.num_draft_tokens or 4))
+        # In the order in which they are tried: first the fitted head, then what costs least.
+        for reader in self.readers:
+            exit_name = _name(reader)
+            schedule = OptimalStop(self.engine.pace(self.name, exit_name))
+            chain = ExitChain(reader, length, schedule)
+            self._chains[f"chain {exit_name}"] = chain
+            self.ways[f"chain {exit_name}"] = chain.propose
+            self._of[f"chain {exit_name}"] = reader
+            self.ways.setdefault("none", self._draft_nothing)
+            self.ways.setdefault("lookup", self._look_up)
+            if not self.engine.decoder.counts_keys:
+                self.ways[f"tree {exit_name}"] = ExitGrowth(reader, widths).propose
+                self._of[f"tree {exit_name}"] = reader
+
+    def _draft_nothing(self, state: State, limit: int) -> Draft:
+        return Draft.empty(state.rows, state.pending.device)
+
+    def _look_up(self, state: State, limit: int) -> Draft:
+        return self.lookup.draft(state.context, min(_LOOKUP, limit))
+
+    def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
+        """Index the prompt, and show it to every head."""
+        # What is known belongs to a batch of that size, decoded in that way.
+        self.policy = self.engine.policy(self.name, state.rows, state.sampler.do_sample)
+        self.lookup.read(state.context)
+        for reader in self.readers:
+            reader.shadow = self.policy.shadow(_name(reader))
+            reader.prefilled(state, self._seen_by(reader, block), offset, counts)
+        for name, reader in self._of.items():
+            self.policy.way(name).shadow = self.policy.shadow(_name(reader))
+
+    def _seen_by(self, reader: ExitReader, block: Pass) -> Pass:
+        return block._replace(kept=[block.kept[self.keep.index(layer)] for layer in reader.keep])
+
+    def propose(self, state: State, limit: int) -> Draft:
+        """Draft in the way that the policy chooses."""
+        now = time.perf_counter()
+        if self._began is not None:
+            self.policy.learn(self._used, self._gained, now - self._began)
+        used, self._used = self._used, self.policy.choose(self.ways)
+        if used in self._chains and used != self._used:
+            self._chains[used].pause()
+        self._began = now
+        return self.ways[self._used](state, limit)
+
+    def commit(self, state: State, draft: Draft, verified: Verified, verdict: Verdict) -> None:
+        """Show every head what the target made of the drafts, whoever's they were."""
+        accepted = verdict.accepted.tolist()
+        self._gained = 1 + sum(accepted) / len(accepted)
+        if verdict.branch is not None:
+            verified = verified.along(verdict.branch)
+        own = self._of.get(self._used) if draft.hidden is not None else None
+        for reader in self.readers:
+            kept = [verified.kept[self.keep.index(layer)] for layer in reader.keep]
+            seen = verified._replace(kept=kept)
+            reader.verified(state, draft.levels if reader is own else 0, seen)
+        if self._used in self._chains and draft.levels:
+            self._chains[self._used].schedule.end(draft.length, accepted)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with some rows only."""
+        for reader in self.readers:
+            reader.select(rows)
+
+
+def _name(reader: ExitReader) -> str:
+    return f"{reader.head.kind}@{reader.head.exit_layer}"

@@ -1,0 +1,205 @@
+"""Jacobi lookahead: n-grams that the target foretold, and guesses on their way to become some."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from selfspec.config import DraftConfig, LookaheadConfig
+from selfspec.decoder import Pass
+from selfspec.draft import Draft, Tree, Verdict
+from selfspec.drafters.base import Drafter
+from selfspec.engine import Engine, State, Verified
+
+Ngram = tuple[int, ...]
+
+
+class NgramPool:
+    """The newest n-grams of one row, by their first token.
+
+    Args:
+        tokens: the most first tokens, those used longest ago leave.
+        ngrams: the most n-grams of each.
+    """
+
+    def __init__(self, tokens: int, ngrams: int):
+        self.tokens, self.ngrams = tokens, ngrams
+        self._behind: dict[int, dict[Ngram, None]] = {}  # in the order in which they came
+
+    def __len__(self) -> int:
+        """N-grams held."""
+        return sum(map(len, self._behind.values()))
+
+    def add(self, ngram: Ngram) -> None:
+        """Take an n-gram, as the newest."""
+        first, rest = ngram[0], ngram[1:]
+        held = self._behind.pop(first, {})
+        held.pop(rest, None)
+        held[rest] = None
+        if len(held) > self.ngrams:
+            del held[next(iter(held))]
+        self._behind[first] = held
+        if len(self._behind) > self.tokens:
+            del self._behind[next(iter(self._behind))]
+
+    def behind(self, token: int) -> list[Ngram]:
+        """How the n-grams that begin with `token` go on, the newest first."""
+        return list(reversed(self._behind.get(token, {})))
+
+
+class Branches:
+    """One row's tree as it grows; what has one token behind one place is one draft."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.depths = [0]
+        self._places: dict[tuple[int, int], int] = {}
+
+    def add(self, place: int, tokens: Sequence[int]) -> int:
+        """Let `tokens` continue a place, one behind the other; the place of the last."""
+        for token in tokens:
+            if (place, token) not in self._places:
+                self.tokens.append(token)
+                self.parents.append(place)
+                self.depths.append(self.depths[place] + 1)
+                self._places[place, token] = len(self.tokens)
+            place = self._places[place, token]
+        return place
+
+    @property
+    def siblings(self) -> int:
+        """The most drafts that continue one place."""
+        return max(Counter(self.parents).values(), default=0)
+
+
+@dataclass
+class Row:
+    """What lookahead keeps of one row.
+
+    Attributes:
+        pool: n-grams of the text, and those that the target wrote in the window.
+        window: N - 1 levels of W guesses: each level is what the target made of the one before.
+        read: tokens of the text whose n-grams the pool has taken.
+    """
+
+    pool: NgramPool
+    window: list[list[int]]
+    read: int = 0
+
+    @classmethod
+    def of(cls, text: Sequence[int], config: LookaheadConfig, source: random.Random) -> Row:
+        """Begin with pieces of the text, from random places, as the window."""
+        starts = [source.randrange(len(text)) for _ in range(config.window)]
+        levels = range(config.ngram - 1)
+        window = [[text[(start + j) % len(text)] for start in starts] for j in levels]
+        return cls(NgramPool(config.pool, config.guesses), window)
+
+    def read_on(self, text: Sequence[int]) -> None:
+        """Take the n-grams of the text that end in new tokens."""
+        size = len(self.window) + 1
+        end = max(self.read, len(text) - size + 1)
+        for start in range(self.read, end):
+            self.pool.add(tuple(text[start : start + size]))
+        self.read = end
+
+    def refine(self, foretold: list[int]) -> None:
+        """Take what the target says behind the newest level: n-grams, and the next level."""
+        for ngram in zip(*self.window, foretold, strict=True):
+            self.pool.add(ngram)
+        self.window = [*self.window[1:], foretold]
+
+
+class Lookahead(Drafter):
+    """Drafts n-grams that the target itself wrote, in parallel, in earlier rounds.
+
+    Lookahead decoding (Fu et al. 2024). Each pass verifies the pool's n-grams that begin with the
+    pending token, and next to them refines a window of guesses, Jacobi iterations at N - 1 stages:
+    guess i of the first level continues guess i - 1, of any other level guess i of the level
+    before. What the target says behind the last level ends n-grams for the pool. Both branches are
+    one tree, and whatever the target agrees with is kept. N-grams have the length that
+    `LookaheadConfig` says, whatever `num_draft_tokens` is.
+
+    Args:
+        config: sizes of both branches.
+    """
+
+    name = "lookahead"
+
+    def __init__(self, config: LookaheadConfig):
+        self.config = config
+        self._source = random.Random(0)
+        self._rows: list[Row] = []
+        self._newest: list[list[int]] = []  # per row, places of the window's last level
+
+    @classmethod
+    def from_config(cls, engine: Engine, config: DraftConfig) -> Lookahead:
+        """Check that the target can verify trees, ValueError otherwise."""
+        engine.decoder.check_trees()
+        return cls(config.lookahead)
+
+    @property
+    def _reach(self) -> int:
+        """Levels of a tree with the whole window."""
+        return self.config.window + self.config.ngram - 2
+
+    def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
+        """Fill the window from the prompt."""
+        if offset == 0:
+            texts = state.context.text
+            self._rows = [Row.of(text, self.config, self._source) for text in texts]
+
+    def propose(self, state: State, limit: int) -> Draft:
+        """Both branches; the window is left out where it would reach too far."""
+        blocks = []
+        for row, index in zip(self._rows, state.context.rows, strict=True):
+            text = state.context.text[index]
+            row.read_on(text)
+            block = Branches()
+            for ngram in row.pool.behind(text[-1]):
+                block.add(0, ngram[:limit])
+            blocks.append(block)
+        if limit >= self._reach:
+            pairs = zip(blocks, self._rows, strict=True)
+            self._newest = [_add_window(block, row.window) for block, row in pairs]
+        return _draft(blocks, state.pending.device)
+
+    def commit(self, state: State, draft: Draft, verified: Verified, verdict: Verdict) -> None:
+        """Move the window on by what the target says at its last level."""
+        if self._newest:
+            places = torch.tensor(self._newest, device=verified.logits.device)
+            rows = torch.arange(len(places), device=places.device)[:, None]
+            foretold = verified.logits[rows, places].argmax(-1).tolist()
+            for row, tokens in zip(self._rows, foretold, strict=True):
+                row.refine(tokens)
+            self._newest = []
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with some rows only."""
+        self._rows = [self._rows[row] for row in rows]
+
+
+def _add_window(block: Branches, window: list[list[int]]) -> list[int]:
+    """Put a window behind the pending token; the places of its last level."""
+    place, newest = 0, []
+    for first, *later in zip(*window, strict=True):
+        place = block.add(place, [first])
+        newest.append(block.add(place, later))
+    return newest
+
+
+def _draft(blocks: list[Branches], device: torch.device) -> Draft:
+    """The rows' trees, padded to the largest."""
+    drafts = max(len(block.tokens) for block in blocks)
+    if drafts == 0:
+        return Draft.empty(len(blocks), device)
+    tokens = [block.tokens + [0] * (drafts - len(block.tokens)) for block in blocks]
+    parents = [block.parents + [-1] * (drafts - len(block.parents)) for block in blocks]
+    both = torch.tensor([tokens, parents], device=device)
+    levels = max(max(block.depths) for block in blocks)
+    tree = Tree(both[1], levels, max(block.siblings for block in blocks))
+    return Draft(both[0], tree=tree)

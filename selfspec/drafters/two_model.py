@@ -1,0 +1,110 @@
+"""A chain of drafts from a smaller model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from selfspec.chain import draft_chain
+from selfspec.config import DraftConfig
+from selfspec.decoder import Decoder, Pass
+from selfspec.draft import Draft, Verdict
+from selfspec.drafters.base import Drafter
+from selfspec.engine import Engine, State, Verified
+from selfspec.schedule import Schedule, make_schedule, plain_judge
+
+_PIECE = 512  # tokens of a pass over text that the smaller model has not read
+
+
+class TwoModel(Drafter):
+    """Drafts with a smaller model of the same vocabulary (Leviathan et al. 2023).
+
+    The smaller model has KV of its own, slot = position, for the text as far as it has read it. A
+    round begins by reading each row on to its pending token: after a full acceptance the last draft
+    has no KV yet, and after rounds without drafts more is missing.
+
+    Args:
+        decoder: the smaller model; may be the target itself.
+        longest: the most tokens drafted in a round.
+        schedule: when to stop earlier.
+    """
+
+    name = "two_model"
+
+    def __init__(self, decoder: Decoder, longest: int, schedule: Schedule):
+        self.small, self.decoder = Engine(decoder), decoder
+        self.longest, self.schedule = longest, schedule
+        self.slots = decoder.new_slots(0)
+
+    @classmethod
+    def from_config(cls, engine: Engine, config: DraftConfig) -> TwoModel:
+        """Take the smaller model that the config, the call or the engine names.
+
+        Raises:
+            OSError: there is no checkpoint at `draft_model`.
+            ValueError: no model is named, or one that cannot draft for the target.
+        """
+        decoder = engine.draft_model(config)
+        pace = engine.pace(cls.name, decoder.causal_lm.name_or_path, decoder.depth)
+        return cls(decoder, config.most_tokens, make_schedule(config, pace))
+
+    def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
+        """Read the whole prompt, earlier turns included, with the first block of it."""
+        if offset == 0:
+            self.slots = self.decoder.new_slots(state.rows)
+            if self._room(state) > 0:
+                self._read_on(replace(state, slots=self.slots))
+
+    def propose(self, state: State, limit: int) -> Draft:
+        """Draft token by token; nothing where the text outgrows the smaller model."""
+        room = self._room(state)
+        if room < 1:
+            return Draft.empty(state.rows, state.pending.device)
+        longest = min(self.longest, limit, room)
+        read = partial(self._read, replace(state, slots=self.slots))
+        with self.decoder:
+            return draft_chain(state, longest, self.schedule, plain_judge(), read)
+
+    def _read(self, state: State, token: Tensor, step: int) -> tuple[Tensor, None]:
+        """Logits `[rows, 1, vocab]` behind the pending token or the last draft."""
+        if step == 0:
+            with state.stats.clock("shallow"):
+                logits = self._read_on(state)
+        else:
+            token = token.to(self.decoder.device)
+            # The pending token is settled here, so that the first draft lies right behind.
+            depth, offset = self.decoder.depth, step - 1
+            logits = self.small.shallow(state, token, depth, offset, unembed=True).output
+        return logits.to(state.pending.device), None
+
+    def _read_on(self, state: State) -> Tensor:
+        """Read every row to its end; `[rows, 1, vocab]` logits behind its last token."""
+        texts = [state.context.text[row] for row in state.context.rows]
+        new = [text[have:] for text, have in zip(texts, self.slots.lengths, strict=True)]
+        counts = [len(tokens) for tokens in new]
+        rows = [tokens + [0] * (max(counts) - len(tokens)) for tokens in new]
+        block = torch.tensor(rows, device=self.decoder.device)
+        logits = self.small.prefill(state, block, counts, chunk=_PIECE)
+        self.slots.commit(counts)
+        return logits
+
+    def _room(self, state: State) -> int:
+        """Drafts that fit into the smaller model's positions."""
+        longest = max(len(state.context.text[row]) for row in state.context.rows)
+        positions = self.decoder.max_positions
+        return self.longest if positions is None else min(self.longest, positions - longest + 1)
+
+    def commit(self, state: State, draft: Draft, verified: Verified, verdict: Verdict) -> None:
+        """Settle the kept drafts; the last of all has not been run."""
+        if draft.length:
+            accepted = verdict.accepted.tolist()
+            self.slots.commit([min(kept, draft.length - 1) for kept in accepted])
+            self.schedule.end(draft.length, accepted)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with some rows only."""
+        self.slots.select(rows)

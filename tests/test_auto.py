@@ -1,0 +1,91 @@
+"""The drafter that chooses: exact whatever it chooses, and shown what the others drafted."""
+
+import itertools
+
+import pytest
+import torch
+from conftest import AGREEMENT, EXIT, greedy, prompt, tiny_llama
+from head_tools import assert_reads_as_forced, close_in_double, own_head, record
+
+from selfspec import SelfSpecModel
+from selfspec.decoder import Decoder
+from selfspec.policy import Policy
+
+IDS, MASK = prompt(4, 11, 7)
+
+
+def take_turns(monkeypatch):
+    """Every way drafts in turn; the list of those that did."""
+    used = []
+
+    def choose(policy, ways):
+        for name in ways:
+            policy.way(name)
+        used.append(list(ways)[len(used) % len(ways)])
+        return used[-1]
+
+    monkeypatch.setattr(Policy, "choose", choose)
+    return used
+
+
+def fitted(model, kinds):
+    decoder = Decoder(model)
+    return [own_head(decoder, kind, layer) for kind, layer in kinds]
+
+
+@pytest.mark.parametrize("agreement", AGREEMENT)
+@pytest.mark.parametrize("rows", [slice(0, 1), slice(0, 3)], ids=["one row", "ragged"])
+def test_greedy_text_is_the_models_own_whoever_drafts(monkeypatch, agreement, rows):
+    model = tiny_llama(agreement)
+    used = take_turns(monkeypatch)
+    spec = SelfSpecModel(model, fitted(model, [("fused", EXIT), ("block", 1), ("lens", 3)]))
+    ids, mask = IDS[rows], MASK[rows]
+    out = spec.generate(ids, attention_mask=mask, max_new_tokens=40, draft="auto")
+    assert torch.equal(out, greedy(model, ids, mask, max_new_tokens=40))
+    assert len(set(used)) == 8
+
+
+def test_heads_not_in_use_see_what_others_drafted(monkeypatch):
+    """A head's own layer reads a text that others wrote as fitting read it."""
+    model = tiny_llama("sometimes")
+    heads = fitted(model, [("fused", EXIT), ("block", 1)])
+    seen = record(monkeypatch)
+    order = itertools.cycle(["none"] * 2 + ["chain fused@2", "lookup", "chain block@1"])
+    monkeypatch.setattr(Policy, "choose", lambda policy, ways: next(order))
+    monkeypatch.setattr(Policy, "learn", lambda *args: None)
+    spec = SelfSpecModel(model, heads)
+    spec.generate(IDS, attention_mask=MASK, max_new_tokens=30, draft="auto")
+    for head in heads:
+        own = [reading for reading in seen if reading.head is head]
+        assert_reads_as_forced(spec.engine.decoder, head, own, close_in_double)
+
+
+def test_a_head_that_lags_behind_says_how_often_it_would_have_agreed(monkeypatch):
+    model = tiny_llama("always")
+    spec = SelfSpecModel(model, fitted(model, [("block", EXIT)]))
+    monkeypatch.setattr(Policy, "choose", lambda policy, ways: "none")
+    spec.generate(IDS, attention_mask=MASK, max_new_tokens=80, draft="auto")
+    policy = spec.engine.policy("auto", 3, False)
+    shadow = policy.shadow(f"block@{EXIT}")
+    assert shadow.count >= 3 * 32
+    text = spec.generate(IDS[:1], max_new_tokens=5, draft="auto")
+    assert text.shape == (1, IDS.shape[1] + 5)
+    assert policy.way(f"chain block@{EXIT}").shadow is shadow
+
+
+def test_ways_outlive_the_call(monkeypatch):
+    model = tiny_llama("sometimes")
+    spec = SelfSpecModel(model, fitted(model, [("block", EXIT)]))
+    for _ in range(3):
+        spec.generate(IDS, attention_mask=MASK, max_new_tokens=30, draft="auto")
+    assert spec.engine.policy("auto", 3, False).rounds > 30
+    assert spec.engine.policy("auto", 3, True).rounds == 0
+
+
+def test_one_head_may_be_asked_for():
+    model = tiny_llama("sometimes")
+    spec = SelfSpecModel(model, fitted(model, [("block", EXIT), ("lens", 1)]))
+    draft = {"drafter": "auto", "exit_layer": 1}
+    spec.generate(IDS, attention_mask=MASK, max_new_tokens=10, draft=draft)
+    ways = spec.engine.policy("auto", 3, False).ways
+    assert set(ways) == {"chain lens@1", "tree lens@1", "none", "lookup"}
