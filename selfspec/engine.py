@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from selfspec.config import DraftConfig
 from selfspec.decoder import Decoder, Pass, Span
 from selfspec.draft import Draft, Tree
+from selfspec.draft_models import DraftModels
 from selfspec.heads import ExitHead, check_distinct, check_exit_layer, head_class
 from selfspec.pace import Pace
 from selfspec.policy import Policy
@@ -108,12 +105,7 @@ class Engine:
         check_distinct(self.heads)
         for head in self.heads:
             head.check(decoder)
-        self._loaded: dict[str, Decoder] = {}
-        self._draft_model: Decoder | None = None
-        if isinstance(draft_model, (str, Path)):
-            self._draft_model = self._load(str(draft_model))
-        elif draft_model is not None:
-            self._draft_model = self._admit(draft_model)
+        self.draft_models = DraftModels(decoder, draft_model)
 
     def beside(self, draft_model: nn.Module) -> Engine:
         """The same engine with a draft model of its own, for one call.
@@ -122,40 +114,8 @@ class Engine:
             ValueError: `draft_model` cannot be run, or has another vocabulary.
         """
         other = copy.copy(self)
-        other._draft_model = self._admit(draft_model)
+        other.draft_models = DraftModels(self.decoder, draft_model)
         return other
-
-    def draft_model(self, config: DraftConfig) -> Decoder:
-        """The smaller model that a config asks for, else the one given; loaded once, then kept.
-
-        Raises:
-            OSError: there is no such checkpoint.
-            ValueError: there is none, it cannot be run, or it has another vocabulary.
-        """
-        if config.draft_model is not None:
-            return self._load(config.draft_model)
-        if self._draft_model is None:
-            raise ValueError(
-                "drafter 'two_model' needs a smaller model, got none; pass assistant_model=... to "
-                "generate, draft_model=... to SelfSpecModel, or set draft_model in the draft config"
-            )
-        return self._draft_model
-
-    def _load(self, path: str) -> Decoder:
-        if path not in self._loaded:
-            model = load_causal_lm(path, dtype=self.decoder.dtype)
-            self._loaded[path] = self._admit(model.to(self.decoder.device))
-        return self._loaded[path]
-
-    def _admit(self, draft_model: nn.Module) -> Decoder:
-        """A draft model as it is run, checked."""
-        try:
-            decoder = Decoder(draft_model)
-        except ValueError as error:
-            raise ValueError(f"draft model: {error}") from None
-        check_vocabulary(self.decoder, decoder)
-        # A model has one set of gates at a time: as its own draft model it shares the target's.
-        return self.decoder if decoder.causal_lm is self.decoder.causal_lm else decoder
 
     def pace(self, *key: Any) -> Pace:
         """What is known of the times and gains of one way to draft, from earlier calls too."""
@@ -272,42 +232,3 @@ class Engine:
         kept |= {layer: torch.cat(blocks, dim=1) for layer, blocks in state.below.items()}
         state.below.clear()
         return Verified(full.output, [kept[layer] for layer in state.keep])
-
-
-def load_causal_lm(path: str | Path, **options: Any) -> nn.Module:
-    """Load a checkpoint with `AutoModelForCausalLM.from_pretrained`, ready to decode.
-
-    Raises:
-        OSError: there is no such checkpoint.
-        ValueError: the weights are damaged.
-    """
-    try:
-        return AutoModelForCausalLM.from_pretrained(path, **options).eval()
-    except SafetensorError as error:
-        raise ValueError(
-            f"the weights in {path} cannot be read ({error}); the file may be truncated"
-        ) from None
-
-
-def check_vocabulary(target: Decoder, small: Decoder) -> None:
-    """Raise ValueError if the models' tokens are known to differ: by number, or in their files."""
-    names = [d.causal_lm.name_or_path or type(d.causal_lm).__name__ for d in (target, small)]
-    remedy = "choose a draft model with the target's tokenizer"
-    if small.vocab_size != target.vocab_size:
-        raise ValueError(
-            f"the draft model {names[1]} has a vocabulary of {small.vocab_size} tokens, the "
-            f"target {names[0]} one of {target.vocab_size}; {remedy}"
-        )
-    files = [Path(name) / "tokenizer.json" for name in names]
-    if all(file.is_file() for file in files) and not _same_words(*files):
-        raise ValueError(
-            f"the tokenizers of the draft model {names[1]} and of the target {names[0]} have "
-            f"different vocabularies; {remedy}"
-        )
-
-
-@cache
-def _same_words(one: Path, other: Path) -> bool:
-    texts = one.read_bytes(), other.read_bytes()
-    words = [json.loads(text)["model"]["vocab"] for text in texts] if texts[0] != texts[1] else []
-    return not words or words[0] == words[1]

@@ -135,7 +135,7 @@ class Sampler:
         if not self.reads_prefix:
             return self.scores(logits, context)
         scores = logits.to(torch.float32, copy=True)
-        depths = tree.depths.T.tolist()
+        depths = tree.ancestors[..., 1:].sum(-1).T.tolist()
         for position in range(scores.shape[1]):
             ways, of_rows = tree.ancestors[:, first + position, 1:], depths[first + position]
             for length, places, _ in context.by_length():

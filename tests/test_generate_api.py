@@ -392,7 +392,6 @@ UNCOVERED = [
     ({"num_beams": 3}, "beam"),
     ({"num_beams": 2, "do_sample": True}, "beam"),
     ({"penalty_alpha": 0.6, "top_k": 4}, "contrastive"),
-    ({"assistant_model": target}, "assistant"),
     ({"custom_generate": lambda *a, **k: None}, "custom_generate"),
     ({"dola_layers": "high"}, "DoLa"),
     ({"prompt_lookup_num_tokens": 3}, "prompt_lookup"),

@@ -10,7 +10,7 @@ from test_distribution import draws, exact, p_values, target  # noqa: F401 - a f
 from test_families import ALL_ROWS, CASES_BY_FAMILY, LONG_ROW, model_of, own_text, prompts
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
-from selfspec import DraftConfig, SelfSpecModel, engine
+from selfspec import DraftConfig, SelfSpecModel, draft_models
 
 FAMILIES = ["llama", "gpt2", "qwen3", "gemma3_text", "mistral", "mixtral", "bloom", "gpt_neox"]
 IDS, MASK = prompt(3, 8, 5)
@@ -159,13 +159,13 @@ def test_sampled_text_follows_the_target(target, options, tmp_path):  # noqa: F8
 def test_a_checkpoint_is_loaded_once_with_the_targets_dtype(model, small, tmp_path, monkeypatch):
     small.save_pretrained(tmp_path)
     model_in_float = tiny_llama("sometimes", dtype=torch.float32)
-    loaded, load = [], engine.load_causal_lm
+    loaded, load = [], draft_models.load_causal_lm
 
     def noting(path, **options):
         loaded.append(load(path, **options))
         return loaded[-1]
 
-    monkeypatch.setattr(engine, "load_causal_lm", noting)
+    monkeypatch.setattr(draft_models, "load_causal_lm", noting)
     spec = SelfSpecModel(model_in_float)
     draft = DRAFT | {"draft_model": str(tmp_path)}
     options = {"attention_mask": MASK, "max_new_tokens": 12}

@@ -48,7 +48,7 @@ class TwoModel(Drafter):
             OSError: there is no checkpoint at `draft_model`.
             ValueError: no model is named, or one that cannot draft for the target.
         """
-        decoder = engine.draft_model(config)
+        decoder = engine.draft_models.chosen(config)
         pace = engine.pace(cls.name, decoder.causal_lm.name_or_path, decoder.depth)
         return cls(decoder, config.most_tokens, make_schedule(config, pace))
 

@@ -1,0 +1,108 @@
+"""Smaller models that draft for a target: loaded once, and checked against it."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from selfspec.config import DraftConfig
+from selfspec.decoder import Decoder
+
+
+class DraftModels:
+    """The draft models of one target.
+
+    Args:
+        target: the model that they draft for.
+        given: the one to use where a config names none: a model, a folder or an id.
+
+    Raises:
+        OSError: there is no such checkpoint.
+        ValueError: it cannot be run, or has another vocabulary.
+    """
+
+    def __init__(self, target: Decoder, given: nn.Module | str | Path | None = None):
+        self._target = target
+        self._loaded: dict[str, Decoder] = {}
+        self._given: Decoder | None = None
+        if isinstance(given, (str, Path)):
+            self._given = self._load(str(given))
+        elif given is not None:
+            self._given = self._admit(given)
+
+    def chosen(self, config: DraftConfig) -> Decoder:
+        """The one that a config asks for, else the one given; loaded once, then kept.
+
+        Raises:
+            OSError: there is no such checkpoint.
+            ValueError: there is none, it cannot be run, or it has another vocabulary.
+        """
+        if config.draft_model is not None:
+            return self._load(config.draft_model)
+        if self._given is None:
+            raise ValueError(
+                "drafter 'two_model' needs a smaller model, got none; pass assistant_model=... to "
+                "generate, draft_model=... to SelfSpecModel, or set draft_model in the draft config"
+            )
+        return self._given
+
+    def _load(self, path: str) -> Decoder:
+        if path not in self._loaded:
+            model = load_causal_lm(path, dtype=self._target.dtype)
+            self._loaded[path] = self._admit(model.to(self._target.device))
+        return self._loaded[path]
+
+    def _admit(self, draft_model: nn.Module) -> Decoder:
+        """A draft model as it is run, checked."""
+        try:
+            decoder = Decoder(draft_model)
+        except ValueError as error:
+            raise ValueError(f"draft model: {error}") from None
+        check_vocabulary(self._target, decoder)
+        # A model has one set of gates at a time: as its own draft model it shares the target's.
+        return self._target if decoder.causal_lm is self._target.causal_lm else decoder
+
+
+def load_causal_lm(path: str | Path, **options: Any) -> nn.Module:
+    """Load a checkpoint with `AutoModelForCausalLM.from_pretrained`, ready to decode.
+
+    Raises:
+        OSError: there is no such checkpoint.
+        ValueError: the weights are damaged.
+    """
+    try:
+        return AutoModelForCausalLM.from_pretrained(path, **options).eval()
+    except SafetensorError as error:
+        raise ValueError(
+            f"the weights in {path} cannot be read ({error}); the file may be truncated"
+        ) from None
+
+
+def check_vocabulary(target: Decoder, small: Decoder) -> None:
+    """Raise ValueError if the models' tokens are known to differ: by number, or in their files."""
+    names = [d.causal_lm.name_or_path or type(d.causal_lm).__name__ for d in (target, small)]
+    remedy = "choose a draft model with the target's tokenizer"
+    if small.vocab_size != target.vocab_size:
+        raise ValueError(
+            f"the draft model {names[1]} has a vocabulary of {small.vocab_size} tokens, the "
+            f"target {names[0]} one of {target.vocab_size}; {remedy}"
+        )
+    files = [Path(name) / "tokenizer.json" for name in names]
+    if all(file.is_file() for file in files) and not _same_words(*files):
+        raise ValueError(
+            f"the tokenizers of the draft model {names[1]} and of the target {names[0]} have "
+            f"different vocabularies; {remedy}"
+        )
+
+
+@cache
+def _same_words(one: Path, other: Path) -> bool:
+    texts = one.read_bytes(), other.read_bytes()
+    words = [json.loads(text)["model"]["vocab"] for text in texts] if texts[0] != texts[1] else []
+    return not words or words[0] == words[1]

@@ -1,0 +1,43 @@
+"""Held-out bits per byte of any checkpoint, by domain.
+
+python -m training.evaluate --config configs/evaluate.yaml [section.field=value ...]
+"""
+
+from __future__ import annotations
+
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from selfspec.assets import DEMO_MODEL
+from selfspec.config import StrictConfig
+from training.language import HeldOut
+from training.script import run_script
+
+
+class EvaluateConfig(StrictConfig):
+    """What is measured on what.
+
+    Attributes:
+        target: a checkpoint's folder or model id; `demo` is the one in the package.
+        held_out: the text of each domain.
+    """
+
+    target: str = "demo"
+    held_out: HeldOut = HeldOut()
+
+
+def evaluate(config: EvaluateConfig) -> dict[str, float]:
+    """Bits per byte by domain, in float32."""
+    source = DEMO_MODEL if config.target == "demo" else config.target
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="float32").eval()
+    console, figures = Console(highlight=False), {}
+    for domain, windows in config.held_out.read(tokenizer).items():
+        figures[domain] = windows.measure(model)
+        size = "{} windows of {} tokens".format(*windows.tokens.shape)
+        console.print(f"{domain}: {figures[domain]:.4f} bits per byte ({size})", markup=False)
+    return figures
+
+
+if __name__ == "__main__":
+    run_script(evaluate, EvaluateConfig, __doc__)
