@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from functools import cache
 from pathlib import Path
@@ -35,6 +36,16 @@ class DraftModels:
             self._given = self._load(str(given))
         elif given is not None:
             self._given = self._admit(given)
+
+    def beside(self, model: nn.Module) -> DraftModels:
+        """The same, with `model` as the one given.
+
+        Raises:
+            ValueError: it cannot be run, or has another vocabulary.
+        """
+        other = copy.copy(self)
+        other._given = self._admit(model)
+        return other
 
     def chosen(self, config: DraftConfig) -> Decoder:
         """The one that a config asks for, else the one given; loaded once, then kept.

@@ -114,7 +114,7 @@ class Engine:
             ValueError: `draft_model` cannot be run, or has another vocabulary.
         """
         other = copy.copy(self)
-        other.draft_models = DraftModels(self.decoder, draft_model)
+        other.draft_models = self.draft_models.beside(draft_model)
         return other
 
     def pace(self, *key: Any) -> Pace:
