@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from selfspec.acceptance import accept
+from selfspec.acceptance import LOSSLESS_RULES, accept
 from selfspec.coverage import refuse_uncovered
 from selfspec.draft import Draft, Verdict
 from selfspec.drafters import Drafter
@@ -82,7 +82,7 @@ class Session:
         self.scores = StepRecord(wanted and bool(config.output_scores), [*map(list, empty)])
         self.logits = StepRecord(wanted and bool(config.output_logits), [*map(list, empty)])
         self.trace = Trace([*map(list, empty)])
-        self.stats = Stats()
+        self.stats = Stats(lossless=not sampler.do_sample or drafter.rule in LOSSLESS_RULES)
 
     def run(self) -> State:
         """Write every row to its stop."""

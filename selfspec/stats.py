@@ -75,6 +75,7 @@ class Stats:
         proposed: tokens that the target checked; more than `drafted` where drafts are trees.
         emitted: tokens written.
         prefilled: the part of them that prefill wrote, one a row.
+        lossless: whether the output follows the target's distribution; a lossy rule changes it.
         drafted_at: drafts by position in the draft (index 0 is the first).
         accepted_at: kept drafts by position.
         seconds: wall time of `prefill`, of the layers in `shallow` and `deep` passes, of the
@@ -88,6 +89,7 @@ class Stats:
     proposed: int = 0
     emitted: int = 0
     prefilled: int = 0
+    lossless: bool = True
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(
@@ -165,6 +167,7 @@ class Stats:
             "accepted": self.accepted,
             "proposed": self.proposed,
             "emitted": self.emitted,
+            "lossless": self.lossless,
             "acceptance_rate": self.acceptance_rate,
             "mean_accepted_length": self.mean_accepted_length,
             "acceptance_by_position": self.acceptance_by_position,

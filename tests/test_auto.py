@@ -89,3 +89,19 @@ def test_one_head_may_be_asked_for():
     spec.generate(IDS, attention_mask=MASK, max_new_tokens=10, draft=draft)
     ways = spec.engine.policy("auto", 3, False).ways
     assert set(ways) == {"chain lens@1", "tree lens@1", "none", "lookup"}
+
+
+@pytest.mark.parametrize("drafter", ["auto", "tree", "lookahead"])
+def test_a_lossy_rule_for_chains_is_refused_where_drafts_are_trees(drafter):
+    spec = SelfSpecModel(tiny_llama("sometimes"))
+    with pytest.raises(ValueError, match="typical_lossy.*judges chains"):
+        spec.generate(IDS[:1], draft={"drafter": drafter, "rule": "typical_lossy"})
+
+
+@pytest.mark.parametrize("rule", ["block", "token", "typical_lossy"])
+@pytest.mark.parametrize("do_sample", [True, False])
+def test_stats_say_whether_the_output_is_the_targets(rule, do_sample):
+    spec = SelfSpecModel(tiny_llama("sometimes"))
+    spec.generate(IDS[1:2], max_new_tokens=5, do_sample=do_sample, draft={"rule": rule})
+    assert spec.last_stats.lossless is (rule != "typical_lossy" or not do_sample)
+    assert spec.last_stats.to_dict()["lossless"] is spec.last_stats.lossless

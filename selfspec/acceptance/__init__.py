@@ -22,6 +22,8 @@ from selfspec.sampling import Sampler
 # How a sampled chain is verified, by the name of the rule in configs.
 CHAIN_RULES = {"block": block_verify, "token": rejection_sample, "typical_lossy": typical_lossy}
 
+LOSSLESS_RULES = frozenset(CHAIN_RULES) - {"typical_lossy"}
+
 
 def accept(draft: Draft, scores: Tensor, sampler: Sampler, rule: str = "block") -> Verdict:
     """Apply the rule that fits the draft and the caller's decoding.
@@ -48,6 +50,7 @@ def accept(draft: Draft, scores: Tensor, sampler: Sampler, rule: str = "block") 
 
 __all__ = [
     "CHAIN_RULES",
+    "LOSSLESS_RULES",
     "accept",
     "block_verify",
     "longest_branch",

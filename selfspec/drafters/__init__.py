@@ -1,5 +1,6 @@
 """Drafting strategies, one file each, by name."""
 
+from selfspec.acceptance import LOSSLESS_RULES
 from selfspec.config import DraftConfig, unknown_name
 from selfspec.drafters.auto import Auto
 from selfspec.drafters.base import Drafter
@@ -31,6 +32,11 @@ def make_drafter(engine: Engine, config: DraftConfig) -> Drafter:
     """The drafter that a config names; ValueError lists the known ones."""
     if config.drafter not in DRAFTERS:
         raise ValueError(unknown_name("drafter", config.drafter, list(DRAFTERS)))
+    if DRAFTERS[config.drafter].makes_trees and config.rule not in LOSSLESS_RULES:
+        raise ValueError(
+            f"rule={config.rule!r} judges chains, and {config.drafter!r} drafts trees; choose "
+            "another drafter, or leave the rule out"
+        )
     drafter = DRAFTERS[config.drafter].from_config(engine, config)
     drafter.rule = config.rule
     return drafter

@@ -39,6 +39,7 @@ class Auto(Drafter):
     """
 
     name = "auto"
+    makes_trees = True
 
     def __init__(self, engine: Engine, heads: Sequence[ExitHead], config: DraftConfig):
         self.engine = engine

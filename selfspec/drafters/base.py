@@ -16,12 +16,14 @@ class Drafter(ABC):
     """Proposes tokens for the rows of one call of `generate`.
 
     Attributes:
+        makes_trees: whether drafts may be trees, which have rules of their own.
         keep: residual streams, by the number of layers below, that prefill and verification have
             to keep for the drafter.
         rule: how sampled chains are verified (`acceptance.CHAIN_RULES`).
     """
 
     name: ClassVar[str]
+    makes_trees: ClassVar[bool] = False
     keep: tuple[int, ...] = ()
     rule: str = "block"
 

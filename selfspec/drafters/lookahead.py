@@ -129,6 +129,7 @@ class Lookahead(Drafter):
     """
 
     name = "lookahead"
+    makes_trees = True
 
     def __init__(self, config: LookaheadConfig):
         self.config = config

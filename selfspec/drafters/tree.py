@@ -22,6 +22,7 @@ class ExitTree(Drafter):
     """
 
     name = "tree"
+    makes_trees = True
 
     def __init__(self, reader: ExitReader, widths: Sequence[int]):
         self.reader, self.keep = reader, reader.keep
