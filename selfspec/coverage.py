@@ -27,12 +27,16 @@ _KNOWN_INPUTS = {
 
 def refuse_other_loops(options: Mapping[str, Any]) -> None:
     """Raise ValueError for options that make `generate` decode in another way altogether."""
-    for key in ("assistant_model", "custom_generate"):
-        if options.get(key) is not None:
-            raise ValueError(
-                f"{key} is another way to decode; choose one of selfspec's drafters with "
-                "draft=..., or call the model's own generate"
-            )
+    if options.get("custom_generate") is not None:
+        raise ValueError(
+            "custom_generate is another way to decode; choose one of selfspec's drafters with "
+            "draft=..., or call the model's own generate"
+        )
+    if options.get("assistant_tokenizer") is not None:
+        raise ValueError(
+            "assistant_tokenizer: the assistant model must have the target's own vocabulary; "
+            "choose another, or call the model's own generate"
+        )
     if options.get("position_ids") is not None:
         raise ValueError(
             "position_ids: positions come from attention_mask, one after another; leave them unset"

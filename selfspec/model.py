@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -10,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
-    AutoModelForCausalLM,
     GenerationConfig,
     PreTrainedModel,
     StoppingCriteriaList,
@@ -25,6 +24,7 @@ from selfspec.config import DraftConfig
 from selfspec.coverage import refuse_other_loops
 from selfspec.decoder import Decoder
 from selfspec.decoding import Call, SpecOutput, speculate
+from selfspec.draft_models import load_causal_lm
 from selfspec.drafters import make_drafter
 from selfspec.engine import Engine
 from selfspec.heads import (
@@ -35,6 +35,7 @@ from selfspec.heads import (
     push_heads,
     save_heads,
 )
+from selfspec.profile import Profile, find_profile
 from selfspec.prompts import check_mask, to_left_padding
 from selfspec.stats import Stats, Trace
 
@@ -48,28 +49,49 @@ class SelfSpecModel:
         model: a decoder-only causal LM of transformers, PEFT-wrapped or not.
         heads: exit heads, the folder they were saved in, or their id on the hub; `None` for a
             target without.
+        draft_model: a smaller model of the same vocabulary for the drafter `two_model`, or the
+            folder or id to load it from.
+        profile: what `selfspec tune` found, or its file: how `generate` drafts when it is not told.
+            One that was made for another device, dtype or target is left alone, with a warning.
 
     Attributes:
         model: the model as it was given.
+        profile: the profile in use, or `None`.
         last_stats: counters and clocks of the last `generate`.
         last_trace: every round of the last `generate`.
 
     Raises:
-        ValueError: the model cannot draft for itself, or the heads belong to another target.
+        OSError: there is no checkpoint at `draft_model`, or no file at `profile`.
+        ValueError: the model cannot draft for itself, the heads belong to another target, the
+            draft model has another vocabulary, or the profile is damaged.
     """
 
-    def __init__(self, model: nn.Module, heads: Sequence[ExitHead] | str | Path | None = None):
+    def __init__(
+        self,
+        model: nn.Module,
+        heads: Sequence[ExitHead] | str | Path | None = None,
+        draft_model: nn.Module | str | Path | None = None,
+        profile: Profile | str | Path | None = None,
+    ):
         self.model = model
         decoder = Decoder(model)
         if isinstance(heads, (str, Path)):
             heads = load_heads(decoder, find_heads(heads))
-        self.engine = Engine(decoder, heads or ())
+        self.engine = Engine(decoder, heads or (), draft_model)
+        if isinstance(profile, (str, Path)):
+            profile = Profile.load(profile)
+        self.profile = self._fitting(profile)
         self.last_stats: Stats | None = None
         self.last_trace: Trace | None = None
 
     @classmethod
     def from_pretrained(
-        cls, path: str | Path, heads: Sequence[ExitHead] | str | Path | None = None, **kwargs: Any
+        cls,
+        path: str | Path,
+        heads: Sequence[ExitHead] | str | Path | None = None,
+        draft_model: nn.Module | str | Path | None = None,
+        profile: Profile | str | Path | None = None,
+        **kwargs: Any,
     ) -> SelfSpecModel:
         """Load a checkpoint with `AutoModelForCausalLM.from_pretrained` and wrap it.
 
@@ -77,21 +99,53 @@ class SelfSpecModel:
             path: a folder or a model id.
             heads: exit heads, the folder they were saved in, or their id on the hub; `None` takes
                 those saved beside the checkpoint, if there are any.
+            draft_model: a smaller model of the same vocabulary, or the folder or id to load it
+                from, with dtype and device of the target.
+            profile: what `selfspec tune` found, or its file; `None` takes the one beside the heads
+                or the checkpoint, or in the user's cache, if there is one.
             **kwargs: go to `AutoModelForCausalLM.from_pretrained`.
 
         Raises:
             OSError: there is no such checkpoint.
             ValueError: the weights are damaged, or the model cannot draft for itself.
         """
-        try:
-            model = AutoModelForCausalLM.from_pretrained(path, **kwargs)
-        except SafetensorError as error:
-            raise ValueError(
-                f"the weights in {path} cannot be read ({error}); the file may be truncated"
-            ) from None
+        model = load_causal_lm(path, **kwargs)
         if heads is None and (Path(path) / CONFIG_NAME).is_file():
             heads = path
-        return cls(model.eval(), heads)
+        spec = cls(model, heads, draft_model, profile)
+        if profile is None:
+            folders = [at for at in (heads, path) if isinstance(at, (str, Path))]
+            spec.profile = spec._found(find_profile(spec.engine.decoder, folders))
+        return spec
+
+    def _found(self, path: Path | None) -> Profile | None:
+        """The profile there, if it can be read; nobody asked for it, so it is no error if not."""
+        try:
+            return self._fitting(None if path is None else Profile.load(path))
+        except ValueError as error:
+            warnings.warn(f"profile ignored: {error}", stacklevel=3)
+            return None
+
+    def _fitting(self, profile: Profile | None) -> Profile | None:
+        """The profile, if it holds here and its draft can be made."""
+        if profile is None:
+            return None
+        reason = profile.foreign(self.engine.decoder)
+        if reason is None:
+            try:
+                make_drafter(self.engine, profile.draft)
+            except (ValueError, OSError) as error:
+                reason = f"its draft cannot be made: {error}"
+        if reason is None:
+            return profile
+        advice = "run `selfspec tune` for this one"
+        warnings.warn(f"profile ignored: {reason}; {advice}", stacklevel=3)
+        return None
+
+    @property
+    def default_draft(self) -> DraftConfig:
+        """How `generate` drafts when it is not told: as the profile says, if there is one."""
+        return self.profile.draft if self.profile is not None else DraftConfig()
 
     def save_pretrained(self, folder: str | Path, **kwargs: Any) -> None:
         """Write the model (`PreTrainedModel.save_pretrained`) and its heads to `folder`."""
@@ -132,6 +186,7 @@ class SelfSpecModel:
         inputs: Tensor | None = None,
         *,
         draft: DraftConfig | Mapping[str, Any] | str | None = None,
+        assistant_model: nn.Module | None = None,
         generator: torch.Generator | None = None,
         streamer: BaseStreamer | None = None,
         generation_config: GenerationConfig | None = None,
@@ -145,7 +200,8 @@ class SelfSpecModel:
         Args:
             inputs: `[batch, width]` prompt token ids, padded left or right (or `input_ids=`).
             draft: how to draft: a `DraftConfig`, a dict, a drafter's name; `"none"` for plain
-                decoding.
+                decoding; `None` for what the profile says, if there is one.
+            assistant_model: as in transformers, a smaller model that drafts (drafter `two_model`).
             generator: source of the draws when sampling; `None` takes torch's global one.
             streamer: gets all tokens of a round as soon as they are settled.
             generation_config: as in transformers.
@@ -161,10 +217,14 @@ class SelfSpecModel:
                 make, or a prompt that cannot be decoded; nothing has run then.
         """
         refuse_other_loops(kwargs)
-        drafter = make_drafter(self.engine, DraftConfig.of(draft))
+        engine, drafting = self.engine, DraftConfig.of(draft)
+        if assistant_model is not None:
+            engine, drafting = engine.beside(assistant_model), _assisted(drafting)
+        elif draft is None:
+            drafting = self.default_draft
         call = Call(
-            self.engine,
-            drafter,
+            engine,
+            make_drafter(engine, drafting),
             cache=kwargs.get("past_key_values"),
             mask=kwargs.get("attention_mask"),
             streamer=streamer,
@@ -215,6 +275,18 @@ class SelfSpecModel:
             yield config
         finally:
             own.stop_strings = held
+
+
+def _assisted(draft: DraftConfig) -> DraftConfig:
+    """The draft by an assistant model."""
+    other = draft.drafter if "drafter" in draft.model_fields_set else "two_model"
+    if other != "two_model" or draft.draft_model is not None:
+        what = f"drafter={other!r}" if draft.draft_model is None else "draft_model"
+        raise ValueError(
+            f"assistant_model and {what} are two ways to draft; give one of them, or "
+            "assistant_model with drafter='two_model'"
+        )
+    return draft.model_copy(update={"drafter": "two_model"})
 
 
 def _left_padded(inputs: Tensor | None, kwargs: dict[str, Any]) -> tuple[Tensor | None, Any]:

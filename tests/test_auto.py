@@ -94,7 +94,7 @@ def test_one_head_may_be_asked_for():
 @pytest.mark.parametrize("drafter", ["auto", "tree", "lookahead"])
 def test_a_lossy_rule_for_chains_is_refused_where_drafts_are_trees(drafter):
     spec = SelfSpecModel(tiny_llama("sometimes"))
-    with pytest.raises(ValueError, match="typical_lossy.*judges chains"):
+    with pytest.raises(ValueError, match="judges chains"):
         spec.generate(IDS[:1], draft={"drafter": drafter, "rule": "typical_lossy"})
 
 

@@ -386,6 +386,7 @@ def test_the_command_writes_its_report(folder, config, tmp_path):
     found = json.loads(result.stdout)
     assert found["rows"] == json.loads((output / "results.json").read_text())["rows"]
     assert (found["new tokens"], found["dtype"], found["failed"]) == (8, "float32", False)
+    assert "too | deep failed: ValueError: exit_layer" in shown.stdout
     markdown = (output / "results.md").read_text()
     for row in found["rows"]:
         if row["failure"] is None:

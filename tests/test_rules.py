@@ -33,7 +33,7 @@ from selfspec.acceptance import (
 )
 from selfspec.draft import Tree
 
-ROWS = 100_000
+ROWS, TREES = 100_000, 50_000
 LOSSLESS = {"block": block_verify, "token": rejection_sample}
 
 
@@ -152,14 +152,14 @@ def test_a_q_that_is_not_what_was_drawn_from_is_caught(rule):
 def test_trees_follow_the_target(shape, kind):
     shapes = SHAPES[shape]
     both = pair(kind, shapes.levels)
-    assert fits(tree_round(both, sample_branch, shapes, ROWS), both) > 1e-3
+    assert fits(tree_round(both, sample_branch, shapes, TREES), both) > 1e-3
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_trees_that_are_certain_of_their_tokens_follow_the_target(shape):
     shapes = SHAPES[shape]
     both = pair("random", shapes.levels)
-    outcome = tree_round(both, sample_branch, shapes, ROWS, certain=True)
+    outcome = tree_round(both, sample_branch, shapes, TREES, certain=True)
     assert fits(outcome, both) > 1e-3
     assert outcome.kept[0] > 0
 
@@ -213,13 +213,13 @@ DRAFTING_FAULTS = ["out of order", "depends on the draw"]
 def test_faults_of_the_tree_rule_are_caught(fault):
     both = pair("too sure", 2)
     rule = planted(*TREE_FAULTS[fault])
-    assert fits(tree_round(both, rule, SHAPES["binary"], ROWS), both) < 1e-9
+    assert fits(tree_round(both, rule, SHAPES["binary"], TREES), both) < 1e-9
 
 
 @pytest.mark.parametrize("fault", DRAFTING_FAULTS)
 def test_trees_that_are_not_drawn_as_promised_are_caught(fault):
     both = pair("too sure", 1)
-    outcome = tree_round(both, sample_branch, SHAPES["fan"], ROWS, fault=fault)
+    outcome = tree_round(both, sample_branch, SHAPES["fan"], TREES, fault=fault)
     assert fits(outcome, both) < 1e-9
 
 
@@ -227,9 +227,9 @@ def test_siblings_drawn_with_replacement_cost_candidates_and_no_more():
     """One that has fallen before is passed over; the others come from what is left of q."""
     both = pair("too sure", 1)
     shapes = SHAPES["fan"]
-    again = tree_round(both, sample_branch, shapes, ROWS, fault="with replacement")
+    again = tree_round(both, sample_branch, shapes, TREES, fault="with replacement")
     assert fits(again, both) > 1e-3
-    assert again.kept[0] < tree_round(both, sample_branch, shapes, ROWS).kept[0] - 0.01
+    assert again.kept[0] < tree_round(both, sample_branch, shapes, TREES).kept[0] - 0.01
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -253,16 +253,16 @@ def test_what_the_target_cannot_write_is_never_accepted():
 def test_more_candidates_are_kept_more_often():
     both, one = pair("random", 1), Shapes([[0]], 1, 1)
     shares = [
-        tree_round(both, sample_branch, shapes, ROWS).kept[0] for shapes in (one, SHAPES["fan"])
+        tree_round(both, sample_branch, shapes, TREES).kept[0] for shapes in (one, SHAPES["fan"])
     ]
     assert shares[1] > shares[0] + 0.05
 
 
 def test_a_tree_of_width_1_is_a_chain_kept_draft_by_draft():
     both = pair("random", 2)
-    outcome = tree_round(both, sample_branch, SHAPES["path"], ROWS)
+    outcome = tree_round(both, sample_branch, SHAPES["path"], TREES)
     exact = both.reach(whole=False)
-    assert bool(((outcome.kept - exact).abs() < 5 * (exact * (1 - exact) / ROWS).sqrt()).all())
+    assert bool(((outcome.kept - exact).abs() < 5 * (exact * (1 - exact) / TREES).sqrt()).all())
 
 
 # Greedy trees

@@ -17,13 +17,16 @@ from rich.console import Console
 from test_cli import PROMPT, _quiet, call, folder, one_object  # noqa: F401 - fixtures
 
 from selfspec import DraftConfig, SelfSpecModel
+from selfspec.cli.options import draft_config
+from selfspec.config import SkipConfig
 from selfspec.display import speedup_map, speedup_table, validation_table
 from selfspec.heads import SharedHead
 from selfspec.prediction import expected_tokens, interpolated, predict_speedup
 from selfspec.profile import Profile, Validation
-from selfspec.tune import TuneConfig, run, tune
+from selfspec.tune import TuneConfig, run, skips, tune
 from selfspec.tune.acceptance import Written, conditional, measure_rates, reach, write_on
 from selfspec.tune.clock import measure_times
+from selfspec.tune.skips import SkipSearch, SkipTrial
 from selfspec.tune.texts import cut_prompts, in_batches, padded, split_prompts
 from selfspec.tune.validation import Runner, fastest
 
@@ -441,3 +444,23 @@ def test_a_mistake_is_one_line(folder, wrong, says):  # noqa: F811
     assert result.stdout == ""
     assert re.fullmatch(r"selfspec: .*\n", result.stderr)
     assert says in result.stderr
+
+
+def test_the_skip_command_writes_a_draft_that_generate_takes(folder, tmp_path, monkeypatch):  # noqa: F811
+    best = SkipConfig(attention=(2, 3), mlp=(3,))
+    trial = SkipTrial(best, 12.0, 10.0, 0.5)
+
+    def search(spec, prompts, trials, seed, on_trial, max_new_tokens, work):
+        assert len(prompts) == 1 and (trials, seed, max_new_tokens) == (2, 7, 5)
+        for _ in range(trials):
+            on_trial(trial)
+        return SkipSearch(best, 12.0, 10.0, 0.5, [trial] * trials)
+
+    monkeypatch.setattr(skips, "search_skips", search)
+    text, output = tmp_path / "text.txt", tmp_path / "skip.yaml"
+    text.write_text(PROMPT)
+    common = ("tune", "skip", "-m", folder, "-t", text, "--trials", 2, "--seed", 7, "-n", 5)
+    found = one_object(call(*common, "-o", output, "--json"))
+    assert found["speedup"] == pytest.approx(1.2) and len(found["trials"]) == 2
+    assert draft_config(output, None) == DraftConfig(drafter="layer_skip", skip=best)
+    assert "attention in layers 2, 3" in call(*common).stdout

@@ -12,11 +12,12 @@ from selfspec import DraftConfig, SelfSpecModel
 from selfspec.config import StrictConfig
 from selfspec.decoder import Decoder
 from selfspec.heads import ExitHead
+from selfspec.prediction import expected_tokens
 from training.calibrate import Bin, Calibration, calibration, fit_calibrator
 from training.data import Blocks
 from training.decode import DecodeConfig, accepted_lengths, draft_of, round_seconds, take_prompts
 from training.held_out import Drafts, HeldOutDrafts
-from training.report import ExitFigures, expected_tokens
+from training.report import ExitFigures
 
 # Neighbours are alike: every other draft would leak into the fit, so halves alternate in runs.
 _RUN = 64

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -60,84 +59,6 @@ class ExitFigures:
     def to_dict(self) -> dict[str, Any]:
         """The figures as plain values."""
         return asdict(self)
-
-
-# Predictions
-
-
-def expected_tokens(alphas: Sequence[float], num_draft_tokens: int) -> float:
-    """Tokens that a round of k drafts emits: 1 + Σ_{i≤k} Π_{j≤i} α_j.
-
-    Args:
-        alphas: acceptance rate of each draft, given that those before it stand; drafts deeper than
-            the last are taken to have its rate.
-        num_draft_tokens: k.
-
-    Raises:
-        ValueError: there are no rates, or k is negative.
-    """
-    if not alphas or num_draft_tokens < 0:
-        raise ValueError(
-            "expected_tokens needs a rate and num_draft_tokens of at least 0, "
-            f"got {len(alphas)} rates and {num_draft_tokens}"
-        )
-    deeper = itertools.chain(alphas, itertools.repeat(alphas[-1]))
-    stand = itertools.accumulate(itertools.islice(deeper, num_draft_tokens), lambda a, b: a * b)
-    return 1 + sum(stand)
-
-
-def predict_speedup(
-    alphas: Sequence[float],
-    num_draft_tokens: int,
-    shallow_seconds: float,
-    verify_seconds: float,
-    plain_seconds: float,
-) -> float:
-    """Speed of self-speculation over plain decoding (Leviathan et al. 2023, theorem 3.8).
-
-    With one α for all depths, a verification as long as a plain step and a draft token of c of it,
-    this is S = (1 - α^{k+1}) / ((1 - α)(kc + 1)).
-
-    Args:
-        alphas: acceptance rate by draft depth.
-        num_draft_tokens: k, drafted in every round.
-        shallow_seconds: of drafting one token.
-        verify_seconds: of verifying all k drafts, a pass of width k + 1.
-        plain_seconds: of one token of plain decoding.
-
-    Raises:
-        ValueError: there are no rates, or k is negative.
-    """
-    seconds = num_draft_tokens * shallow_seconds + verify_seconds
-    return expected_tokens(alphas, num_draft_tokens) * plain_seconds / seconds
-
-
-def best_draft_length(
-    alphas: Sequence[float],
-    shallow_seconds: float,
-    verify_seconds: Mapping[int, float],
-    plain_seconds: float,
-) -> tuple[int, float]:
-    """The number of draft tokens with the largest predicted speedup, and that speedup.
-
-    Args:
-        alphas: acceptance rate by draft depth.
-        shallow_seconds: of drafting one token.
-        verify_seconds: of a verification, by its width k + 1; the widths are what is tried.
-        plain_seconds: of one token of plain decoding.
-
-    Raises:
-        ValueError: no width leaves room for a draft.
-    """
-    speedups = {
-        width - 1: predict_speedup(alphas, width - 1, shallow_seconds, seconds, plain_seconds)
-        for width, seconds in verify_seconds.items()
-        if width > 1
-    }
-    if not speedups:
-        raise ValueError(f"verify_seconds needs a width above 1, got {sorted(verify_seconds)}")
-    best = max(speedups, key=lambda k: (speedups[k], -k))
-    return best, speedups[best]
 
 
 # The terminal

@@ -7,3 +7,6 @@ DEMO_MODEL = Path(__file__).parent / "novels16"
 
 PROMPTS = Path(__file__).parent / "prompts.json"
 """Beginnings from novels that the demo target was not trained on."""
+
+SAMPLES = Path(__file__).parent / "prompts"
+"""A few questions of each benchmark whose licence allows it, in the benchmark's own format."""

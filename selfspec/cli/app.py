@@ -13,9 +13,13 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from selfspec import __version__
+from selfspec.cli.bench import bench
+from selfspec.cli.check import check
 from selfspec.cli.demo import demo
+from selfspec.cli.export import export
 from selfspec.cli.generate import generate
 from selfspec.cli.info import info
+from selfspec.cli.tune import tuning
 
 _INTERRUPTED = 130  # what shells give a process that Ctrl-C ended
 
@@ -47,9 +51,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command()(bench)
+app.command()(check)
 app.command()(demo)
 app.command()(generate)
 app.command()(info)
+app.add_typer(tuning, name="tune")
+app.add_typer(export, name="export")
 
 
 def _show_version(wanted: bool) -> None:

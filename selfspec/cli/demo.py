@@ -40,6 +40,7 @@ def demo(
     device: opt.Device = None,
     exit_layer: opt.ExitLayer = None,
     num_draft_tokens: opt.NumDraftTokens = None,
+    profile: opt.Profile = None,
     prompt: Annotated[
         str | None,
         typer.Option(help="Text to go on from.", show_default="a passage of a held-out novel"),
@@ -63,7 +64,7 @@ def demo(
     from selfspec.demo import DemoOptions, Writer
 
     with reporting(as_json) as console:
-        target = load(model, heads, dtype, device)
+        target = load(model, heads, dtype, device, profile)
         options = DemoOptions(
             draft=_draft(target, exit_layer, num_draft_tokens),
             max_new_tokens=max_new_tokens,
@@ -89,7 +90,8 @@ def _draft(target: Loaded, exit_layer: int | None, num_draft_tokens: int | None)
     from selfspec.config import DraftConfig
 
     given = {"exit_layer": exit_layer, "num_draft_tokens": num_draft_tokens}
-    draft = DraftConfig.of({k: v for k, v in given.items() if v is not None})
+    fields = {k: v for k, v in given.items() if v is not None}
+    draft = DraftConfig.of(fields) if fields else target.spec.default_draft
     head = target.spec.engine.head(draft)
     chosen = {"exit_layer": head.exit_layer, "head": head.kind}
     return draft.model_copy(update={**chosen, "num_draft_tokens": draft.most_tokens})
@@ -111,7 +113,7 @@ def _headline(head: dict[str, Any], source: str) -> str:
     return (
         f"{head['model']} · {head['layers']} layers · {head['dtype']} · {head['device']}, "
         f"threads: {head['threads']}\n"
-        f"exit after layer {draft['exit_layer']} ({draft['head']} head), "
+        f"{draft['drafter']}, exit after layer {draft['exit_layer']} ({draft['head']} head), "
         f"drafts a round: {draft['num_draft_tokens']}\n"
         f"from {source}"
     )

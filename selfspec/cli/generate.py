@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress
 
 from selfspec.cli import options as opt
 from selfspec.cli.load import Loaded, load
-from selfspec.cli.output import print_json, reporting
+from selfspec.cli.output import print_json, progress, reporting
 
 if TYPE_CHECKING:
     from selfspec.config import DraftConfig
     from selfspec.stats import Stats, Trace
+
+
+_JOB = "Job"
 
 
 class Format(str, Enum):
@@ -40,12 +46,35 @@ def generate(
             help='Prompts: JSON lines with a "prompt" each, or one plain text; - reads stdin.',
         ),
     ] = None,
+    prompts_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts",
+            metavar="FILE",
+            help="A job: prompts as of --file, answered into --output. Stopped, the same command "
+            "goes on where it was.",
+            rich_help_panel=_JOB,
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="JSON lines to make, one for each prompt, in their order.",
+            rich_help_panel=_JOB,
+        ),
+    ] = None,
+    processes: Annotated[
+        int, typer.Option(min=1, help="How many run at once.", rich_help_panel=_JOB)
+    ] = 1,
     model: opt.Model = None,
     heads: opt.Heads = None,
     dtype: opt.DtypeOption = opt.Dtype.auto,
     device: opt.Device = None,
     config: opt.Config = None,
     draft: opt.Draft = None,
+    profile: opt.Profile = None,
     max_new_tokens: opt.MaxNewTokens = 128,
     temperature: opt.Temperature = 0.0,
     top_k: opt.TopK = None,
@@ -64,12 +93,20 @@ def generate(
     """Write prompts on: the text that the model's own decoding would write, sooner."""
     if prompt is not None and file is not None:
         raise typer.BadParameter("give a prompt or --file, not both")
-    prompts = read_prompts(prompt, file)
+    if (prompts_file is None) != (output is None) or (output and (prompt or file)):
+        raise typer.BadParameter("a job has --prompts and --output, and no other prompt")
+    prompts = read_prompts(prompt, prompts_file or file)
     drafting = opt.draft_config(config, draft)
     sampling = _sampling(temperature, top_k, top_p)
+    options = {"max_new_tokens": max_new_tokens, **sampling}
+    if output is not None:
+        job = _Job(model, heads, dtype, device, profile, drafting, options, seed)
+        job.run(prompts, output, processes, as_json)
+        return
     with reporting(as_json) as console:
-        target = load(model, heads, dtype, device)
-        writer = _Writer(target, drafting, {"max_new_tokens": max_new_tokens, **sampling}, seed)
+        target = load(model, heads, dtype, device, profile)
+        drafting = drafting or target.spec.default_draft
+        writer = _Writer(target, drafting, options, seed)
         results = [writer.write(text, form, console) for text in prompts]
     if as_json:
         print_json({**target.to_dict(), "draft": drafting.model_dump(), "results": results})
@@ -188,6 +225,47 @@ class _Writer:
         stats = self.target.spec.last_stats
         assert stats is not None
         Console(stderr=True, highlight=False).print(summary(stats), style="dim")
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Many prompts over several processes, each with a target of its own."""
+
+    model: str | None
+    heads: str | None
+    dtype: opt.Dtype
+    device: str | None
+    profile: Path | None
+    draft: DraftConfig | None
+    options: dict[str, Any]
+    seed: int
+
+    def run(self, prompts: list[str], output: Path, processes: int, as_json: bool) -> None:
+        """Answer all prompts into `output`."""
+        from selfspec.jobs import run_job
+
+        identity = {name: str(value) for name, value in vars(self).items() if name != "device"}
+        bar = Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=progress())
+        with reporting(as_json) as console, bar:
+            task = bar.add_task("prompts", total=len(prompts))
+            run_job(prompts, self, output, identity, processes, lambda n: bar.advance(task, n))
+            console.print(f"{output}: {len(prompts)} answers")
+        if as_json:
+            print_json({"output": str(output), "answers": len(prompts)})
+
+    def __call__(self, worker: int, workers: int) -> Callable[[str], dict[str, Any]]:
+        """What answers a prompt in the process `worker` of `workers`."""
+        import torch
+
+        device = self.device
+        if device is None and torch.cuda.is_available():
+            device = f"cuda:{worker % torch.cuda.device_count()}"
+        if workers > 1:
+            torch.set_num_threads(max(1, torch.get_num_threads() // workers))
+        target = load(self.model, self.heads, self.dtype, device, self.profile)
+        draft = self.draft or target.spec.default_draft
+        writer = _Writer(target, draft, self.options, self.seed)
+        return lambda prompt: writer.write(prompt, Format.jsonl, Console(quiet=True))
 
 
 def summary(stats: Stats) -> str:

@@ -65,7 +65,13 @@ def resolve(model: str | None) -> tuple[str, Path | str]:
     return model, path if path.is_dir() else model
 
 
-def load(model: str | None, heads: str | None, dtype: Dtype, device: str | None) -> Loaded:
+def load(
+    model: str | None,
+    heads: str | None,
+    dtype: Dtype,
+    device: str | None,
+    profile: Path | None = None,
+) -> Loaded:
     """Load a target and its tokenizer.
 
     Raises:
@@ -81,7 +87,7 @@ def load(model: str | None, heads: str | None, dtype: Dtype, device: str | None)
 
         stored = "float32" if model is None else "auto"
         options = {"dtype": stored if dtype is Dtype.auto else dtype.value, **_placed(device)}
-        spec = SelfSpecModel.from_pretrained(path, heads, **options)
+        spec = SelfSpecModel.from_pretrained(path, heads, profile=profile, **options)
         return Loaded(name, model is None, spec, AutoTokenizer.from_pretrained(path))
 
 

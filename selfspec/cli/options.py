@@ -62,6 +62,15 @@ Device = Annotated[
     ),
 ]
 
+Profile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="What selfspec tune has found.",
+        show_default="the one beside the heads or the model",
+        rich_help_panel=_DRAFT,
+    ),
+]
 ExitLayer = Annotated[
     int | None,
     typer.Option(
@@ -119,8 +128,10 @@ TopP = Annotated[
 ]
 
 
-def draft_config(file: Path | None, fields: Sequence[str] | None) -> DraftConfig:
-    """The draft that a file's `draft` section and `KEY=VALUE` fields describe."""
+def draft_config(file: Path | None, fields: Sequence[str] | None) -> DraftConfig | None:
+    """The draft that a file's `draft` section and `KEY=VALUE` fields describe, if they do."""
+    if file is None and not fields:
+        return None
     from selfspec.config import DraftConfig, StrictConfig, load_config
 
     class Sections(StrictConfig):

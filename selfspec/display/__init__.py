@@ -4,6 +4,7 @@ from selfspec.display.exits import ExitReadings, exit_readings
 from selfspec.display.html import TraceHTML, trace_html
 from selfspec.display.pieces import Detokenizer, Piece, pieces
 from selfspec.display.plots import acceptance_plot, exits_heatmap, exits_plot
+from selfspec.display.profile import speedup_map, speedup_table, validation_table
 from selfspec.display.terminal import (
     OriginStreamer,
     in_colour,
@@ -29,9 +30,12 @@ __all__ = [
     "legend",
     "marked",
     "pieces",
+    "speedup_map",
+    "speedup_table",
     "stats_table",
     "trace_html",
     "trace_text",
     "unmarked",
+    "validation_table",
     "write_piece",
 ]

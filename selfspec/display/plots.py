@@ -40,7 +40,7 @@ def acceptance_plot(by_exit: Mapping[int, Stats], ax: Axes | None = None) -> Axe
     Raises:
         ImportError: matplotlib is missing.
     """
-    ax = ax or _new_axes("acceptance_plot", 6, 3.5)
+    ax = ax or new_axes("acceptance_plot", 6, 3.5)
     layers = sorted(by_exit)
     rates = [by_exit[layer].acceptance_rate for layer in layers]
     lengths = [by_exit[layer].mean_accepted_length for layer in layers]
@@ -69,7 +69,7 @@ def exits_plot(
         ImportError: matplotlib is missing.
         ValueError: there is no such measure.
     """
-    ax = ax or _new_axes("exits_plot", 5, 3.5)
+    ax = ax or new_axes("exits_plot", 5, 3.5)
     means = _values(readings, measure).double().mean(1).tolist()
     rows = list(zip(readings.kinds, readings.layers, means, strict=True))
     kinds = [kind for kind in dict.fromkeys(readings.kinds) if kind != MODEL]
@@ -102,7 +102,7 @@ def exits_heatmap(readings: ExitReadings, ax: Axes | None = None) -> Axes:
         ImportError: matplotlib is missing.
     """
     rows, tokens = readings.ids.shape
-    ax = ax or _new_axes("exits_heatmap", 2.2 + 0.66 * tokens, 1.1 + 0.28 * rows)
+    ax = ax or new_axes("exits_heatmap", 2.2 + 0.66 * tokens, 1.1 + 0.28 * rows)
     _colour_cells(ax, readings)
     for row, pieces in enumerate(readings.said):
         for token, piece in enumerate(pieces):
@@ -119,7 +119,8 @@ def exits_heatmap(readings: ExitReadings, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def _new_axes(what: str, width: float, height: float) -> Axes:
+def new_axes(what: str, width: float, height: float) -> Axes:
+    """Axes of a new figure of that size in inches; ImportError says what needs matplotlib."""
     try:
         from matplotlib import pyplot
     except ImportError as error:

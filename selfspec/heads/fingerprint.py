@@ -32,19 +32,22 @@ def fingerprint(decoder: Decoder) -> dict[str, Any]:
 
 def check_fingerprint(decoder: Decoder, fitted: dict[str, Any], source: str) -> None:
     """Raise ValueError, naming what differs, unless `fitted` describes `decoder`."""
-    own = fingerprint(decoder)
-    differences = [
-        f"{key} is {own[key]!r} here and {fitted.get(key)!r} there"
-        for key in own
-        if key != "weights" and own[key] != fitted.get(key)
-    ]
-    if not differences:
-        differences = _different_weights(own["weights"], fitted.get("weights", {}))
-    if differences:
+    found = differences(fingerprint(decoder), fitted)
+    if found:
         raise ValueError(
-            f"the heads in {source} were fitted to another target: {'; '.join(differences)}; "
+            f"the heads in {source} were fitted to another target: {'; '.join(found)}; "
             "load the target they were fitted to, or fit heads to this one"
         )
+
+
+def differences(own: dict[str, Any], recorded: dict[str, Any]) -> list[str]:
+    """What differs between a target's fingerprint and a recorded one; nothing if they agree."""
+    found = [
+        f"{key} is {own[key]!r} here and {recorded.get(key)!r} there"
+        for key in own
+        if key != "weights" and own[key] != recorded.get(key)
+    ]
+    return found or _different_weights(own["weights"], recorded.get("weights", {}))
 
 
 def _different_weights(own: dict[str, list[float]], fitted: dict[str, list[float]]) -> list[str]:

@@ -1,0 +1,238 @@
+"""What a benchmark runs: a target, prompt sets, ways to decode, methods."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+from typing_extensions import Self
+
+from selfspec.config import DraftConfig, StrictConfig, load_config, unknown_name
+
+Reader = Literal["text", "gsm8k", "humaneval", "mbpp", "mt_bench", "spec_bench"]
+Peer = Literal["plain", "assistant_early_exit", "prompt_lookup_num_tokens", "assistant_model"]
+
+PLAIN = "plain"
+_ASSISTANT = (
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "assistant_confidence_threshold",
+)
+# What each peer can be told; the first is what transformers' `generate` calls it by.
+PEER_OPTIONS: dict[str, tuple[str, ...]] = {
+    "plain": (),
+    "assistant_early_exit": ("assistant_early_exit", *_ASSISTANT),
+    "prompt_lookup_num_tokens": ("prompt_lookup_num_tokens", "max_matching_ngram_size"),
+    "assistant_model": ("assistant_model", *_ASSISTANT),
+}
+
+
+class PromptSetConfig(StrictConfig):
+    """One set of prompts.
+
+    Attributes:
+        name: what reports call it.
+        reader: how its file is read.
+        path: the file; of `text`, a file or a glob, `{stdlib}` standing for the running Python's
+            standard library. `None` takes the sample in the package.
+        count: prompts, at even distances in what there is; 0 takes all questions, or a passage of
+            every text.
+        prompt_tokens: a length, or the shortest and the longest: `text` is cut into lengths from
+            one to the other, questions outside are left out. `None`: 64 to 128 for `text`, any
+            length for questions.
+        template: a question's text, the record's fields in braces; `None` takes the reader's own.
+        chat: whether the text stands as the user's turn in the tokenizer's chat template.
+        clean: `prose` makes quotes straight and puts every paragraph on one line.
+    """
+
+    name: str
+    reader: Reader = "text"
+    path: str | None = None
+    count: int = Field(default=8, ge=0)
+    prompt_tokens: int | tuple[int, int] | None = None
+    template: str | None = None
+    chat: bool = False
+    clean: Literal["none", "prose"] = "none"
+
+    @model_validator(mode="after")
+    def _lengths_are_in_order(self) -> Self:
+        shortest, longest = self.lengths or (1, 1)
+        if not 1 <= shortest <= longest:
+            raise ValueError(
+                f"prompt_tokens must be a length or [shortest, longest], got {self.prompt_tokens}"
+            )
+        if self.reader == "spec_bench" and self.path is None:
+            raise ValueError("spec_bench is not in the package; give the path of question.jsonl")
+        if self.reader == "text" and (self.chat or self.template):
+            raise ValueError("chat and template are for questions; passages of text have neither")
+        return self
+
+    @property
+    def lengths(self) -> tuple[int, int] | None:
+        """The shortest and the longest prompt; `None` where any length will do."""
+        if self.prompt_tokens is None:
+            return (64, 128) if self.reader == "text" else None
+        if isinstance(self.prompt_tokens, int):
+            return self.prompt_tokens, self.prompt_tokens
+        return self.prompt_tokens
+
+
+class MethodConfig(StrictConfig):
+    """One way to make text: a selfspec draft, or a peer in transformers.
+
+    With neither it is selfspec's `generate` as it drafts when it is not told: as its profile says.
+
+    Attributes:
+        name: what reports call it.
+        draft: how selfspec drafts.
+        peer: `plain` is the model's own `generate`; the others are its own ways to speculate,
+            named by the option that switches them on.
+        options: of a peer, as transformers calls them; `assistant_model` is a folder or an id.
+        source: where the settings were published.
+    """
+
+    name: str
+    draft: DraftConfig | None = None
+    peer: Peer | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
+    source: str = ""
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if self.draft is not None and self.peer is not None:
+            raise ValueError(f"method {self.name!r} has a `draft` or a `peer`, not both")
+        known = PEER_OPTIONS[self.peer] if self.peer else ()
+        for option in self.options:
+            if option not in known:
+                raise ValueError(unknown_name(f"option of {self.name!r}", option, known))
+        if self.peer == "assistant_model" and "assistant_model" not in self.options:
+            raise ValueError(
+                f"method {self.name!r} needs options.assistant_model, the folder of a small model"
+            )
+        return self
+
+
+class SettingConfig(StrictConfig):
+    """One way to turn scores into tokens, the same for all methods.
+
+    Attributes:
+        name: what reports call it.
+        temperature: 0 decodes greedily.
+        top_k: sample from the likeliest; 0 from all.
+        top_p: sample from that much probability.
+        repetition_penalty: as in transformers; 1 is none.
+    """
+
+    name: str
+    temperature: float = Field(default=0.0, ge=0)
+    top_k: int = Field(default=0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    repetition_penalty: float = Field(default=1.0, gt=0)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether every token is the likeliest."""
+        return self.temperature == 0
+
+    @property
+    def generation(self) -> dict[str, Any]:
+        """Options of transformers' `generate`, whatever the checkpoint's own say."""
+        options: dict[str, Any] = {"do_sample": not self.greedy}
+        if not self.greedy:
+            options |= {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+        return {**options, "repetition_penalty": self.repetition_penalty}
+
+
+_SETTINGS = (
+    SettingConfig(name="greedy"),
+    SettingConfig(name="sampled", temperature=1.0),
+    SettingConfig(name="greedy, repetition penalty 1.2", repetition_penalty=1.2),
+)
+_METHODS = (
+    MethodConfig(name="selfspec"),
+    MethodConfig(name="HF assistant_early_exit", peer="assistant_early_exit"),
+    MethodConfig(name="HF prompt lookup", peer="prompt_lookup_num_tokens"),
+)
+
+
+class BenchConfig(StrictConfig):
+    """A benchmark.
+
+    Attributes:
+        target: folder or Hugging Face id of the model; `None` is the small one in the package.
+        heads: folder of exit heads; `None` takes those beside the model.
+        profile: what `selfspec tune` found; `None` takes the one beside the heads or the model, or
+            in the user's cache.
+        dtype: of the weights; `auto` is the checkpoint's own, float32 for the one in the package.
+        device: where to run; `None` takes a GPU where there is one.
+        threads: of the CPU; `None` leaves them as they are.
+        prompts: the prompt sets.
+        methods: what is compared; an entry may be the path of a YAML file with one method, or a
+            glob of such. The model's own `generate` is always first.
+        settings: ways to decode; methods are compared within each.
+        max_new_tokens: tokens a text has unless it ends before.
+        repeats: timed runs of every method on every prompt.
+        warm_up: tokens written untimed by every method before each prompt set and setting; peak
+            memory is that of this call, on the longest prompt.
+        seed: seeds sampling and the bootstrap.
+    """
+
+    target: str | None = None
+    heads: str | None = None
+    profile: Path | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str | None = None
+    threads: int | None = Field(default=None, ge=1)
+    prompts: tuple[PromptSetConfig, ...] = (PromptSetConfig(name="novels", count=4),)
+    methods: tuple[MethodConfig, ...] = _METHODS
+    settings: tuple[SettingConfig, ...] = _SETTINGS
+    max_new_tokens: int = Field(default=128, ge=2)
+    repeats: int = Field(default=1, ge=1)
+    warm_up: int = Field(default=16, ge=2)
+    seed: int = 0
+
+    @field_validator("methods", mode="before")
+    @classmethod
+    def _read_files(cls, methods: Any) -> Any:
+        if not isinstance(methods, Sequence) or isinstance(methods, str):
+            raise ValueError("methods is a list of methods, or of paths of YAML files")
+        found: list[Any] = []
+        for method in methods:
+            found += read_methods(method) if isinstance(method, str) else [method]
+        return found
+
+    @field_validator("methods")
+    @classmethod
+    def _plain_comes_first(cls, methods: tuple[MethodConfig, ...]) -> tuple[MethodConfig, ...]:
+        others = tuple(method for method in methods if method.peer != "plain")
+        return (MethodConfig(name=PLAIN, peer="plain"), *others)
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        for what in ("prompts", "methods", "settings"):
+            names = [entry.name for entry in getattr(self, what)]
+            if not names:
+                raise ValueError(f"{what} is empty; there has to be one")
+            for name in names:
+                if names.count(name) > 1:
+                    raise ValueError(f"{what}: two are named {name!r}; give each its own name")
+        return self
+
+    @property
+    def timed_calls(self) -> int:
+        """Timed calls for every prompt."""
+        return len(self.settings) * len(self.methods) * self.repeats
+
+
+def read_methods(pattern: str) -> list[MethodConfig]:
+    """The methods in the YAML files that a path or a glob names.
+
+    Raises:
+        ValueError: there is no such file, or one holds no method.
+    """
+    if not glob.glob(pattern):  # noqa: PTH207
+        raise ValueError(f"no method file at {pattern}; give the path of a YAML file")
+    return [load_config(MethodConfig, Path(path)) for path in sorted(glob.glob(pattern))]  # noqa: PTH207

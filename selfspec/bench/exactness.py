@@ -1,0 +1,275 @@
+"""Whether a draft leaves the output alone: greedy texts are equal, sampled ones follow the target.
+
+The distribution test draws short continuations from few candidates, so that every continuation's
+exact probability under plain decoding can be computed, and compares counts with expectations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from selfspec.bench.config import MethodConfig
+from selfspec.bench.equality import Divergence, first_divergence
+from selfspec.bench.methods import make_method
+from selfspec.config import DraftConfig
+from selfspec.model import SelfSpecModel
+
+_CONTEXT = 16  # tokens of a prompt that sampled continuations go on from
+_ROWS = 64  # continuations drawn, or scored, in one call
+_FEWEST = 5  # continuations expected less often are counted together
+
+
+class Sampling(NamedTuple):
+    """How continuations are drawn for the distribution test.
+
+    Attributes:
+        samples: continuations of a prompt.
+        candidates: tokens that each step chooses from (top-k).
+        horizon: tokens of a continuation.
+        temperature: of both.
+        level: a correct drafter fails with this probability, all prompts together.
+    """
+
+    samples: int = 2048
+    candidates: int = 3
+    horizon: int = 4
+    temperature: float = 1.0
+    level: float = 1e-3
+
+    def options(self, stops: Sequence[int]) -> dict[str, Any]:
+        """Options of `generate`; no token ends a continuation early."""
+        options: dict[str, Any] = {
+            "do_sample": True,
+            "temperature": self.temperature,
+            "top_k": self.candidates,
+            "top_p": 1.0,
+            "pad_token_id": 0,
+        }
+        return {**options, "suppress_tokens": list(stops)} if stops else options
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """What a check found.
+
+    Attributes:
+        texts: greedy texts compared.
+        divergences: where they part from the model's own, by number of the prompt.
+        wide: whether the weights are float32 or wider, where only rounding may part texts.
+        p_values: of the distribution test, the least of each prompt, corrected for the number of
+            tests on it; empty where none was made.
+        level: p-values below this, over the number of prompts, fail.
+        acceptance_rate: of the sampled drafts.
+    """
+
+    texts: int
+    divergences: dict[int, Divergence]
+    wide: bool
+    p_values: list[float]
+    level: float
+    acceptance_rate: float | None
+
+    @property
+    def equal(self) -> bool:
+        """Whether greedy texts are what they have to be."""
+        return not self.wide or all(found.rounding for found in self.divergences.values())
+
+    @property
+    def distributed(self) -> bool | None:
+        """Whether sampled texts follow the target's distribution; `None` where none were drawn."""
+        if not self.p_values:
+            return None
+        return min(self.p_values) >= self.level / len(self.p_values)
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing speaks against exactness."""
+        return self.equal and self.distributed is not False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as plain values."""
+        found = asdict(self)
+        found["divergences"] = {
+            str(number): divergence._asdict() for number, divergence in self.divergences.items()
+        }
+        verdicts = {"equal": self.equal, "distributed": self.distributed, "passed": self.passed}
+        return {**found, **verdicts}
+
+
+def check_exactness(
+    spec: SelfSpecModel,
+    draft: DraftConfig,
+    prompts: Sequence[Tensor],
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+) -> CheckResult:
+    """Compare what a draft writes with the model's own `generate`.
+
+    Args:
+        spec: the target, with its heads.
+        draft: how to draft.
+        prompts: `[1, width]` each.
+        max_new_tokens: tokens of a greedy text.
+        sampling: how to test sampled texts; `None` leaves them out.
+        seed: seeds the draws.
+
+    Raises:
+        ValueError: the draft is none that this model can make.
+    """
+    divergences = _greedy(spec, draft, prompts, max_new_tokens)
+    found = [
+        _distribution(spec, draft, prompt[:, :_CONTEXT], sampling, seed + number)
+        for number, prompt in enumerate(prompts)
+        if sampling is not None
+    ]
+    rates = [rate for _, rate in found]
+    return CheckResult(
+        texts=len(prompts),
+        divergences=divergences,
+        wide=spec.engine.decoder.dtype.itemsize >= 4,
+        p_values=[p for p, _ in found],
+        level=sampling.level if sampling else 0.0,
+        acceptance_rate=sum(rates) / len(rates) if rates else None,
+    )
+
+
+def _greedy(
+    spec: SelfSpecModel, draft: DraftConfig, prompts: Sequence[Tensor], max_new_tokens: int
+) -> dict[int, Divergence]:
+    options = {"do_sample": False, "max_new_tokens": max_new_tokens, "pad_token_id": 0}
+    plain = make_method(spec, MethodConfig(name="plain", peer="plain"))
+    ours = make_method(spec, MethodConfig(name="draft", draft=draft))
+    found: dict[int, Divergence] = {}
+    for number, prompt in enumerate(prompts):
+        texts = [write(prompt, options, 0).tokens for write in (plain, ours)]
+        divergence = first_divergence(spec, prompt, options, *texts)
+        if divergence is not None:
+            found[number] = divergence
+    return found
+
+
+def _distribution(
+    spec: SelfSpecModel, draft: DraftConfig, prompt: Tensor, sampling: Sampling, seed: int
+) -> tuple[float, float]:
+    """The least p-value times the number of tests, and the acceptance rate."""
+    stops = spec.causal_lm.generation_config.eos_token_id
+    stops = stops if isinstance(stops, list) else [] if stops is None else [stops]
+    options = sampling.options(stops)
+    expected = exact_probabilities(spec, prompt, options, sampling.horizon)
+    drawn, rate = _draws(spec, draft, prompt, options, sampling, seed)
+    p_values = [
+        # Of every length: faults of the first drafts show in few cells, those of the last in all.
+        _p_value(drawn, expected, length)
+        for length in range(1, sampling.horizon + 1)
+    ]
+    return min(1.0, min(p_values) * len(p_values)), rate
+
+
+def exact_probabilities(
+    spec: SelfSpecModel, prompt: Tensor, options: dict[str, Any], horizon: int
+) -> dict[tuple[int, ...], float]:
+    """The probability of every continuation of `horizon` tokens under plain decoding.
+
+    Args:
+        spec: the target.
+        prompt: `[1, width]`.
+        options: of `generate`; few tokens must be left to choose from.
+        horizon: tokens of a continuation.
+    """
+    joint: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(horizon):
+        words = list(joint)
+        behind = torch.tensor(words, dtype=torch.long, device=prompt.device).view(len(words), -1)
+        texts = torch.cat([prompt.expand(len(words), -1), behind], dim=1)
+        probs = torch.cat([_next(spec, part, options) for part in texts.split(_ROWS)])
+        joint = {
+            (*word, int(token)): joint[word] * float(row[token])
+            for word, row in zip(words, probs, strict=True)
+            for token in row.nonzero()[:, 0]
+        }
+    return joint
+
+
+def _next(spec: SelfSpecModel, texts: Tensor, options: dict[str, Any]) -> Tensor:
+    """`[rows, vocab]` probabilities that the model's own `generate` draws the next token from."""
+    generate: Any = spec.model.generate
+    with torch.random.fork_rng():
+        output = generate(
+            texts,
+            attention_mask=torch.ones_like(texts),
+            max_new_tokens=1,
+            return_dict_in_generate=True,
+            output_scores=True,
+            **options,
+        )
+    return output.scores[0].double().softmax(-1)
+
+
+def _draws(
+    spec: SelfSpecModel,
+    draft: DraftConfig,
+    prompt: Tensor,
+    options: dict[str, Any],
+    sampling: Sampling,
+    seed: int,
+) -> tuple[list[tuple[int, ...]], float]:
+    """Continuations that speculation draws, and how many of its drafts were kept."""
+    generator = torch.Generator(prompt.device).manual_seed(seed)
+    drawn: list[tuple[int, ...]] = []
+    drafted = accepted = 0
+    while len(drawn) < sampling.samples:
+        texts = spec.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=sampling.horizon,
+            num_return_sequences=_ROWS,
+            generator=generator,
+            draft=draft,
+            **options,
+        )
+        assert isinstance(texts, Tensor) and spec.last_stats is not None
+        drawn += map(tuple, texts[:, prompt.shape[1] :].tolist())
+        drafted += spec.last_stats.drafted
+        accepted += spec.last_stats.accepted
+    return drawn, accepted / drafted if drafted else 0.0
+
+
+def _p_value(
+    drawn: Sequence[tuple[int, ...]], joint: dict[tuple[int, ...], float], length: int
+) -> float:
+    """Chi-square of the first `length` tokens; rare continuations are joined into one cell."""
+    probs: dict[tuple[int, ...], float] = {}
+    for word, chance in joint.items():
+        probs[word[:length]] = probs.get(word[:length], 0.0) + chance
+    counts = dict.fromkeys(probs, 0)
+    for word in drawn:
+        if word[:length] not in counts:
+            return 0.0  # what plain decoding never writes
+        counts[word[:length]] += 1
+    cells: list[tuple[float, float]] = [(0.0, 0.0)]
+    for word, chance in probs.items():
+        cell = (float(counts[word]), chance * len(drawn))
+        if cell[1] < _FEWEST:
+            cells[0] = (cells[0][0] + cell[0], cells[0][1] + cell[1])
+        else:
+            cells.append(cell)
+    return chi_square([cell for cell in cells if cell[1] > 0])
+
+
+def chi_square(cells: Sequence[tuple[float, float]]) -> float:
+    """The p-value of counts against expectations (Pearson), one degree of freedom less than cells.
+
+    Args:
+        cells: count and expectation of each.
+    """
+    if len(cells) < 2:
+        return 1.0
+    statistic = sum((count - mean) ** 2 / mean for count, mean in cells)
+    half = torch.tensor([(len(cells) - 1) / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))

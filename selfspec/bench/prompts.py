@@ -1,0 +1,170 @@
+"""Prompt sets: passages of plain text, and the questions of the field's benchmarks."""
+
+from __future__ import annotations
+
+import glob
+import json
+import re
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from selfspec.assets import PROMPTS, SAMPLES
+from selfspec.bench.config import PromptSetConfig
+
+# The first turn alone is asked of conversations. MBPP's test split has ids 11 to 510.
+_TEMPLATES = {
+    "gsm8k": "Question: {question}\nAnswer:",
+    "humaneval": "{prompt}",
+    "mbpp": '"""{text}"""\n',
+    "mt_bench": "{turn}",
+    "spec_bench": "{turn}",
+}
+_MBPP_TEST = range(11, 511)
+_CHARACTERS = 24  # more than a token has in any text that is not made of blanks
+
+
+def read_prompts(
+    config: PromptSetConfig, tokenizer: PreTrainedTokenizerBase, longest: int | None = None
+) -> list[list[int]]:
+    """Token ids of a set's prompts.
+
+    Args:
+        config: the set.
+        tokenizer: the target's.
+        longest: the most tokens that leave room to write; longer questions are left out.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a record is not what the reader expects, or there are too few prompts.
+    """
+    if config.reader == "text":
+        prompts = _passages(config, tokenizer)
+    else:
+        texts = [_question(config, record) for record in _records(config)]
+        prompts = _fitting(config, [_encode(config, tokenizer, text) for text in texts], longest)
+    too_long = max(map(len, prompts), default=0)
+    if longest is not None and too_long > longest:
+        raise ValueError(
+            f"prompt set {config.name!r} has {too_long} tokens in a prompt, the model leaves "
+            f"{longest} beside max_new_tokens; lower prompt_tokens or max_new_tokens"
+        )
+    if not prompts or len(prompts) < config.count:
+        raise ValueError(
+            f"prompt set {config.name!r} has {len(prompts)} prompts of the wanted length, "
+            f"{config.count or 'some'} were asked for; lower count or widen prompt_tokens"
+        )
+    return prompts
+
+
+def _encode(config: PromptSetConfig, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    if not config.chat:
+        return tokenizer(text, verbose=False).input_ids
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"prompt set {config.name!r} asks for a chat, and the tokenizer has no chat template; "
+            "leave chat out"
+        )
+    turn = [{"role": "user", "content": text}]
+    rendered = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    return tokenizer(str(rendered), add_special_tokens=False, verbose=False).input_ids
+
+
+def _fitting(
+    config: PromptSetConfig, prompts: Sequence[list[int]], longest: int | None
+) -> list[list[int]]:
+    """`count` prompts of the wanted lengths, at even distances."""
+    low, high = config.lengths or (1, longest or max(map(len, prompts), default=1))
+    fitting = [prompt for prompt in prompts if low <= len(prompt) <= high]
+    count = min(config.count, len(fitting)) or len(fitting)
+    return [fitting[place * len(fitting) // count] for place in range(count)]
+
+
+# Questions
+
+
+def _records(config: PromptSetConfig) -> Iterator[dict[str, Any]]:
+    path = Path(config.path) if config.path else SAMPLES / f"{config.reader}.jsonl"
+    if not path.is_file():
+        raise FileNotFoundError(f"no prompt file at {path}, which {config.name!r} reads")
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            record = None
+        if not isinstance(record, dict):
+            raise ValueError(f"{path}, line {number} is no JSON object: {line[:60]!r}")
+        if config.reader != "mbpp" or record.get("task_id", 11) in _MBPP_TEST:
+            yield record | {"turn": (record.get("turns") or [None])[0]}
+
+
+def _question(config: PromptSetConfig, record: dict[str, Any]) -> str:
+    template = config.template or _TEMPLATES[config.reader]
+    try:
+        text = template.format(**{k: v for k, v in record.items() if v is not None})
+    except (KeyError, IndexError, ValueError) as error:
+        fields = ", ".join(sorted(set(record) - {"turn"}))
+        raise ValueError(
+            f"prompt set {config.name!r}: {config.reader} records are read as {template!r}, and "
+            f"one has no such field ({error}); it has {fields}"
+        ) from None
+    return clean_prose(text) if config.clean == "prose" else text
+
+
+# Plain text
+
+
+def _passages(config: PromptSetConfig, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Passages at even distances, each from the beginning of a line, cut at a token count."""
+    assert config.lengths is not None
+    texts = [clean_prose(text) if config.clean == "prose" else text for text in _texts(config)]
+    count = config.count or len(texts)
+    low, high = config.lengths
+    prompts: list[list[int]] = []
+    for number in range(count):
+        length = low + (high - low) * number // max(1, count - 1)
+        text, turn = texts[number % len(texts)], number // len(texts)
+        turns = len(range(number % len(texts), count, len(texts)))
+        place = len(text) * (2 * turn + 1) // (2 * turns)
+        passage = _passage(config, tokenizer, text, place, length)
+        if passage is not None:
+            prompts.append(passage)
+    return prompts
+
+
+def _passage(
+    config: PromptSetConfig, tokenizer: PreTrainedTokenizerBase, text: str, place: int, length: int
+) -> list[int] | None:
+    """`length` tokens from the line behind `place`, or else from the beginning of the text."""
+    for start in (text.find("\n", place) + 1, 0):
+        ids = _encode(config, tokenizer, text[start : start + _CHARACTERS * length])
+        if len(ids) >= length:
+            return ids[:length]
+    # The passages in the package are short texts of their own: a few tokens less will do.
+    return ids if config.path is None else None
+
+
+def _texts(config: PromptSetConfig) -> list[str]:
+    if config.path is None:
+        return [entry["text"] for entry in json.loads(PROMPTS.read_text(encoding="utf-8"))]
+    pattern = config.path.replace("{stdlib}", sysconfig.get_paths()["stdlib"])
+    files = sorted(path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file())  # noqa: PTH207
+    if not files:
+        raise FileNotFoundError(f"no text file at {config.path}, which {config.name!r} reads")
+    try:
+        texts = [file.read_text(encoding="utf-8-sig") for file in files]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"prompt set {config.name!r}: a file is no UTF-8 text ({error})") from None
+    return [text for text in texts if text.strip()]
+
+
+def clean_prose(text: str) -> str:
+    """Straight quotes, single spaces, one paragraph a line."""
+    text = text.translate(str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'"}))  # noqa: RUF001
+    paragraphs = re.split(r"\n\s*\n", text)
+    return "\n".join(folded for part in paragraphs if (folded := " ".join(part.split())))

@@ -1,0 +1,95 @@
+"""`selfspec check`: whether a draft leaves the output alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from selfspec.cli import options as opt
+from selfspec.cli.generate import read_prompts
+from selfspec.cli.load import Loaded, load
+from selfspec.cli.output import print_json, progress, reporting
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from selfspec.bench import CheckResult
+
+
+def check(
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--file",
+            "-f",
+            help='Prompts: JSON lines with a "prompt" each, or one plain text; - reads stdin.',
+            show_default="passages of held-out novels",
+        ),
+    ] = None,
+    model: opt.Model = None,
+    heads: opt.Heads = None,
+    dtype: opt.DtypeOption = opt.Dtype.auto,
+    device: opt.Device = None,
+    profile: opt.Profile = None,
+    config: opt.Config = None,
+    draft: opt.Draft = None,
+    max_new_tokens: opt.MaxNewTokens = 64,
+    samples: Annotated[
+        int,
+        typer.Option(min=0, help="Sampled continuations of each prompt; 0 leaves the test out."),
+    ] = 1024,
+    seed: opt.Seed = 0,
+    as_json: opt.AsJson = False,
+) -> None:
+    """Test exactness: greedy texts equal to the model's own, sampled ones distributed alike.
+
+    Exit code 1 says that a text differs by more than rounding, or that the distribution is off.
+    """
+    from selfspec.bench import Sampling, check_exactness
+
+    drafting = opt.draft_config(config, draft)
+    with reporting(as_json) as console:
+        target = load(model, heads, dtype, device, profile)
+        drafting = drafting or target.spec.default_draft
+        prompts = _prompts(target, file)
+        sampling = Sampling(samples=samples) if samples else None
+        with progress().status("comparing texts"):
+            result = check_exactness(target.spec, drafting, prompts, max_new_tokens, sampling, seed)
+        console.print(*_verdicts(target, result), sep="\n")
+    if as_json:
+        print_json({**target.to_dict(), "draft": drafting.model_dump(), **result.to_dict()})
+    if not result.passed:
+        raise typer.Exit(1)
+
+
+def _prompts(target: Loaded, file: Path | None) -> list[Tensor]:
+    from selfspec.demo import load_prompts
+
+    texts = read_prompts(None, file) if file else [prompt.text for prompt in load_prompts()]
+    device = target.spec.engine.decoder.device
+    return [target.tokenizer(text, return_tensors="pt").input_ids.to(device) for text in texts]
+
+
+def _verdicts(target: Loaded, result: CheckResult) -> list[str]:
+    """What the check found, in sentences."""
+    equal = result.texts - len(result.divergences)
+    lines = [f"greedy: {equal} of {result.texts} texts are equal"]
+    for number, found in result.divergences.items():
+        wrote = [
+            "its end" if token is None else repr(target.tokenizer.decode([token]))
+            for token in (found.plain, found.other)
+        ]
+        apart = "" if found.margin is None else f", scores {found.margin:.3g} apart"
+        excuse = " (rounding)" if found.rounding else ""
+        lines.append(
+            f"  text {number} parts at token {found.position}: plain {wrote[0]}, "
+            f"speculation {wrote[1]}{apart}{excuse}"
+        )
+    if not result.wide and result.divergences:
+        lines.append("  half precision rounds passes of different width differently")
+    if result.p_values:
+        rate = f"{result.acceptance_rate:.2f} of drafts accepted"
+        lines.append(f"sampled: least p-value {min(result.p_values):.3g}, {rate}")
+    return [*lines, "passed" if result.passed else "FAILED"]

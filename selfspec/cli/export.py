@@ -1,0 +1,111 @@
+"""`selfspec export`: fitted heads for other programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from selfspec.cli import options as opt
+from selfspec.cli.load import load, resolve
+from selfspec.cli.output import in_units, print_json, reporting
+
+export = typer.Typer(
+    no_args_is_help=True, help="Take exit heads to transformers, serving engines and the hub."
+)
+
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make.", show_default=False)]
+
+
+@export.command("hf-draft")
+def hf_draft(
+    out: Out,
+    model: opt.Model = None,
+    heads: opt.Heads = None,
+    dtype: opt.DtypeOption = opt.Dtype.auto,
+    exit_layer: opt.ExitLayer = None,
+    head: Annotated[
+        str | None,
+        typer.Option(
+            help="Kind of the exit head: block, lora, lens or shared.",
+            show_default="the one fitted at that exit",
+            rich_help_panel="Draft",
+        ),
+    ] = None,
+    num_draft_tokens: Annotated[
+        int,
+        typer.Option(
+            "--num-draft-tokens",
+            "-k",
+            min=1,
+            metavar="K",
+            help="Drafts a round, in the launch lines.",
+            rich_help_panel="Draft",
+        ),
+    ] = 4,
+    as_json: opt.AsJson = False,
+) -> None:
+    """Fold an exit into a stock checkpoint, a draft model for any engine that takes one.
+
+    selfspec export hf-draft --exit-layer 4 --head block draft
+    """
+    from dataclasses import asdict
+
+    from selfspec.config import DraftConfig
+    from selfspec.export import check_foldable, check_free, export_draft
+
+    with reporting(as_json) as console:
+        check_free(out)
+        target = load(model, heads, dtype, "cpu")
+        engine = target.spec.engine
+        asked = {"exit_layer": exit_layer, "head": head}
+        draft = DraftConfig.of({name: value for name, value in asked.items() if value is not None})
+        chosen = engine.head(draft)
+        check_foldable(chosen, engine.heads)
+        exported = export_draft(
+            engine.decoder,
+            chosen,
+            out,
+            target=str(resolve(model)[1]),
+            tokenizer=target.tokenizer,
+            num_draft_tokens=num_draft_tokens,
+        )
+        console.print(
+            f"{out}: {exported.architecture}, {exported.layers} layers, "
+            f"{in_units(exported.parameters)} parameters "
+            f"({exported.head} head after layer {exported.exit_layer} of {target.name}); "
+            f"{out / 'README.md'} has the lines that launch it"
+        )
+    if as_json:
+        print_json({"folder": str(out), **asdict(exported)})
+
+
+@export.command("custom-generate")
+def custom_generate(
+    out: Out,
+    model: opt.Model = None,
+    heads: opt.Heads = None,
+    repo_id: Annotated[
+        str | None,
+        typer.Option(metavar="USER/NAME", help="Hub repository that the folder will be put in."),
+    ] = None,
+    as_json: opt.AsJson = False,
+) -> None:
+    """Make a folder for model.generate(custom_generate="OUT", trust_remote_code=True).
+
+    The heads in --heads, or else those beside --model, are copied into the folder.
+
+    selfspec export custom-generate speculate
+    """
+    from selfspec.export import check_free, export_custom_generate
+
+    with reporting(as_json) as console:
+        check_free(out)
+        has_target = model is not None or heads is not None
+        spec = load(model, heads, opt.Dtype.auto, "cpu").spec if has_target else None
+        export_custom_generate(out, spec=spec, repo_id=repo_id)
+        console.print(f'{out}: model.generate(custom_generate="{repo_id or out}", ...)')
+    if as_json:
+        kinds = [[head.kind, head.exit_layer] for head in spec.heads] if spec else []
+        print_json({"folder": str(out), "repo_id": repo_id, "heads": kinds})

@@ -1,0 +1,235 @@
+"""`selfspec tune`: which way to draft is fastest here, and which sublayers can be left out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+
+from selfspec.cli import options as opt
+from selfspec.cli.generate import read_prompts
+from selfspec.cli.load import Loaded, load, resolve
+from selfspec.cli.output import print_json, progress, reporting
+
+if TYPE_CHECKING:
+    from selfspec.profile import Profile
+    from selfspec.tune.skips import SkipSearch
+
+tuning = typer.Typer(invoke_without_command=True)
+
+Texts = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--text",
+        "-t",
+        metavar="FILE",
+        help='Text like what will be written on: plain, or JSON lines with a "prompt" each; may '
+        "be repeated.",
+        show_default="passages of novels in the package",
+    ),
+]
+
+
+@tuning.callback()
+def tune(
+    ctx: typer.Context,
+    model: opt.Model = None,
+    heads: opt.Heads = None,
+    dtype: opt.DtypeOption = opt.Dtype.auto,
+    device: opt.Device = None,
+    text: Texts = None,
+    fields: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            "-s",
+            metavar="KEY=VALUE",
+            help="What is measured, such as batch=4, temperature=1 or exits=[2,4]; may be "
+            "repeated.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Where the profile goes.",
+            show_default="beside the heads or the model, else the user's cache",
+        ),
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Measure again what an earlier tuning has measured.")
+    ] = False,
+    as_json: opt.AsJson = False,
+) -> None:
+    """Measure passes and acceptance on this device, and write the profile that generate takes."""
+    if ctx.invoked_subcommand is not None:
+        return
+    from selfspec.config import load_config
+    from selfspec.tune import TuneConfig
+
+    config = load_config(TuneConfig, None, fields or ())
+    texts = read_texts(text)
+    with reporting(as_json) as console:
+        target = load(model, heads, dtype, device)
+        output = output or _output(target, model, heads)
+        work = output.with_suffix(".work.jsonl")
+        if fresh:
+            work.unlink(missing_ok=True)
+        profile = _tuned(target, texts, config, work)
+        profile.save(output)
+        _show(console, profile, output)
+    if as_json:
+        print_json({**target.to_dict(), "output": str(output), **profile.model_dump(mode="json")})
+
+
+@tuning.command()
+def skip(
+    model: opt.Model = None,
+    dtype: opt.DtypeOption = opt.Dtype.auto,
+    device: opt.Device = None,
+    text: Texts = None,
+    trials: Annotated[int, typer.Option(min=1, help="Sets to try.")] = 40,
+    max_new_tokens: opt.MaxNewTokens = 64,
+    seed: Annotated[int, typer.Option(help="Seed of the search.")] = 0,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="YAML file for the draft, for generate --config."
+        ),
+    ] = None,
+    as_json: opt.AsJson = False,
+) -> None:
+    """Search for the sublayers that are best left out when layer_skip drafts."""
+    from selfspec.tune.config import TuneConfig
+    from selfspec.tune.skips import search_skips
+    from selfspec.tune.texts import cut_prompts
+
+    limits, texts = TuneConfig(), read_texts(text)
+    with reporting(as_json) as console:
+        target = load(model, None, dtype, device)
+        prompts = cut_prompts(target.tokenizer, texts, limits.prompt_tokens, limits.prompts)
+        with _showing() as show:
+            count = itertools.count(1)
+            show("search", 0, trials)
+            found = search_skips(
+                target.spec,
+                prompts,
+                trials,
+                seed,
+                on_trial=lambda _: show("search", next(count), trials),
+                max_new_tokens=max_new_tokens,
+                work=None if output is None else output.with_suffix(".work.jsonl"),
+            )
+        draft = {"drafter": "layer_skip", "skip": found.best.model_dump(mode="json")}
+        _show_skips(console, found, draft, output)
+    if as_json:
+        tried = [
+            {"skip": t.skip.model_dump(mode="json"), "speedup": t.speedup} for t in found.trials
+        ]
+        told = {"draft": draft, "speedup": found.speedup, "acceptance_rate": found.acceptance_rate}
+        print_json({**target.to_dict(), **told, "trials": tried})
+
+
+def _show_skips(
+    console: Console, found: SkipSearch, draft: dict[str, Any], output: Path | None
+) -> None:
+    skipped = found.best
+    console.print(
+        f"without attention in layers {_listed(skipped.attention)}\n"
+        f"and MLP in layers {_listed(skipped.mlp)}: {found.speedup:.2f}x plain decoding, "
+        f"acceptance rate {found.acceptance_rate:.3f}"
+    )
+    if output is not None:
+        import yaml
+
+        from selfspec.heads.store import replacing
+
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(output) as scratch:
+            scratch.write_text(yaml.safe_dump({"draft": draft}), encoding="utf-8")
+        console.print(f"draft: {output}")
+
+
+def _listed(layers: Sequence[int]) -> str:
+    return ", ".join(map(str, layers)) or "(none)"
+
+
+def read_texts(files: Sequence[Path] | None) -> list[str]:
+    """The texts in some files, none if there are none.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a file is empty, or a line is no JSON object with a prompt.
+    """
+    return [text for file in files or () for text in read_prompts(None, file)]
+
+
+def _output(target: Loaded, model: str | None, heads: str | None) -> Path:
+    from selfspec.profile import default_path
+
+    return default_path(target.spec.engine.decoder, heads or resolve(model)[1])
+
+
+def _tuned(target: Loaded, texts: Sequence[str], config: Any, work: Path) -> Profile:
+    from selfspec.tune import tune as measure
+
+    with _showing() as show:
+        return measure(target.spec, target.tokenizer, texts, config, work, show)
+
+
+@contextmanager
+def _showing() -> Iterator[Callable[[str, int, int], None]]:
+    """Progress on stderr: bars on a terminal, elsewhere a line as each part begins."""
+    console = progress()
+    if console.quiet:
+        lines = Console(stderr=True, highlight=False, soft_wrap=True)
+        yield lambda part, done, of: None if done else lines.print(part, markup=False)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    tasks: dict[str, TaskID] = {}
+    with Bar(*columns, TimeElapsedColumn(), console=console) as bar:
+
+        def show(part: str, done: int, of: int) -> None:
+            if part not in tasks:
+                tasks[part] = bar.add_task(part, total=of)
+            bar.update(tasks[part], completed=done)
+
+        yield show
+
+
+def _show(console: Console, profile: Profile, output: Path) -> None:
+    from selfspec.display import speedup_table, validation_table
+
+    console.print(speedup_table(profile), validation_table(profile), sep="\n")
+    for name, reason in profile.left_out.items():
+        console.print(f"{name} was left out: {reason}")
+    console.print(f"profile: {output}")
+    picture = output.with_suffix(".png")
+    try:
+        _draw(profile, picture)
+    except ImportError:
+        console.print("the map as a picture needs matplotlib (pip install matplotlib)")
+    else:
+        console.print(f"map: {picture}")
+
+
+def _draw(profile: Profile, picture: Path) -> None:
+    # pyplot would keep the figure; this one goes with its last reference.
+    from matplotlib.figure import Figure
+
+    from selfspec.display import speedup_map
+    from selfspec.heads.store import replacing
+
+    sheet = Figure(figsize=(9, 4.5), dpi=150, layout="constrained")
+    speedup_map(profile, sheet.add_subplot())
+    with replacing(picture) as scratch:
+        sheet.savefig(scratch, format="png")

@@ -1,0 +1,190 @@
+"""Many prompts over several processes: in order, once each, whoever dies on the way.
+
+While a job runs, `OUT.parts` lies beside the output: what the job is, and a journal for every
+process, to which it appends an answer in one write as soon as it has one. When all are there the
+output is written in one piece. A job that was stopped goes on from its journals.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+Answer = dict[str, Any]
+# Called in a process with its number and how many there are; makes what answers a prompt there.
+Maker = Callable[[int, int], Callable[[str], Answer]]
+
+
+def run_job(
+    prompts: Sequence[str],
+    maker: Maker,
+    output: str | Path,
+    identity: Mapping[str, Any],
+    processes: int = 1,
+    answered: Callable[[int], None] = lambda count: None,
+) -> None:
+    """Answer prompts and write the answers as JSON lines, in the prompts' order.
+
+    Rows of a process that dies are given to others, as long as there is any progress.
+
+    Args:
+        prompts: what is answered.
+        maker: makes what answers a prompt, in every process; must be picklable.
+        output: the file of answers; it appears when all are there.
+        identity: plain values that say what the job is. A job that was stopped is only gone on
+            with if they are the same.
+        processes: how many run at once.
+        answered: told how many rows are newly answered.
+
+    Raises:
+        FileExistsError: `output` is there already.
+        ValueError: another job was stopped here, or a prompt cannot be answered.
+        OSError: processes die again and again.
+    """
+    output = Path(output).expanduser().absolute()
+    if output.exists():
+        raise FileExistsError(f"{output} is there already; delete it, or name another output")
+    parts = output.with_name(f"{output.name}.parts")
+    _claim(parts, json.loads(json.dumps({**identity, "prompts": list(prompts)})))
+    known = _journals(parts)
+    answered(len(known))
+    while missing := [row for row in range(len(prompts)) if row not in known]:
+        _work_on({row: prompts[row] for row in missing}, maker, parts, processes, answered)
+        before, known = len(known), _journals(parts)
+        if len(known) == before:
+            raise OSError(
+                f"every process died without an answer; what there is stays in {parts}, and the "
+                "same command goes on from there"
+            )
+    whole = parts / "whole"
+    lines = (json.dumps(known[row], ensure_ascii=False) + "\n" for row in range(len(prompts)))
+    whole.write_text("".join(lines), encoding="utf-8")
+    whole.replace(output)
+    shutil.rmtree(parts)
+
+
+def _claim(parts: Path, identity: dict[str, Any]) -> None:
+    """Begin a job, or go on with it."""
+    file = parts / "job.json"
+    if not file.is_file():
+        parts.mkdir(parents=True, exist_ok=True)
+        scratch = parts / "job.tmp"
+        scratch.write_text(json.dumps(identity), encoding="utf-8")
+        scratch.replace(file)
+        return
+    before = json.loads(file.read_text(encoding="utf-8"))
+    names = identity.keys() | before.keys()
+    different = sorted(name for name in names if identity.get(name) != before.get(name))
+    if different:
+        raise ValueError(
+            f"{parts} holds what another job has answered (it differs in {', '.join(different)}); "
+            "delete it, or name another output"
+        )
+
+
+def _journals(parts: Path) -> dict[int, Answer]:
+    """The answers so far, by row; what a process was cut off in the middle of does not count."""
+    found: dict[int, Answer] = {}
+    for journal in parts.glob("*.jsonl"):
+        for line in journal.read_bytes().split(b"\n")[:-1]:
+            entry = json.loads(line)
+            found[entry["row"]] = entry["answer"]
+    return found
+
+
+def _work_on(
+    rows: Mapping[int, str],
+    maker: Maker,
+    parts: Path,
+    processes: int,
+    answered: Callable[[int], None],
+) -> None:
+    """Let processes answer rows, until all are through or dead."""
+    count = min(processes, len(rows))
+    shares = [dict(list(rows.items())[place::count]) for place in range(count)]
+    if count == 1:
+        for _ in _answers(maker, 0, 1, shares[0], parts):
+            answered(1)
+        return
+    with _started(maker, shares, parts) as pipes:
+        while pipes:
+            for pipe in wait(pipes):
+                assert isinstance(pipe, Connection)
+                try:
+                    message = pipe.recv()
+                except EOFError:  # through, or dead
+                    pipes.remove(pipe)
+                    continue
+                if message is not None:
+                    raise ValueError(message)
+                answered(1)
+
+
+@contextmanager
+def _started(
+    maker: Maker, shares: Sequence[Mapping[int, str]], parts: Path
+) -> Iterator[list[Connection]]:
+    """Processes at work, and what each of them reports through."""
+    context = multiprocessing.get_context("spawn")  # a fork would copy locks and GPU contexts
+    workers, pipes = [], []
+    try:
+        for number, share in enumerate(shares):
+            pipe, report = context.Pipe(duplex=False)
+            given = (maker, number, len(shares), share, parts, report)
+            worker = context.Process(target=_work, args=given, daemon=True)
+            worker.start()
+            report.close()  # so that its end is seen here
+            workers.append(worker)
+            pipes.append(pipe)
+        yield pipes
+    finally:
+        for worker in workers:
+            if pipes:  # left early
+                worker.terminate()
+            worker.join()
+
+
+def _work(
+    maker: Maker,
+    number: int,
+    count: int,
+    rows: Mapping[int, str],
+    parts: Path,
+    report: Connection,
+) -> None:
+    """One process: `None` for every answer, a message for what it cannot do."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    parent = multiprocessing.parent_process()
+    try:
+        for _ in _answers(maker, number, count, rows, parts):
+            report.send(None)
+            if parent is not None and not parent.is_alive():
+                return
+    except (ValueError, OSError, ImportError) as error:
+        report.send(str(error))
+
+
+def _answers(
+    maker: Maker, number: int, count: int, rows: Mapping[int, str], parts: Path
+) -> Iterator[int]:
+    """Answer rows into a journal of one's own."""
+    answer = maker(number, count)
+    # A name that no earlier journal has, which may end in half a line.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
+    journal = os.open(parts / f"{uuid.uuid4().hex}.jsonl", flags, 0o666)
+    try:
+        for row, prompt in rows.items():
+            entry = json.dumps({"row": row, "answer": answer(prompt)}) + "\n"
+            os.write(journal, entry.encode())
+            yield row
+    finally:
+        os.close(journal)
