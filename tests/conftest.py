@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -18,6 +20,8 @@ from selfspec.engine import Engine, State
 from selfspec.heads import SharedHead
 
 torch.set_num_threads(1)
+# A profile that the developer made must not change what the tests draft with.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="selfspec-tests-")
 
 VOCAB = 64
 EXIT = 2

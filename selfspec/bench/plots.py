@@ -91,7 +91,7 @@ def _acceptance(ax: Axes, rows: list[Row]) -> None:
         colour = _COLOURS[number % len(_COLOURS)]
         ax.plot(positions, row.acceptance_by_position, marker=marker, color=colour, label=name)
     ax.set(xlabel="position in the draft", ylabel="share of drafts kept", ylim=(0, 1.02))
-    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.set_xticks(range(1, 1 + max(len(row.acceptance_by_position) for row in rows)))
     ax.figure.set_figheight(max(4.0, 1 + 0.25 * len(rows)))  # pyright: ignore[reportAttributeAccessIssue]
     ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
 
