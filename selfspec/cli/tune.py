@@ -129,24 +129,25 @@ def skip(
                 max_new_tokens=max_new_tokens,
                 work=None if output is None else output.with_suffix(".work.jsonl"),
             )
-        draft = {"drafter": "layer_skip", "skip": found.best.model_dump(mode="json")}
+        draft = found.best.draft.model_dump(mode="json", exclude_defaults=True)
         _show_skips(console, found, draft, output)
     if as_json:
         tried = [
             {"skip": t.skip.model_dump(mode="json"), "speedup": t.speedup} for t in found.trials
         ]
-        told = {"draft": draft, "speedup": found.speedup, "acceptance_rate": found.acceptance_rate}
+        best = {"speedup": found.best.speedup, "acceptance_rate": found.best.acceptance_rate}
+        told = {"draft": draft, **best}
         print_json({**target.to_dict(), **told, "trials": tried})
 
 
 def _show_skips(
     console: Console, found: SkipSearch, draft: dict[str, Any], output: Path | None
 ) -> None:
-    skipped = found.best
+    skipped, best = found.best.skip, found.best
     console.print(
         f"without attention in layers {_listed(skipped.attention)}\n"
-        f"and MLP in layers {_listed(skipped.mlp)}: {found.speedup:.2f}x plain decoding, "
-        f"acceptance rate {found.acceptance_rate:.3f}"
+        f"and MLP in layers {_listed(skipped.mlp)}: {best.speedup:.2f}x plain decoding, "
+        f"acceptance rate {best.acceptance_rate:.3f}"
     )
     if output is not None:
         import yaml
