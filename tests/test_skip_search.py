@@ -24,6 +24,7 @@ PROMPTS = [prompt(4)[0][0], prompt(6, seed=2)[0][0]]
 # Each of these speeds the simulated target up by one; any other sublayer slows it down.
 GOOD = {("attention", 2), ("mlp", 2), ("attention", 4), ("mlp", 5)}
 PLAIN_RATE = 10.0
+STARTS = 9
 
 
 def target(layers: int = 6) -> SelfSpecModel:
@@ -60,7 +61,7 @@ def test_the_search_finds_what_pays(simulated: list[DraftConfig]) -> None:
     told: list[SkipTrial] = []
     found = search(80, on_trial=told.append)
     assert told == found.trials and len(told) == 80
-    starts = max(trial.speedup for trial in found.trials[:6])
+    starts = max(trial.speedup for trial in found.trials[:STARTS])
     best = max(trial.speedup for trial in found.trials)
     assert found.best.speedup == pytest.approx(best) and best > starts
     skipped = sublayers(found.best.skip)
@@ -70,12 +71,21 @@ def test_the_search_finds_what_pays(simulated: list[DraftConfig]) -> None:
     assert all(0 not in (*t.skip.attention, *t.skip.mlp) for t in found.trials)
 
 
-def test_it_starts_from_prefix_exits_and_layers_skipped_evenly(
+def test_it_starts_from_what_is_missed_least_exits_and_layers_skipped_evenly(
     simulated: list[DraftConfig],
 ) -> None:
-    started = [trial.skip for trial in search(6).trials]
-    assert all(skip.attention == skip.mlp for skip in started)
-    assert [skip.mlp for skip in started[::2]] == [(5,), (3, 4, 5), (2, 3, 4, 5)]
+    model = tiny_llama("seldom", num_hidden_layers=6)
+    with torch.no_grad():
+        model.model.layers[3].self_attn.o_proj.weight.zero_()
+        model.model.layers[4].mlp.down_proj.weight.zero_()
+    spec = SelfSpecModel(model)
+    started = [trial.skip for trial in search_skips(spec, PROMPTS, STARTS, max_new_tokens=8).trials]
+    *missed_least, long, _, middle, _, short, _ = started
+    counts = [len(skip.attention) + len(skip.mlp) for skip in missed_least]
+    assert counts == [8, 6, 4]
+    assert all(3 in skip.attention and 4 in skip.mlp for skip in missed_least)
+    assert [skip.mlp for skip in (long, middle, short)] == [(2, 3, 4, 5), (3, 4, 5), (5,)]
+    assert all(skip.attention == skip.mlp for skip in started[3:])
 
 
 def test_every_set_runs_beside_plain_decoding(simulated: list[DraftConfig]) -> None:

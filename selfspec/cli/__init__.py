@@ -1,4 +1,4 @@
-"""The command line: `selfspec demo`, `selfspec generate`, `selfspec info`."""
+"""The command line: `selfspec` and its commands."""
 
 from selfspec.cli.app import app, main
 

@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,13 @@ from selfspec.demo.timing import in_turn
 from selfspec.model import SelfSpecModel
 from selfspec.profile import Place
 from selfspec.skipping import middle_layers
+from selfspec.tune.acceptance import write_on
 from selfspec.tune.config import TuneConfig
+from selfspec.tune.removal import Sublayer, removal_order
 from selfspec.tune.validation import PLAIN, Runner
 from selfspec.tune.work import WorkFile
 
+_TEXTS = 4  # over which it is found out what the target misses least
 _FINALISTS, _FINAL_TURNS = 3, 3
 _FIRST_LENGTH, _LONGEST = 2, 8  # drafts of a round: of the first trials, and of any
 
@@ -78,8 +82,9 @@ def search_skips(
     """Search for the skip set with the most tokens per second (Draft & Verify, Zhang et al. 2024).
 
     Bayesian optimisation (TPE) over how many layers stay exact, every sublayer above them, and the
-    length of drafts where `draft` gives none. It starts from prefix exits and from evenly skipped
-    layers. The best are measured again at the end, for the fastest of many trials was lucky too.
+    length of drafts where `draft` gives none. It starts from what the target misses least, from
+    prefix exits and from evenly skipped layers. The best are measured again at the end, for the
+    fastest of many trials was lucky too.
 
     Args:
         spec: the target.
@@ -108,7 +113,7 @@ def search_skips(
         study = optuna.create_study(
             direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed)
         )
-        for start in space.starts():
+        for start in space.starts(judge.order(space.sublayers)):
             study.enqueue_trial(start)
         for number in range(trials):
             asked = study.ask()
@@ -152,18 +157,33 @@ class _Space:
         attention, mlp = chosen[self.kinds[0]], chosen[self.kinds[-1]]
         return SkipConfig(attention=tuple(attention), mlp=tuple(mlp), search="none")
 
-    def starts(self) -> Iterator[dict[str, Any]]:
-        """What is tried first: prefix exits, and layers skipped evenly."""
-        for quarters in (1, 2, 3):
+    @property
+    def sublayers(self) -> list[Sublayer]:
+        """All that may be skipped."""
+        return [(kind, layer) for layer in range(1, self.depth) for kind in self.kinds]
+
+    def starts(self, order: Sequence[Sequence[Sublayer]]) -> Iterator[dict[str, Any]]:
+        """What is tried first.
+
+        Args:
+            order: sublayers by step, those that are missed least first.
+        """
+        for steps in range(len(order) - 1, 1, -1):
+            yield self._asking(list(chain(*order[:steps])))
+        for quarters in (3, 2, 1):
             count = max(1, self.depth * quarters // 4)
             if count < self.depth:
-                yield self._whole(range(self.depth - count, self.depth))
-                yield self._whole(middle_layers(self.depth, count))
+                yield self._asking(self._whole(range(self.depth - count, self.depth)))
+                yield self._asking(self._whole(middle_layers(self.depth, count)))
 
-    def _whole(self, layers: Sequence[int]) -> dict[str, Any]:
-        exact = max(1, min(layers))
-        behind = range(exact, self.depth)
-        choices = {f"{kind} {i}": i in layers for i in behind for kind in self.kinds}
+    def _whole(self, layers: Sequence[int]) -> list[Sublayer]:
+        return [(kind, layer) for layer in layers for kind in self.kinds]
+
+    def _asking(self, skipped: Sequence[Sublayer]) -> dict[str, Any]:
+        """The parameters that ask for a set."""
+        exact = max(1, min(layer for _, layer in skipped))
+        above = ((kind, layer) for kind, layer in self.sublayers if layer >= exact)
+        choices = {f"{kind} {layer}": (kind, layer) in skipped for kind, layer in above}
         return {"exact": exact, "drafts": _FIRST_LENGTH, **choices}
 
 
@@ -192,7 +212,16 @@ class _Judge:
         place = Place.of(spec.engine.decoder).model_dump()
         depends_on = [place, [prompt.tolist() for prompt in prompts], max_new_tokens]
         self.work = WorkFile(None if work is None else Path(work), depends_on)
-        self._warm = False
+        self._spec, self._prompts, self._warm = spec, prompts, False
+
+    def order(self, sublayers: Sequence[Sublayer]) -> list[list[Sublayer]]:
+        """Sublayers by step, those that the target misses least first."""
+        found = self.work.part("removal", [*sublayers], lambda: self._order(sublayers))
+        return [[(kind, layer) for kind, layer in step] for step in found]
+
+    def _order(self, sublayers: Sequence[Sublayer]) -> list[list[Sublayer]]:
+        texts = write_on(self._spec, self._prompts[:_TEXTS], self.runner.config)
+        return removal_order(self._spec.engine.decoder, texts, sublayers)
 
     def measure(self, draft: DraftConfig, turns: int, first: int = 0) -> SkipTrial:
         """What it brings over so many turns; what was measured so is not run again."""
