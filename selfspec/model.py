@@ -36,7 +36,7 @@ from selfspec.heads import (
     save_heads,
 )
 from selfspec.profile import Profile, find_profile
-from selfspec.prompts import check_mask, to_left_padding
+from selfspec.prompts import left_padded
 from selfspec.stats import Stats, Trace
 
 
@@ -233,7 +233,7 @@ class SelfSpecModel:
         run: Any = self.causal_lm.generate
         criteria = StoppingCriteriaList(stopping_criteria or [])
         with self._without_stop_strings(generation_config, criteria, kwargs) as config:
-            tokens, restore = _left_padded(inputs, kwargs)
+            tokens, restore = left_padded(inputs, kwargs)
             try:
                 output = run(
                     tokens,
@@ -287,29 +287,3 @@ def _assisted(draft: DraftConfig) -> DraftConfig:
             "assistant_model with drafter='two_model'"
         )
     return draft.model_copy(update={"drafter": "two_model"})
-
-
-def _left_padded(inputs: Tensor | None, kwargs: dict[str, Any]) -> tuple[Tensor | None, Any]:
-    """Move right padding to the left, and a way to undo that in what comes back."""
-    tokens = inputs if inputs is not None else kwargs.pop("input_ids", None)
-    if tokens is not None and tokens.numel() == 0:
-        raise ValueError(
-            f"empty prompt: input_ids has shape {tuple(tokens.shape)}; "
-            "every row needs at least one token to continue from"
-        )
-    if tokens is not None and tokens.ndim != 2:
-        raise ValueError(f"input_ids must be [batch, length], got shape {tuple(tokens.shape)}")
-    mask = kwargs.get("attention_mask")
-    if tokens is not None and mask is not None:
-        check_mask(tokens, mask, cached=kwargs.get("past_key_values") is not None)
-    if tokens is None or mask is None or mask.shape != tokens.shape or bool(mask[:, -1].all()):
-        return tokens, lambda output: output
-    aligned, kwargs["attention_mask"] = to_left_padding(tokens, mask)
-
-    def restore(output: Tensor | SpecOutput) -> Tensor | SpecOutput:
-        sequences = output if isinstance(output, Tensor) else output.sequences
-        copies = sequences.shape[0] // tokens.shape[0]
-        sequences[:, : tokens.shape[1]] = tokens.repeat_interleave(copies, dim=0)
-        return output
-
-    return aligned, restore

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -154,6 +155,32 @@ def _known_lengths(cache: Cache | None, rows: int, padded: bool) -> list[int]:
     if held - {rows}:
         raise ValueError(f"the cache holds {max(held)} rows, the prompt has {rows} rows")
     return [cache.get_seq_length()]
+
+
+def left_padded(inputs: Tensor | None, kwargs: dict[str, Any]) -> tuple[Tensor | None, Any]:
+    """Move right padding to the left, and a way to undo that in what comes back."""
+    tokens = inputs if inputs is not None else kwargs.pop("input_ids", None)
+    if tokens is not None and tokens.numel() == 0:
+        raise ValueError(
+            f"empty prompt: input_ids has shape {tuple(tokens.shape)}; "
+            "every row needs at least one token to continue from"
+        )
+    if tokens is not None and tokens.ndim != 2:
+        raise ValueError(f"input_ids must be [batch, length], got shape {tuple(tokens.shape)}")
+    mask = kwargs.get("attention_mask")
+    if tokens is not None and mask is not None:
+        check_mask(tokens, mask, cached=kwargs.get("past_key_values") is not None)
+    if tokens is None or mask is None or mask.shape != tokens.shape or bool(mask[:, -1].all()):
+        return tokens, lambda output: output
+    aligned, kwargs["attention_mask"] = to_left_padding(tokens, mask)
+
+    def restore(output: Any) -> Any:
+        sequences = output if isinstance(output, Tensor) else output.sequences
+        copies = sequences.shape[0] // tokens.shape[0]
+        sequences[:, : tokens.shape[1]] = tokens.repeat_interleave(copies, dim=0)
+        return output
+
+    return aligned, restore
 
 
 def to_left_padding(tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -83,7 +83,7 @@ def test_drafts_of_no_length_are_refused_with_the_way_to_have_none(k):
         ("exit_layer", "two"),
         ("exit_layer", 2.5),
         ("num_draft_tokens", "many"),
-        ("num_draft_tokens", None),
+        ("num_draft_tokens", 2.5),
         ("schedule", "sometimes"),
         ("confidence", 0),
         ("confidence", 1),

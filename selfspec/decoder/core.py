@@ -14,7 +14,13 @@ from selfspec.decoder.gates import Gates
 from selfspec.decoder.layers import trainable
 from selfspec.decoder.packing import Packing
 from selfspec.decoder.passes import ActivePass, Pass, Skips, Span
-from selfspec.decoder.support import find_layers, layer_windows, refuse_unsupported, unwrap
+from selfspec.decoder.support import (
+    find_layers,
+    layer_windows,
+    plain_weight,
+    refuse_unsupported,
+    unwrap,
+)
 from selfspec.decoder.tail import Tail
 from selfspec.draft import Tree
 from selfspec.slots import SlotCache, StepCache, Window
@@ -33,6 +39,7 @@ class Decoder:
         base: its body, which owns the layers.
         layers: the decoder layers.
         windows: per layer, the sliding window in tokens, or `None`.
+        counts_keys: whether attention is biased by the number of a key, wherever its token stands.
         max_positions: positions that the model was made for; `None` where its config names none.
         learned_positions: rows of the table of learned positions; `None` without such a table.
 
@@ -51,8 +58,10 @@ class Decoder:
         self.gates = Gates(self.causal_lm, self.base, name, self.layers, self.windows)
         self._takes = set(inspect.signature(type(self.base).forward).parameters)
         self._tail = Tail(self.causal_lm, self.base, self.gates)
+        kind = self.config.model_type
         # These size their position bias from a 2-D mask and refuse a 4-D one.
-        self._alibi = self.config.model_type == "bloom" or getattr(self.config, "alibi", False)
+        self._alibi = kind == "bloom" or getattr(self.config, "alibi", False)
+        self.counts_keys = self._alibi or kind == "mpt"
         self.max_positions: int | None = getattr(self.config, "max_position_embeddings", None)
         words = self.causal_lm.get_input_embeddings()
         tables = [m for m in self.base.children() if isinstance(m, nn.Embedding) and m is not words]
@@ -92,14 +101,7 @@ class Decoder:
         Raises:
             ValueError: it is quantized, or has an adapter.
         """
-        weight = self.lm_head.weight if isinstance(self.lm_head, nn.Linear) else None
-        if weight is None or not weight.is_floating_point() or weight.shape[0] != self.vocab_size:
-            raise ValueError(
-                f"the LM head is a {type(self.lm_head).__name__} without a plain weight matrix of "
-                f"{self.vocab_size} rows, so its rows cannot be taken; leave the LM head "
-                "unquantized and merge its adapter, or draft over the whole vocabulary"
-            )
-        return weight
+        return plain_weight(self.lm_head, self.vocab_size)
 
     @property
     def final_norm(self) -> nn.Module | None:
@@ -246,11 +248,6 @@ class Decoder:
                 f"{type(self.causal_lm).__name__} biases attention by the number of a key, so "
                 "siblings cannot stand at one position; use a drafter that makes chains"
             )
-
-    @property
-    def counts_keys(self) -> bool:
-        """Whether attention is biased by the number of a key, wherever its token stands."""
-        return self._alibi or self.config.model_type == "mpt"
 
     def _run_body(self, inputs: dict[str, Any]) -> Tensor:
         output = self.base(**inputs)

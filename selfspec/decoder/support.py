@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 
@@ -82,3 +82,15 @@ def causal_tables(layers: nn.Module) -> list[nn.Module]:
     """Attention modules that mask by a table of their own (GPT-Neo)."""
     tables = [(module, module._buffers.get("bias")) for module in layers.modules()]
     return [m for m, t in tables if t is not None and t.dtype == torch.bool and t.ndim == 4]
+
+
+def plain_weight(lm_head: nn.Module, vocab_size: int) -> Tensor:
+    """`[vocab, hidden]` an LM head's matrix, or ValueError where it has no plain one."""
+    weight = lm_head.weight if isinstance(lm_head, nn.Linear) else None
+    if weight is None or not weight.is_floating_point() or weight.shape[0] != vocab_size:
+        raise ValueError(
+            f"the LM head is a {type(lm_head).__name__} without a plain weight matrix of "
+            f"{vocab_size} rows, so its rows cannot be taken; leave the LM head "
+            "unquantized and merge its adapter, or draft over the whole vocabulary"
+        )
+    return weight

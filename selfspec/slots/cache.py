@@ -11,9 +11,9 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from selfspec.draft import Tree
 from selfspec.slots.layer import SlotLayer, Window
+from selfspec.slots.masks import WIDEST, Stairs, hide, tree_mask
 
-_STAIRS = 64  # queries of the mask table; a wider pass builds its own mask
-_GROWTH = 256  # least keys of the mask table on either side
+_GROWTH = 256  # least numbers that are counted ahead
 
 
 class SlotCache(Cache):
@@ -49,7 +49,7 @@ class SlotCache(Cache):
         self._window: Window | None = None
         self._to_added = 0
         self._counted = torch.arange(0, device=self.device)  # 0, 1, 2, … as far as was needed
-        self._masks: dict[tuple[int | None, torch.dtype], Tensor] = {}
+        self._stairs = Stairs(self.device)
 
     # What passes write and see
 
@@ -94,48 +94,19 @@ class SlotCache(Cache):
         `added` layer none before `added_from`.
         """
         active = self._active()
-        rows = len(self.lengths)
-        partial = added and any(self.added_from)
-        if active.tree is not None or partial:
-            mask = self._tree_mask(active, active.tree, window, dtype)
-            if partial:
-                first = torch.tensor(self.added_from, device=self.device)[:, None, None]
-                mask.masked_fill_(self._counted[: active.end] < first, torch.finfo(dtype).min)
-            return mask[:, None]
-        if active.uniform and active.width <= _STAIRS:
-            stairs = self._stairs(window, dtype, active.end)
-            start = stairs.shape[1] // 2 - active.starts[0]
-            view = stairs[: active.width, start : start + active.end]
-            return view.expand(rows, 1, active.width, active.end)
-        return _hide(self._counted[: active.end], active.positions, window, dtype)[:, None]
-
-    def _tree_mask(
-        self, active: Window, tree: Tree | None, window: int | None, dtype: torch.dtype
-    ) -> Tensor:
         slots = self._counted[: active.end]
-        if tree is None:
-            return _hide(slots, active.positions, window, dtype)
-        settled = torch.tensor(self.lengths, device=self.device)[:, None]
-        places = slots - settled  # in the block; below 0 the slots of settled tokens
-        last = tree.depths.shape[1] - 1
-        inside = places.clamp(0, last)
-        keys = torch.where(places < 0, slots, settled + tree.depths.gather(1, inside))
-        mask = _hide(keys[:, None], active.positions, window, dtype)
-        queries = tree.ancestors[:, active.place : active.place + active.width]
-        related = queries.gather(2, inside[:, None].expand(-1, active.width, -1))
-        strange = (places >= 0)[:, None] & (~related | (places > last)[:, None])
-        return mask.masked_fill_(strange, torch.finfo(dtype).min)
-
-    def _stairs(self, window: int | None, dtype: torch.dtype, end: int) -> Tensor:
-        # Query i of a pass that starts at any slot sees one key more than query i - 1. One table
-        # with its middle column as that slot holds all such masks as views: none is built anew.
-        stairs = self._masks.get((window, dtype))
-        if stairs is None or stairs.shape[1] < 2 * end:
-            half = max(2 * end, _GROWTH)
-            keys = torch.arange(-half, half, device=self.device)
-            queries = torch.arange(_STAIRS, device=self.device)
-            stairs = self._masks[window, dtype] = _hide(keys, queries, window, dtype)
-        return stairs
+        partial = added and any(self.added_from)
+        if active.uniform and active.width <= WIDEST and active.tree is None and not partial:
+            view = self._stairs.view(active, window, dtype)
+            return view.expand(self.rows, 1, *view.shape)
+        if active.tree is None:
+            mask = hide(slots, active.positions, window, dtype)
+        else:
+            mask = tree_mask(active, active.tree, slots, self.lengths, window, dtype)
+        if partial:
+            first = torch.tensor(self.added_from, device=self.device)[:, None, None]
+            mask = mask.masked_fill(slots < first, torch.finfo(dtype).min)
+        return mask[:, None]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
@@ -313,15 +284,6 @@ class SlotCache(Cache):
             yield
         finally:
             self._window = None
-
-
-def _hide(keys: Tensor, queries: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """`[..., queries, keys]` additive mask for the positions of keys and queries."""
-    hidden = keys > queries[..., None]
-    if window is not None:
-        hidden = hidden | (keys <= queries[..., None] - window)
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=keys.device)
-    return mask.masked_fill_(hidden, torch.finfo(dtype).min)
 
 
 def _stack(states: Sequence[Tensor], length: int) -> Tensor:
