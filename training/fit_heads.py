@@ -14,7 +14,7 @@ from torch import nn
 from training.data import Mixture
 from training.exits import ExitTask, build_heads, trim_heads
 from training.features import open_features, streams_of
-from training.fitting import FitConfig, heads_of, write_heads
+from training.fitting import FitConfig, go_on_from, heads_of, write_heads
 from training.held_out import HeldOutDrafts
 from training.identity import digest, target_facts
 from training.loop import Loop
@@ -31,6 +31,8 @@ def fit(config: FitConfig) -> Path:
     decoder = spec.engine.decoder
     torch.manual_seed(config.loop.seed)
     heads = build_heads(decoder, config.heads)
+    if config.start:
+        go_on_from(heads, decoder, config.start)
     data = Mixture.read(config.data, tokenizer, config.block_size, config.loop.seed)
     trim_heads(decoder, heads, config.heads, data.sources)
     held_out = config.read_held_out(tokenizer)

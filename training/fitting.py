@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from selfspec import DEMO_MODEL, SelfSpecModel
 from selfspec.config import StrictConfig
-from selfspec.heads import CARD_NAME, ExitHead, heads_card, save_heads
+from selfspec.decoder import Decoder
+from selfspec.heads import CARD_NAME, ExitHead, heads_card, load_heads, save_heads
 from selfspec.heads.card import DEMO
 from training.checkpoint import write_folder
 from training.data import Blocks, SourceConfig, pack, tokenize
@@ -33,6 +34,8 @@ class FitConfig(StrictConfig):
         output: folder of the run; the heads land in `heads` in it.
         target: a checkpoint's folder or model id; `demo` is the one in the package.
         heads: the heads to fit, jointly.
+        start: folder of heads that were saved before; a head that is among them goes on from
+            there, the others start as their kind does.
         data: training text, each source with its weight.
         block_size: tokens of a block.
         features: where the target's features of the training text are kept; without, the target
@@ -47,6 +50,7 @@ class FitConfig(StrictConfig):
     output: str
     target: str = "demo"
     heads: list[HeadConfig] = Field(min_length=1)
+    start: str | None = None
     data: list[SourceConfig] = Field(min_length=1)
     block_size: int = Field(default=256, ge=8)
     features: FeaturesConfig | None = None
@@ -69,7 +73,7 @@ class FitConfig(StrictConfig):
     @property
     def identity(self) -> dict[str, Any]:
         """What must stay as it is when the run is resumed."""
-        names = ("target", "heads", "data", "block_size", "loss", "optimizer")
+        names = ("target", "heads", "start", "data", "block_size", "loss", "optimizer")
         parts: dict[str, Any] = {**dict.fromkeys(names, True), "features": {"dtype"}}
         return {**self.model_dump(mode="json", include=parts), "loop": self.loop.identity}
 
@@ -100,6 +104,30 @@ class FitConfig(StrictConfig):
             name: pack(tokenize(source, tokenizer), self.block_size, source.name)
             for name, source in self.held_out.items()
         }
+
+
+def go_on_from(heads: Sequence[ExitHead], decoder: Decoder, folder: str) -> None:
+    """Give heads the weights that heads of their kind and exit layer have in `folder`.
+
+    Raises:
+        FileNotFoundError: no heads lie there.
+        ValueError: they were fitted to another target, none of them is among `heads`, or one has
+            other options or drafts some tokens only.
+    """
+    saved = {(head.kind, head.exit_layer): head for head in load_heads(decoder, folder)}
+    known = [head for head in heads if (head.kind, head.exit_layer) in saved]
+    if not known:
+        raise ValueError(f"start: none of the heads to fit is among {sorted(saved)} in {folder}")
+    for head in known:
+        before = saved[head.kind, head.exit_layer]
+        if before.vocab_ids is not None or before.options != head.options:
+            raise ValueError(
+                f"start: {folder} has {head.kind}@{head.exit_layer} with options {before.options}"
+                f"{' and a trimmed vocabulary' if before.vocab_ids is not None else ''}; a fit "
+                f"goes on from the same options ({head.options}) and all tokens"
+            )
+        weights = before.state_dict()
+        head.load_state_dict({name: weights[name] for name in head.state_dict()})
 
 
 def write_heads(

@@ -40,9 +40,7 @@ class Skipped:
         self.module, self._others = module, others
         self._names = list(inspect.signature(type(module).forward).parameters)[1:]
 
-    def __call__(
-        self, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def __call__(self, own: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what `own` would return if it added nothing."""
         if self._others is None:
             # Families differ in what attention or experts return. Once, it runs to show that; the
@@ -50,19 +48,15 @@ class Skipped:
             output = own(*args, **kwargs)
             self._others = len(output) - 1 if isinstance(output, tuple) else 0
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        added = given["residual"] if "residual" in given else self._nothing(given)
+        residual: Tensor | None = given.get("residual")
+        added = torch.zeros_like(given[self._names[0]]) if residual is None else residual
         return (added, *[None] * self._others) if self._others else added
-
-    def _nothing(self, given: dict[str, Any]) -> Tensor:
-        return torch.zeros_like(given[self._names[0]])
 
 
 class SkippedHalf(Skipped):
     """The first of two linear maps that lie in the layer itself (OPT); the second gives zeros."""
 
-    def __call__(
-        self, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def __call__(self, own: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Hand the input on, whose width the second one's zeros need."""
         return args[0]
 
