@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-DEMO_MODEL = Path(__file__).parent / "novels16"
+DEMO_MODEL = Path(__file__).parent / "mixed16"
 """Folder of the embedded target, in Hugging Face format."""
 
 PROMPTS = Path(__file__).parent / "prompts.json"
