@@ -19,6 +19,7 @@ from selfspec.cli.demo import comparison_tables, demo_table
 from selfspec.demo import DemoOptions, Run, Writer, compare, load_prompts, run_demo
 from selfspec.display import unmarked
 from selfspec.heads import LensHead, save_heads
+from selfspec.stats import PARTS
 
 PROMPT = "the cat on the mat"
 TOKENS = 12
@@ -109,7 +110,7 @@ def test_the_demos_table_shows_the_figures_of_its_json(writer):
     for _, key, form in demo.ROWS:
         assert form.format(found[key]) in table
     assert found["acceptance_rate"] == result.stats.acceptance_rate
-    split = [found[f"time_{part}"] for part in ("shallow", "deep", "head", "rest")]
+    split = [found[f"time_{part}"] for part in (*PARTS, "rest")]
     assert sum(split) == pytest.approx(1)
 
 
@@ -247,7 +248,7 @@ def test_info_says_what_the_model_is():
     assert found["weight_bytes"] == model.get_memory_footprint(return_buffers=False)
     assert found["kv_bytes_per_token"] == 16 * 2 * 2 * 64 * 2  # layers, k and v, heads, width, bf16
     assert found["kv_bytes"] == 1024 * found["kv_bytes_per_token"]
-    assert (found["layers"], found["vocab_size"]) == (16, 4096)
+    assert (found["layers"], found["vocab_size"]) == (16, 6144)
     assert found["default_draft"]["exit_layer"] == 4
 
 
