@@ -39,8 +39,9 @@ def draft_chain(
     hidden: list[Tensor] = []
     for step in range(limit):
         logits, left = read(token, step)
-        scores = drawable(state.sampler.scores(logits, state.context, offset=step)[:, 0])
-        drawn, drawn_from = state.sampler.draw(scores)
+        with state.stats.clock("sampling"):
+            scores = drawable(state.sampler.scores(logits, state.context, offset=step)[:, 0])
+            drawn, drawn_from = state.sampler.draw(scores)
         token = drawn[:, None]
         if state.sampler.reads_prefix:
             state.context.write(token, offset=step)

@@ -126,7 +126,8 @@ class Session:
         else:
             draft = Draft.empty(state.rows, state.pending.device)
         verified = self.engine.verify(state, draft)
-        verdict = self._accept(state, draft, verified.logits)
+        with self.stats.clock("sampling"):
+            verdict = self._accept(state, draft, verified.logits)
         rounds = self._read(draft, verdict, verified.logits)
         if verdict.branch is not None and any(step.moved for step in rounds):
             state.slots.gather(torch.nn.functional.pad(verdict.branch, (1, 0)))

@@ -85,7 +85,8 @@ class ExitGrowth:
         for width in self.widths[:limit]:
             logits, at_exit = self.reader.read(state, tokens, growth.last, tree, parents)
             growth.hidden.append(at_exit)
-            tokens, parents = self._extend(state, logits, growth, width)
+            with state.stats.clock("sampling"):
+                tokens, parents = self._extend(state, logits, growth, width)
             tree = growth.tree
         return Draft(
             tokens=growth.tokens,

@@ -12,6 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+# Where the time of a round goes, beside the rest.
+PARTS = ("shallow", "deep", "head", "sampling")
+
 Origin = Literal["accepted", "corrected", "bonus", "plain"]
 
 
@@ -79,8 +82,9 @@ class Stats:
         drafted_at: drafts by position in the draft (index 0 is the first).
         accepted_at: kept drafts by position.
         seconds: wall time of `prefill`, of the layers in `shallow` and `deep` passes, of the
-            `head` (exit heads and LM head), and the `total` of the call. On a GPU kernels run
-            behind the host: there the split says where the host waited.
+            `head` (exit heads and LM head), of `sampling` (processors, draws and acceptance, of
+            drafts too), and the `total` of the call. On a GPU kernels run behind the host: there
+            the split says where the host waited.
     """
 
     rounds: int = 0
@@ -93,7 +97,7 @@ class Stats:
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys(("prefill", "shallow", "deep", "head", "total"), 0.0)
+        default_factory=lambda: dict.fromkeys(("prefill", *PARTS, "total"), 0.0)
     )
 
     def count(self, step: Round) -> None:
@@ -148,15 +152,14 @@ class Stats:
 
     @property
     def time_split(self) -> dict[str, float]:
-        """Shares of decode time: shallow layers, deep layers, heads, and the rest.
+        """Shares of decode time: shallow layers, deep layers, heads, sampling, and the rest.
 
-        The rest is all that is neither layer nor head: embeddings, masks, rotary tables, sampling,
-        acceptance and bookkeeping.
+        The rest is what is left: embeddings, masks, rotary tables and bookkeeping.
         """
         total = self.decode_seconds
         if total <= 0:
             return {}
-        parts = {part: self.seconds[part] / total for part in ("shallow", "deep", "head")}
+        parts = {part: self.seconds[part] / total for part in PARTS}
         return {**parts, "rest": 1 - sum(parts.values())}
 
     def to_dict(self) -> dict[str, Any]:

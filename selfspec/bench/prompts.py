@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import json
-import re
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from selfspec.assets import PROMPTS, SAMPLES
 from selfspec.bench.config import PromptSetConfig
+from selfspec.prose import clean_prose
 
 # The first turn alone is asked of conversations. MBPP's test split has ids 11 to 510.
 _TEMPLATES = {
@@ -161,10 +161,3 @@ def _texts(config: PromptSetConfig) -> list[str]:
     except UnicodeDecodeError as error:
         raise ValueError(f"prompt set {config.name!r}: a file is no UTF-8 text ({error})") from None
     return [text for text in texts if text.strip()]
-
-
-def clean_prose(text: str) -> str:
-    """Straight quotes, single spaces, one paragraph a line."""
-    text = text.translate(str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'"}))  # noqa: RUF001
-    paragraphs = re.split(r"\n\s*\n", text)
-    return "\n".join(folded for part in paragraphs if (folded := " ".join(part.split())))

@@ -29,6 +29,7 @@ ROWS = (
     ("time in shallow layers", "time_shallow", "{:.1%}"),
     ("time in deep layers", "time_deep", "{:.1%}"),
     ("time in heads", "time_head", "{:.1%}"),
+    ("time in sampling", "time_sampling", "{:.1%}"),
     ("time in the rest", "time_rest", "{:.1%}"),
 )
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from typing_extensions import Self
 
 from selfspec.config import StrictConfig
+from selfspec.prose import clean_prose
 
 Record = dict[str, Any]
 
@@ -168,13 +169,6 @@ def _messages(record: Record) -> list[dict[str, Any]]:
         if not isinstance(message, dict) or "role" not in message:
             raise ValueError(f"a chat message has a `role` and a `content`, got {message!r}")
     return messages
-
-
-def clean_prose(text: str) -> str:
-    """Straight quotes, single spaces, one paragraph a line."""
-    text = text.translate(str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'"}))  # noqa: RUF001
-    paragraphs = re.split(r"\n\s*\n", text)
-    return "\n".join(folded for part in paragraphs if (folded := " ".join(part.split())))
 
 
 def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[Any], reply_next: bool) -> str:
