@@ -17,12 +17,15 @@ PIP_TORCH_ARGS ?= $(if $(NVIDIA),,$(CPU_INDEX))
 
 BIN := .venv/bin
 READY := .venv/.ready
+DOCS_READY := .venv/.ready-docs
+WHEEL_ENV := build/wheel-env
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+WHEEL_PIP := $(WHEEL_ENV)/bin/python -m pip --disable-pip-version-check
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 PYTEST := $(TEST_ENV) $(BIN)/pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow notebooks check lint types imports clean
+.PHONY: help demo test test-slow test-wheel notebooks docs dist check lint types imports clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +42,23 @@ test-slow: $(READY) ## the slow tests alone
 notebooks: $(READY) ## execute every notebook
 	$(PYTEST) -m "" tests/test_notebooks.py
 
+docs: $(DOCS_READY) ## the documentation site, in site/; a warning is an error
+	$(TEST_ENV) NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+dist: $(READY) ## source distribution and wheel, the wheel made from the former
+	rm -rf dist
+	$(BIN)/python -m build
+
+# pip resolves what the wheel asks for; the demo runs from a folder that is no checkout.
+test-wheel: dist ## install the wheel in an environment of its own, and run the demo from it
+	rm -rf $(WHEEL_ENV)
+	$(PYTHON) -m venv $(WHEEL_ENV)
+	$(WHEEL_PIP) install --quiet $(PIP_TORCH_ARGS) '$(TORCH)'
+	$(WHEEL_PIP) install --quiet dist/*.whl
+	cd $(WHEEL_ENV) && HF_HUB_OFFLINE=1 bin/selfspec demo --max-new-tokens 64
+	cd $(WHEEL_ENV) && bin/python -c "from pathlib import Path; import selfspec; \
+	  assert 'site-packages' in selfspec.__file__ and Path(selfspec.__file__).with_name('py.typed').is_file()"
+
 check: lint types imports ## lint, types and imports
 
 lint: $(READY) ## ruff: rules and formatting
@@ -52,7 +72,7 @@ imports: $(READY) ## import-linter: the floors of the house
 	$(BIN)/lint-imports --no-logo
 
 clean: ## remove everything that can be made again
-	rm -rf .venv dist build outputs .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv dist build outputs site .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch goes in first and by itself: anything that depends on it would pull pip's default build.
@@ -64,4 +84,8 @@ $(READY): pyproject.toml
 	@$(PIP) install --quiet --upgrade pip
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) install --quiet $(PIP_TORCH_ARGS) '$(TORCH)'
 	@$(PIP) install --quiet --editable '.[dev]'
+	@touch $@
+
+$(DOCS_READY): $(READY)
+	@$(PIP) install --quiet --editable '.[docs]'
 	@touch $@

@@ -158,7 +158,12 @@ class Sampler:
         return self._process(prefix, every_row)[rows]
 
     def _process(self, tokens: Tensor, scores: Tensor) -> Tensor:
-        return self.processors(tokens, scores)  # pyright: ignore[reportArgumentType, reportReturnType]
+        if self.reads_prefix:
+            return self.processors(tokens, scores)  # pyright: ignore
+        # The list looks up the signature of every processor at every call; these are known.
+        for processor in self.processors:
+            scores = processor(tokens, scores)  # pyright: ignore
+        return scores
 
     def draw(self, scores: Tensor) -> tuple[Tensor, Tensor | None]:
         """Tokens `[batch]` for `scores` `[batch, vocab]`, and the distribution they came from.
@@ -182,5 +187,12 @@ def drawable(scores: Tensor) -> Tensor:
 
 def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """One token per row of `probs` `[..., vocab]`; rows need not be normalised."""
-    # The exponential race of torch.multinomial, draw for draw, without its wait for the device.
-    return (probs / torch.empty_like(probs).exponential_(1, generator=generator)).argmax(-1)
+    # One uniform number a row, found in the running sum. torch.multinomial waits for the device,
+    # and its race needs a random number for every token of the vocabulary. In float64 the rarest
+    # token keeps its chance; some devices have none.
+    wide = torch.float32 if probs.device.type == "mps" else torch.float64
+    edges = probs.cumsum(-1, dtype=wide)
+    total = edges[..., -1:]
+    coin = torch.rand(total.shape, dtype=wide, device=probs.device, generator=generator)
+    at = torch.minimum(coin * total, total.nextafter(torch.zeros_like(total)))
+    return torch.searchsorted(edges, at, right=True).squeeze(-1)

@@ -12,10 +12,10 @@ from selfspec.stats import Round
 
 
 class RoundStreamer(BaseStreamer):
-    """A streamer that is shown where each token came from: one row, a round at a time."""
+    """A streamer that is shown where each token came from, a round at a time."""
 
-    def put_round(self, step: Round) -> None:
-        """Take the tokens of a round, after `put` has taken the prompt."""
+    def put_round(self, steps: Sequence[Round]) -> None:
+        """Take what each row that took part made of a round, after `put` has taken the prompt."""
         raise NotImplementedError
 
 
@@ -47,8 +47,8 @@ class Stream:
         """
         if self.streamer is None:
             return
-        if isinstance(self.streamer, RoundStreamer) and len(context.lengths) == 1:
-            self.streamer.put_round(rounds[0])
+        if isinstance(self.streamer, RoundStreamer):
+            self.streamer.put_round(rounds)
             return
         if len(context.lengths) == 1:
             new = context.tokens[0, self.shown : context.lengths[0]]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 from typing_extensions import Self
 
 from selfspec.config import DraftConfig, StrictConfig, load_config, unknown_name
@@ -115,7 +115,7 @@ class MethodConfig(StrictConfig):
         return self
 
 
-class SettingConfig(StrictConfig):
+class ModeConfig(StrictConfig):
     """One way to turn scores into tokens, the same for all methods.
 
     Attributes:
@@ -146,11 +146,13 @@ class SettingConfig(StrictConfig):
         return {**options, "repetition_penalty": self.repetition_penalty}
 
 
-_SETTINGS = (
-    SettingConfig(name="greedy"),
-    SettingConfig(name="sampled", temperature=1.0),
-    SettingConfig(name="greedy, repetition penalty 1.2", repetition_penalty=1.2),
-)
+# Modes that a config may name. Small models go in circles under greedy decoding, which makes any
+# drafter look good; under a penalty they do not.
+_MODES = {
+    "greedy": ModeConfig(name="greedy"),
+    "sampled": ModeConfig(name="sampled", temperature=1.0),
+    "penalised": ModeConfig(name="penalised", repetition_penalty=1.2),
+}
 _METHODS = (
     MethodConfig(name="selfspec"),
     MethodConfig(name="HF assistant_early_exit", peer="assistant_early_exit"),
@@ -172,11 +174,14 @@ class BenchConfig(StrictConfig):
         prompts: the prompt sets.
         methods: what is compared; an entry may be the path of a YAML file with one method, or a
             glob of such. The model's own `generate` is always first.
-        settings: ways to decode; methods are compared within each.
+        modes: ways to decode; methods are compared within each. An entry may be a name: `greedy`,
+            `sampled` (temperature 1), `penalised` (greedy, repetition penalty 1.2).
+        batch_sizes: prompts that are written on at once; each size is a comparison of its own.
+            Where prompts do not fill the last batch, the first ones stand in it again.
         max_new_tokens: tokens a text has unless it ends before.
         repeats: timed runs of every method on every prompt.
-        warm_up: tokens written untimed by every method before each prompt set and setting; peak
-            memory is that of this call, on the longest prompt.
+        warm_up: tokens written untimed by every method before each prompt set, mode and batch
+            size; peak memory is that of this call, on the longest prompts.
         seed: seeds sampling and the bootstrap.
     """
 
@@ -188,7 +193,8 @@ class BenchConfig(StrictConfig):
     threads: int | None = Field(default=None, ge=1)
     prompts: tuple[PromptSetConfig, ...] = (PromptSetConfig(name="novels", count=4),)
     methods: tuple[MethodConfig, ...] = _METHODS
-    settings: tuple[SettingConfig, ...] = _SETTINGS
+    modes: tuple[ModeConfig, ...] = tuple(_MODES.values())
+    batch_sizes: tuple[PositiveInt, ...] = Field(default=(1,), min_length=1)
     max_new_tokens: int = Field(default=128, ge=2)
     repeats: int = Field(default=1, ge=1)
     warm_up: int = Field(default=16, ge=2)
@@ -204,6 +210,13 @@ class BenchConfig(StrictConfig):
             found += read_methods(method) if isinstance(method, str) else [method]
         return found
 
+    @field_validator("modes", mode="before")
+    @classmethod
+    def _take_named(cls, modes: Any) -> Any:
+        if not isinstance(modes, Sequence) or isinstance(modes, str):
+            raise ValueError("modes is a list of modes, or of their names")
+        return [_named_mode(mode) if isinstance(mode, str) else mode for mode in modes]
+
     @field_validator("methods")
     @classmethod
     def _plain_comes_first(cls, methods: tuple[MethodConfig, ...]) -> tuple[MethodConfig, ...]:
@@ -212,19 +225,22 @@ class BenchConfig(StrictConfig):
 
     @model_validator(mode="after")
     def _names_differ(self) -> Self:
-        for what in ("prompts", "methods", "settings"):
+        for what in ("prompts", "methods", "modes"):
             names = [entry.name for entry in getattr(self, what)]
             if not names:
                 raise ValueError(f"{what} is empty; there has to be one")
             for name in names:
                 if names.count(name) > 1:
                     raise ValueError(f"{what}: two are named {name!r}; give each its own name")
+        if len(set(self.batch_sizes)) < len(self.batch_sizes):
+            raise ValueError(f"batch_sizes has a size twice: {list(self.batch_sizes)}")
         return self
 
-    @property
-    def timed_calls(self) -> int:
-        """Timed calls for every prompt."""
-        return len(self.settings) * len(self.methods) * self.repeats
+
+def _named_mode(name: str) -> ModeConfig:
+    if name not in _MODES:
+        raise ValueError(unknown_name("mode", name, list(_MODES)))
+    return _MODES[name]
 
 
 def read_methods(pattern: str) -> list[MethodConfig]:

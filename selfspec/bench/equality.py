@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from selfspec.bench.batches import Batch
 from selfspec.model import SelfSpecModel
 
 # Roundings that a score may differ by between a pass over one token and one over several.
@@ -32,13 +33,13 @@ class Divergence(NamedTuple):
 
 
 def first_divergence(
-    spec: SelfSpecModel, prompt: Tensor, options: dict[str, Any], plain: list[int], other: list[int]
+    spec: SelfSpecModel, prompt: Batch, options: dict[str, Any], plain: list[int], other: list[int]
 ) -> Divergence | None:
     """Where `other` parts from `plain`; `None` where they are equal.
 
     Args:
         spec: the target.
-        prompt: `[1, width]` what both go on from.
+        prompt: the one row that both go on from.
         options: of `generate`, the same for both.
         plain: tokens of the model's own `generate`.
         other: tokens of another method.
@@ -51,20 +52,22 @@ def first_divergence(
     a, b = tokens
     if a is None or b is None:
         return Divergence(position, a, b, None, rounding=False)
-    prefix = torch.cat([prompt, prompt.new_tensor([plain[:position]])], dim=1)
-    scores = _scores(spec, prefix, options)
+    scores = _scores(spec, prompt, plain[:position], options)
     margin = abs(float(scores[a] - scores[b]))
     size = float(scores[scores.isfinite()].abs().max())
     rounding = margin <= _ROUNDINGS * torch.finfo(spec.engine.decoder.dtype).eps * size
     return Divergence(position, a, b, margin if margin < float("inf") else None, rounding)
 
 
-def _scores(spec: SelfSpecModel, prefix: Tensor, options: dict[str, Any]) -> Tensor:
+def _scores(
+    spec: SelfSpecModel, prompt: Batch, written: list[int], options: dict[str, Any]
+) -> Tensor:
     """`[vocab]` what the model's own `generate` would choose the next token from."""
     generate: Any = spec.model.generate
+    behind = prompt.tokens.new_tensor([written])
     output = generate(
-        prefix,
-        attention_mask=torch.ones_like(prefix),
+        torch.cat([prompt.tokens, behind], dim=1),
+        attention_mask=torch.cat([prompt.mask, torch.ones_like(behind)], dim=1),
         return_dict_in_generate=True,
         output_scores=True,
         **{**options, "max_new_tokens": 1},

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from selfspec.bench.batches import Batch
 from selfspec.bench.config import MethodConfig
 from selfspec.bench.equality import Divergence, first_divergence
-from selfspec.bench.methods import make_method
+from selfspec.bench.methods import make_method, stop_ids
 from selfspec.config import DraftConfig
 from selfspec.model import SelfSpecModel
 
@@ -147,8 +148,9 @@ def _greedy(
     ours = make_method(spec, MethodConfig(name="draft", draft=draft))
     found: dict[int, Divergence] = {}
     for number, prompt in enumerate(prompts):
-        texts = [write(prompt, options, 0).tokens for write in (plain, ours)]
-        divergence = first_divergence(spec, prompt, options, *texts)
+        batch = Batch.of(prompt)
+        texts = [write(batch, options, 0).texts[0] for write in (plain, ours)]
+        divergence = first_divergence(spec, batch, options, *texts)
         if divergence is not None:
             found[number] = divergence
     return found
@@ -158,9 +160,7 @@ def _distribution(
     spec: SelfSpecModel, draft: DraftConfig, prompt: Tensor, sampling: Sampling, seed: int
 ) -> tuple[float, float]:
     """The least p-value times the number of tests, and the acceptance rate."""
-    stops = spec.causal_lm.generation_config.eos_token_id
-    stops = stops if isinstance(stops, list) else [] if stops is None else [stops]
-    options = sampling.options(stops)
+    options = sampling.options(stop_ids(spec))
     expected = exact_probabilities(spec, prompt, options, sampling.horizon)
     drawn, rate = _draws(spec, draft, prompt, options, sampling, seed)
     p_values = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from selfspec.bench.batches import Batch
 from selfspec.bench.config import PEER_OPTIONS, MethodConfig
 from selfspec.config import DraftConfig
 from selfspec.model import SelfSpecModel
@@ -38,14 +39,14 @@ class Arrivals(RoundStreamer):
     prompt_seen: bool = False
 
     def put(self, value: Tensor) -> None:
-        """Take the prompt first, then tokens."""
+        """Take the prompts first, then tokens."""
         if self.prompt_seen:
             self._note(value.numel())
         self.prompt_seen = True
 
-    def put_round(self, step: Round) -> None:
+    def put_round(self, steps: Sequence[Round]) -> None:
         """Take the tokens of a round of selfspec's."""
-        self._note(len(step.tokens))
+        self._note(sum(len(step.tokens) for step in steps))
 
     def end(self) -> None:
         """Nothing follows."""
@@ -60,25 +61,25 @@ class Written:
     """What one call wrote, and when.
 
     Attributes:
-        tokens: the new token ids.
-        counts: tokens of each arrival; the first ends the prefill.
+        texts: the new token ids of each row, up to its stop.
+        counts: tokens of each arrival, all rows together; the first ends the prefill.
         times: seconds from the call to each arrival.
         stats: counters and clocks, if it was selfspec's.
-        accepted: kept drafts of every round behind the prefill.
+        accepted: kept drafts of every round of every row behind the prefill.
     """
 
-    tokens: list[int]
+    texts: list[list[int]]
     counts: list[int]
     times: list[float]
     stats: Stats | None = None
     accepted: tuple[int, ...] = ()
 
 
-Write = Callable[[Tensor, dict[str, Any], int], Written]
+Write = Callable[[Batch, dict[str, Any], int], Written]
 
 
 def make_method(spec: SelfSpecModel, config: MethodConfig) -> Write:
-    """What writes: called with a prompt `[1, width]`, options of `generate` and a seed.
+    """What writes: called with prompts, options of `generate` and a seed.
 
     Raises:
         OSError: the assistant model is not there.
@@ -95,6 +96,22 @@ def make_method(spec: SelfSpecModel, config: MethodConfig) -> Write:
     elif config.peer == "assistant_model":
         options["assistant_model"] = _assistant(spec, options["assistant_model"])
     return _Own(spec, options)
+
+
+def stop_ids(spec: SelfSpecModel) -> list[int]:
+    """Tokens that end a text."""
+    stops = spec.causal_lm.generation_config.eos_token_id
+    return stops if isinstance(stops, list) else [] if stops is None else [stops]
+
+
+def _texts(spec: SelfSpecModel, output: Tensor, width: int) -> list[list[int]]:
+    """The rows of what `generate` returns, without prompt and without padding behind a stop."""
+    stops = set(stop_ids(spec))
+    found: list[list[int]] = []
+    for row in output[:, width:].tolist():
+        end = next((place for place, token in enumerate(row, 1) if token in stops), len(row))
+        found.append(row[:end])
+    return found
 
 
 def _assistant(spec: SelfSpecModel, path: str) -> PreTrainedModel:
@@ -114,12 +131,12 @@ class _Speculation:
     def __init__(self, spec: SelfSpecModel, draft: DraftConfig | None):
         self.spec, self.draft = spec, draft
 
-    def __call__(self, prompt: Tensor, options: dict[str, Any], seed: int) -> Written:
-        generator = torch.Generator(prompt.device).manual_seed(seed)
+    def __call__(self, batch: Batch, options: dict[str, Any], seed: int) -> Written:
+        generator = torch.Generator(batch.tokens.device).manual_seed(seed)
         arrivals = Arrivals()
         output = self.spec.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
+            batch.tokens,
+            attention_mask=batch.mask,
             draft=self.draft,
             generator=generator,
             streamer=arrivals,
@@ -128,11 +145,11 @@ class _Speculation:
         trace = self.spec.last_trace
         assert trace is not None and isinstance(output, Tensor)
         return Written(
-            tokens=output[0, prompt.shape[1] :].tolist(),
+            texts=_texts(self.spec, output, batch.width),
             counts=arrivals.counts,
             times=arrivals.times,
             stats=self.spec.last_stats,
-            accepted=tuple(step.accepted for step in trace.rows[0][1:]),
+            accepted=tuple(step.accepted for row in trace.rows for step in row[1:]),
         )
 
 
@@ -151,21 +168,26 @@ class _Own:
         self.options = options
         self.assistant = options.get("assistant_model", spec.causal_lm)
 
-    def __call__(self, prompt: Tensor, options: dict[str, Any], seed: int) -> Written:
+    def __call__(self, batch: Batch, options: dict[str, Any], seed: int) -> Written:
         generate: Any = self.spec.model.generate
         with _left_as_it_was(self.spec.causal_lm), self._told(), torch.random.fork_rng():
             torch.manual_seed(seed)
             arrivals = Arrivals()
             output = generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
+                batch.tokens,
+                attention_mask=batch.mask,
                 streamer=arrivals,
                 **self.options,
                 **options,
             )
-        tokens = output[0, prompt.shape[1] :].tolist()
-        accepted = tuple(count - 1 for count in arrivals.counts[1:])
-        return Written(tokens, arrivals.counts, arrivals.times, accepted=accepted)
+        texts, counts = _texts(self.spec, output, batch.width), arrivals.counts
+        accepted = tuple(count - 1 for count in counts[1:])
+        if batch.rows > 1:
+            # One token a row and step; what comes behind a row's stop is padding. Speculation in
+            # transformers writes one row only.
+            counts = [sum(len(text) > step for text in texts) for step in range(len(counts))]
+            accepted = (0,) * sum(counts[1:])
+        return Written(texts, counts, arrivals.times, accepted=accepted)
 
     @contextmanager
     def _told(self) -> Iterator[None]:

@@ -50,7 +50,7 @@ def _write(
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("plots need matplotlib; pip install 'selfspec[plots]'") from error
+        raise ImportError("plots need matplotlib; pip install 'selfspec[bench]'") from error
     figure = Figure(figsize=(8, 1.6 + 0.34 * len(rows)), layout="constrained")
     ax = figure.subplots()
     draw(ax, rows)

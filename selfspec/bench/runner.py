@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.bench.config import BenchConfig, PromptSetConfig, SettingConfig
+from selfspec.bench.batches import Batch, make_batches
+from selfspec.bench.config import BenchConfig, ModeConfig
 from selfspec.bench.meters import EnergyMeter, peak_memory
-from selfspec.bench.methods import Write, make_method
+from selfspec.bench.methods import Write, make_method, stop_ids
 from selfspec.bench.prompts import read_prompts
 from selfspec.bench.runs import Key, Place, Run, RunFile
 from selfspec.model import SelfSpecModel
@@ -34,7 +35,8 @@ class Bench:
         config: what is run.
 
     Attributes:
-        prompts: by set, `[1, width]` each.
+        prompts: by set, `[width]` each.
+        batches: the same by set and batch size.
         methods: what writes, by name.
         unmade: why others cannot be made, by name.
 
@@ -51,10 +53,14 @@ class Bench:
         longest = decoder.max_positions and decoder.max_positions - config.max_new_tokens
         self.prompts: dict[str, list[Tensor]] = {
             prompts.name: [
-                torch.tensor([tokens], device=decoder.device)
-                for tokens in read_prompts(prompts, tokenizer, longest)
+                torch.tensor(tokens) for tokens in read_prompts(prompts, tokenizer, longest)
             ]
             for prompts in config.prompts
+        }
+        self.batches: dict[tuple[str, int], list[Batch]] = {
+            (name, rows): make_batches(prompts, rows, decoder.device)
+            for name, prompts in self.prompts.items()
+            for rows in config.batch_sizes
         }
         self.methods: dict[str, Write] = {}
         self.unmade: dict[str, str] = {}
@@ -67,18 +73,16 @@ class Bench:
     @property
     def total(self) -> int:
         """Timed calls in all."""
-        return sum(map(len, self.prompts.values())) * self.config.timed_calls
+        each = len(self.config.modes) * len(self.config.methods) * self.config.repeats
+        return sum(map(len, self.batches.values())) * each
 
-    def options(self, setting: SettingConfig) -> dict[str, Any]:
+    def options(self, mode: ModeConfig) -> dict[str, Any]:
         """Options of `generate`, the same for every method."""
-        config = self.spec.causal_lm.generation_config
-        stops = config.eos_token_id
-        stop = stops[0] if isinstance(stops, list) else stops
-        padding = config.pad_token_id if config.pad_token_id is not None else stop
+        padding = self.spec.causal_lm.generation_config.pad_token_id
         return {
-            **setting.generation,
+            **mode.generation,
             "max_new_tokens": self.config.max_new_tokens,
-            "pad_token_id": padding or 0,
+            "pad_token_id": next(iter([*stop_ids(self.spec), 0])) if padding is None else padding,
         }
 
     def run(self, file: RunFile, show: Callable[[Progress], None] = lambda progress: None) -> None:
@@ -88,26 +92,27 @@ class Bench:
             file: where they are kept.
             show: told before every call.
         """
-        for setting in self.config.settings:
-            for prompts in self.config.prompts:
-                _Session(self, file, setting, prompts, show).run()
+        for mode in self.config.modes:
+            for prompts, rows in self.batches:
+                _Session(self, file, mode, prompts, rows, show).run()
 
 
 class _Session:
-    """The runs of one setting on one prompt set."""
+    """The runs of one mode on one prompt set with one batch size."""
 
     def __init__(
         self,
         bench: Bench,
         file: RunFile,
-        setting: SettingConfig,
-        prompts: PromptSetConfig,
+        mode: ModeConfig,
+        prompts: str,
+        rows: int,
         show: Callable[[Progress], None],
     ):
         self.bench, self.file, self.show = bench, file, show
-        self.setting, self.name = setting, prompts.name
-        self.prompts = bench.prompts[prompts.name]
-        self.options = bench.options(setting)
+        self.mode, self.prompts, self.rows = mode, prompts, rows
+        self.batches = bench.batches[prompts, rows]
+        self.options = bench.options(mode)
         self.energy = EnergyMeter(bench.spec.engine.decoder.device)
 
     def run(self) -> None:
@@ -121,22 +126,22 @@ class _Session:
                 self._guarded(key.place, lambda key=key: self._time(key))
 
     def _place(self, method: str) -> Place:
-        return Place(self.setting.name, self.name, method)
+        return Place(self.mode.name, self.prompts, self.rows, method)
 
     def _order(self) -> Iterator[Key]:
-        """Prompt by prompt; who begins moves on, and every second turn goes backwards."""
+        """Batch by batch; who begins moves on, and every second turn goes backwards."""
         methods = list(self.bench.methods)
-        for prompt in range(len(self.prompts)):
+        for number in range(len(self.batches)):
             for repeat in range(self.bench.config.repeats):
-                turn = prompt * self.bench.config.repeats + repeat
+                turn = number * self.bench.config.repeats + repeat
                 first = turn % len(methods)
                 order = methods[first:] + methods[:first]
                 for method in order[:: -1 if turn % 2 else 1]:
-                    yield Key(self._place(method), prompt, repeat)
+                    yield Key(self._place(method), number, repeat)
 
     def _guarded(self, place: Place, call: Callable[[], None]) -> None:
         done = len(self.file.runs)
-        doing = f"{place.setting} · {place.prompts} · {place.method}"
+        doing = f"{place.mode} · {place.prompts} · batch {place.batch} · {place.method}"
         self.show(Progress(done, self.bench.total, doing))
         try:
             call()
@@ -146,17 +151,18 @@ class _Session:
     def _warm_up(self, method: str) -> None:
         """Write a little, untimed, and see how much memory it takes."""
         write = self.bench.methods[method]
-        longest = max(self.prompts, key=lambda prompt: prompt.shape[1])
+        longest = max(self.batches, key=lambda batch: batch.width)
         options = {**self.options, "max_new_tokens": self.bench.config.warm_up}
-        device = longest.device
+        device = longest.tokens.device
         memory = peak_memory(lambda: write(longest, options, self.bench.config.seed), device)
         if memory is not None:
             self.file.add_memory(self._place(method), memory)
 
     def _time(self, key: Key) -> None:
-        seed = self.bench.config.seed + 1000 * key.repeat + key.prompt
+        seed = self.bench.config.seed + 1000 * key.repeat + key.number
         before = self.energy.joules()
-        written = self.bench.methods[key.place.method](self.prompts[key.prompt], self.options, seed)
+        batch = self.batches[key.number]
+        written = self.bench.methods[key.place.method](batch, self.options, seed)
         after = self.energy.joules()
         used = None if before is None or after is None else after - before
         self.file.add(Run.of(key, written, used))

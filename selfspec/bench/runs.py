@@ -16,18 +16,19 @@ _IDENTITY = "bench.json"
 
 
 class Place(NamedTuple):
-    """A row of the report: one method under one setting on one prompt set."""
+    """A row of the report: one method in one mode on one prompt set, so many prompts at once."""
 
-    setting: str
+    mode: str
     prompts: str
+    batch: int
     method: str
 
 
 class Key(NamedTuple):
-    """A timed call: the place, the prompt's number and the repeat's."""
+    """A timed call: the place, the number of the batch of prompts and the repeat's."""
 
     place: Place
-    prompt: int
+    number: int
     repeat: int
 
 
@@ -37,16 +38,16 @@ class Run:
 
     Attributes:
         key: which.
-        tokens: the new token ids.
-        counts: tokens of each arrival; the first ends the prefill.
+        texts: the new token ids of each row.
+        counts: tokens of each arrival, all rows together; the first ends the prefill.
         times: seconds from the call to each arrival.
-        accepted: kept drafts of every round behind the prefill.
+        accepted: kept drafts of every round of every row behind the prefill.
         stats: fields of selfspec's `Stats`; `None` of a peer.
         joules: what the GPU used.
     """
 
     key: Key
-    tokens: list[int]
+    texts: list[list[int]]
     counts: list[int]
     times: list[float]
     accepted: list[int]
@@ -59,7 +60,7 @@ class Run:
         stats = asdict(written.stats) if written.stats else None
         times = [round(seconds, 6) for seconds in written.times]
         return cls(
-            key, written.tokens, written.counts, times, list(written.accepted), stats, joules
+            key, written.texts, written.counts, times, list(written.accepted), stats, joules
         )
 
     @property
@@ -79,7 +80,7 @@ class Run:
 
     @property
     def rate(self) -> float | None:
-        """Decoded tokens per second; `None` of a text that ended at once."""
+        """Decoded tokens per second, all rows together; `None` where every text ended at once."""
         return self.decoded / self.decode_seconds if self.decoded else None
 
 
@@ -133,17 +134,17 @@ class RunFile:
             self._take(json.loads(line))
 
     def _take(self, record: dict[str, Any]) -> None:
-        place = Place(record.pop("setting"), record.pop("prompts"), record.pop("method"))
+        place = Place(*(record.pop(name) for name in Place._fields))
         if "peak" in record:
             self.memory[place] = Memory(**record)
         elif "error" not in record:  # what failed is tried again
-            key = Key(place, record.pop("prompt"), record.pop("repeat"))
+            key = Key(place, record.pop("number"), record.pop("repeat"))
             self.runs[key] = Run(key, **record)
 
     def add(self, run: Run) -> None:
         """Keep a run."""
         record = {name: value for name, value in vars(run).items() if name != "key"}
-        self._append(run.key.place, {"prompt": run.key.prompt, "repeat": run.key.repeat, **record})
+        self._append(run.key.place, {"number": run.key.number, "repeat": run.key.repeat, **record})
         self.runs[run.key] = run
 
     def add_memory(self, place: Place, memory: Memory) -> None:

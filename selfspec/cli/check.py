@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from selfspec.cli import options as opt
-from selfspec.cli.generate import read_prompts
 from selfspec.cli.load import Loaded, load
 from selfspec.cli.output import print_json, progress, reporting
+from selfspec.cli.prompts import read_prompts
 
 if TYPE_CHECKING:
     from torch import Tensor

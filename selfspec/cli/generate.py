@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -16,12 +14,12 @@ from rich.progress import MofNCompleteColumn, Progress
 
 from selfspec.cli import options as opt
 from selfspec.cli.load import Loaded, load
-from selfspec.cli.output import print_json, progress, reporting
+from selfspec.cli.output import print_json, progress, reporting, summary
+from selfspec.cli.prompts import read_prompts
 
 if TYPE_CHECKING:
     from selfspec.config import DraftConfig
-    from selfspec.stats import Stats, Trace
-
+    from selfspec.stats import Trace
 
 _JOB = "Job"
 
@@ -97,8 +95,7 @@ def generate(
         raise typer.BadParameter("a job has --prompts and --output, and no other prompt")
     prompts = read_prompts(prompt, prompts_file or file)
     drafting = opt.draft_config(config, draft)
-    sampling = _sampling(temperature, top_k, top_p)
-    options = {"max_new_tokens": max_new_tokens, **sampling}
+    options = {"max_new_tokens": max_new_tokens, **opt.sampling(temperature, top_k, top_p)}
     if output is not None:
         job = _Job(model, heads, dtype, device, profile, drafting, options, seed)
         job.run(prompts, output, processes, as_json)
@@ -110,58 +107,6 @@ def generate(
         results = [writer.write(text, form, console) for text in prompts]
     if as_json:
         print_json({**target.to_dict(), "draft": drafting.model_dump(), "results": results})
-
-
-def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
-    """The prompts, from the argument, a file or stdin.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: there is no text, or a line is no JSON object with a prompt.
-    """
-    if prompt not in (None, "-"):
-        source, text = "the argument", prompt
-    elif file is not None and str(file) != "-":
-        if not file.is_file():
-            raise FileNotFoundError(f"no prompt file at {file}")
-        source, text = str(file), file.read_text(encoding="utf-8")
-    elif sys.stdin.isatty():
-        raise typer.BadParameter("give a prompt, --file, or text on stdin")
-    else:
-        source, text = "stdin", sys.stdin.read()
-    assert text is not None
-    if not text.strip():
-        raise ValueError(f"empty prompt from {source}; there has to be text to go on from")
-    if source == "the argument":
-        return [text]
-    if text.lstrip().startswith("{"):
-        return [_prompt_of(line, f"{source}, line {n}") for n, line in _lines(text)]
-    return [text.rstrip("\n")]
-
-
-def _lines(text: str) -> list[tuple[int, str]]:
-    return [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
-
-
-def _prompt_of(line: str, place: str) -> str:
-    try:
-        prompt = json.loads(line)["prompt"]
-    except (json.JSONDecodeError, TypeError, KeyError):
-        prompt = None
-    if not isinstance(prompt, str) or not prompt:
-        raise ValueError(f'{place} must be a JSON object like {{"prompt": "..."}}, got {line[:80]}')
-    return prompt
-
-
-def _sampling(temperature: float, top_k: int | None, top_p: float | None) -> dict[str, Any]:
-    """Options of transformers' `generate`; what was not given stays the checkpoint's."""
-    given = {"top_k": top_k, "top_p": top_p}
-    chosen = {name: value for name, value in given.items() if value is not None}
-    if temperature > 0:
-        return {"do_sample": True, "temperature": temperature, **chosen}
-    if chosen:
-        raise typer.BadParameter("--top-k and --top-p are for sampling; give a --temperature too")
-    return {"do_sample": False}
 
 
 class _Writer:
@@ -266,12 +211,3 @@ class _Job:
         draft = self.draft or target.spec.default_draft
         writer = _Writer(target, draft, self.options, self.seed)
         return lambda prompt: writer.write(prompt, Format.jsonl, Console(quiet=True))
-
-
-def summary(stats: Stats) -> str:
-    """The figures of one text in a line."""
-    return (
-        f"{stats.emitted} tokens, {stats.tokens_per_second:.1f} tokens/s, "
-        f"acceptance rate {stats.acceptance_rate:.3f}, "
-        f"mean accepted length {stats.mean_accepted_length:.2f}"
-    )

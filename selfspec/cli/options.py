@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -138,3 +138,14 @@ def draft_config(file: Path | None, fields: Sequence[str] | None) -> DraftConfig
         draft: DraftConfig = DraftConfig()
 
     return load_config(Sections, file, [f"draft.{field}" for field in fields or ()]).draft
+
+
+def sampling(temperature: float, top_k: int | None, top_p: float | None) -> dict[str, Any]:
+    """Options of transformers' `generate`; what was not given stays the checkpoint's."""
+    given = {"top_k": top_k, "top_p": top_p}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if temperature > 0:
+        return {"do_sample": True, "temperature": temperature, **chosen}
+    if chosen:
+        raise typer.BadParameter("--top-k and --top-p are for sampling; give a --temperature too")
+    return {"do_sample": False}

@@ -6,9 +6,12 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+
+if TYPE_CHECKING:
+    from selfspec.stats import Stats
 
 
 @contextmanager
@@ -34,6 +37,22 @@ def progress() -> Console:
     console = Console(stderr=True, highlight=False)
     console.quiet = not console.is_terminal
     return console
+
+
+def complain(message: str) -> None:
+    """Say in one line on stderr what is wrong."""
+    line = " ".join(message.split())
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console.print(f"selfspec: {line}", markup=False)
+
+
+def summary(stats: Stats) -> str:
+    """The figures of one text in a line."""
+    return (
+        f"{stats.emitted} tokens, {stats.tokens_per_second:.1f} tokens/s, "
+        f"acceptance rate {stats.acceptance_rate:.3f}, "
+        f"mean accepted length {stats.mean_accepted_length:.2f}"
+    )
 
 
 def in_units(count: float, unit: str = "") -> str:

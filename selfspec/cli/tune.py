@@ -14,9 +14,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.progress import Progress as Bar
 
 from selfspec.cli import options as opt
-from selfspec.cli.generate import read_prompts
 from selfspec.cli.load import Loaded, load, resolve
 from selfspec.cli.output import print_json, progress, reporting
+from selfspec.cli.prompts import read_prompts
 
 if TYPE_CHECKING:
     from selfspec.profile import Profile

@@ -104,9 +104,10 @@ class OriginStreamer(RoundStreamer):
         tokens = [int(token) for token in value.flatten()]
         self.text = Detokenizer(self.tokenizer, tokens, skip_special_tokens=True)
 
-    def put_round(self, step: Round) -> None:
+    def put_round(self, steps: Sequence[Round]) -> None:
         """Write the tokens of a round."""
         assert self.text is not None, "the prompt comes first"
+        (step,) = steps
         for token, origin in zip(step.tokens, step.origins, strict=True):
             write_piece(self.console, Piece(self.text.push(token), origin))
             self.last = origin

@@ -50,8 +50,8 @@ class SkipLayers(Drafter):
     def propose(self, state: State, limit: int) -> Draft:
         """Draft token by token."""
         self.chooser.begin(state)
-        self.keep = self.chooser.keep
-        depth = 0 if self.keep else self._exact
+        state.keep = self.chooser.keep
+        depth = 0 if state.keep else self._exact
         return draft_chain(
             state,
             min(self.longest, limit),
