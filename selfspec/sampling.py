@@ -195,4 +195,6 @@ def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     total = edges[..., -1:]
     coin = torch.rand(total.shape, dtype=wide, device=probs.device, generator=generator)
     at = torch.minimum(coin * total, total.nextafter(torch.zeros_like(total)))
-    return torch.searchsorted(edges, at, right=True).squeeze(-1)
+    found = torch.searchsorted(edges, at, right=True).squeeze(-1)
+    # NaN and zeros lie behind every edge: some token then, which verification will not keep.
+    return found.clamp(max=probs.shape[-1] - 1)

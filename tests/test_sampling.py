@@ -223,3 +223,10 @@ def test_draws_need_no_normalised_rows_and_keep_their_shape():
     probs = torch.zeros(2, 3, VOCAB)
     probs[..., 4] = 1e-8
     assert draw(probs).tolist() == [[4] * 3] * 2
+
+
+@pytest.mark.parametrize("chance", [float("nan"), 0.0, float("inf")])
+def test_of_broken_probabilities_some_token_is_drawn(chance):
+    """A draft that is no token would end the call where nothing says why."""
+    drawn = draw(torch.full((50, VOCAB), chance))
+    assert bool(((drawn >= 0) & (drawn < VOCAB)).all())

@@ -249,3 +249,16 @@ def test_tokenizers_that_number_their_words_otherwise_are_refused(model, tokeniz
     SelfSpecModel.from_pretrained(tmp_path / "target", draft_model=tmp_path / "alike")
     with pytest.raises(ValueError, match=r"other and of the target .*target have different"):
         SelfSpecModel.from_pretrained(tmp_path / "target", draft_model=tmp_path / "other")
+
+
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+def test_a_broken_draft_model_is_never_followed(model, do_sample):
+    broken = tiny_llama(seed=1)
+    with torch.no_grad():
+        broken.model.layers[0].mlp.down_proj.weight.fill_(torch.nan)
+    spec = SelfSpecModel(model, draft_model=broken)
+    options = {"attention_mask": MASK, "max_new_tokens": 12, "do_sample": do_sample}
+    text = spec.generate(IDS, draft=DRAFT, **options)
+    assert text.shape == (len(IDS), IDS.shape[1] + 12)
+    if not do_sample:
+        assert torch.equal(text, greedy(model, IDS, MASK, max_new_tokens=12))
