@@ -6,7 +6,7 @@ DEMO_MODEL = Path(__file__).parent / "mixed16"
 """Folder of the embedded target, in Hugging Face format."""
 
 PROMPTS = Path(__file__).parent / "prompts.json"
-"""Beginnings from novels that the demo target was not trained on."""
+"""Beginnings of prose, code and maths that the demo target was not trained on."""
 
 SAMPLES = Path(__file__).parent / "prompts"
 """A few questions of each benchmark whose licence allows it, in the benchmark's own format."""

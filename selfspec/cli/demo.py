@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,12 +20,20 @@ if TYPE_CHECKING:
     from selfspec.config import DraftConfig
     from selfspec.demo import Comparison, DemoOptions, DemoResult, Writer
 
+
+class Domain(str, Enum):
+    """What a passage in the package is."""
+
+    prose = "prose"
+    code = "code"
+    maths = "maths"
+
+
 ROWS = (
     ("tokens/s", "tokens_per_second", "{:.1f}"),
     ("speedup", "speedup", "{:.2f}x"),
     ("acceptance rate", "acceptance_rate", "{:.3f}"),
     ("of first drafts", "first_draft_acceptance", "{:.3f}"),
-    ("of first drafts on the prompt itself", "prompt_agreement", "{:.3f}"),
     ("mean accepted length", "mean_accepted_length", "{:.2f}"),
     ("time in shallow layers", "time_shallow", "{:.1%}"),
     ("time in deep layers", "time_deep", "{:.1%}"),
@@ -44,8 +53,11 @@ def demo(
     profile: opt.Profile = None,
     prompt: Annotated[
         str | None,
-        typer.Option(help="Text to go on from.", show_default="a passage of a held-out novel"),
+        typer.Option(help="Text to go on from.", show_default="a held-out passage"),
     ] = None,
+    domain: Annotated[
+        Domain, typer.Option(help="What the passage is; --seed says which of them.")
+    ] = Domain.prose,
     max_new_tokens: opt.MaxNewTokens = 128,
     temperature: opt.Temperature = 0.0,
     no_repeat_ngram: Annotated[
@@ -74,7 +86,7 @@ def demo(
             seed=seed,
             repeats=repeats or (5 if compare else 3),
         )
-        passage, source = _passage(prompt, seed)
+        passage, source = _passage(prompt, domain, seed)
         writer = Writer(target.spec, target.tokenizer, passage, options)
         head = {**target.to_dict(), "options": options.model_dump(), "prompt": passage}
         console.print(_headline(head, source))
@@ -98,15 +110,15 @@ def _draft(target: Loaded, exit_layer: int | None, num_draft_tokens: int | None)
     return draft.model_copy(update={**chosen, "num_draft_tokens": draft.most_tokens})
 
 
-def _passage(prompt: str | None, seed: int) -> tuple[str, str]:
+def _passage(prompt: str | None, domain: Domain, seed: int) -> tuple[str, str]:
     """The text to go on from, and where it is from."""
     from selfspec.demo import load_prompts
 
     if prompt is not None:
         return prompt, "your prompt"
-    passages = load_prompts()
+    passages = load_prompts(domain.value)
     passage = passages[seed % len(passages)]
-    return passage.text, f"{passage.author}, {passage.title} ({passage.year}), held out of training"
+    return passage.text, f"{passage.source}, held out of training"
 
 
 def _headline(head: dict[str, Any], source: str) -> str:
@@ -134,7 +146,7 @@ def _show_demo(console: Console, writer: Writer) -> tuple[dict[str, Any], bool]:
     result = run_demo(writer, streamer, lambda: progress().status("timing both ways"))
     console.print(Rule())
     console.print(legend(console), _verdict(result, options), sep="\n")
-    console.print(demo_table(result))
+    console.print(demo_table(result), exits_table(result))
     return result.to_dict(), not (result.exact and not result.equal)
 
 
@@ -166,6 +178,17 @@ def demo_table(result: DemoResult) -> Table:
         plain = figures.get(f"plain_{key}")
         ours = form.format(figures[key])
         table.add_row(label, "" if plain is None else form.format(plain), ours)
+    return table
+
+
+def exits_table(result: DemoResult) -> Table:
+    """How often each exit's first choice is the target's own."""
+    table = _table()
+    for column in ("exit head", "after layer", "first choice is the target's"):
+        table.add_column(column, justify="left" if column == "exit head" else "right")
+    for each in result.exits:
+        table.add_row(each.head, str(each.exit_layer), f"{each.share:.3f}")
+    table.caption = "on the passages in the package; `shared` needs no fitting"
     return table
 
 

@@ -5,10 +5,12 @@ the machine's drift falls on all ways alike.
 """
 
 from selfspec.demo.comparison import Bar, Comparison, compare
+from selfspec.demo.exits import ExitAgreement, exit_agreements
 from selfspec.demo.result import DemoResult, Divergence, first_divergence, run_demo
 from selfspec.demo.writer import (
     DemoOptions,
     DemoPrompt,
+    Domain,
     Run,
     Writer,
     load_prompts,
@@ -21,9 +23,12 @@ __all__ = [
     "DemoPrompt",
     "DemoResult",
     "Divergence",
+    "Domain",
+    "ExitAgreement",
     "Run",
     "Writer",
     "compare",
+    "exit_agreements",
     "first_divergence",
     "load_prompts",
     "run_demo",

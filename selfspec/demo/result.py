@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from transformers.generation.streamers import BaseStreamer
 
+from selfspec.demo.exits import ExitAgreement, exit_agreements
 from selfspec.demo.timing import interleaved, rate, ratio
-from selfspec.demo.writer import WARM_UP_TOKENS, Run, Writer
+from selfspec.demo.writer import WARM_UP_TOKENS, Run, Writer, load_prompts
 from selfspec.stats import Stats
 
 
@@ -61,8 +62,7 @@ class DemoResult:
         divergence: where they part, if they do.
         plain: runs of the model's own `generate`.
         speculative: runs of selfspec's.
-        prompt_agreement: share of the prompt's own tokens at which the exit's first choice is the
-            target's. Unlike the acceptance rate it does not profit where the text goes in circles.
+        exits: how well every exit guesses the passages in the package, the best first.
     """
 
     text: str
@@ -71,7 +71,7 @@ class DemoResult:
     divergence: Divergence | None
     plain: list[Run]
     speculative: list[Run]
-    prompt_agreement: float
+    exits: list[ExitAgreement]
 
     @property
     def stats(self) -> Stats:
@@ -90,7 +90,6 @@ class DemoResult:
             "speedup": ratio(self.speculative, self.plain),
             "acceptance_rate": self.stats.acceptance_rate,
             "first_draft_acceptance": next(iter(self.stats.acceptance_by_position), 0.0),
-            "prompt_agreement": self.prompt_agreement,
             "mean_accepted_length": self.stats.mean_accepted_length,
             **split,
         }
@@ -102,6 +101,7 @@ class DemoResult:
             "equal": self.equal,
             "divergence": self.divergence and self.divergence._asdict(),
             **self.figures(),
+            "exits": [each._asdict() for each in self.exits],
             "repeats": len(self.plain),
             "stats": self.stats.to_dict(),
         }
@@ -136,5 +136,5 @@ def run_demo(
         divergence=divergence,
         plain=runs["plain"],
         speculative=runs["speculative"],
-        prompt_agreement=writer.agreement(options.draft),
+        exits=exit_agreements(writer.spec, writer.tokenizer, [p.text for p in load_prompts()]),
     )

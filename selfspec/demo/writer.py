@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -15,26 +15,28 @@ from transformers.generation.streamers import BaseStreamer
 
 from selfspec.assets import PROMPTS
 from selfspec.config import DraftConfig, StrictConfig
-from selfspec.forcing import draft_states, needs, read_text
 from selfspec.model import SelfSpecModel
 from selfspec.stats import Stats
 
 WARM_UP_TOKENS = 8
 
 
-class DemoPrompt(NamedTuple):
-    """A passage of a novel that the demo target has never seen."""
+Domain = Literal["prose", "code", "maths"]
 
-    title: str
-    author: str
-    year: int
+
+class DemoPrompt(NamedTuple):
+    """The beginning of a text that the demo target has never seen."""
+
+    domain: Domain
+    source: str
     text: str
 
 
-def load_prompts() -> list[DemoPrompt]:
-    """The prompts in the package."""
+def load_prompts(domain: Domain | None = None) -> list[DemoPrompt]:
+    """The prompts in the package, of one domain or of all."""
     entries = json.loads(PROMPTS.read_text(encoding="utf-8"))
-    return [DemoPrompt(**entry) for entry in entries]
+    prompts = [DemoPrompt(**entry) for entry in entries]
+    return [prompt for prompt in prompts if domain in (None, prompt.domain)]
 
 
 class DemoOptions(StrictConfig):
@@ -136,17 +138,6 @@ class Writer:
             return self.spec.generate(**self.inputs, **options, **more)
 
         return self._timed(write, max_new_tokens)._replace(stats=self.spec.last_stats)
-
-    def agreement(self, draft: DraftConfig) -> float:
-        """Share of the prompt's tokens at which the exit's first choice is the target's own."""
-        engine, tokens = self.spec.engine, self.inputs["input_ids"]
-        head = engine.head(draft)
-        with torch.inference_mode():
-            reading = read_text(engine.decoder, tokens, None, needs(head))
-            state = next(draft_states(engine.decoder, head, reading, steps=1))
-            exit_logits = head.spread(head.logits(engine.decoder, state), engine.decoder.vocab_size)
-            logits = engine.decoder.unembed(reading.normed)
-        return float((exit_logits.argmax(-1) == logits.argmax(-1)).float().mean())
 
     def _timed(self, write: Callable[[dict[str, Any]], Tensor], max_new_tokens: int | None) -> Run:
         count = max_new_tokens or self.options.max_new_tokens
