@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, Qwen2Config
 
-from selfspec import DraftConfig, SelfSpecModel
+from selfspec import DEMO_MODEL, DraftConfig, SelfSpecModel
 from selfspec.decoder import Decoder, Span
 from selfspec.heads import Calibrator, LensHead, SharedHead, load_heads, save_heads
 from selfspec.heads import store as store_module
@@ -183,6 +183,17 @@ def test_heads_and_model_are_saved_and_loaded_together(target, tmp_path):
     options = {"attention_mask": MASK, "max_new_tokens": 12}
     assert torch.equal(again.generate(IDS, **options), spec.generate(IDS, **options))
     assert again.last_trace == spec.last_trace
+
+
+def test_heads_beside_a_target_are_not_taken_for_its_weights(target, tmp_path):
+    """Serving engines read every safetensors file of a folder that the index names, or just all."""
+    spec = SelfSpecModel(target)
+    spec.engine.heads.append(lens(spec.engine.decoder))
+    spec.save_pretrained(tmp_path)
+    for folder in (tmp_path, DEMO_MODEL):
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        weights = load_file(folder / "model.safetensors")
+        assert index["weight_map"] == dict.fromkeys(weights, "model.safetensors")
 
 
 def test_head_weights_are_never_a_copy_of_the_lm_head(target, tmp_path):

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from pydantic import Field
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from selfspec.config import StrictConfig, parse
 from selfspec.decoder import Decoder
@@ -55,6 +56,9 @@ def save_heads(
 ) -> None:
     """Write heads and the fingerprint of their target to `folder`.
 
+    Beside a target's `model.safetensors` they leave an index of it, so that serving engines, which
+    read every such file of a folder, do not take the heads for a part of the target.
+
     Args:
         heads: what to save.
         decoder: the target.
@@ -79,6 +83,18 @@ def save_heads(
     with replacing(folder / WEIGHTS_NAME) as tensors, replacing(folder / CONFIG_NAME) as config:
         save_file(weights, tensors, metadata={"format": "pt"})
         config.write_text(text, encoding="utf-8")
+    if (folder / SAFE_WEIGHTS_NAME).is_file():
+        _write_index(folder)
+
+
+def _write_index(folder: Path) -> None:
+    """Say, in transformers' format, that `model.safetensors` alone holds the target's weights."""
+    weights = folder / SAFE_WEIGHTS_NAME
+    with safe_open(weights, "pt") as file:
+        places = {name: weights.name for name in sorted(file.keys())}
+    index = json.dumps({"metadata": {}, "weight_map": places}, indent=2)
+    with replacing(folder / SAFE_WEIGHTS_INDEX_NAME) as scratch:
+        scratch.write_text(index + "\n", encoding="utf-8")
 
 
 def _stored(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
