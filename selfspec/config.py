@@ -148,7 +148,8 @@ class DraftConfig(StrictConfig):
             et al. 2023). `None` takes what suits the drafter and the schedule (`most_tokens`).
         schedule: `"fixed"` drafts that many each round; `"confidence"` stops a round's draft once
             the draft's own probability of its token falls below `confidence` in every row;
-            `"optimal"` stops once another draft is not worth its measured time.
+            `"optimal"` stops once another draft is not worth its measured time. For drafters that
+            make chains one by one: `early_exit`, `layer_skip`, `cascade` and `two_model`.
         confidence: threshold in (0, 1) of the confidence schedule.
         draft_model: of `two_model`, the folder or id of the smaller model.
         tree: the shape of trees.
@@ -237,7 +238,7 @@ def load_config(
         file = Path(path)
         if not file.is_file():
             raise FileNotFoundError(f"no config file at {file}; give the path of a YAML file")
-        data = _read_yaml(file.read_text(encoding="utf-8"), str(path)) or {}
+        data = _read_yaml(_read_text(file), str(path)) or {}
     if not isinstance(data, dict):
         raise ValueError(f"{path} must hold a YAML mapping, got {type(data).__name__}")
     for override in overrides:
@@ -255,6 +256,13 @@ def _override(data: dict[str, Any], override: str) -> None:
         if not isinstance(data, dict):
             raise ValueError(f"override {override!r}: {section!r} is a value, not a section")
     data[field] = _read_yaml(value, f"override {override!r}")
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is no UTF-8 text (byte {error.start})") from None
 
 
 def _read_yaml(text: str, source: str) -> Any:

@@ -9,40 +9,64 @@ import sys
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from typer.core import TyperGroup
 
 from selfspec import __version__
 from selfspec.cli.bench import bench
+from selfspec.cli.chat import chat
 from selfspec.cli.check import check
 from selfspec.cli.demo import demo
 from selfspec.cli.export import export
 from selfspec.cli.generate import generate
 from selfspec.cli.info import info
+from selfspec.cli.output import complain
 from selfspec.cli.tune import tuning
 
 _INTERRUPTED = 130  # what shells give a process that Ctrl-C ended
+_EXPECTED = (ValueError, OSError, ImportError)
+# The common base of what click raises for wrong usage; typer has moved its home before.
+_UsageError: Any = typer.BadParameter.__base__
 
 
 class _Commands(TyperGroup):
-    """Turns what a user can set right into one line on stderr and exit code 1."""
+    """Turns whatever goes wrong into one line on stderr and an exit code."""
+
+    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+        """Run; wrong usage is one line on stderr and exit code 2."""
+        if not standalone_mode:
+            return super().main(*args, standalone_mode=False, **extra)
+        try:
+            code = super().main(*args, standalone_mode=False, **extra)
+        except _UsageError as error:
+            code = _told_usage(error)
+        sys.exit(code or 0)
 
     def invoke(self, ctx: Any) -> Any:
+        """Run a command; what goes wrong is one line on stderr and exit code 1."""
         try:
             return super().invoke(ctx)
+        except (_UsageError, typer.Exit, typer.Abort, BrokenPipeError):
+            raise  # of a pipe that whoever read our output has closed, typer ends quietly
         except KeyboardInterrupt:
             sys.stderr.write("\n")
             raise typer.Exit(_INTERRUPTED) from None
-        except BrokenPipeError:
-            raise  # whoever read our output has gone: typer ends quietly
-        except (ValueError, OSError, ImportError) as error:
+        except Exception as error:
             if ctx.params.get("debug"):
                 raise
-            message = " ".join(str(error).split()) or type(error).__name__
-            Console(stderr=True, soft_wrap=True, highlight=False).print(
-                f"selfspec: {message}", markup=False
-            )
+            message, name = str(error), type(error).__name__
+            if not isinstance(error, _EXPECTED):
+                message = f"{name}: {message} (selfspec --debug shows where)"
+            complain(message or name)
             raise typer.Exit(1) from None
+
+
+def _told_usage(error: Any) -> int:
+    """Say how a command was used wrongly; returns the exit code."""
+    message = error.format_message()
+    if message:  # empty where the help was shown instead
+        path = error.ctx.command_path if error.ctx else "selfspec"
+        complain(f"{message.rstrip('.')}; see {path} --help")
+    return error.exit_code
 
 
 app = typer.Typer(
@@ -52,6 +76,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(bench)
+app.command()(chat)
 app.command()(check)
 app.command()(demo)
 app.command()(generate)

@@ -1,0 +1,187 @@
+"""`selfspec chat`: turn after turn in the terminal."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from selfspec.cli import options as opt
+from selfspec.cli.load import load
+from selfspec.cli.output import complain, print_json, reporting, summary
+
+if TYPE_CHECKING:
+    from selfspec.chat import Conversation, Turn
+
+_COMMAND = re.compile(r"/[a-z]+")
+_COMMANDS = {"/reset": "forget every turn", "/quit": "leave"}
+
+
+def chat(
+    model: opt.Model = None,
+    heads: opt.Heads = None,
+    dtype: opt.DtypeOption = opt.Dtype.auto,
+    device: opt.Device = None,
+    config: opt.Config = None,
+    draft: opt.Draft = None,
+    profile: opt.Profile = None,
+    system: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help="A message in front of all turns, where there is a chat template.",
+            rich_help_panel="Text",
+        ),
+    ] = None,
+    max_new_tokens: opt.MaxNewTokens = 128,
+    temperature: opt.Temperature = 0.0,
+    top_k: opt.TopK = None,
+    top_p: opt.TopP = None,
+    seed: opt.Seed = 0,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print one JSON object a turn on stdout and nothing else."),
+    ] = False,
+) -> None:
+    """Talk to a model; accepted tokens are coloured, and each turn says what drafting was worth.
+
+    With a chat template turns are messages, without one the text goes on, line by line. Off a
+    terminal every line of stdin is a turn. /reset forgets every turn, /quit or Ctrl-D leaves;
+    Ctrl-C stops a reply, and leaves where there is none.
+    """
+    from selfspec.chat import Conversation
+
+    drafting = opt.draft_config(config, draft)
+    options = {"max_new_tokens": max_new_tokens, **opt.sampling(temperature, top_k, top_p)}
+    interactive = sys.stdin.isatty() and sys.stdout.isatty() and not as_json
+    with reporting(as_json) as console:
+        target = load(model, heads, dtype, device, profile)
+        drafting = drafting or target.spec.default_draft
+        conversation = Conversation(
+            target.spec, target.tokenizer, drafting, options, seed=seed, system=system
+        )
+    show = _json_turn if as_json else _coloured_turn if interactive else _plain_turn
+    if interactive:
+        _greet(console, target.name, conversation)
+    for line in _lines(interactive):
+        try:
+            if not _obey(line, conversation):
+                show(conversation, line, console)
+        except ValueError as error:
+            if not interactive:
+                raise
+            complain(str(error))  # the conversation is what it was
+
+
+def _lines(interactive: bool) -> Iterator[str]:
+    """What the user says, up to the end of stdin or `/quit`."""
+    for line in _typed() if interactive else sys.stdin:
+        said = line.strip()
+        if said == "/quit":
+            return
+        if said:
+            yield said
+
+
+def _typed() -> Iterator[str]:
+    try:
+        import readline  # noqa: F401 - gives input() its keys and its history
+    except ImportError:
+        pass  # not on every system
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            sys.stdout.write("\n")
+            return
+
+
+def _obey(line: str, conversation: Conversation) -> bool:
+    """Carry out a command; returns whether it is one.
+
+    Raises:
+        ValueError: it reads like a command that there is not.
+    """
+    if not _COMMAND.fullmatch(line):
+        return False
+    if line not in _COMMANDS:
+        from selfspec.config import unknown_name
+
+        raise ValueError(unknown_name("command", line, list(_COMMANDS)))
+    conversation.reset()  # /quit ends the lines
+    return True
+
+
+def _greet(console: Console, name: str, conversation: Conversation) -> None:
+    from selfspec.display import in_colour, legend
+
+    kind = "messages" if conversation.templated else "lines of one text (no chat template)"
+    commands = ", ".join(f"{command}: {does}" for command, does in _COMMANDS.items())
+    console.print(f"{name}; turns are {kind}\n{commands}", style="dim")
+    if in_colour(console):
+        console.print(legend(console))
+
+
+def _coloured_turn(conversation: Conversation, line: str, console: Console) -> None:
+    from selfspec.display import OriginStreamer, in_colour
+
+    streamer: Any = None
+    if in_colour(console):
+        streamer = OriginStreamer(console, conversation.tokenizer)
+    with _stoppable() as stop:
+        _streamed_turn(conversation, line, streamer, stop)
+
+
+def _plain_turn(conversation: Conversation, line: str, console: Console) -> None:
+    _streamed_turn(conversation, line)
+
+
+def _streamed_turn(
+    conversation: Conversation,
+    line: str,
+    streamer: Any = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> None:
+    from transformers import TextStreamer
+
+    plain = TextStreamer(conversation.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    turn = conversation.say(line, streamer or plain, stop)
+    Console(stderr=True, highlight=False, soft_wrap=True).print(_figures(turn), style="dim")
+
+
+def _figures(turn: Turn) -> str:
+    ending = "; stopped" if turn.stopped else ""
+    return (
+        f"{summary(turn.stats)}; {turn.cached_tokens} of {turn.prompt_tokens} tokens "
+        f"read before{ending}"
+    )
+
+
+def _json_turn(conversation: Conversation, line: str, console: Console) -> None:
+    with reporting(as_json=True):
+        turn = conversation.say(line)
+    print_json(turn.to_dict())
+    sys.stdout.flush()  # whoever talks to us waits for it
+
+
+@contextmanager
+def _stoppable() -> Iterator[Callable[[], bool]]:
+    """What says whether Ctrl-C was pressed; pressed twice, it interrupts as it always does."""
+    pressed: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        if pressed:
+            raise KeyboardInterrupt
+        pressed.append(number)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, before)
