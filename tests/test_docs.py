@@ -1,0 +1,219 @@
+"""README and docs: whatever can be copied runs as printed, and what they list is what there is."""
+
+import importlib.util
+import re
+import runpy
+import sys
+
+import pytest
+import transformers
+from conftest import tiny_llama
+from doc_tools import PAGES, ROOT, inline_commands, links, name_of, parse, steps, unknown_words
+from families import FAMILIES
+from transformers import AutoConfig, AutoTokenizer
+from typer.testing import CliRunner
+
+from selfspec import DEMO_MODEL, SelfSpecModel
+from selfspec.cli import app
+from selfspec.heads import save_heads
+from training import script
+
+# Added to commands that measure: the same code on less work.
+_QUESTION = "[{name: question, reader: gsm8k, count: 1}]"
+_QUICK_TUNE = ("prompts=2", "new_tokens=4", "turns=1", "repeats=1", "best=1", "nodes=[8]")
+SMALL = {
+    "bench": (f"prompts={_QUESTION}", "max_new_tokens=4", "warm_up=2", "repeats=1"),
+    "check": ("--max-new-tokens", "4", "--samples", "32"),
+    "demo": ("--max-new-tokens", "8", "--repeats", "1"),
+    "generate": ("--max-new-tokens", "8"),
+    "tune": tuple(word for field in _QUICK_TUNE for word in ("--set", field)),
+}
+# They measure, which takes a while even on little work.
+MEASURING = ("README.md", "docs/index.md", "docs/performance.md", "docs/faq.md")
+pages = pytest.mark.parametrize("page", PAGES, ids=name_of)
+
+
+def with_steps(*, slow):
+    """The pages that have something to copy, those that measure marked slow."""
+    found = [page for page in PAGES if any(steps(page))]
+    marks = {name: [pytest.mark.slow] for name in MEASURING if slow}
+    return [pytest.param(at, id=name_of(at), marks=marks.get(name_of(at), [])) for at in found]
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    """Commands quieten transformers; the next test gets it back as it was."""
+    logging = transformers.utils.logging
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    yield
+    logging.set_verbosity(verbosity)
+    (logging.enable_progress_bar if bars else logging.disable_progress_bar)()
+
+
+# Commands, without running them
+
+
+@pytest.mark.parametrize("page", with_steps(slow=False))
+def test_every_command_line_is_one(page, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for step in steps(page):
+        if step.kind == "command":
+            check_command(step.words, monkeypatch)
+
+
+def check_command(words, monkeypatch):
+    """Arguments are parsed, configs loaded, targets and extras known; other programs are named."""
+    program = words[0]
+    if program == "selfspec":
+        parse(words)
+    elif program in ("python", "torchrun"):
+        check_training(words, monkeypatch)
+    elif program == "make":
+        assert set(words[1:]) <= make_targets()
+    elif words[:2] == ["pip", "install"]:
+        assert extras_of(words) <= known_extras()
+    else:
+        assert program == "vllm", f"nothing here knows how to test {program}"
+
+
+def check_training(words, monkeypatch):
+    """The module is one of `training`, and takes these arguments."""
+    module, *arguments = words[words.index("-m") + 1 :]
+    assert module.startswith("training.")
+    read = []
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "training.script.run_script",
+            lambda main, config, usage: read.append(script._read_arguments(config, usage)),
+        )
+        patch.setattr("sys.argv", [module, *arguments])
+        patch.delitem(sys.modules, module, raising=False)
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    assert len(read) == 1
+
+
+def make_targets():
+    return set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def known_extras():
+    text = (ROOT / "pyproject.toml").read_text()
+    section = text.partition("[project.optional-dependencies]")[2].partition("\n[project")[0]
+    return set(re.findall(r"^(\w+) = \[", section, re.MULTILINE))
+
+
+def extras_of(words):
+    found = re.findall(r"selfspec\[([\w,]+)\]", " ".join(words))
+    return {extra for names in found for extra in names.split(",")}
+
+
+@pages
+def test_commands_in_the_text_exist(page, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for words in inline_commands(page):
+        if words[0] == "selfspec":
+            assert unknown_words(words) == [], words
+        else:
+            check_command(words, monkeypatch)
+
+
+@pytest.mark.parametrize("folder", ["README.md", "docs", "selfspec", "training"])
+def test_extras_that_are_named_exist(folder):
+    place = ROOT / folder
+    files = [place] if place.is_file() else [*place.rglob("*.py"), *place.rglob("*.md")]
+    named = {extra for file in files for extra in extras_of([file.read_text(encoding="utf-8")])}
+    assert named <= known_extras()
+
+
+# The pages as printed
+
+
+@pytest.fixture
+def desk(tmp_path, monkeypatch):
+    """A folder with what the pages take to be there, and no way to the hub."""
+    for name in ("configs", "training"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    heads = tmp_path / "outputs/fit_lens/heads"  # what fitting leaves there
+    spec = SelfSpecModel.from_pretrained(DEMO_MODEL)
+    save_heads(spec.heads, spec.engine.decoder, heads)
+    smaller = tmp_path / "path/to/smaller"
+    vocab = AutoConfig.from_pretrained(DEMO_MODEL).vocab_size
+    tiny_llama("always", vocab_size=vocab, max_position_embeddings=1024).save_pretrained(smaller)
+    AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(smaller)
+    modules = str(tmp_path / "modules")  # transformers copies there what custom_generate loads
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", modules)
+    monkeypatch.syspath_prepend(modules)
+    monkeypatch.setattr("selfspec.model.push_heads", lambda heads, decoder, repo, *_: repo)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", with_steps(slow=True))
+def test_a_page_runs_as_printed(page, desk):
+    names = {}
+    for step in steps(page):
+        if step.kind == "python":
+            exec(compile(step.text, name_of(page), "exec"), names)
+        elif step.words[0] == "selfspec":
+            run_small(step.words[1:])
+
+
+def run_small(words):
+    """Run a command of selfspec, on less work where it measures."""
+    small = SMALL.get(words[0], ())
+    if words[:2] == ["tune", "skip"]:
+        small = ("--trials", "2", "--max-new-tokens", "4")
+    result = CliRunner().invoke(app, [*words, *small])
+    assert result.exit_code == 0, (words, result.output, result.exception)
+
+
+# What they list
+
+
+@pages
+def test_links_lead_somewhere(page):
+    assert [link for link in links(page) if not (page.parent / link).exists()] == []
+
+
+def test_the_readme_names_the_families_that_are_tested():
+    (listed,) = re.findall(r"for: ([\w, ]+?) \(falcon with", (ROOT / "README.md").read_text())
+    assert {*listed.split(", "), "falcon_alibi"} == set(FAMILIES)
+
+
+def test_the_page_on_models_gets_a_row_for_every_family():
+    rows = list(hook("families").table())[2:]
+    told = {row.split("`")[1]: row for row in rows}
+    assert set(told) == set(FAMILIES)
+    assert {family for family, row in told.items() if row.endswith("| no |")} == {
+        "bloom",
+        "falcon_alibi",
+        "mpt",
+    }
+    assert "| full and sliding window |" in told["gemma3_text"]
+
+
+def test_the_page_on_commands_gets_every_command():
+    text = hook("commands").on_page_markdown("<!-- commands -->")
+    for command in ("bench", "check", "demo", "generate", "info", "tune skip", "export hf-draft"):
+        assert f"## `selfspec {command}`\n" in text
+
+
+def hook(name):
+    """A hook of the site's, as MkDocs loads it."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/hooks/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_hooks_have_a_place_in_a_page():
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    for name in ("families", "commands"):
+        assert text.count(hook(name).MARKER) == 1
+
+
+def test_no_figure_is_left_out():
+    shown = {link for page in PAGES for link in links(page) if link.endswith(".svg")}
+    kept = {path.name for path in (ROOT / "docs/figures").iterdir()}
+    assert {link.rpartition("/")[2] for link in shown} == kept
