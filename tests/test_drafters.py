@@ -49,7 +49,7 @@ def test_on_any_family(drafter, name, rows):
         attention_mask=mask[rows],
         max_new_tokens=count,
         do_sample=False,
-        draft=draft(drafter, schedule="optimal"),
+        draft=draft(drafter, schedule="optimal" if drafter in CHAINS else "fixed"),
     )
     assert torch.equal(out[:, -count:], expected[rows])
 
@@ -65,6 +65,21 @@ def test_under_any_schedule(drafter, schedule, agreement):
         ids, attention_mask=mask, max_new_tokens=24, draft=draft(drafter, schedule=schedule)
     )
     assert torch.equal(out, greedy(model, ids, mask, max_new_tokens=24))
+
+
+@pytest.mark.parametrize("drafter", sorted(set(DRAFTERS) - {*CHAINS, "none"}))
+@pytest.mark.parametrize("schedule", ["confidence", "optimal"])
+def test_a_schedule_that_is_not_asked_is_refused(drafter, schedule):
+    spec = SelfSpecModel(tiny_llama())
+    with pytest.raises(ValueError, match=f"which '{drafter}' does not ask; leave it out, or"):
+        spec.generate(prompt(4)[0], draft=draft(drafter, schedule=schedule))
+
+
+@pytest.mark.parametrize("drafter", sorted(set(DRAFTERS) - {"two_model", "none"}))
+def test_a_draft_model_that_would_not_draft_is_refused(drafter):
+    spec = SelfSpecModel(tiny_llama())
+    with pytest.raises(ValueError, match=f"'small' is what .*, got drafter='{drafter}'"):
+        spec.generate(prompt(4)[0], draft=draft(drafter, draft_model="small"))
 
 
 @pytest.fixture(scope="module")

@@ -32,14 +32,32 @@ def make_drafter(engine: Engine, config: DraftConfig) -> Drafter:
     """The drafter that a config names; ValueError lists the known ones."""
     if config.drafter not in DRAFTERS:
         raise ValueError(unknown_name("drafter", config.drafter, list(DRAFTERS)))
-    if DRAFTERS[config.drafter].makes_trees and config.rule not in LOSSLESS_RULES:
-        raise ValueError(
-            f"rule={config.rule!r} judges chains, and {config.drafter!r} drafts trees; choose "
-            "another drafter, or leave the rule out"
-        )
+    if config.drafter != Plain.name:
+        _check_choices(config)
     drafter = DRAFTERS[config.drafter].from_config(engine, config)
     drafter.rule = config.rule
     return drafter
+
+
+def _check_choices(config: DraftConfig) -> None:
+    """Raise ValueError for a choice that the drafter would not heed."""
+    name, chosen = config.drafter, DRAFTERS[config.drafter]
+    if chosen.makes_trees and config.rule not in LOSSLESS_RULES:
+        raise ValueError(
+            f"rule={config.rule!r} judges chains, and {name!r} drafts trees; choose "
+            "another drafter, or leave the rule out"
+        )
+    if config.schedule != "fixed" and not chosen.takes_schedule:
+        others = ", ".join(other for other in sorted(DRAFTERS) if DRAFTERS[other].takes_schedule)
+        raise ValueError(
+            f"schedule={config.schedule!r} says when a chain of drafts ends, which {name!r} does "
+            f"not ask; leave it out, or choose a drafter that does ({others})"
+        )
+    if config.draft_model is not None and name != TwoModel.name:
+        raise ValueError(
+            f"draft_model={config.draft_model!r} is what drafter={TwoModel.name!r} drafts with, "
+            f"got drafter={name!r}; name {TwoModel.name!r}, or leave draft_model out"
+        )
 
 
 __all__ = [

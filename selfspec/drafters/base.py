@@ -17,6 +17,7 @@ class Drafter(ABC):
 
     Attributes:
         makes_trees: whether drafts may be trees, which have rules of their own.
+        takes_schedule: whether the config's schedule says when its drafts end.
         keep: residual streams, by the number of layers below, that prefill and verification have
             to keep for the drafter.
         rule: how sampled chains are verified (`acceptance.CHAIN_RULES`).
@@ -24,6 +25,7 @@ class Drafter(ABC):
 
     name: ClassVar[str]
     makes_trees: ClassVar[bool] = False
+    takes_schedule: ClassVar[bool] = False
     keep: tuple[int, ...] = ()
     rule: str = "block"
 

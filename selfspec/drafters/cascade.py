@@ -29,6 +29,7 @@ class Cascade(Drafter):
     """
 
     name = "cascade"
+    takes_schedule = True
 
     def __init__(self, lookup: Lookup, num_lookup_tokens: int, confident: int, chain: ExitChain):
         self.lookup, self.num_lookup_tokens, self.confident = lookup, num_lookup_tokens, confident

@@ -24,6 +24,7 @@ class EarlyExit(Drafter):
     """
 
     name = "early_exit"
+    takes_schedule = True
 
     def __init__(self, chain: ExitChain):
         self.chain, self.keep = chain, chain.keep

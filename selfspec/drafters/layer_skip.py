@@ -31,6 +31,7 @@ class SkipLayers(Drafter):
     """
 
     name = "layer_skip"
+    takes_schedule = True
 
     def __init__(self, engine: Engine, chooser: FixedSkips, longest: int, schedule: Schedule):
         self.decoder, self.chooser = engine.decoder, chooser

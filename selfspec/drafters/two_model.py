@@ -34,6 +34,7 @@ class TwoModel(Drafter):
     """
 
     name = "two_model"
+    takes_schedule = True
 
     def __init__(self, decoder: Decoder, longest: int, schedule: Schedule):
         self.small, self.decoder = Engine(decoder), decoder
