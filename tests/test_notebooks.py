@@ -17,7 +17,7 @@ def code_cells(path):
 def in_small(notebook, folder):
     """The notebook with other values behind its cell of parameters (papermill's convention)."""
     run, none = str(folder / "run"), str(folder / "none")
-    small = {"steps": 4, "prompts": 0, "output": run, "heads": none}
+    small = {"steps": 4, "prompts": 0, "output": run, "heads": none, "new_tokens": 16}
     cells = notebook.cells
     for place, cell in enumerate(cells):
         if "parameters" in cell.metadata.get("tags", ()):
