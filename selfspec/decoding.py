@@ -24,6 +24,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from selfspec.acceptance import LOSSLESS_RULES, accept
 from selfspec.coverage import refuse_uncovered
+from selfspec.decoder import held
 from selfspec.draft import Draft, Verdict
 from selfspec.drafters import Drafter
 from selfspec.engine import Engine, State
@@ -86,7 +87,7 @@ class Session:
 
     def run(self) -> State:
         """Write every row to its stop."""
-        with self.engine.decoder, self.stats.clock("total"):
+        with held(self.engine.decoder, *self.drafter.decoders), self.stats.clock("total"):
             state = self.start()
             while state.rows:
                 self.step(state)

@@ -1,6 +1,8 @@
 """A smaller model drafts: every text stays the target's, and the two models stay in step."""
 
+import contextlib
 import json
+import threading
 
 import pytest
 import test_distribution as distribution
@@ -9,6 +11,7 @@ from conftest import VOCAB, gates, greedy, prompt, tiny_llama
 from test_distribution import draws, exact, p_values, target  # noqa: F401 - a fixture
 from test_families import ALL_ROWS, CASES_BY_FAMILY, LONG_ROW, model_of, own_text, prompts
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
+from transformers.generation.streamers import BaseStreamer
 
 from selfspec import DraftConfig, SelfSpecModel, draft_models
 
@@ -249,6 +252,40 @@ def test_tokenizers_that_number_their_words_otherwise_are_refused(model, tokeniz
     SelfSpecModel.from_pretrained(tmp_path / "target", draft_model=tmp_path / "alike")
     with pytest.raises(ValueError, match=r"other and of the target .*target have different"):
         SelfSpecModel.from_pretrained(tmp_path / "target", draft_model=tmp_path / "other")
+
+
+def test_two_models_may_draft_for_each_other_at_the_same_time(model, small):
+    ids, _ = prompt(8)
+    begun = threading.Barrier(2, timeout=60)
+
+    class Meeting(BaseStreamer):
+        """Waits for the other thread while a round of this one is over."""
+
+        def put(self, value):
+            with contextlib.suppress(threading.BrokenBarrierError):
+                begun.wait(timeout=1)
+
+        def end(self):
+            pass
+
+    texts: dict[int, torch.Tensor] = {}
+
+    def write(place, writing, drafting):
+        spec = SelfSpecModel(writing, draft_model=drafting)
+        texts[place] = spec.generate(ids, max_new_tokens=16, draft=DRAFT, streamer=Meeting())
+
+    pairs = ((model, small), (small, model))
+    threads = [
+        threading.Thread(target=write, args=(place, *pair), daemon=True)
+        for place, pair in enumerate(pairs)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(texts) == 2, "the threads wait for each other"
+    for place, (writing, _) in enumerate(pairs):
+        assert torch.equal(texts[place], greedy(writing, ids, max_new_tokens=16))
 
 
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from selfspec.config import DraftConfig
-from selfspec.decoder import Pass
+from selfspec.decoder import Decoder, Pass
 from selfspec.draft import Draft, Verdict
 from selfspec.engine import Engine, State, Verified
 
@@ -18,6 +18,7 @@ class Drafter(ABC):
     Attributes:
         makes_trees: whether drafts may be trees, which have rules of their own.
         takes_schedule: whether the config's schedule says when its drafts end.
+        decoders: the models beside the target that it runs.
         keep: residual streams, by the number of layers below, that prefill and verification have
             to keep for the drafter.
         rule: how sampled chains are verified (`acceptance.CHAIN_RULES`).
@@ -26,6 +27,7 @@ class Drafter(ABC):
     name: ClassVar[str]
     makes_trees: ClassVar[bool] = False
     takes_schedule: ClassVar[bool] = False
+    decoders: tuple[Decoder, ...] = ()
     keep: tuple[int, ...] = ()
     rule: str = "block"
 
