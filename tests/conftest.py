@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
@@ -119,6 +120,25 @@ def tokenizer() -> PreTrainedTokenizerFast:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>")
+
+
+@pytest.fixture
+def folder(tmp_path, tokenizer) -> str:
+    """A tiny checkpoint on disk, with its tokenizer."""
+    path = tmp_path / "tiny"
+    tiny_llama("sometimes").save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def as_loud_as_before() -> Iterator[None]:
+    """The command line quietens transformers; the next test gets it back as it was."""
+    logging = transformers.utils.logging
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    yield
+    logging.set_verbosity(verbosity)
+    (logging.enable_progress_bar if bars else logging.disable_progress_bar)()
 
 
 @dataclass

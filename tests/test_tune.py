@@ -9,12 +9,12 @@ from collections import Counter
 
 import pytest
 import torch
+from cli_tools import PROMPT, call, one_object
 from conftest import EXIT, contrary, prompt, tiny_llama
 from head_tools import own_head
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from test_cli import PROMPT, _quiet, call, folder, one_object  # noqa: F401 - fixtures
 
 from selfspec import DraftConfig, SelfSpecModel
 from selfspec.cli.options import draft_config
@@ -174,7 +174,7 @@ def test_every_pass_is_timed_and_the_model_is_left_as_it_was(rows):
     before = model.generate(prompt(6)[0], max_new_tokens=5)
     spec = SelfSpecModel(model, heads)
     turns = []
-    found = measure_times(
+    measured = measure_times(
         spec.engine,
         spec.heads,
         [prompt(5)[0][0], prompt(8)[0][0]],
@@ -183,6 +183,9 @@ def test_every_pass_is_timed_and_the_model_is_left_as_it_was(rows):
         lambda done, of: turns.append((done, of)),
     )
     assert turns == [(1, 2), (2, 2)]
+    found, inside = measured
+    for at, table in inside.verify.items():
+        assert all(0 < seconds < found.verify[at][width] for width, seconds in table.items())
     assert list(found.shallow) == [EXIT] and list(found.verify) == [0, EXIT]
     assert all(list(table) == [1, 3] for table in [*found.shallow.values(), *found.verify.values()])
     assert list(found.drafts) == [f"lens {EXIT}", f"fused {EXIT}"]
@@ -404,7 +407,7 @@ def options(**changes):
     return [part for key, value in fields.items() for part in ("--set", f"{key}={value}")]
 
 
-def test_the_command_writes_a_profile_that_generate_takes(folder, tmp_path):  # noqa: F811
+def test_the_command_writes_a_profile_that_generate_takes(folder, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("\n".join(TEXTS))
     common = ("tune", "--model", folder, "--text", text, *options(repeats=1))
@@ -439,14 +442,14 @@ def test_the_command_writes_a_profile_that_generate_takes(folder, tmp_path):  # 
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
-def test_a_mistake_is_one_line(folder, wrong, says):  # noqa: F811
+def test_a_mistake_is_one_line(folder, wrong, says):
     result = call("tune", "--model", folder, "--json", *wrong, code=1)
     assert result.stdout == ""
     assert re.fullmatch(r"selfspec: .*\n", result.stderr)
     assert says in result.stderr
 
 
-def test_the_skip_command_writes_a_draft_that_generate_takes(folder, tmp_path, monkeypatch):  # noqa: F811
+def test_the_skip_command_writes_a_draft_that_generate_takes(folder, tmp_path, monkeypatch):
     best = SkipConfig(attention=(2, 3), mlp=(3,))
     trial = SkipTrial(best, 12.0, 10.0, 0.5)
 

@@ -1,0 +1,36 @@
+"""Calls of the command line, held to their exit codes, and what they should print."""
+
+from __future__ import annotations
+
+import json
+
+import transformers
+from conftest import EXIT, greedy
+from typer.testing import CliRunner
+
+from selfspec.cli import app
+
+PROMPT = "the cat on the mat"
+TOKENS = 12
+DRAFT = ("--draft", f"exit_layer={EXIT}", "--draft", "num_draft_tokens=3")
+
+
+def call(*args, code=0, **kwargs):
+    """Run a command; returns the finished call."""
+    result = CliRunner().invoke(app, [str(arg) for arg in args], **kwargs)
+    assert result.exit_code == code, result.output
+    return result
+
+
+def one_object(result):
+    """The JSON object that is all of stdout."""
+    assert result.stdout.count("\n") == 1
+    return json.loads(result.stdout)
+
+
+def own_text(folder, prompt=PROMPT):
+    """What the checkpoint's own `generate` writes."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    return tokenizer.decode(greedy(model, ids, max_new_tokens=TOKENS)[0, ids.shape[1] :])

@@ -1,0 +1,39 @@
+"""`selfspec info`: facts that are those of the model."""
+
+import transformers
+from cli_tools import call, one_object
+
+from selfspec import DEMO_MODEL, SelfSpecModel
+from selfspec.cli import info
+from selfspec.heads import LensHead, save_heads
+
+
+def test_info_says_what_the_model_is():
+    found = one_object(call("info", "--json"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(DEMO_MODEL)
+    assert found["parameters"] == model.num_parameters()
+    assert found["weight_bytes"] == model.get_memory_footprint(return_buffers=False)
+    assert found["kv_bytes_per_token"] == 16 * 2 * 2 * 64 * 2  # layers, k and v, heads, width, bf16
+    assert found["kv_bytes"] == 1024 * found["kv_bytes_per_token"]
+    assert (found["layers"], found["vocab_size"]) == (16, 6144)
+    assert found["default_draft"]["exit_layer"] == 4
+
+
+def test_info_needs_no_weights_and_says_the_same_with_them(folder, monkeypatch):
+    common = ("info", "--model", folder, "--context", 100, "--json")
+    without = one_object(call(*common))
+    monkeypatch.setattr(info, "_without_weights", lambda path: None)
+    assert one_object(call(*common)) == without
+
+
+def test_info_lists_heads(folder, tmp_path):
+    spec = SelfSpecModel.from_pretrained(folder, dtype="auto")
+    lens = LensHead.build(spec.engine.decoder, 3, rank=8)
+    save_heads([lens], spec.engine.decoder, tmp_path / "heads")
+    common = ("info", "--model", folder, "--heads", tmp_path / "heads")
+    found = one_object(call(*common, "--json"))
+    size = sum(p.numel() for p in lens.parameters())
+    expected = {"kind": "lens", "exit_layer": 3, "parameters": size, "bytes": 8 * size}
+    assert found["exit_heads"] == [expected]
+    assert found["default_draft"]["head"] == "lens"
+    assert "lens after layer 3" in call(*common).stdout
