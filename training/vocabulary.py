@@ -50,7 +50,11 @@ def train_tokenizer(
     )
     tokenizer.train_from_iterator(_sample(sources, config.megabytes * 1e6), trainer)
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=END, eos_token=END, clean_up_tokenization_spaces=False
+        tokenizer_object=tokenizer,
+        bos_token=END,
+        eos_token=END,
+        pad_token=END,
+        clean_up_tokenization_spaces=False,
     )
     write_folder(folder, fast.save_pretrained)
     return fast
