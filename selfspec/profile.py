@@ -20,6 +20,7 @@ from selfspec.config import DraftConfig, StrictConfig, parse
 from selfspec.decoder import Decoder
 from selfspec.heads.fingerprint import differences, fingerprint
 from selfspec.heads.store import replacing
+from selfspec.prediction import interpolated
 
 PROFILE_NAME = "selfspec_profile.json"
 _FORMAT = 1
@@ -60,6 +61,19 @@ class Times(StrictConfig):
     def rest(self) -> float:
         """Seconds of a round in which no pass runs."""
         return max(0.0, self.plain - self.verify[0][1])
+
+    def round(self, name: str, exit_layer: int, num_draft_tokens: int) -> float:
+        """Seconds of a round with a chain of drafts from the exit head `name`.
+
+        A round without drafts is one of plain decoding.
+        """
+        if num_draft_tokens == 0:
+            return self.plain
+        drafts = self.drafts[name]
+        # The last draft passes the shallow layers when it is verified.
+        verify = interpolated(self.verify[exit_layer], num_draft_tokens + 1)
+        passes = interpolated(self.shallow[exit_layer], 1) + verify
+        return drafts.first + (num_draft_tokens - 1) * drafts.more + passes + self.rest
 
 
 class ExitRates(StrictConfig):

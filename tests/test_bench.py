@@ -26,11 +26,13 @@ from selfspec.bench import (
     summarise,
     write_plots,
 )
-from selfspec.bench.meters import peak_memory
+from selfspec.bench.batches import Batch
+from selfspec.bench.meters import held_memory, peak_memory
 from selfspec.bench.runs import Key, Place, Run
 from selfspec.bench.statistics import loops, median_interval, percentile
 from selfspec.cli import app
 from selfspec.config import parse
+from selfspec.stats import PARTS
 
 ROOT = Path(__file__).parent.parent
 TOKENS = 12
@@ -41,6 +43,8 @@ PEERS = [
     {"name": "lookup", "peer": "prompt_lookup_num_tokens"},
 ]
 GREEDY = {"name": "greedy"}
+# Pictures of memory, where the system tells.
+MEMORY = ["memory"] if held_memory(torch.device("cpu")) else []
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +63,7 @@ def spec():
 def config(text) -> Callable[..., BenchConfig]:
     def make(**fields) -> BenchConfig:
         sets = [{"name": "mats", "path": text, "count": 2, "prompt_tokens": [6, 9]}]
-        common = {"prompts": sets, "methods": [OURS], "settings": [GREEDY], "warm_up": 2}
+        common = {"prompts": sets, "methods": [OURS], "modes": [GREEDY], "warm_up": 2}
         return parse(BenchConfig, {**common, "max_new_tokens": TOKENS, **fields}, "test")
 
     return make
@@ -122,9 +126,9 @@ def test_a_text_loops_when_its_last_32_tokens_have_a_short_period(period, before
     assert not loops(tokens[-31:])
 
 
-def run_of(counts, times, prompt=0, method="m", **more):
-    key = Key(Place("s", "p", method), prompt, 0)
-    return Run(key, [0] * sum(counts), list(counts), list(times), [], **more)
+def run_of(counts, times, number=0, method="m", **more):
+    key = Key(Place("s", "p", 1, method), number, 0)
+    return Run(key, [[0] * sum(counts)], list(counts), list(times), [], **more)
 
 
 def test_a_runs_rate_leaves_its_prefill_out():
@@ -157,9 +161,7 @@ def test_what_is_reported_of_drafts_is_what_the_traces_say(spec, tokenizer, conf
     bench = Bench(spec, tokenizer, config())
     drafted, accepted, lengths = 0, 0, []
     for prompt in bench.prompts["mats"]:
-        spec.generate(
-            prompt, attention_mask=torch.ones_like(prompt), draft=DRAFT, max_new_tokens=TOKENS
-        )
+        spec.generate(prompt[None], draft=DRAFT, max_new_tokens=TOKENS)
         rounds = spec.last_trace.rows[0][1:]
         drafted += sum(len(step.drafted) for step in rounds)
         accepted += sum(step.accepted for step in rounds)
@@ -170,7 +172,7 @@ def test_what_is_reported_of_drafts_is_what_the_traces_say(spec, tokenizer, conf
     assert row.mean_accepted_length == pytest.approx(2 * (TOKENS - 1) / len(lengths))
     assert sum(row.time_split.values()) == pytest.approx(1)
     for run in file.runs.values():
-        assert sum(run.counts) == len(run.tokens) == TOKENS
+        assert sum(run.counts) == len(run.texts[0]) == TOKENS
 
 
 def test_a_methods_turn_moves_on_from_prompt_to_prompt(spec, tokenizer, config, tmp_path):
@@ -183,22 +185,127 @@ def test_a_methods_turn_moves_on_from_prompt_to_prompt(spec, tokenizer, config, 
 
 
 def test_sampled_texts_are_repeated_by_the_seed_and_not_compared(spec, tokenizer, config, tmp_path):
-    wanted = config(settings=[{"name": "sampled", "temperature": 1.0}])
+    wanted = config(modes=["sampled"])
     first, runs = measured(spec, tokenizer, wanted, tmp_path / "a")
     _, again = measured(spec, tokenizer, wanted, tmp_path / "b")
     assert first["ours"].equality is None
-    assert [r.tokens for r in runs.runs.values()] == [r.tokens for r in again.runs.values()]
+    assert [r.texts for r in runs.runs.values()] == [r.texts for r in again.runs.values()]
 
 
 def test_texts_end_where_the_model_ends_them(spec, tokenizer, config, tmp_path):
     rows, file = measured(spec, tokenizer, config(), tmp_path / "a")
-    stop = next(iter(file.runs.values())).tokens[4]
+    stop = next(iter(file.runs.values())).texts[0][4]
     stopping = SelfSpecModel(tiny_llama("sometimes", dtype=torch.float32, eos_token_id=stop))
     rows, file = measured(stopping, tokenizer, config(), tmp_path / "b")
     for run in file.runs.values():
-        assert stop not in run.tokens[:-1]
+        assert stop not in run.texts[0][:-1]
     assert rows["ours"].ended >= 0.5
     assert rows["ours"].equality.differing == []
+
+
+# Batches
+
+SIZES = [1, 2, 3]
+
+
+def in_batches(config):
+    return config(batch_sizes=SIZES, prompts=[{**config().prompts[0].model_dump(), "count": 3}])
+
+
+def test_batches_are_ragged_and_write_what_each_prompt_alone_gets(
+    spec, tokenizer, config, tmp_path
+):
+    wanted = in_batches(config)
+    bench = Bench(spec, tokenizer, wanted)
+    file = RunFile(tmp_path, {})
+    bench.run(file)
+    assert bench.total == len(file.runs) == 2 * (3 + 2 + 1)
+    assert {int(n) for n in bench.batches["mats", 3][0].mask.sum(-1)} == {6, 7, 9}
+    rows = summarise(bench, file)
+    assert [row.place.batch for row in rows] == [1, 1, 2, 2, 3, 3]
+    for row in rows:
+        assert row.failure is None
+        assert row.equality.differing == []
+        # The first prompt stands in the last batch of two again.
+        assert row.texts == row.equality.texts == {1: 3, 2: 4, 3: 3}[row.place.batch]
+    written = {key: run.texts for key, run in file.runs.items()}
+    for method in ("plain", "ours"):
+        alone, together = (
+            [
+                text
+                for key, texts in written.items()
+                if key.place.batch == size and key.place.method == method
+                for text in texts
+            ]
+            for size in (1, 3)
+        )
+        assert alone == together
+
+
+def test_in_a_batch_all_rows_tokens_count_and_no_padding(tokenizer, config, tmp_path):
+    free = SelfSpecModel(tiny_llama("sometimes", dtype=torch.float32))
+    _, file = measured(free, tokenizer, in_batches(config), tmp_path / "a")
+    whole = next(run.texts for key, run in file.runs.items() if key.place.batch == 3)
+    stop = whole[0][4]
+    stopping = SelfSpecModel(tiny_llama("sometimes", dtype=torch.float32, eos_token_id=stop))
+    _, file = measured(stopping, tokenizer, in_batches(config), tmp_path / "b")
+    for key, run in file.runs.items():
+        texts = [row[: row.index(stop) + 1] if stop in row else row for row in whole]
+        if key.place.batch == 3:
+            assert run.texts == texts
+        assert sum(run.counts) == sum(map(len, run.texts))
+        kept = sum(run.accepted) + len(run.accepted)
+        # A row that stops at a kept draft gets no token of the target.
+        assert run.decoded <= kept <= run.decoded + len(run.texts)
+
+
+def test_every_batch_size_has_its_tables_and_the_speed_against_them_a_picture(
+    spec, tokenizer, config, tmp_path
+):
+    bench = Bench(spec, tokenizer, in_batches(config))
+    file = RunFile(tmp_path, {})
+    bench.run(file)
+    rows = summarise(bench, file)
+    report = Report({}, rows)
+    titles = [grid.title for grid in report.grids]
+    for size in SIZES:
+        assert f"greedy · mats · batch {size} · speed" in titles
+    names = {path.name for path in write_plots(rows, tmp_path)}
+    assert names == {
+        f"{kind}_greedy.png"
+        for kind in ("speedup", "acceptance", "lengths", "time", "batches", *MEMORY)
+    }
+
+
+def test_one_row_wrong_in_a_batch_is_caught(tokenizer, config, tmp_path, monkeypatch):
+    spec = SelfSpecModel(tiny_llama("sometimes", dtype=torch.float32))
+    planted(spec, monkeypatch, place=5)
+    bench = Bench(spec, tokenizer, in_batches(config))
+    file = RunFile(tmp_path, {})
+    bench.run(file)
+    found = {row.place.batch: row for row in summarise(bench, file) if row.place.method == "ours"}
+    assert found[3].equality.differing == [0]
+    assert found[2].equality.differing == [0, 2]
+    assert all(row.equality.failed for row in found.values())
+
+
+def test_what_is_reported_of_rounds_adds_up(spec, tokenizer, config, tmp_path):
+    rows, _ = measured(spec, tokenizer, config(), tmp_path)
+    report = Report({}, list(rows.values()))
+    cells = {
+        column: grid.rows[1][place]
+        for grid in report.grids
+        for place, column in enumerate(grid.columns)
+    }
+    ours = rows["ours"]
+    shares = [float(share) for share in cells["rounds, by drafts kept (0, 1, …)"].split()]
+    assert len(shares) == 1 + max(ours.accepted_lengths)
+    assert sum(shares) == pytest.approx(1, abs=0.02)
+    by_position = [float(rate) for rate in cells["kept, by position"].split()]
+    assert by_position == pytest.approx(ours.acceptance_by_position, abs=0.005)
+    split = [float(cells[part]) for part in (*PARTS, "rest")]
+    assert sum(split) == pytest.approx(1, abs=0.005)
+    assert float(cells["sampling"]) > 0
 
 
 # What goes wrong
@@ -247,7 +354,8 @@ def test_a_method_that_writes_something_else_is_caught(
     assert rows["plain"].equality.differing == []
     report = Report({"command": "x"}, list(rows.values()))
     assert report.failed == fails
-    assert ("NOT EQUAL" in report.markdown()) == fails
+    report.write(tmp_path)
+    assert ("NOT EQUAL" in (tmp_path / "results.md").read_text()) == fails
 
 
 def test_a_divergence_says_what_both_wrote_and_how_near_it_was(spec):
@@ -260,9 +368,10 @@ def test_a_divergence_says_what_both_wrote_and_how_near_it_was(spec):
     }
     plain = spec.model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
     tokens = plain[0, 3:].tolist()
-    assert first_divergence(spec, prompt, options, tokens, list(tokens)) is None
+    batch = Batch.of(prompt)
+    assert first_divergence(spec, batch, options, tokens, list(tokens)) is None
     other = [*tokens[:4], (tokens[4] + 1) % 64, tokens[5]]
-    found = first_divergence(spec, prompt, options, tokens, other)
+    found = first_divergence(spec, batch, options, tokens, other)
     assert (found.position, found.plain, found.other) == (4, tokens[4], other[4])
     # The scores after the processors: tokens that have been written count less.
     text = torch.cat([prompt, plain[:, 3:7]], dim=1)
@@ -271,7 +380,7 @@ def test_a_divergence_says_what_both_wrote_and_how_near_it_was(spec):
     logits[text[0]] = torch.where(seen > 0, seen / 1.2, seen * 1.2)
     assert found.margin == pytest.approx(float(logits[tokens[4]] - logits[other[4]]), rel=1e-4)
     assert not found.rounding
-    short = first_divergence(spec, prompt, options, tokens, tokens[:3])
+    short = first_divergence(spec, batch, options, tokens, tokens[:3])
     assert (short.position, short.other, short.margin, short.rounding) == (3, None, None, False)
 
 
@@ -293,7 +402,7 @@ def test_a_benchmark_goes_on_where_it_was_stopped(spec, tokenizer, config, tmp_p
     with pytest.raises(KeyboardInterrupt):
         measured(spec, tokenizer, wanted, tmp_path)
     kept = (tmp_path / "runs.jsonl").read_text()
-    assert 0 < kept.count('"tokens"') < 6
+    assert 0 < kept.count('"texts"') < 6
     # A line that was being written when the power went is written anew.
     (tmp_path / "runs.jsonl").write_text(kept + '{"setting": "gre')
     rows, file = measured(spec, tokenizer, wanted, tmp_path)
@@ -345,7 +454,11 @@ def test_peak_memory_is_that_of_the_call():
         ({"methods": [OURS, OURS]}, "two are named 'ours'"),
         ({"methods": ["none/*.yaml"]}, "no method file at none"),
         ({"methods": "plain"}, "methods is a list"),
-        ({"settings": []}, "settings is empty"),
+        ({"modes": []}, "modes is empty"),
+        ({"modes": ["greedily"]}, "unknown mode: 'greedily'; did you mean 'greedy'"),
+        ({"modes": "greedy"}, "modes is a list"),
+        ({"batch_sizes": [2, 2]}, "batch_sizes has a size twice"),
+        ({"batch_sizes": [0]}, "batch_sizes.0"),
         ({"repeat": 2}, "did you mean 'repeats'"),
     ],
     ids=lambda value: "" if isinstance(value, dict) else value,
@@ -374,9 +487,8 @@ def folder(tmp_path, tokenizer):
 
 
 def test_the_command_writes_its_report(folder, config, tmp_path):
-    settings_ = [GREEDY, {"name": "sampled", "temperature": 1.0}]
     wrong = {"name": "too | deep", "draft": {"exit_layer": 9}}
-    fields = config(methods=[OURS, wrong], settings=settings_).model_dump(mode="json")
+    fields = config(methods=[OURS, wrong], modes=["greedy", "sampled"]).model_dump(mode="json")
     (tmp_path / "bench.yaml").write_text(yaml.safe_dump({**fields, "target": str(folder)}))
     output = tmp_path / "out"
     args = ["bench", "--config", tmp_path / "bench.yaml", "--output", output, "max_new_tokens=8"]
@@ -392,18 +504,19 @@ def test_the_command_writes_its_report(folder, config, tmp_path):
         if row["failure"] is None:
             assert f"| {row['method']} | {row['tokens_per_second']:.1f} |" in markdown
             assert f"{row['speedup']['value']:.2f}x" in shown.stdout.replace("\n", "")
-    assert r"| too \| deep | failed: ValueError: exit_layer" in markdown
+    assert r"| too \| deep | failed |" in markdown
+    assert "- too | deep failed: ValueError: exit_layer" in markdown
     assert {path.name for path in output.glob("*.png")} == {
-        f"{kind}_{setting}.png"
-        for kind in ("speedup", "acceptance", "time")
-        for setting in ("greedy", "sampled")
+        f"{kind}_{mode}.png"
+        for kind in ("speedup", "acceptance", "lengths", "time", *MEMORY)
+        for mode in ("greedy", "sampled")
     }
 
 
 def test_plots_need_matplotlib_and_say_so(spec, tokenizer, config, tmp_path, monkeypatch):
     rows, _ = measured(spec, tokenizer, config(), tmp_path)
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"selfspec\[plots\]"):
+    with pytest.raises(ImportError, match=r"selfspec\[bench\]"):
         write_plots(list(rows.values()), tmp_path)
 
 

@@ -7,35 +7,46 @@ benchmark goes on where it was stopped.
 from selfspec.bench.config import (
     BenchConfig,
     MethodConfig,
+    ModeConfig,
     PromptSetConfig,
-    SettingConfig,
 )
 from selfspec.bench.equality import Divergence, first_divergence
 from selfspec.bench.exactness import CheckResult, Sampling, check_exactness
+from selfspec.bench.limit import Limits, check_limits, measure_limits
+from selfspec.bench.memory import MemoryReport, measure_memory
 from selfspec.bench.plots import write_plots
 from selfspec.bench.prompts import read_prompts
-from selfspec.bench.report import NOTES, Report
+from selfspec.bench.report import Findings, Report, write_findings
 from selfspec.bench.runner import Bench, Progress
 from selfspec.bench.runs import RunFile
+from selfspec.bench.scaling import Scaling, measure_scaling
 from selfspec.bench.summary import Row, summarise
 
 __all__ = [
-    "NOTES",
     "Bench",
     "BenchConfig",
     "CheckResult",
     "Divergence",
+    "Findings",
+    "Limits",
+    "MemoryReport",
     "MethodConfig",
+    "ModeConfig",
     "Progress",
     "PromptSetConfig",
     "Report",
     "Row",
     "RunFile",
     "Sampling",
-    "SettingConfig",
+    "Scaling",
     "check_exactness",
+    "check_limits",
     "first_divergence",
+    "measure_limits",
+    "measure_memory",
+    "measure_scaling",
     "read_prompts",
     "summarise",
+    "write_findings",
     "write_plots",
 ]

@@ -41,10 +41,22 @@ def peak_memory(call: Callable[[], object], device: torch.device) -> Memory | No
     return None if before is None or peak is None else Memory(peak, max(0, peak - before))
 
 
-def _resident_from_now_on() -> int | None:
-    """Resident bytes, what is free given back to the system and the peak mark set down to it."""
+def held_memory(device: torch.device) -> int | None:
+    """Bytes held now, what is free given back; `None` where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    _give_back()
+    return _status("VmRSS")
+
+
+def _give_back() -> None:
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def _resident_from_now_on() -> int | None:
+    """Resident bytes, what is free given back to the system and the peak mark set down to it."""
+    _give_back()
     try:
         (_PROCESS / "clear_refs").write_text("5")  # proc(5): resets VmHWM
     except OSError:

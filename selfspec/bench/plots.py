@@ -1,4 +1,4 @@
-"""A benchmark's pictures: speedups with intervals, acceptance by position, where time goes."""
+"""A benchmark's pictures: speed, batches, acceptance, where time and memory go."""
 
 from __future__ import annotations
 
@@ -7,56 +7,90 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from selfspec.bench.limit import LimitRow, Limits
 from selfspec.bench.summary import Row
+from selfspec.heads.store import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+Draw = Callable[["Axes", list[Row]], None]
+
 # Okabe and Ito's colours, which colour-blind readers tell apart.
-_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
-_PARTS = {"shallow": "#56b4e9", "deep": "#0072b2", "head": "#009e73", "rest": "#999999"}
-_MARKERS = "osD^vPX*<>"
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
+_PARTS = {
+    "shallow": "#56b4e9",
+    "deep": "#0072b2",
+    "head": "#009e73",
+    "sampling": "#e69f00",
+    "rest": "#999999",
+}
+MARKERS = "osD^vPX*<>"
+_OUTSIDE = {"frameon": False, "loc": "center left", "bbox_to_anchor": (1, 0.5), "fontsize": 8}
 
 
-def write_plots(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Draw every setting's rows to PNG files in `folder`; those with nothing to show are left out.
+def write_plots(rows: Sequence[Row], folder: Path, limits: Limits | None = None) -> list[Path]:
+    """Draw every mode's rows to PNG files in `folder`; those with nothing to show are left out.
+
+    Where there are several batch sizes, one picture shows speed against them, the others show the
+    first.
 
     Raises:
         ImportError: matplotlib is missing.
     """
-    kinds: dict[str, tuple[Callable[[Axes, list[Row]], None], Callable[[Row], Any]]] = {
+    sizes = list(dict.fromkeys(row.place.batch for row in rows))
+    kinds: dict[str, tuple[Draw, Callable[[Row], Any]]] = {
         "speedup": (_speedups, lambda row: row.speedup),
         "acceptance": (_acceptance, lambda row: row.acceptance_by_position),
+        "lengths": (_lengths, lambda row: row.accepted_lengths),
         "time": (_time, lambda row: row.time_split),
+        "memory": (_memory, lambda row: row.memory),
     }
     written: list[Path] = []
-    for setting in dict.fromkeys(row.place.setting for row in rows):
-        for kind, (draw, figure_of) in kinds.items():
-            shown = [row for row in rows if row.place.setting == setting and figure_of(row)]
+    for mode in dict.fromkeys(row.place.mode for row in rows):
+        of_mode = [row for row in rows if row.place.mode == mode]
+        first = [row for row in of_mode if row.place.batch == sizes[0]]
+        found = {
+            kind: (draw, [row for row in first if figure_of(row)])
+            for kind, (draw, figure_of) in kinds.items()
+        }
+        if len(sizes) > 1:
+            found["batches"] = (_batches, [row for row in of_mode if row.speedup])
+        for kind, (draw, shown) in found.items():
             if shown:
-                path = folder / f"{kind}_{_file_name(setting)}.png"
-                _write(path, setting, draw, shown)
+                path = folder / f"{kind}_{_file_name(mode)}.png"
+                write_picture(
+                    path, mode, lambda ax, draw=draw, rows=shown: draw(ax, rows), len(shown)
+                )
                 written.append(path)
+    if limits is not None and limits.rows:
+        path, count = folder / "limits.png", 2 * len(limits.rows)
+        write_picture(path, "limits", lambda ax: _limits(ax, limits.rows), count)
+        written.append(path)
     return written
 
 
-def _file_name(setting: str) -> str:
-    return re.sub(r"\W+", "_", setting).strip("_").lower()
+def _file_name(mode: str) -> str:
+    return re.sub(r"\W+", "_", mode).strip("_").lower()
 
 
-def _write(
-    path: Path, title: str, draw: Callable[[Axes, list[Row]], None], rows: list[Row]
-) -> None:
+def write_picture(path: Path, title: str, draw: Callable[[Axes], None], rows: int = 12) -> None:
+    """Draw one picture, as high as `rows` bars need.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("plots need matplotlib; pip install 'selfspec[bench]'") from error
-    figure = Figure(figsize=(8, 1.6 + 0.34 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(8, 1.6 + 0.34 * rows), layout="constrained")
     ax = figure.subplots()
-    draw(ax, rows)
+    draw(ax)
     ax.set_title(title, loc="left")
     ax.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
+    with replacing(path) as scratch:
+        figure.savefig(scratch, dpi=150, format="png")
 
 
 def _names(rows: Sequence[Row]) -> list[str]:
@@ -67,33 +101,86 @@ def _names(rows: Sequence[Row]) -> list[str]:
     ]
 
 
+def _name_bars(ax: Axes, rows: list[Row]) -> None:
+    ax.set_yticks(range(len(rows)), _names(rows), fontsize=8)
+    ax.invert_yaxis()
+
+
 def _speedups(ax: Axes, rows: list[Row]) -> None:
     sets = list(dict.fromkeys(row.place.prompts for row in rows))
-    for number, row in enumerate(rows):
+    for place, row in enumerate(rows):
         found = row.speedup
         assert found is not None
         spread = [[found.value - found.low], [found.high - found.value]]
-        colour = _COLOURS[sets.index(row.place.prompts) % len(_COLOURS)]
-        ax.barh(number, found.value, xerr=spread, color=colour, capsize=3)
+        colour = COLOURS[sets.index(row.place.prompts) % len(COLOURS)]
+        ax.barh(place, found.value, xerr=spread, color=colour, capsize=3)
         ax.annotate(
-            f"{found.value:.2f}x ", (found.low, number), color="white", ha="right", va="center"
+            f"{found.value:.2f}x ", (found.low, place), color="white", ha="right", va="center"
         )
+        if row.looping:
+            text = f" {row.looping:.0%} loop"
+            ax.annotate(text, (found.high, place), ha="left", va="center", fontsize=7)
+    straight = [(row.speedup_without_loops, place) for place, row in enumerate(rows)]
+    points = [(found.value, place) for found, place in straight if found is not None]
+    if points and any(row.looping for row in rows):
+        ax.plot(*zip(*points, strict=True), "D", color="black", markersize=4, fillstyle="none")
+        ax.plot([], [], "D", color="black", markersize=4, fillstyle="none", label="without loops")
+        ax.legend(**_OUTSIDE)
     ax.axvline(1, color="black", linewidth=0.8)
-    ax.set_yticks(range(len(rows)), _names(rows), fontsize=8)
-    ax.invert_yaxis()
+    _name_bars(ax, rows)
     ax.set_xlabel("speedup over the model's own generate, 95 % interval")
 
 
+def _batches(ax: Axes, rows: list[Row]) -> None:
+    lines: dict[str, list[Row]] = {}
+    for row, name in zip(rows, _names(rows), strict=True):
+        lines.setdefault(name, []).append(row)
+    for place, (name, line) in enumerate(lines.items()):
+        found = [row.speedup for row in line if row.speedup is not None]
+        spread = [[f.value - f.low for f in found], [f.high - f.value for f in found]]
+        ax.errorbar(
+            [row.place.batch for row in line],
+            [f.value for f in found],
+            yerr=spread,
+            marker=MARKERS[place % len(MARKERS)],
+            color=COLOURS[place % len(COLOURS)],
+            label=name,
+            capsize=3,
+        )
+    sizes = sorted({row.place.batch for row in rows})
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(sizes, [str(size) for size in sizes])
+    ax.axhline(1, color="black", linewidth=0.8)
+    ax.set(xlabel="batch size", ylabel="speedup over the model's own batched generate")
+    ax.figure.set_figheight(max(4.0, 1 + 0.25 * len(lines)))  # pyright: ignore[reportAttributeAccessIssue]
+    ax.legend(**_OUTSIDE)
+
+
 def _acceptance(ax: Axes, rows: list[Row]) -> None:
-    for number, (row, name) in enumerate(zip(rows, _names(rows), strict=True)):
+    for place, (row, name) in enumerate(zip(rows, _names(rows), strict=True)):
         positions = range(1, len(row.acceptance_by_position) + 1)
-        marker = _MARKERS[number % len(_MARKERS)]
-        colour = _COLOURS[number % len(_COLOURS)]
+        marker, colour = MARKERS[place % len(MARKERS)], COLOURS[place % len(COLOURS)]
         ax.plot(positions, row.acceptance_by_position, marker=marker, color=colour, label=name)
     ax.set(xlabel="position in the draft", ylabel="share of drafts kept", ylim=(0, 1.02))
     ax.set_xticks(range(1, 1 + max(len(row.acceptance_by_position) for row in rows)))
     ax.figure.set_figheight(max(4.0, 1 + 0.25 * len(rows)))  # pyright: ignore[reportAttributeAccessIssue]
-    ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
+    ax.legend(**_OUTSIDE)
+
+
+def _lengths(ax: Axes, rows: list[Row]) -> None:
+    """Shares of rounds by drafts kept: a bar a row, the darker the more were kept."""
+    most = max(max(row.accepted_lengths) for row in rows)
+    left = [0.0] * len(rows)
+    for kept in range(most + 1):
+        shares = [
+            row.accepted_lengths.get(kept, 0) / sum(row.accepted_lengths.values()) for row in rows
+        ]
+        colour = (0.0, 0.45, 0.7, (kept + 1) / (most + 1))
+        ax.barh(range(len(rows)), shares, left=left, color=colour, label=str(kept))
+        left = [start + share for start, share in zip(left, shares, strict=True)]
+    _name_bars(ax, rows)
+    ax.set(xlabel="share of rounds", xlim=(0, 1))
+    ax.legend(title="drafts kept", **_OUTSIDE)
 
 
 def _time(ax: Axes, rows: list[Row]) -> None:
@@ -102,7 +189,35 @@ def _time(ax: Axes, rows: list[Row]) -> None:
         shares = [row.time_split[part] for row in rows]
         ax.barh(range(len(rows)), shares, left=left, color=colour, label=part)
         left = [start + share for start, share in zip(left, shares, strict=True)]
-    ax.set_yticks(range(len(rows)), _names(rows), fontsize=8)
-    ax.invert_yaxis()
+    _name_bars(ax, rows)
     ax.set(xlabel="share of decode time", xlim=(0, 1))
-    ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
+    ax.legend(**_OUTSIDE)
+
+
+def _memory(ax: Axes, rows: list[Row]) -> None:
+    for label, colour in (("peak", "#bbbbbb"), ("growth", COLOURS[0])):
+        bytes_of = [getattr(row.memory, label) for row in rows]
+        ax.barh(range(len(rows)), [count / 2**20 for count in bytes_of], color=colour, label=label)
+    _name_bars(ax, rows)
+    ax.set_xlabel("MiB, peak of the call and how much of it was not there before")
+    ax.legend(**_OUTSIDE)
+
+
+def _limits(ax: Axes, rows: list[LimitRow]) -> None:
+    """What was achieved beside what bounds it, in tokens per second."""
+    kinds = {
+        "achieved": lambda row: row.achieved,
+        "passes": lambda row: row.by_passes,
+        "layers": lambda row: row.by_layers,
+        "memory": lambda row: row.by_memory,
+    }
+    height = 0.8 / len(kinds)
+    for kind, (label, figure_of) in enumerate(kinds.items()):
+        places = [place + kind * height for place in range(len(rows))]
+        widths = [figure_of(row) or 0.0 for row in rows]
+        ax.barh(places, widths, height=height, color=COLOURS[kind], label=label)
+    names = [f"{row.way} · {row.prompts}" for row in rows]
+    ax.set_yticks([place + 1.5 * height for place in range(len(rows))], names, fontsize=8)
+    ax.invert_yaxis()
+    ax.set_xlabel("tokens/s")
+    ax.legend(**_OUTSIDE)

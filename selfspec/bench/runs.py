@@ -59,9 +59,7 @@ class Run:
         """The run that a call made."""
         stats = asdict(written.stats) if written.stats else None
         times = [round(seconds, 6) for seconds in written.times]
-        return cls(
-            key, written.texts, written.counts, times, list(written.accepted), stats, joules
-        )
+        return cls(key, written.texts, written.counts, times, list(written.accepted), stats, joules)
 
     @property
     def decoded(self) -> int:

@@ -9,14 +9,13 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from selfspec.bench.config import PLAIN, SettingConfig
+from selfspec.bench.config import PLAIN, ModeConfig
 from selfspec.bench.equality import Divergence, first_divergence
 from selfspec.bench.meters import Memory
 from selfspec.bench.runner import Bench
 from selfspec.bench.runs import Place, Run, RunFile
 from selfspec.bench.statistics import Interval, loops, median_interval, percentile
-
-_PARTS = ("shallow", "deep", "head")
+from selfspec.stats import PARTS
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class Equality:
 
     Attributes:
         texts: prompts compared.
-        differing: numbers of the prompts whose texts differ.
+        differing: numbers of the prompts whose texts differ, batch after batch.
         first: the divergence of the first of them that rounding does not explain, or else of the
             first.
         failed: whether float32 or wider was asked for, and more than rounding parts the texts.
@@ -39,25 +38,26 @@ class Equality:
 
 @dataclass(frozen=True)
 class Row:
-    """One method under one setting on one prompt set.
+    """One method in one mode on one prompt set, with one batch size.
 
     Attributes:
         place: which.
         failure: why there are no figures.
-        texts: timed calls.
-        tokens_per_second: median over prompts, decoding alone.
+        texts: written, repeats included.
+        tokens_per_second: median over batches, decoding alone, all rows together.
         prefill_ms: median time to the first arrival of tokens.
         ms_per_token: median, a round's time shared among its tokens.
         ms_per_token_p95: what 95 % of tokens do not exceed.
-        speedup: over the model's own `generate`: median of the paired ratios of tokens/s.
+        speedup: over the model's own `generate` on the same batches: median of the paired ratios
+            of tokens/s.
         speedup_of_totals: all tokens over all seconds, as a ratio of both methods.
-        speedup_without_loops: of prompts on which neither text ends in circles.
+        speedup_without_loops: of batches in which neither method's texts end in circles.
         looping: share of texts that end in circles.
         ended: share of texts that ended before their last token was asked for.
         acceptance_rate: accepted over drafted; `None` of peers, which do not tell.
-        mean_accepted_length: tokens of a round.
+        mean_accepted_length: tokens of a row's round.
         acceptance_by_position: share kept at each position of the draft.
-        accepted_lengths: rounds by the number of kept drafts.
+        accepted_lengths: rounds of rows by the number of kept drafts.
         time_split: shares of decode time.
         memory: what the warm-up call needed.
         joules_per_token: where the GPU counts them.
@@ -98,21 +98,21 @@ class Row:
 
 
 def summarise(bench: Bench, file: RunFile) -> list[Row]:
-    """A row for every method, prompt set and setting."""
+    """A row for every method, batch size, prompt set and mode."""
     by_place: dict[Place, list[Run]] = {}
     for run in file.runs.values():
         by_place.setdefault(run.key.place, []).append(run)
     rows: list[Row] = []
-    for setting in bench.config.settings:
-        for prompts in bench.config.prompts:
-            base = by_place.get(Place(setting.name, prompts.name, PLAIN), [])
+    for mode in bench.config.modes:
+        for prompts, batch in bench.batches:
+            base = by_place.get(Place(mode.name, prompts, batch, PLAIN), [])
             for method in bench.config.methods:
-                place = Place(setting.name, prompts.name, method.name)
+                place = Place(mode.name, prompts, batch, method.name)
                 if place in file.failures or place not in by_place:
                     rows.append(Row(place, failure=file.failures.get(place, "was not run")))
                     continue
                 runs = by_place[place]
-                equality = _equality(bench, setting, base, runs)
+                equality = _equality(bench, mode, base, runs)
                 rows.append(_row(bench, base, runs, equality, file.memory.get(place)))
     return rows
 
@@ -126,16 +126,17 @@ def _row(
 ) -> Row:
     rates, seed = _rates(runs), bench.config.seed
     ratios = _ratios(rates, _rates(base))
-    circling = {run.key.prompt for run in (*base, *runs) if loops(run.tokens)}
-    straight = [ratio for prompt, ratio in ratios.items() if prompt not in circling]
+    circling = {run.key.number for run in (*base, *runs) if any(map(loops, run.texts))}
+    straight = [ratio for number, ratio in ratios.items() if number not in circling]
+    texts = [text for run in runs for text in run.texts]
     return Row(
         place=runs[0].key.place,
-        texts=len(runs),
+        texts=len(texts),
         speedup=median_interval(list(ratios.values()), seed),
         speedup_of_totals=_of_totals(runs, base),
         speedup_without_loops=median_interval(straight, seed),
-        looping=sum(loops(run.tokens) for run in runs) / len(runs),
-        ended=sum(len(run.tokens) < bench.config.max_new_tokens for run in runs) / len(runs),
+        looping=sum(map(loops, texts)) / len(texts),
+        ended=sum(len(text) < bench.config.max_new_tokens for text in texts) / len(texts),
         memory=memory,
         equality=equality,
         **_times(runs, rates),
@@ -144,16 +145,16 @@ def _row(
 
 
 def _rates(runs: Sequence[Run]) -> dict[int, float]:
-    """Tokens per second of each prompt: the median of its repeats."""
+    """Tokens per second of each batch: the median of its repeats."""
     found: dict[int, list[float]] = {}
     for run in runs:
         if run.rate is not None:
-            found.setdefault(run.key.prompt, []).append(run.rate)
-    return {prompt: median(rates) for prompt, rates in found.items()}
+            found.setdefault(run.key.number, []).append(run.rate)
+    return {number: median(rates) for number, rates in found.items()}
 
 
 def _ratios(rates: Mapping[int, float], base: Mapping[int, float]) -> dict[int, float]:
-    return {prompt: rate / base[prompt] for prompt, rate in rates.items() if prompt in base}
+    return {number: rate / base[number] for number, rate in rates.items() if number in base}
 
 
 def _of_totals(runs: Sequence[Run], base: Sequence[Run]) -> float | None:
@@ -172,7 +173,7 @@ def _times(runs: Sequence[Run], rates: Mapping[int, float]) -> dict[str, Any]:
             values.append(1000 * (stop - start) / count)
             weights.append(count)
     joules = [run.joules for run in runs if run.joules is not None]
-    tokens = sum(len(run.tokens) for run in runs)
+    tokens = sum(sum(run.counts) for run in runs)
     return {
         "tokens_per_second": median(rates.values()) if rates else None,
         "prefill_ms": 1000 * median(run.prefill_seconds for run in runs),
@@ -197,7 +198,7 @@ def _drafts(runs: Sequence[Run]) -> dict[str, Any]:
     at = [_columns([s[name] for s in stats]) for name in ("accepted_at", "drafted_at")]
     seconds = {part: sum(s["seconds"][part] for s in stats) for part in stats[0]["seconds"]}
     decoding = seconds["total"] - seconds["prefill"]
-    shares = {part: seconds[part] / decoding for part in _PARTS} if decoding > 0 else {}
+    shares = {part: seconds[part] / decoding for part in PARTS} if decoding > 0 else {}
     return {
         **found,
         "acceptance_rate": accepted / drafted if drafted else None,
@@ -213,23 +214,27 @@ def _columns(rows: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _equality(
-    bench: Bench, setting: SettingConfig, base: Sequence[Run], runs: Sequence[Run]
+    bench: Bench, mode: ModeConfig, base: Sequence[Run], runs: Sequence[Run]
 ) -> Equality | None:
     """Compare every text with the one that the model's own `generate` wrote first."""
-    if not setting.greedy or not base:
+    if not mode.greedy or not base:
         return None
-    own = {run.key.prompt: run.tokens for run in reversed(base)}
+    own = {run.key.number: run.texts for run in reversed(base)}
+    options = bench.options(mode)
     differing: dict[int, Divergence] = {}
     for run in runs:
-        number = run.key.prompt
-        if number in own and number not in differing:
-            prompt = bench.prompts[run.key.place.prompts][number]
-            options = bench.options(setting)
-            found = first_divergence(bench.spec, prompt, options, own[number], run.tokens)
-            if found is not None:
-                differing[number] = found
+        batch = bench.batches[run.key.place.prompts, run.key.place.batch][run.key.number]
+        for row, plain in enumerate(own.get(run.key.number, [])):
+            number = run.key.number * batch.rows + row
+            if number not in differing:
+                other = run.texts[row]
+                found = first_divergence(bench.spec, batch.row(row), options, plain, other)
+                if found is not None:
+                    differing[number] = found
     plain = list(differing.values())
     unexplained = [found for found in plain if not found.rounding]
     wide = bench.spec.engine.decoder.dtype.itemsize >= 4
     first = next(iter(unexplained or plain), None)
-    return Equality(len(own), sorted(differing), first, wide and bool(unexplained))
+    return Equality(
+        sum(map(len, own.values())), sorted(differing), first, wide and bool(unexplained)
+    )

@@ -45,6 +45,7 @@ def _without_weights(path: Path | str) -> Engine | None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from selfspec.bench.traffic import kv_bytes
     from selfspec.decoder import Decoder
     from selfspec.engine import Engine
 
@@ -54,34 +55,21 @@ def _without_weights(path: Path | str) -> Engine | None:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.float32)
         engine = Engine(Decoder(model))
-        _kv_bytes_per_token(engine)
+        kv_bytes(engine.decoder)
     except RuntimeError:
         return None
     return engine
 
 
-def _kv_bytes_per_token(engine: Engine) -> int:
-    """Measured: what one token's keys and values take in every layer's slots."""
-    import torch
-
-    from selfspec.decoder import Span
-
-    decoder = engine.decoder
-    slots = decoder.new_slots(1)
-    with torch.inference_mode():
-        token = torch.zeros(1, 1, dtype=torch.long, device=decoder.device)
-        decoder.run(token, Span(0, decoder.depth), slots)
-    return sum(layer.nbytes // layer.capacity for layer in slots.layers)
-
-
 def describe(engine: Engine, context: int | None) -> dict[str, Any]:
     """A target's facts as plain values."""
+    from selfspec.bench.traffic import kv_bytes
     from selfspec.config import DraftConfig
 
     decoder = engine.decoder
     config, model = decoder.config, decoder.causal_lm
     context = context or decoder.max_positions or 4096
-    per_token = _kv_bytes_per_token(engine)
+    per_token = sum(kv_bytes(decoder))
     windows = Counter(window for window in decoder.windows if window is not None)
     draft = DraftConfig()
     head = engine.head(draft)

@@ -74,6 +74,11 @@ class ExitHead(nn.Module):
         """Whether a shallow pass may go straight through the target's own norm and LM head."""
         return False
 
+    @property
+    def joining(self) -> list[nn.Module]:
+        """What `join` runs through: once a round, where the rest of the head runs once a draft."""
+        return []
+
     def trim(self, decoder: Decoder, vocab_ids: Tensor) -> None:
         """Draft only the tokens `vocab_ids`: a smaller LM head, and q is zero for any other.
 

@@ -70,6 +70,11 @@ class FusedHead(BlockHead):
             placed(part, decoder)
         return head
 
+    @property
+    def joining(self) -> list[nn.Module]:
+        """The norms of the streams, and their linear map."""
+        return [self.feature_norms, self.fuse]
+
     def check(self, decoder: Decoder) -> None:
         """Raise ValueError unless exit layer, place, width and feature layers fit `decoder`."""
         super().check(decoder)

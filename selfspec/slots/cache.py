@@ -247,6 +247,12 @@ class SlotCache(Cache):
         """Bytes that the buffers of all layers take."""
         return sum(layer.nbytes for layer in self.layers)
 
+    @property
+    def token_bytes(self) -> list[int]:
+        """Bytes that one token of one row takes in each layer that has been written."""
+        sizes = [(layer.nbytes, self.rows * layer.capacity) for layer in self.layers]
+        return [nbytes // slots if slots else 0 for nbytes, slots in sizes]
+
     def reset(self) -> None:
         """Forget every token; buffers stay."""
         self.lengths = [0] * self.rows

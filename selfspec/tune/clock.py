@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from statistics import median
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from selfspec.heads import ExitHead
 from selfspec.profile import DraftSeconds, Times, exit_name
 from selfspec.prompts import Prompt
 from selfspec.sampling import Sampler
+from selfspec.stats import Stats
 from selfspec.stopping import Stops
 from selfspec.streaming import Stream
 from selfspec.tune.config import TuneConfig
@@ -28,8 +30,38 @@ from selfspec.tune.texts import in_batches, padded
 
 _MORE = 4  # drafts behind the first, over which the time of one is taken
 
-Probes = dict[Hashable, Callable[[], object]]
 Progress = Callable[[int, int], object]  # turns done, of how many
+
+
+class Probe(NamedTuple):
+    """Something to time.
+
+    Attributes:
+        call: what is timed.
+        stats: of the call of `generate` that it belongs to.
+    """
+
+    call: Callable[[], object]
+    stats: Stats
+
+
+class Seconds(NamedTuple):
+    """What a probe takes.
+
+    Attributes:
+        wall: from its beginning to its end.
+        inside: the part of it in layers and heads; on a GPU what their launches take.
+    """
+
+    wall: float
+    inside: float
+
+
+class Measured(NamedTuple):
+    """Times of passes, and what of them is spent inside layers and heads."""
+
+    wall: Times
+    inside: Times
 
 
 @torch.no_grad()
@@ -40,7 +72,7 @@ def measure_times(
     rows: int,
     config: TuneConfig,
     on_turn: Progress | None = None,
-) -> Times:
+) -> Measured:
     """Time plain rounds, the passes below and above each exit, and the drafts of each head.
 
     Args:
@@ -53,18 +85,21 @@ def measure_times(
     """
     batch = padded(in_batches(prompts, rows)[0], engine.decoder.device)
     with engine.decoder:
-        plain = _begin(engine, DraftConfig(drafter="none"), batch, config)
+        plain = begin(engine, DraftConfig(drafter="none"), batch, config)
         state = plain.start()
-        probes: Probes = {"plain": lambda: plain.step(state)}
+        probes = {"plain": Probe(lambda: plain.step(state), state.stats)}
         exits = sorted({head.exit_layer for head in heads})
         probes |= dict(_passes(engine, batch, exits, sorted({1, *config.widths}), config))
         for head in heads:
             probes |= dict(_drafts(engine, head, batch, config))
-        seconds = _medians(probes, config.turns, engine.decoder.device, on_turn)
-    return _sorted(seconds, rows, exits, heads, config)
+        found = medians(probes, config.turns, engine.decoder.device, on_turn)
+    wall, inside = ({key: s[part] for key, s in found.items()} for part in (0, 1))
+    return Measured(
+        _sorted(wall, rows, exits, heads, config), _sorted(inside, rows, exits, heads, config)
+    )
 
 
-def _begin(
+def begin(
     engine: Engine, draft: DraftConfig, batch: tuple[Tensor, Tensor], config: TuneConfig
 ) -> Session:
     """A call as `generate` would make it."""
@@ -90,9 +125,9 @@ def _passes(
     exits: Sequence[int],
     widths: Sequence[int],
     config: TuneConfig,
-) -> Iterator[tuple[Hashable, Callable[[], object]]]:
+) -> Iterator[tuple[Hashable, Probe]]:
     """Shallow and verifying passes behind a prompt; none of them settles anything."""
-    state = _begin(engine, DraftConfig(drafter="none"), batch, config).start()
+    state = begin(engine, DraftConfig(drafter="none"), batch, config).start()
     source = torch.Generator().manual_seed(config.seed)
     shape, vocab = (state.rows, widths[-1]), engine.decoder.vocab_size
     tokens = torch.randint(vocab, shape, generator=source).to(state.pending.device)
@@ -105,49 +140,58 @@ def _passes(
             known = hidden[:, :width] if hidden is not None and exit_layer else None
             draft = Draft(some[:, 1:], depth=exit_layer, hidden=known)
             if exit_layer in exits:
-                yield (
-                    ("shallow", exit_layer, width),
-                    lambda some=some, at=exit_layer: engine.shallow(state, some, at, 0),
-                )
-            yield (
-                ("verify", exit_layer, width),
-                lambda draft=draft: engine.verify(state, draft),
-            )
+                shallow = lambda some=some, at=exit_layer: engine.shallow(state, some, at, 0)  # noqa: E731
+                yield ("shallow", exit_layer, width), Probe(shallow, state.stats)
+            verify = lambda draft=draft: engine.verify(state, draft)  # noqa: E731
+            yield ("verify", exit_layer, width), Probe(verify, state.stats)
 
 
 def _drafts(
     engine: Engine, head: ExitHead, batch: tuple[Tensor, Tensor], config: TuneConfig
-) -> Iterator[tuple[Hashable, Callable[[], object]]]:
+) -> Iterator[tuple[Hashable, Probe]]:
     """One draft, and several, by the drafter itself."""
     draft = DraftConfig(
         exit_layer=head.exit_layer, head=head.kind, num_draft_tokens=1 + _MORE, schedule="fixed"
     )
-    session = _begin(engine, draft, batch, config)
+    session = begin(engine, draft, batch, config)
     state = session.start()
     session.step(state)  # from its second round on a head has drafts of its own to read again
     for count in (1, 1 + _MORE):
-        yield (
-            ("draft", head.kind, head.exit_layer, count),
-            lambda count=count: session.drafter.propose(state, count),
-        )
+        propose = lambda count=count: session.drafter.propose(state, count)  # noqa: E731
+        yield ("draft", head.kind, head.exit_layer, count), Probe(propose, state.stats)
 
 
-def _medians(
-    probes: Probes, turns: int, device: torch.device, on_turn: Progress | None
-) -> dict[Hashable, float]:
+def medians(
+    probes: Mapping[Hashable, Probe],
+    turns: int,
+    device: torch.device,
+    on_turn: Progress | None = None,
+) -> dict[Hashable, Seconds]:
+    """Time probes in turn, after one call of each that does not count."""
     for probe in probes.values():
-        probe()
-    seconds: dict[Hashable, list[float]] = {key: [] for key in probes}
+        probe.call()
+    seconds: dict[Hashable, list[Seconds]] = {key: [] for key in probes}
     for turn in range(turns):
         for key in in_turn(probes, turn):
-            wait_for(device)
-            start = time.perf_counter()
-            probes[key]()
-            wait_for(device)
-            seconds[key].append(time.perf_counter() - start)
+            seconds[key].append(_timed(probes[key], device))
         if on_turn is not None:
             on_turn(turn + 1, turns)
-    return {key: median(values) for key, values in seconds.items()}
+    return {
+        key: Seconds(*(median(values) for values in zip(*taken, strict=True)))
+        for key, taken in seconds.items()
+    }
+
+
+def _timed(probe: Probe, device: torch.device) -> Seconds:
+    wait_for(device)
+    before, start = _inside(probe.stats), time.perf_counter()
+    probe.call()
+    wait_for(device)
+    return Seconds(time.perf_counter() - start, _inside(probe.stats) - before)
+
+
+def _inside(stats: Stats) -> float:
+    return sum(stats.seconds[part] for part in ("shallow", "deep", "head"))
 
 
 def wait_for(device: torch.device) -> None:

@@ -16,7 +16,7 @@ from selfspec.demo.timing import in_turn
 from selfspec.engine import Engine
 from selfspec.heads import ExitHead
 from selfspec.model import SelfSpecModel
-from selfspec.prediction import expected_tokens, interpolated, predict_speedup
+from selfspec.prediction import expected_tokens, predict_speedup
 from selfspec.profile import ExitRates, Place, Prediction, Profile, Times, exit_name
 from selfspec.tune.acceptance import Written, measure_rates, write_on
 from selfspec.tune.clock import measure_times
@@ -113,7 +113,7 @@ class _Tuning:
             told = lambda done, of: self.say(part, done, of)  # noqa: E731
             prompts = self.measured
             found = measure_times(self.spec.engine, self.heads, prompts, rows, self.config, told)
-            return found.model_dump(mode="json")
+            return found.wall.model_dump(mode="json")
 
         found = self.work.part(part, self._settings("widths", "turns"), measure)
         return Times.model_validate(found)
@@ -184,11 +184,9 @@ def predict(times: Times, rates: Sequence[ExitRates], config: TuneConfig) -> lis
 
 def _predict(times: Times, exit: ExitRates, k: int, temperature: float) -> Prediction:
     alphas = exit.alpha if temperature else exit.agreement
-    drafts, at = times.drafts[exit.name], exit.exit_layer
-    # The last draft passes the shallow layers when it is verified.
-    verify = interpolated(times.shallow[at], 1) + interpolated(times.verify[at], k + 1)
-    around = drafts.first - drafts.more + times.rest
-    speedup = predict_speedup(alphas, k, drafts.more, verify + around, times.plain)
+    at, more = exit.exit_layer, times.drafts[exit.name].more
+    others = times.round(exit.name, at, k) - k * more
+    speedup = predict_speedup(alphas, k, more, others, times.plain)
     return Prediction(
         kind=exit.kind,
         exit_layer=at,
