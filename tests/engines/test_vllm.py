@@ -1,0 +1,208 @@
+"""A folded exit drafts in vLLM and in transformers, and every greedy token is the target's own.
+
+`make test-engines` runs this in an environment of its own. `make test` leaves it out, because vLLM
+is gigabytes and decides itself which transformers it takes.
+"""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+from urllib.error import URLError
+from urllib.request import Request, urlopen
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from selfspec import DEMO_MODEL, DraftConfig, SelfSpecModel
+from selfspec.bench.config import PromptSetConfig
+from selfspec.bench.prompts import read_prompts
+from selfspec.cli import app
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.filterwarnings("default"),  # those of other people's code are no errors here
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(
+        find_spec("vllm") is None, reason="vLLM is not installed; `make test-engines` installs it"
+    ),
+]
+
+EXIT, DRAFTS, NEW_TOKENS = 4, 4, 64
+COUNTS = {"text": 5, "gsm8k": 5, "humaneval": 5, "mbpp": 5}
+# What any machine has room for: the model is small, and speed is not what is looked at.
+ENGINE = {"dtype": "float32", "max_model_len": 512, "kv_cache_memory_bytes": 2**28}
+# Where it binds threads to cores, vLLM asks for a NUMA node for every process.
+UNBOUND = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}
+PAGE = Path(__file__).parents[2] / "docs/serving.md"
+
+
+class Written(NamedTuple):
+    """New tokens of every prompt; drafts, and drafts accepted at each position of a round."""
+
+    tokens: list[list[int]]
+    drafted: int
+    accepted_at: list[int]
+
+    @property
+    def acceptance_rate(self) -> float:
+        return sum(self.accepted_at) / self.drafted
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    """Passages and questions that neither the target nor its heads were trained on."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    sets = [PromptSetConfig(name=name, reader=name, count=n) for name, n in COUNTS.items()]
+    read = [read_prompts(each, tokenizer, ENGINE["max_model_len"] - NEW_TOKENS) for each in sets]
+    return [prompt for prompts in read for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The draft model that `selfspec export` makes of the demo target."""
+    out = tmp_path_factory.mktemp("export") / "draft"
+    options = ["--head", "block", "--exit-layer", str(EXIT), "-k", str(DRAFTS)]
+    result = CliRunner().invoke(app, ["export", "hf-draft", str(out), *options])
+    assert result.exit_code == 0, result.output
+    return out
+
+
+@pytest.fixture(scope="module")
+def plain(prompts):
+    """What the target's own `generate` writes."""
+    return assisted(prompts, None)
+
+
+@pytest.fixture(scope="module")
+def own(prompts):
+    """What selfspec writes with the exit that was folded."""
+    spec = SelfSpecModel.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+    draft = DraftConfig(exit_layer=EXIT, head="block", num_draft_tokens=DRAFTS)
+    written = Written([], 0, [0] * DRAFTS)
+    for prompt in prompts:
+        output = spec.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, draft=draft)
+        stats = spec.last_stats
+        accepted = [*stats.accepted_at, *[0] * DRAFTS][:DRAFTS]
+        written = Written(
+            [*written.tokens, output[0, len(prompt) :].tolist()],
+            written.drafted + stats.drafted,
+            [a + b for a, b in zip(written.accepted_at, accepted, strict=True)],
+        )
+    return written
+
+
+def assisted(prompts, folder):
+    """New tokens that transformers writes, with the draft in `folder` as assistant or alone."""
+    target = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval()
+    draft = folder and AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    texts = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW_TOKENS}
+        output = target.generate(ids, do_sample=False, assistant_model=draft, **options)
+        texts.append(output[0, len(prompt) :].tolist())
+    return texts
+
+
+def launch(folder):
+    """The line for vLLM on the page beside the draft."""
+    (line,) = launches(folder / "README.md")
+    return line
+
+
+def launch_in_parallel(folder):
+    """The line for several devices in the guide to serving, with this target and draft."""
+    (line,) = [line for line in launches(PAGE) if "--tensor-parallel-size 2" in line]
+    return line.replace("path/to/target", str(DEMO_MODEL)).replace('"draft"', f'"{folder}"')
+
+
+def launches(page):
+    text = page.read_text(encoding="utf-8")
+    return re.findall(r"```bash\n(vllm serve .*?)\n```", text, re.DOTALL)
+
+
+# vLLM
+
+
+@pytest.mark.parametrize("line", [launch, launch_in_parallel], ids=["alone", "tensor_parallel"])
+def test_vllm_writes_what_the_target_writes(line, prompts, folder, plain, own, request):
+    with serving(line(folder)) as address:
+        written = asked(address, prompts)
+    told = [f"{who.acceptance_rate:.3f} of {who.drafted} drafts" for who in (written, own)]
+    way = request.node.callspec.id
+    print("", f"accepted in vLLM, {way}: {told[0]}; in selfspec: {told[1]}", sep="\n")  # noqa: T201
+    assert written.tokens == plain
+    # An engine drafts the full number even where fewer tokens are left to write.
+    assert written.acceptance_rate == pytest.approx(own.acceptance_rate, abs=0.02)
+
+
+def asked(address, prompts):
+    """What a server writes for all prompts at once, and what it counted."""
+    options = {"max_tokens": NEW_TOKENS, "temperature": 0, "return_token_ids": True}
+    body = json.dumps({"prompt": prompts, **options}).encode()
+    headers = {"Content-Type": "application/json"}
+    with urlopen(Request(f"{address}/v1/completions", body, headers)) as answer:
+        choices = json.load(answer)["choices"]
+    with urlopen(f"{address}/metrics") as answer:
+        counters = answer.read().decode()
+
+    def counted(name):
+        line = rf"^vllm:spec_decode_num_{name}_total\S* (\S+)$"
+        return [int(float(value)) for value in re.findall(line, counters, re.MULTILINE)]
+
+    (drafted,) = counted("draft_tokens")
+    choices.sort(key=lambda choice: choice["index"])
+    tokens = [choice["token_ids"] for choice in choices]
+    return Written(tokens, drafted, counted("accepted_tokens_per_pos"))
+
+
+@contextmanager
+def serving(line) -> Iterator[str]:
+    """A server that the shell starts with `line`, on a free port and with room for few tokens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    more = {**ENGINE, "port": port, "host": "127.0.0.1"}
+    options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in more.items())
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    command = ["bash", "-c", f"exec {line} {options} --enforce-eager"]
+    address = f"http://127.0.0.1:{port}"
+    server = subprocess.Popen(command, env={**os.environ, **UNBOUND, "PATH": path})
+    try:
+        while not healthy(address):
+            assert server.poll() is None, f"vllm serve ended with exit code {server.returncode}"
+            time.sleep(1)
+        yield address
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def healthy(address) -> bool:
+    try:
+        with urlopen(f"{address}/health"):
+            return True
+    except URLError:
+        return False
+
+
+# transformers and selfspec
+
+
+def test_an_assistant_writes_what_the_target_writes(prompts, folder, plain):
+    assert assisted(prompts, folder) == plain
+
+
+def test_selfspec_writes_what_the_target_writes(plain, own):
+    assert own.tokens == plain
