@@ -83,10 +83,15 @@ SHEETS = (
     ),
     Sheet("share of decode time", {part: _part(part) for part in (*PARTS, "rest")}),
     Sheet(
-        "texts, waiting, memory",
+        "texts in circles",
         {
             "loops": lambda row: number(row.looping, 2),
             "speedup without loops": lambda row: _interval(row.speedup_without_loops),
+        },
+    ),
+    Sheet(
+        "waiting and memory",
+        {
             "prefill ms": lambda row: number(row.prefill_ms, 1),
             "ms/token (p95)": lambda row: (
                 f"{number(row.ms_per_token, 2)} ({number(row.ms_per_token_p95, 2)})"
