@@ -47,7 +47,7 @@ class Pace:
     Attributes:
         draft_seconds: of one more draft in a chain.
         fixed_seconds: of a round without its drafts.
-        tokens: emitted in a round, all rows together.
+        tokens: emitted in a round, of a row on average.
         chance: that a draft behind a kept one is kept.
     """
 
@@ -64,7 +64,7 @@ class Pace:
 
     @property
     def rate(self) -> float:
-        """Tokens per second, all rows together; 0 while nothing is known."""
+        """Tokens per second and row; 0 while nothing is known."""
         seconds = self.round_seconds.value
         return self.tokens.value / seconds if seconds > 0 else 0.0
 
@@ -95,7 +95,7 @@ class RoundClock:
         self._marks.append(time.perf_counter())
 
     def end(self, tokens: float) -> None:
-        """The round has emitted `tokens`; it lasts until the next begins."""
+        """The round has emitted `tokens` of a row on average; it lasts until the next begins."""
         self._tokens, self._whole = tokens, True
 
     def _learn(self, now: float) -> None:

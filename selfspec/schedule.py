@@ -58,7 +58,8 @@ class OptimalStop(Schedule):
     calibrated chances, times its own, which is not known before it is drafted and taken for the
     running mean. It costs what a draft has cost so far. What time is worth is the rate so far, in
     tokens per second, so that drafting longer pays as long as it would raise that rate (the
-    marginal value rule, Charnov 1976).
+    marginal value rule, Charnov 1976). All is counted for a row on average: what is known holds
+    when other rows have ended, and for other batches.
 
     Args:
         pace: times and gains so far; may outlive the call.
@@ -77,7 +78,7 @@ class OptimalStop(Schedule):
         self._judge, self._reach, self._depth = judge, None, 0
 
     def goes_on(self, scores: Tensor, tokens: Tensor) -> bool:
-        """Whether the rows together gain enough."""
+        """Whether a row on average gains enough."""
         self._clock.mark()
         assert self._judge is not None
         chance = self._judge(scores, self._depth)
@@ -86,11 +87,11 @@ class OptimalStop(Schedule):
         if not self.pace.known:
             return self._depth < _FIRST_GUESS
         worth = self.pace.draft_seconds.value * self.pace.rate
-        return float(self._reach.sum()) * self.pace.chance.value > worth
+        return float(self._reach.mean()) * self.pace.chance.value > worth
 
     def end(self, drafted: int, accepted: Sequence[int]) -> None:
         """Learn from the round."""
-        self._clock.end(sum(accepted) + len(accepted))
+        self._clock.end(1 + sum(accepted) / len(accepted))
         tried = sum(min(kept + 1, drafted) for kept in accepted)
         if tried:
             self.pace.chance.add(sum(accepted) / tried)

@@ -93,25 +93,26 @@ def test_a_round_that_others_follow_is_timed_to_its_end(clock):
 # How long to draft
 
 
-def play(schedule, clock, chance, draft_seconds, fixed_seconds, tokens, longest=12, seed=0):
-    """Tokens per second of a chain whose drafts are kept with `chance(step)`, on that schedule."""
+def play(schedule, clock, chance, draft_seconds, fixed_seconds, tokens, longest=12, seed=0, rows=1):
+    """Tokens per second of chains whose drafts are kept with `chance(step)`, on that schedule."""
     source, began, emitted, lengths = random.Random(seed), clock.now, 0, []
     scores, drawn = torch.zeros(1, 2), torch.zeros(1, dtype=torch.long)
     while emitted < tokens:
         chances = [chance(source) for _ in range(longest)]
-        schedule.begin(lambda scores, depth, c=chances: torch.tensor([c[depth]]))
+        schedule.begin(lambda scores, depth, c=chances: torch.tensor([c[depth]] * rows))
         drafted = 0
         while drafted < longest:
             clock.now += draft_seconds
             drafted += 1
             if not schedule.goes_on(scores, drawn):
                 break
-        kept = 0
-        while kept < drafted and source.random() < chances[kept]:
-            kept += 1
+        kept = [0] * rows
+        for row in range(rows):
+            while kept[row] < drafted and source.random() < chances[kept[row]]:
+                kept[row] += 1
         clock.now += fixed_seconds
-        schedule.end(drafted, [kept])
-        emitted += kept + 1
+        schedule.end(drafted, kept)
+        emitted += sum(kept) + rows
         lengths.append(drafted)
     return emitted / (clock.now - began), lengths
 
@@ -134,9 +135,7 @@ def test_optimal_stopping_is_as_good_as_the_best_fixed_length(clock, draft_secon
     def chances(source):
         return source.choice([0.35, 0.97]) if chance == "mixed" else chance
 
-    fixed = [
-        play(FixedStop(k), clock, chances, draft_seconds, 1.0, 4000)[0] for k in range(1, 13)
-    ]
+    fixed = [play(FixedStop(k), clock, chances, draft_seconds, 1.0, 4000)[0] for k in range(1, 13)]
     rate, _ = play(OptimalStop(Pace()), clock, chances, draft_seconds, 1.0, 4000)
     assert rate > (1.0 if chance == "mixed" else 0.97) * max(fixed)
 
@@ -147,6 +146,19 @@ def test_optimal_stopping_drafts_longer_where_drafts_are_cheap(clock):
         for seconds in (0.02, 0.6)
     )
     assert sum(cheap[100:]) / len(cheap[100:]) > 2 * sum(dear[100:]) / len(dear[100:])
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_what_a_batch_has_taught_holds_for_other_numbers_of_rows(clock, rows):
+    """Rows of a batch end one after another, and the next call may have more of them."""
+    pace = Pace()
+    play(OptimalStop(pace), clock, lambda source: 0.8, 0.05, 1.0, 4000, rows=17 - rows)
+    _, lengths = play(
+        OptimalStop(pace), clock, lambda source: 0.8, 0.05, 1.0, 100 * rows, rows=rows
+    )
+    _, alone = play(OptimalStop(Pace()), clock, lambda source: 0.8, 0.05, 1.0, 4000)
+    usual = sum(alone[100:]) / len(alone[100:])
+    assert sum(lengths) / len(lengths) == pytest.approx(usual, rel=0.2)
 
 
 def test_a_config_names_its_schedule():
