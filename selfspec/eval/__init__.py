@@ -1,0 +1,1 @@
+"""Benchmarks of other projects, run through self-speculation."""
