@@ -45,6 +45,7 @@ class Prompt:
         mask = torch.ones_like(tokens) if mask is None else mask
         self.lengths = _real_lengths(tokens, mask)
         self.known = _known_lengths(cache, self.rows, padded=bool((mask == 0).any()))
+        _check_layers(cache, engine.decoder.depth)
         self.given = self.width if mask.shape[1] == self.width else None
         self._check(engine)
 
@@ -155,6 +156,16 @@ def _known_lengths(cache: Cache | None, rows: int, padded: bool) -> list[int]:
     if held - {rows}:
         raise ValueError(f"the cache holds {max(held)} rows, the prompt has {rows} rows")
     return [cache.get_seq_length()]
+
+
+def _check_layers(cache: Cache | None, depth: int) -> None:
+    """Raise ValueError for the cache of a model with another number of layers."""
+    held = cache.depth if isinstance(cache, SlotCache) else len(cache.layers) if cache else 0
+    if held not in (0, depth):
+        raise ValueError(
+            f"the cache holds {held} layers, the model has {depth}; past_key_values must come from "
+            "this model"
+        )
 
 
 def left_padded(inputs: Tensor | None, kwargs: dict[str, Any]) -> tuple[Tensor | None, Any]:

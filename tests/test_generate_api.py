@@ -491,6 +491,19 @@ def test_caches_that_do_not_fit(passes):
     refused(passes, "StaticCache", past_key_values=static, **options)
 
 
+@pytest.mark.parametrize("kind", ["slots", "dynamic"])
+@pytest.mark.parametrize("layers", [2, 6])
+def test_caches_of_other_models(passes, kind, layers):
+    other = SelfSpecModel(tiny_llama(num_hidden_layers=layers))
+    ids = torch.ones(1, 3, dtype=torch.long)
+    given = {} if kind == "slots" else {"past_key_values": DynamicCache()}
+    out = other.generate(ids, max_new_tokens=2, return_dict_in_generate=True, **given)
+    one = torch.ones(1, 6, dtype=torch.long)
+    message = f"cache holds {layers} layers, the model has 4; past_key_values must come from this"
+    options = {"input_ids": one, "attention_mask": one}
+    refused(passes, message, past_key_values=out.past_key_values, **options)
+
+
 def test_a_dynamic_cache_of_several_rows_does_not_fit_one(passes):
     cache = DynamicCache(config=target.config)
     for index in range(4):
