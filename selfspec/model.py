@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -232,49 +231,44 @@ class SelfSpecModel:
         )
         run: Any = self.causal_lm.generate
         criteria = StoppingCriteriaList(stopping_criteria or [])
-        with self._without_stop_strings(generation_config, criteria, kwargs) as config:
-            tokens, restore = left_padded(inputs, kwargs)
-            try:
-                output = run(
-                    tokens,
-                    generation_config=config,
-                    stopping_criteria=criteria,
-                    streamer=streamer,
-                    custom_generate=partial(speculate, call=call),
-                    **kwargs,
-                )
-            finally:
-                if call.session is not None:
-                    self.last_stats, self.last_trace = call.session.stats, call.session.trace
+        config = self._without_stop_strings(generation_config, criteria, kwargs)
+        tokens, restore = left_padded(inputs, kwargs)
+        try:
+            output = run(
+                tokens,
+                generation_config=config,
+                stopping_criteria=criteria,
+                streamer=streamer,
+                custom_generate=partial(speculate, call=call),
+                **kwargs,
+            )
+        finally:
+            if call.session is not None:
+                self.last_stats, self.last_trace = call.session.stats, call.session.trace
         return restore(output)
 
-    @contextmanager
     def _without_stop_strings(
         self,
         config: GenerationConfig | None,
         criteria: StoppingCriteriaList,
         kwargs: dict[str, Any],
-    ) -> Iterator[GenerationConfig | None]:
+    ) -> GenerationConfig | None:
         """Turn stop strings into a criterion: generate drops the tokenizer for custom loops."""
-        own = self.causal_lm.generation_config
+        own = self.causal_lm.generation_config.stop_strings
         strings = kwargs.pop("stop_strings", None)
-        for source in (config, own):
-            strings = strings or getattr(source, "stop_strings", None)
+        strings = strings or getattr(config, "stop_strings", None) or own
         tokenizer = kwargs.pop("tokenizer", None)
         if not strings:
-            yield config
-            return
+            return config
         if tokenizer is None:
             raise ValueError("stop_strings need the tokenizer; pass tokenizer=...")
         criteria.append(StopStringCriteria(tokenizer, strings))
+        if own:
+            kwargs["stop_strings"] = None  # goes before the model's own, which stay as they are
         if config is not None:
             config = copy.deepcopy(config)
             config.stop_strings = None
-        held, own.stop_strings = own.stop_strings, None
-        try:
-            yield config
-        finally:
-            own.stop_strings = held
+        return config
 
 
 def _assisted(draft: DraftConfig) -> DraftConfig:

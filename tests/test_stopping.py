@@ -223,6 +223,29 @@ def test_stop_strings_of_the_model(tokenizer, monkeypatch):
     assert sometimes.generation_config.stop_strings == [string]
 
 
+def test_stop_strings_of_the_model_hold_for_calls_at_the_same_time(tokenizer, monkeypatch):
+    string = tokenizer.decode(written(sometimes, (5,))[0, 7:9])
+    monkeypatch.setattr(sometimes.generation_config, "stop_strings", [string])
+    spec = SelfSpecModel(sometimes)
+    ids, _ = prompt(5)
+    options = {"max_new_tokens": LENGTH, "tokenizer": tokenizer}
+    expected, texts = spec.generate(ids, **options), []
+
+    class Other(BaseStreamer):
+        """Writes a text of its own when another one has begun."""
+
+        def put(self, value):
+            if not texts:
+                texts.append(spec.generate(ids, **options))
+
+        def end(self):
+            pass
+
+    texts.append(spec.generate(ids, streamer=Other(), **options))
+    assert expected.shape[1] < ids.shape[1] + LENGTH
+    assert all(torch.equal(text, expected) for text in texts)
+
+
 def test_stop_strings_need_the_tokenizer():
     ids, _ = prompt(5)
     with pytest.raises(ValueError, match="tokenizer"):
