@@ -9,6 +9,7 @@ from head_tools import assert_reads_as_forced, close_in_double, own_head, record
 
 from selfspec import SelfSpecModel
 from selfspec.decoder import Decoder
+from selfspec.drafters.auto import Auto
 from selfspec.policy import Policy
 
 IDS, MASK = prompt(4, 11, 7)
@@ -25,7 +26,13 @@ def take_turns(monkeypatch):
         return used[-1]
 
     monkeypatch.setattr(Policy, "choose", choose)
+    repeats_everywhere(monkeypatch)
     return used
+
+
+def repeats_everywhere(monkeypatch):
+    """Random texts hardly repeat themselves; a lookup that finds nothing proposes nothing."""
+    monkeypatch.setattr(Auto, "_repeats", lambda auto, state: bool(auto.lookup.read(state.context)))
 
 
 def fitted(model, kinds):
@@ -52,6 +59,7 @@ def test_heads_not_in_use_see_what_others_drafted(monkeypatch):
     seen = record(monkeypatch)
     order = itertools.cycle(["none"] * 2 + ["chain fused@2", "lookup", "chain block@1"])
     monkeypatch.setattr(Policy, "choose", lambda policy, ways: next(order))
+    repeats_everywhere(monkeypatch)
     monkeypatch.setattr(Policy, "learn", lambda *args: None)
     spec = SelfSpecModel(model, heads)
     spec.generate(IDS, attention_mask=MASK, max_new_tokens=30, draft="auto")
@@ -65,7 +73,7 @@ def test_a_head_that_lags_behind_says_how_often_it_would_have_agreed(monkeypatch
     spec = SelfSpecModel(model, fitted(model, [("block", EXIT)]))
     monkeypatch.setattr(Policy, "choose", lambda policy, ways: "none")
     spec.generate(IDS, attention_mask=MASK, max_new_tokens=80, draft="auto")
-    policy = spec.engine.policy("auto", 3, False)
+    policy = spec.engine.policy("auto", 3, False, False)
     shadow = policy.shadow(f"block@{EXIT}")
     assert shadow.count >= 3 * 32
     text = spec.generate(IDS[:1], max_new_tokens=5, draft="auto")
@@ -78,8 +86,8 @@ def test_ways_outlive_the_call(monkeypatch):
     spec = SelfSpecModel(model, fitted(model, [("block", EXIT)]))
     for _ in range(3):
         spec.generate(IDS, attention_mask=MASK, max_new_tokens=30, draft="auto")
-    assert spec.engine.policy("auto", 3, False).rounds > 30
-    assert spec.engine.policy("auto", 3, True).rounds == 0
+    assert spec.engine.policy("auto", 3, False, False).rounds > 30
+    assert spec.engine.policy("auto", 3, True, False).rounds == 0
 
 
 def test_one_head_may_be_asked_for():
@@ -87,8 +95,19 @@ def test_one_head_may_be_asked_for():
     spec = SelfSpecModel(model, fitted(model, [("block", EXIT), ("lens", 1)]))
     draft = {"drafter": "auto", "exit_layer": 1}
     spec.generate(IDS, attention_mask=MASK, max_new_tokens=10, draft=draft)
-    ways = spec.engine.policy("auto", 3, False).ways
-    assert set(ways) == {"chain lens@1", "tree lens@1", "none", "lookup"}
+    ways = spec.engine.policy("auto", 3, False, False).ways
+    assert set(ways) == {"chain lens@1", "tree lens@1", "none"}
+
+
+def test_a_lookup_is_a_way_only_where_the_text_repeats_itself(monkeypatch):
+    model = tiny_llama("always")
+    spec = SelfSpecModel(model, fitted(model, [("lens", 1)]))
+    spec.generate(IDS, attention_mask=MASK, max_new_tokens=60, draft="auto")
+    repeats_everywhere(monkeypatch)
+    spec.generate(IDS, attention_mask=MASK, max_new_tokens=60, draft="auto")
+    elsewhere, repeated = (spec.engine.policy("auto", 3, False, where) for where in (False, True))
+    assert "lookup" not in elsewhere.ways
+    assert repeated.ways["lookup"].pace.known
 
 
 @pytest.mark.parametrize("drafter", ["auto", "tree", "lookahead"])

@@ -27,10 +27,12 @@ Propose = Callable[[State, int], Draft]
 class Auto(Drafter):
     """Chooses exit, length and strategy online, and falls back to plain decoding.
 
-    The ways are: for the first head of each exit an optimally stopped chain and a tree, a lookup in
-    the text, and no drafts at all. Each is judged by the tokens and seconds of its own rounds;
-    trials of the others lose about a hundredth of the time at most (`policy`). Heads not in use
-    follow the text in wide passes, now and then, and say how often they would have agreed with it.
+    The ways are: for the first head of each exit an optimally stopped chain and a tree, no drafts
+    at all, and a lookup where the text repeats itself. What is best there says nothing of
+    elsewhere, so there are two policies, one for places with a confident match and one for all
+    others. Each way is judged by the tokens and seconds of its own rounds; trials of the others
+    lose about a hundredth of the time at most (`policy`). Heads not in use follow the text in wide
+    passes, now and then, and say how often they would have agreed with it.
 
     Args:
         engine: the target and its passes.
@@ -45,13 +47,13 @@ class Auto(Drafter):
         self.engine = engine
         self.readers = [make_reader(engine, head) for head in heads]
         self.keep = tuple(sorted({layer for reader in self.readers for layer in reader.keep}))
-        self.lookup = Lookup(config.lookup)
-        self.policy = Policy()
+        self.lookup, self.confident = Lookup(config.lookup), config.lookup.confident
+        self.policies: dict[bool, Policy] = {}  # by whether the text repeats itself
         self.ways: dict[str, Propose] = {}
         self._chains: dict[str, ExitChain] = {}
         self._of: dict[str, ExitReader] = {}
         self._add_ways(config)
-        self._used = ""
+        self._used, self._where = "", False
         self._began: float | None = None
         self._gained = 0.0
 
@@ -77,7 +79,6 @@ class Auto(Drafter):
             self.ways[f"chain {exit_name}"] = chain.propose
             self._of[f"chain {exit_name}"] = reader
             self.ways.setdefault("none", self._draft_nothing)
-            self.ways.setdefault("lookup", self._look_up)
             if not self.engine.decoder.counts_keys:
                 self.ways[f"tree {exit_name}"] = ExitGrowth(reader, widths).propose
                 self._of[f"tree {exit_name}"] = reader
@@ -91,27 +92,36 @@ class Auto(Drafter):
     def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
         """Index the prompt, and show it to every head."""
         # What is known belongs to a batch of that size, decoded in that way.
-        self.policy = self.engine.policy(self.name, state.rows, state.sampler.do_sample)
+        key = (self.name, state.rows, state.sampler.do_sample)
+        self.policies = {where: self.engine.policy(*key, where) for where in (False, True)}
         self.lookup.read(state.context)
         for reader in self.readers:
-            reader.shadow = self.policy.shadow(_name(reader))
+            reader.shadow = self.policies[False].shadow(_name(reader))
             reader.prefilled(state, self._seen_by(reader, block), offset, counts)
-        for name, reader in self._of.items():
-            self.policy.way(name).shadow = self.policy.shadow(_name(reader))
+        for policy in self.policies.values():
+            for name, reader in self._of.items():
+                policy.way(name).shadow = self.policies[False].shadow(_name(reader))
 
     def _seen_by(self, reader: ExitReader, block: Pass) -> Pass:
         return block._replace(kept=[block.kept[self.keep.index(layer)] for layer in reader.keep])
 
     def propose(self, state: State, limit: int) -> Draft:
-        """Draft in the way that the policy chooses."""
+        """Draft in the way that the policy of such places chooses."""
         now = time.perf_counter()
         if self._began is not None:
-            self.policy.learn(self._used, self._gained, now - self._began)
-        used, self._used = self._used, self.policy.choose(self.ways)
+            self.policies[self._where].learn(self._used, self._gained, now - self._began)
+        self._where = self._repeats(state)
+        ways = {"lookup": self._look_up, **self.ways} if self._where else self.ways
+        used, self._used = self._used, self.policies[self._where].choose(ways)
         if used in self._chains and used != self._used:
             self._chains[used].pause()
         self._began = now
-        return self.ways[self._used](state, limit)
+        return ways[self._used](state, limit)
+
+    def _repeats(self, state: State) -> bool:
+        """Whether the end of every row has occurred in it before."""
+        indexes = self.lookup.read(state.context)
+        return min(index.match.length for index in indexes) >= self.confident
 
     def commit(self, state: State, draft: Draft, verified: Verified, verdict: Verdict) -> None:
         """Show every head what the target made of the drafts, whoever's they were."""

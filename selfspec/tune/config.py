@@ -35,10 +35,10 @@ class TuneConfig(StrictConfig):
     widths: tuple[PositiveInt, ...] = (1, 2, 3, 5, 9, 17)
     depths: int = Field(default=6, ge=1)
     prompt_tokens: int = Field(default=64, ge=1)
-    prompts: int = Field(default=12, ge=1)
+    prompts: int = Field(default=8, ge=1)
     new_tokens: int = Field(default=64, ge=2)
     turns: int = Field(default=9, ge=1)
     best: int = Field(default=5, ge=1)
-    nodes: tuple[PositiveInt, ...] = (8, 16, 24)
-    repeats: int = Field(default=3, ge=1)
+    nodes: tuple[PositiveInt, ...] = (8, 16)
+    repeats: int = Field(default=2, ge=1)
     seed: int = 0
