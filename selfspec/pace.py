@@ -18,7 +18,8 @@ class Mean:
 
     Attributes:
         weight: of the newest value, once there are enough.
-        clipped: whether a value far above the mean is taken for a disturbance of the machine.
+        clipped: whether values are times, which the machine disturbs in one way only: one far above
+            the mean is a disturbance, one far below shows that the mean was.
         value: the mean so far.
         count: values seen.
     """
@@ -36,6 +37,8 @@ class Mean:
         """Take a value."""
         if self.clipped and self.count > 2:
             value = min(value, _WILD * self.value)
+        if self.clipped and value * _WILD < self.value:
+            self.count = 0
         self.count += 1
         self.value += max(self.weight, 1 / self.count) * (value - self.value)
 
@@ -103,6 +106,10 @@ class RoundClock:
         steps = [b - a for a, b in zip(self._marks, self._marks[1:], strict=False)]
         for step in steps:
             pace.draft_seconds.add(step)
+        if len(self._marks) == 1 and pace.draft_seconds.count:
+            # The first draft takes the longest. Where it alone is made, this keeps an estimate that
+            # was disturbed from forbidding the others for ever.
+            pace.draft_seconds.add(min(pace.draft_seconds.value, self._marks[0] - self._began))
         if self._marks and pace.draft_seconds.count:
             drafting = pace.draft_seconds.value * len(self._marks)
             pace.fixed_seconds.add(max(0.0, seconds - drafting))

@@ -56,10 +56,10 @@ class OptimalStop(Schedule):
 
     A draft behind others counts only if all of them are kept: it brings the product of their
     calibrated chances, times its own, which is not known before it is drafted and taken for the
-    running mean of drafts behind kept ones. It costs what a draft has cost so far. What time is
-    worth is the rate so far, in tokens per second, so that drafting longer pays as long as it would
-    raise that rate (the marginal value rule, Charnov 1976). All is counted for a row on average:
-    what is known holds when other rows have ended, and for other batches.
+    running mean. It costs what a draft has cost so far. What time is worth is the rate so far, in
+    tokens per second, so that drafting longer pays as long as it would raise that rate (the
+    marginal value rule, Charnov 1976). All is counted for a row on average: what is known holds
+    when other rows have ended, and for other batches.
 
     Args:
         pace: times and gains so far; may outlive the call.
@@ -87,17 +87,14 @@ class OptimalStop(Schedule):
         if not self.pace.known:
             return self._depth < _FIRST_GUESS
         worth = self.pace.draft_seconds.value * self.pace.rate
-        known = self.pace.chance
-        gain = self._reach * (known.value if known.count else chance)
-        return float(gain.mean()) > worth
+        return float(self._reach.mean()) * self.pace.chance.value > worth
 
     def end(self, drafted: int, accepted: Sequence[int]) -> None:
         """Learn from the round."""
         self._clock.end(1 + sum(accepted) / len(accepted))
-        # Where a first draft was kept the text is easier than elsewhere, and so are those behind.
-        tried = sum(min(kept, drafted - 1) for kept in accepted)
+        tried = sum(min(kept + 1, drafted) for kept in accepted)
         if tried:
-            self.pace.chance.add(sum(max(0, kept - 1) for kept in accepted) / tried)
+            self.pace.chance.add(sum(accepted) / tried)
 
 
 def make_schedule(config: DraftConfig, pace: Pace | None = None) -> Schedule:

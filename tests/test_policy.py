@@ -48,6 +48,13 @@ def test_a_clipped_mean_is_not_moved_far_by_one_disturbance():
     assert clipped.value == pytest.approx(1.1)
 
 
+def test_a_time_far_below_a_clipped_mean_takes_its_place():
+    mean = Mean(0.1, clipped=True)
+    for value in (100.0, 90.0, 1.0):  # what came first was the machine warming up
+        mean.add(value)
+    assert mean.value == 1.0
+
+
 def test_a_doubted_mean_believes_new_values_sooner():
     sure, unsure = Mean(0.01), Mean(0.01)
     for mean in (sure, unsure):
@@ -146,6 +153,18 @@ def test_optimal_stopping_drafts_longer_where_drafts_are_cheap(clock):
         for seconds in (0.02, 0.6)
     )
     assert sum(cheap[100:]) / len(cheap[100:]) > 2 * sum(dear[100:]) / len(dear[100:])
+
+
+def test_a_disturbed_estimate_does_not_end_drafting_for_ever(clock):
+    pace = Pace()
+    for _ in range(3):
+        pace.draft_seconds.add(1000.0)  # a draft that seems never to be worth its time
+        pace.round_seconds.add(2.0)
+        pace.tokens.add(1.5)
+    pace.chance.add(0.01)
+    _, drafted = play(OptimalStop(pace), clock, lambda source: 0.9, 0.1, 1.0, 1000)
+    assert drafted[0] == 1
+    assert sum(drafted[-50:]) / 50 > 4
 
 
 @pytest.mark.parametrize("rows", [1, 16])
