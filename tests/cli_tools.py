@@ -17,7 +17,7 @@ DRAFT = ("--draft", f"exit_layer={EXIT}", "--draft", "num_draft_tokens=3")
 
 def call(*args, code=0, **kwargs):
     """Run a command; returns the finished call."""
-    result = CliRunner().invoke(app, [str(arg) for arg in args], **kwargs)
+    result = CliRunner().invoke(app, [str(arg) for arg in args], prog_name="selfspec", **kwargs)
     assert result.exit_code == code, result.output
     return result
 

@@ -1,13 +1,87 @@
 """All commands: help that runs, one line for an error, exit codes, Ctrl-C."""
 
+import os
 import re
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import typer.main
 from cli_tools import PROMPT, call, one_object
 
 from selfspec import SelfSpecModel, __version__
+from selfspec.cli import app, info, load
+from selfspec.cli.examples import EXAMPLES
+
+COMMANDS = ("bench", "chat", "check", "demo", "generate", "info", "tune", "export")
+
+# Help
+
+
+def leaves(command, *path):
+    """The commands that do something, by their full name."""
+    inner = getattr(command, "commands", {})
+    found = {} if inner and not command.invoke_without_command else {" ".join(path): command}
+    for name, each in inner.items():
+        found |= leaves(each, *path, name)
+    return found
+
+
+def test_every_command_is_here_and_has_help_with_examples():
+    root = typer.main.get_command(app)
+    assert set(root.commands) == set(COMMANDS)
+    assert set(leaves(root)) == set(EXAMPLES)
+    for name, lines in EXAMPLES.items():
+        shown = " ".join(call(*name.split(), "--help", env={"COLUMNS": "200"}).stdout.split())
+        assert all(line in shown for line in lines)
+        assert "--json" in shown
+
+
+@pytest.mark.parametrize("line", [line for lines in EXAMPLES.values() for line in lines])
+def test_examples_are_right_usage(line):
+    root = typer.main.get_command(app)
+    ran = []
+    for name, command in leaves(root).items():
+        command.callback = lambda name=name, **options: ran.append(name)
+    words = shlex.split(line.rpartition(" | ")[2])
+    with pytest.raises(SystemExit) as ended:
+        root(words[1:], prog_name=words[0])
+    assert not ended.value.code
+    assert any(line in EXAMPLES[name] for name in ran)
+
+
+def test_help_does_not_wait_for_torch():
+    code = "import sys, selfspec.cli; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_version():
+    assert call("--version").stdout == f"selfspec {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("selfspec ch", ["chat", "check"]),
+        ("selfspec export h", ["hf-draft"]),
+        ("selfspec tune --te", ["--text"]),
+        ("selfspec generate --format tr", ["trace"]),
+    ],
+)
+def test_a_shell_can_complete(words, found):
+    code = "import sys; sys.argv[0] = 'selfspec'; from selfspec.cli import main; main()"
+    asked = {
+        "_SELFSPEC_COMPLETE": "complete_bash",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(words.count(" ")),
+    }
+    answer = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | asked, capture_output=True, timeout=60
+    )
+    assert answer.stdout.decode().split() == found
+
 
 # What goes wrong
 
@@ -62,27 +136,110 @@ def test_debug_shows_the_whole_error(folder):
 
 
 @pytest.mark.parametrize(
-    "args",
+    ("line", "says"),
     [
-        ["generate", "a", "--no-such-option"],
-        ["generate", "a", "--file", "b"],
-        ["generate", "a", "--top-k", "5"],
-        ["generate", "a", "--max-new-tokens", "0"],
-        ["no-such-command"],
+        ("bench --config none.yaml", "no config file at none.yaml"),
+        ("bench repeat=2", "unknown key of BenchConfig: 'repeat'; did you mean 'repeats'?"),
+        ("bench repeats", "an override reads section.field=value, got 'repeats'"),
+        ("bench max_new_tokens=some", "overrides: max_new_tokens: Input should be a valid integer"),
+        ("chat --model ./none", "no model folder at ./none"),
+        ("chat --config binary", "binary is no UTF-8 text (byte 0)"),
+        ("chat --draft exit_lyer=1", "did you mean 'exit_layer'?"),
+        ("check --file none", "no prompt file at none"),
+        ("check --file binary", "binary is no UTF-8 text (byte 0)"),
+        ("check --config list.yaml", "list.yaml must hold a YAML mapping, got list"),
+        ("demo --draft drafter=tree --model .", "no model folder at ."),
+        ("demo --draft schedule=never", "draft.schedule: Input should be 'fixed'"),
+        ("demo --config other.yaml", "unknown key of Sections: 'drafts'; did you mean 'draft'?"),
+        ("generate --file binary", "binary is no UTF-8 text (byte 0)"),
+        ("generate a --profile none.json --model {folder}", "no profile at none.json"),
+        ("info --model ./none", "no model folder at ./none"),
+        ("info --model .", "no model folder at ."),
+        ("info --model {folder} --heads none", "no folder none"),
+        ("tune --text none", "no prompt file at none"),
+        ("tune --set batch", "an override reads section.field=value, got 'batch'"),
+        ("tune --set bach=2", "did you mean 'batch'?"),
+        ("tune --config none.yaml", "no config file at none.yaml"),
+        ("tune --config list.yaml", "list.yaml must hold a YAML mapping"),
+        ("tune --model {folder} --output binary/tuned", "cannot write binary/tuned: binary is no"),
+        ("tune skip --text none", "no prompt file at none"),
+        ("tune skip --model {folder} --output binary/skip.yaml", "binary is no folder"),
+        ("export hf-draft out --model ./none", "no model folder at ./none"),
+        ("export hf-draft binary", "is there already"),
+        ("export hf-draft binary/out --model {folder} -e 1 --head shared", "binary"),
+        ("export custom-generate binary", "is there already"),
     ],
-    ids=" ".join,
 )
-def test_wrong_usage_is_exit_code_2(args):
-    assert call(*args, code=2).stdout == ""
+def test_every_command_says_what_is_wrong_in_one_line(line, says, folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("binary").write_bytes(b"\xff\xfe")
+    Path("list.yaml").write_text("[1]")
+    Path("other.yaml").write_text("drafts: {}")
+    result = call(*line.format(folder=folder).split(), code=1)
+    assert result.stdout == ""
+    assert re.fullmatch(r"selfspec: .*\n", result.stderr)
+    assert says in result.stderr
 
 
-def test_an_interrupt_is_exit_code_130(folder, monkeypatch):
-    def interrupted(*args, **kwargs):
+@pytest.mark.parametrize(
+    "line",
+    [
+        "no-such-command",
+        *(f"{name} --no-such-option" for name in COMMANDS),
+        "bench --output",
+        "chat --max-new-tokens 0",
+        "chat --top-k 5",
+        "check --samples -1",
+        "demo --dtype int8",
+        "demo --domain poetry",
+        "demo --seed some",
+        "generate a --file b",
+        "generate a --top-k 5",
+        "generate a --temperature -1",
+        "generate a --format html",
+        "info --context 0",
+        "info more",
+        "tune --bach 2",
+        "tune skip --trials 0",
+        "export hf-draft",
+        "export hf-draft a b",
+        "export custom-generate",
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_code_2(line):
+    result = call(*line.split(), code=2)
+    assert result.stdout == ""
+    assert re.fullmatch(r"selfspec: .*; see selfspec.* --help\n", result.stderr)
+
+
+RUNS = ("bench", "chat", "check", "demo", "generate a", "info", "tune", "tune skip")
+RUNS += ("export hf-draft out", "export custom-generate out --heads heads")
+
+
+@pytest.mark.parametrize("line", RUNS)
+def test_an_interrupt_is_exit_code_130(line, monkeypatch, tmp_path):
+    def interrupted(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(SelfSpecModel, "generate", interrupted)
-    result = call("generate", PROMPT, "--model", folder, code=130)
-    assert "Traceback" not in result.output
+    monkeypatch.chdir(tmp_path)
+    for module in (load, info):
+        monkeypatch.setattr(module, "resolve", interrupted)
+    result = call(*line.split(), code=130)
+    assert (result.stdout, result.stderr) == ("", "\n")
+
+
+@pytest.mark.parametrize("line", RUNS)
+def test_an_error_that_nobody_expected_is_one_line_too(line, monkeypatch, tmp_path):
+    def wrong(*args):
+        raise RuntimeError("a bug,\nsomewhere")
+
+    monkeypatch.chdir(tmp_path)
+    for module in (load, info):
+        monkeypatch.setattr(module, "resolve", wrong)
+    said = "selfspec: RuntimeError: a bug, somewhere (selfspec --debug shows where)\n"
+    assert call(*line.split(), code=1).stderr == said
+    result = call("--debug", *line.split(), code=1)
+    assert isinstance(result.exception, RuntimeError)
 
 
 def test_json_stays_alone_on_stdout_whoever_prints(folder, monkeypatch):
@@ -96,12 +253,3 @@ def test_json_stays_alone_on_stdout_whoever_prints(folder, monkeypatch):
     result = call("generate", PROMPT, "--model", folder, "-n", 2, "--json")
     assert one_object(result)["results"]
     assert "here I am" in result.stderr
-
-
-def test_version():
-    assert call("--version").stdout == f"selfspec {__version__}\n"
-
-
-def test_help_does_not_wait_for_torch():
-    code = "import sys, selfspec.cli; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -4,7 +4,7 @@ import io
 
 import pytest
 import torch
-from cli_tools import PROMPT, TOKENS, call, one_object, own_text
+from cli_tools import DRAFT, PROMPT, TOKENS, call, one_object, own_text
 from conftest import EXIT, tiny_llama
 from rich.console import Console
 
@@ -45,7 +45,16 @@ def test_the_demo_writes_equal_texts_on_the_model_in_the_package():
 
 
 def test_what_the_demo_streams_is_the_text(folder):
-    options = ("--prompt", PROMPT, "--max-new-tokens", TOKENS, "--repeats", 1, "-e", EXIT)
+    options = (
+        "--prompt",
+        PROMPT,
+        "--max-new-tokens",
+        TOKENS,
+        "--repeats",
+        1,
+        "--draft",
+        f"exit_layer={EXIT}",
+    )
     shown = call("demo", "--model", folder, *options).stdout
     assert PROMPT + own_text(folder) in unmarked(shown)
     assert f"both texts are equal, all {TOKENS} tokens" in shown
@@ -75,7 +84,18 @@ def altered(plain):
 @pytest.mark.parametrize(("dtype", "code"), [("float32", 1), ("bfloat16", 0)])
 def test_texts_that_differ_are_an_error_where_they_must_be_equal(folder, monkeypatch, dtype, code):
     monkeypatch.setattr(Writer, "plain", altered(Writer.plain))
-    options = ("--prompt", PROMPT, "-n", TOKENS, "--repeats", 1, "-e", EXIT, "--dtype", dtype)
+    options = (
+        "--prompt",
+        PROMPT,
+        "-n",
+        TOKENS,
+        "--repeats",
+        1,
+        "--draft",
+        f"exit_layer={EXIT}",
+        "--dtype",
+        dtype,
+    )
     result = call("demo", "--model", folder, *options, "--json", code=code)
     found = one_object(result)
     assert found["equal"] is False
@@ -90,7 +110,7 @@ def test_sampled_texts_are_not_compared(writer):
 
 
 def test_the_comparison_measures_the_loop_against_its_bars(folder):
-    options = ("--prompt", PROMPT, "-n", TOKENS, "--repeats", 2, "-e", EXIT)
+    options = ("--prompt", PROMPT, "-n", TOKENS, "--repeats", 2, *DRAFT)
     found = one_object(call("demo", "--model", folder, *options, "--compare", "--json"))
     assert list(found["ways"]) == ["generate", "none", "early_exit"]
     assert found["ways"]["generate"]["ratio"] == 1

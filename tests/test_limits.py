@@ -123,7 +123,8 @@ def test_limits_bound_one_another_and_are_reported(tokenizer, config, tmp_path):
     found, bench, file = limits_of(spec, tokenizer, config(), tmp_path)
     plain = found.rows[0]
     assert 0 < plain.by_passes < plain.by_layers  # layers are a part of the pass
-    assert plain.by_memory == found.bandwidth / Traffic(spec.engine.decoder).plain(7.5 + TOKENS / 2)
+    read = Traffic(spec.engine.decoder).plain(7.5 + TOKENS / 2)
+    assert plain.by_memory == pytest.approx(found.bandwidth / read)
     lines = (tmp_path / "work.jsonl").read_text()
     again = measure_limits(bench, file, WorkFile(tmp_path / "work.jsonl", "here"))
     assert again == found

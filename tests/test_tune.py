@@ -450,14 +450,16 @@ def test_a_mistake_is_one_line(folder, wrong, says):
 
 
 def test_the_skip_command_writes_a_draft_that_generate_takes(folder, tmp_path, monkeypatch):
-    best = SkipConfig(attention=(2, 3), mlp=(3,))
+    best = DraftConfig(drafter="layer_skip", skip=SkipConfig(attention=(2, 3), mlp=(3,)))
     trial = SkipTrial(best, 12.0, 10.0, 0.5)
+    works = []
 
     def search(spec, prompts, trials, seed, on_trial, max_new_tokens, work):
+        works.append(work)
         assert len(prompts) == 1 and (trials, seed, max_new_tokens) == (2, 7, 5)
         for _ in range(trials):
             on_trial(trial)
-        return SkipSearch(best, 12.0, 10.0, 0.5, [trial] * trials)
+        return SkipSearch(trial, [trial] * trials)
 
     monkeypatch.setattr(skips, "search_skips", search)
     text, output = tmp_path / "text.txt", tmp_path / "skip.yaml"
@@ -465,5 +467,6 @@ def test_the_skip_command_writes_a_draft_that_generate_takes(folder, tmp_path, m
     common = ("tune", "skip", "-m", folder, "-t", text, "--trials", 2, "--seed", 7, "-n", 5)
     found = one_object(call(*common, "-o", output, "--json"))
     assert found["speedup"] == pytest.approx(1.2) and len(found["trials"]) == 2
-    assert draft_config(output, None) == DraftConfig(drafter="layer_skip", skip=best)
+    assert draft_config(output, None) == best
     assert "attention in layers 2, 3" in call(*common).stdout
+    assert works == [tmp_path / "skip.work.jsonl", None]

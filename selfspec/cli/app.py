@@ -16,6 +16,7 @@ from selfspec.cli.bench import bench
 from selfspec.cli.chat import chat
 from selfspec.cli.check import check
 from selfspec.cli.demo import demo
+from selfspec.cli.examples import examples
 from selfspec.cli.export import export
 from selfspec.cli.generate import generate
 from selfspec.cli.info import info
@@ -72,16 +73,17 @@ def _told_usage(error: Any) -> int:
 app = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,
+    rich_markup_mode="markdown",  # so that paragraphs are filled
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(bench)
-app.command()(chat)
-app.command()(check)
-app.command()(demo)
-app.command()(generate)
-app.command()(info)
-app.add_typer(tuning, name="tune")
+app.command(epilog=examples("bench"))(bench)
+app.command(epilog=examples("chat"))(chat)
+app.command(epilog=examples("check"))(check)
+app.command(epilog=examples("demo"))(demo)
+app.command(epilog=examples("generate"))(generate)
+app.command(epilog=examples("info"))(info)
+app.add_typer(tuning, name="tune", epilog=examples("tune"))
 app.add_typer(export, name="export")
 
 
@@ -99,7 +101,11 @@ def _options(
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    """Self-speculative decoding: one model drafts for itself, its output unchanged."""
+    """Self-speculative decoding: one model drafts for itself, its output unchanged.
+
+    Exit code 0: done, and what had to hold does. 1: it does not, or an error, which is one line on
+    stderr. 2: wrong usage. 130: Ctrl-C.
+    """
 
 
 def main() -> None:

@@ -29,6 +29,9 @@ class Domain(str, Enum):
     maths = "maths"
 
 
+# Drafters that draft behind one exit throughout.
+_AT_ONE_EXIT = ("early_exit", "tree")
+
 ROWS = (
     ("tokens/s", "tokens_per_second", "{:.1f}"),
     ("speedup", "speedup", "{:.2f}x"),
@@ -48,8 +51,8 @@ def demo(
     heads: opt.Heads = None,
     dtype: opt.DtypeOption = opt.Dtype.auto,
     device: opt.Device = None,
-    exit_layer: opt.ExitLayer = None,
-    num_draft_tokens: opt.NumDraftTokens = None,
+    config: opt.Config = None,
+    draft: opt.Draft = None,
     profile: opt.Profile = None,
     prompt: Annotated[
         str | None,
@@ -76,10 +79,11 @@ def demo(
     """Write a text by plain decoding and by self-speculation, and compare texts and speed."""
     from selfspec.demo import DemoOptions, Writer
 
+    drafting = opt.draft_config(config, draft)
     with reporting(as_json) as console:
         target = load(model, heads, dtype, device, profile)
         options = DemoOptions(
-            draft=_draft(target, exit_layer, num_draft_tokens),
+            draft=_filled_in(target, drafting or target.spec.default_draft),
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             no_repeat_ngram_size=no_repeat_ngram,
@@ -98,13 +102,10 @@ def demo(
         raise typer.Exit(1)
 
 
-def _draft(target: Loaded, exit_layer: int | None, num_draft_tokens: int | None) -> DraftConfig:
-    """The draft asked for, with the exit that will be used filled in."""
-    from selfspec.config import DraftConfig
-
-    given = {"exit_layer": exit_layer, "num_draft_tokens": num_draft_tokens}
-    fields = {k: v for k, v in given.items() if v is not None}
-    draft = DraftConfig.of(fields) if fields else target.spec.default_draft
+def _filled_in(target: Loaded, draft: DraftConfig) -> DraftConfig:
+    """The draft with the exit that will be used, where the drafter has one."""
+    if draft.drafter not in _AT_ONE_EXIT:
+        return draft
     head = target.spec.engine.head(draft)
     chosen = {"exit_layer": head.exit_layer, "head": head.kind}
     return draft.model_copy(update={**chosen, "num_draft_tokens": draft.most_tokens})
@@ -123,12 +124,13 @@ def _passage(prompt: str | None, domain: Domain, seed: int) -> tuple[str, str]:
 
 def _headline(head: dict[str, Any], source: str) -> str:
     draft = head["options"]["draft"]
+    way = draft["drafter"]
+    if way in _AT_ONE_EXIT:
+        way += f", exit after layer {draft['exit_layer']} ({draft['head']} head)"
+        way += f", drafts a round: {draft['num_draft_tokens']}"
     return (
         f"{head['model']} · {head['layers']} layers · {head['dtype']} · {head['device']}, "
-        f"threads: {head['threads']}\n"
-        f"{draft['drafter']}, exit after layer {draft['exit_layer']} ({draft['head']} head), "
-        f"drafts a round: {draft['num_draft_tokens']}\n"
-        f"from {source}"
+        f"threads: {head['threads']}\n{way}\nfrom {source}"
     )
 
 

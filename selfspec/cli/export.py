@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from selfspec.cli import options as opt
+from selfspec.cli.examples import examples
 from selfspec.cli.load import load, resolve
 from selfspec.cli.output import in_units, print_json, reporting
 
@@ -18,13 +19,23 @@ export = typer.Typer(
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make.", show_default=False)]
 
 
-@export.command("hf-draft")
+@export.command("hf-draft", epilog=examples("export hf-draft"))
 def hf_draft(
     out: Out,
     model: opt.Model = None,
     heads: opt.Heads = None,
     dtype: opt.DtypeOption = opt.Dtype.auto,
-    exit_layer: opt.ExitLayer = None,
+    exit_layer: Annotated[
+        int | None,
+        typer.Option(
+            "--exit-layer",
+            "-e",
+            metavar="N",
+            help="Layers below the exit that is folded.",
+            show_default="the heads' own",
+            rich_help_panel="Draft",
+        ),
+    ] = None,
     head: Annotated[
         str | None,
         typer.Option(
@@ -46,10 +57,7 @@ def hf_draft(
     ] = 4,
     as_json: opt.AsJson = False,
 ) -> None:
-    """Fold an exit into a stock checkpoint, a draft model for any engine that takes one.
-
-    selfspec export hf-draft --exit-layer 4 --head block draft
-    """
+    """Fold an exit into a stock checkpoint, a draft model for any engine that takes one."""
     from dataclasses import asdict
 
     from selfspec.config import DraftConfig
@@ -81,7 +89,7 @@ def hf_draft(
         print_json({"folder": str(out), **asdict(exported)})
 
 
-@export.command("custom-generate")
+@export.command("custom-generate", epilog=examples("export custom-generate"))
 def custom_generate(
     out: Out,
     model: opt.Model = None,
@@ -95,8 +103,6 @@ def custom_generate(
     """Make a folder for model.generate(custom_generate="OUT", trust_remote_code=True).
 
     The heads in --heads, or else those beside --model, are copied into the folder.
-
-    selfspec export custom-generate speculate
     """
     from selfspec.export import check_free, export_custom_generate
 

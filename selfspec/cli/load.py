@@ -52,17 +52,18 @@ def resolve(model: str | None) -> tuple[str, Path | str]:
     """The target's name, and the folder or id to load it from.
 
     Raises:
-        FileNotFoundError: `model` reads like a path, and there is no folder.
+        FileNotFoundError: `model` reads like a path, and there is no folder of a model.
     """
     if model is None:
         return DEMO_MODEL.name, DEMO_MODEL
     path = Path(model).expanduser()
     looks_like_path = model.startswith((".", "~", os.sep)) or model.count("/") > 1
-    if looks_like_path and not path.is_dir():
+    is_model = any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
+    if looks_like_path and not is_model:
         raise FileNotFoundError(
             f"no model folder at {model}; give a folder with a config.json, or a Hugging Face id"
         )
-    return model, path if path.is_dir() else model
+    return model, path if is_model else model
 
 
 def load(

@@ -71,24 +71,6 @@ Profile = Annotated[
         rich_help_panel=_DRAFT,
     ),
 ]
-ExitLayer = Annotated[
-    int | None,
-    typer.Option(
-        "--exit-layer",
-        "-e",
-        metavar="N",
-        help="Layers below the exit that drafts.",
-        show_default="the heads' own",
-        rich_help_panel=_DRAFT,
-    ),
-]
-NumDraftTokens = Annotated[
-    int | None,
-    typer.Option(
-        "--num-draft-tokens", "-k", metavar="K", help="Drafts a round.", rich_help_panel=_DRAFT
-    ),
-]
-
 MaxNewTokens = Annotated[
     int,
     typer.Option("--max-new-tokens", "-n", min=1, help="Tokens to write.", rich_help_panel=_TEXT),

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from selfspec.stats import Stats
 
 
@@ -30,6 +32,18 @@ def reporting(as_json: bool) -> Iterator[Console]:
 def print_json(data: Mapping[str, Any]) -> None:
     """Print one JSON object on one line."""
     sys.stdout.write(json.dumps(data, allow_nan=False) + "\n")
+
+
+def make_folder_of(file: Path) -> None:
+    """Make the folder that a file will be written to, before any long work.
+
+    Raises:
+        ValueError: something that is no folder stands in its place.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ValueError(f"cannot write {file}: {file.parent} is no folder") from None
 
 
 def progress() -> Console:

@@ -14,8 +14,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.progress import Progress as Bar
 
 from selfspec.cli import options as opt
+from selfspec.cli.examples import examples
 from selfspec.cli.load import Loaded, load, resolve
-from selfspec.cli.output import print_json, progress, reporting
+from selfspec.cli.output import make_folder_of, print_json, progress, reporting
 from selfspec.cli.prompts import read_prompts
 
 if TYPE_CHECKING:
@@ -45,6 +46,10 @@ def tune(
     dtype: opt.DtypeOption = opt.Dtype.auto,
     device: opt.Device = None,
     text: Texts = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="YAML file with what is measured; --set goes before it."),
+    ] = None,
     fields: Annotated[
         list[str] | None,
         typer.Option(
@@ -76,22 +81,23 @@ def tune(
     from selfspec.config import load_config
     from selfspec.tune import TuneConfig
 
-    config = load_config(TuneConfig, None, fields or ())
+    wanted = load_config(TuneConfig, config, fields or ())
     texts = read_texts(text)
     with reporting(as_json) as console:
         target = load(model, heads, dtype, device)
         output = output or _output(target, model, heads)
+        make_folder_of(output)
         work = output.with_suffix(".work.jsonl")
         if fresh:
             work.unlink(missing_ok=True)
-        profile = _tuned(target, texts, config, work)
+        profile = _tuned(target, texts, wanted, work)
         profile.save(output)
         _show(console, profile, output)
     if as_json:
         print_json({**target.to_dict(), "output": str(output), **profile.model_dump(mode="json")})
 
 
-@tuning.command()
+@tuning.command(epilog=examples("tune skip"))
 def skip(
     model: opt.Model = None,
     dtype: opt.DtypeOption = opt.Dtype.auto,
@@ -114,6 +120,8 @@ def skip(
     from selfspec.tune.texts import cut_prompts
 
     limits, texts = TuneConfig(), read_texts(text)
+    if output is not None:
+        make_folder_of(output)
     with reporting(as_json) as console:
         target = load(model, None, dtype, device)
         prompts = cut_prompts(target.tokenizer, texts, limits.prompt_tokens, limits.prompts)
@@ -154,7 +162,6 @@ def _show_skips(
 
         from selfspec.heads.store import replacing
 
-        output.parent.mkdir(parents=True, exist_ok=True)
         with replacing(output) as scratch:
             scratch.write_text(yaml.safe_dump({"draft": draft}), encoding="utf-8")
         console.print(f"draft: {output}")

@@ -1,0 +1,44 @@
+"""What the help of a command shows at its end: lines that can be run as they stand."""
+
+from __future__ import annotations
+
+EXAMPLES = {
+    "bench": (
+        "selfspec bench max_new_tokens=64 repeats=3",
+        "selfspec bench --config configs/bench.yaml --output outputs/bench",
+    ),
+    "chat": (
+        "selfspec chat",
+        "selfspec chat --model path/to/model --temperature 0.7 --system 'Be brief.'",
+        "printf 'Once upon a time\\nThe end came\\n' | selfspec chat --json",
+    ),
+    "check": (
+        "selfspec check --draft drafter=tree",
+        "selfspec check --model path/to/model --file prompts.jsonl --samples 0",
+    ),
+    "demo": (
+        "selfspec demo --compare",
+        "selfspec demo --domain code --draft exit_layer=4 --draft num_draft_tokens=3",
+    ),
+    "generate": (
+        "selfspec generate 'It was a dark and stormy night' --format trace",
+        "selfspec generate --file prompts.jsonl --config run.yaml --draft drafter=auto --json",
+        "selfspec generate --prompts prompts.jsonl --output answers.jsonl --processes 2",
+    ),
+    "info": (
+        "selfspec info",
+        "selfspec info --model path/to/model --heads path/to/heads --context 4096",
+    ),
+    "tune": (
+        "selfspec tune",
+        "selfspec tune --text mine.txt --set batch=4 --set temperature=1",
+    ),
+    "tune skip": ("selfspec tune skip --trials 20 --output skip.yaml",),
+    "export hf-draft": ("selfspec export hf-draft --exit-layer 4 --head block draft",),
+    "export custom-generate": ("selfspec export custom-generate speculate",),
+}
+
+
+def examples(command: str) -> str:
+    """The end of a command's help, in Markdown."""
+    return "\n".join(["Examples:\n", "```bash", *EXAMPLES[command], "```"])
