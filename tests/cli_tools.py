@@ -8,7 +8,7 @@ import transformers
 from conftest import EXIT, greedy
 from typer.testing import CliRunner
 
-from selfspec.cli import app
+from selfspec.cli import commands
 
 PROMPT = "the cat on the mat"
 TOKENS = 12
@@ -17,7 +17,9 @@ DRAFT = ("--draft", f"exit_layer={EXIT}", "--draft", "num_draft_tokens=3")
 
 def call(*args, code=0, **kwargs):
     """Run a command; returns the finished call."""
-    result = CliRunner().invoke(app, [str(arg) for arg in args], prog_name="selfspec", **kwargs)
+    result = CliRunner().invoke(
+        commands, [str(arg) for arg in args], prog_name="selfspec", **kwargs
+    )
     assert result.exit_code == code, result.output
     return result
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from typer.main import get_command
 
-from selfspec.cli import app
+from selfspec.cli import commands
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -63,7 +63,7 @@ def links(page: Path) -> list[str]:
 
 def parse(words: list[str]) -> None:
     """Have the command line parse its arguments, and do nothing; raises what it would print."""
-    root = get_command(app)
+    root = get_command(commands)
     _mute(root)
     root.main(words[1:], prog_name="selfspec", standalone_mode=False)
 
@@ -76,7 +76,7 @@ def _mute(command: Any) -> None:
 
 def unknown_words(words: list[str]) -> list[str]:
     """Subcommands and options, of a command that is only named, that there are not."""
-    command: Any = get_command(app)
+    command: Any = get_command(commands)
     rest = words[1:]
     while rest and hasattr(command, "commands") and not rest[0].startswith("-"):
         if rest[0] not in command.commands:

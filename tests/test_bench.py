@@ -30,7 +30,7 @@ from selfspec.bench.batches import Batch
 from selfspec.bench.meters import held_memory, peak_memory
 from selfspec.bench.runs import Key, Place, Run
 from selfspec.bench.statistics import loops, median_interval, percentile
-from selfspec.cli import app
+from selfspec.cli import commands
 from selfspec.config import parse
 from selfspec.stats import PARTS
 
@@ -492,9 +492,9 @@ def test_the_command_writes_its_report(folder, config, tmp_path):
     (tmp_path / "bench.yaml").write_text(yaml.safe_dump({**fields, "target": str(folder)}))
     output = tmp_path / "out"
     args = ["bench", "--config", tmp_path / "bench.yaml", "--output", output, "max_new_tokens=8"]
-    shown = CliRunner().invoke(app, list(map(str, args)))
+    shown = CliRunner().invoke(commands, list(map(str, args)))
     assert shown.exit_code == 0, shown.output
-    result = CliRunner().invoke(app, [*map(str, args), "--json"])
+    result = CliRunner().invoke(commands, [*map(str, args), "--json"])
     found = json.loads(result.stdout)
     assert found["rows"] == json.loads((output / "results.json").read_text())["rows"]
     assert (found["new tokens"], found["dtype"], found["failed"]) == (8, "float32", False)
@@ -522,6 +522,6 @@ def test_plots_need_matplotlib_and_say_so(spec, tokenizer, config, tmp_path, mon
 
 def test_mistakes_on_the_command_line_are_one_line(tmp_path):
     for args in (["--config", "none.yaml"], ["repeat=2"], ["target=./none"]):
-        result = CliRunner().invoke(app, ["bench", *args, "--output", str(tmp_path)])
+        result = CliRunner().invoke(commands, ["bench", *args, "--output", str(tmp_path)])
         assert result.exit_code == 1
         assert re.fullmatch(r"selfspec: .*\n", result.stderr)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from selfspec import SelfSpecModel
 from selfspec.bench import Sampling, check_exactness
 from selfspec.bench.exactness import chi_square, exact_probabilities
-from selfspec.cli import app
+from selfspec.cli import commands
 from selfspec.config import DraftConfig
 from selfspec.sampling import Sampler
 
@@ -115,10 +115,10 @@ def test_the_exit_code_says_it(folder, monkeypatch, wrong, code):
         monkeypatch.setattr(SelfSpecModel, "generate", planted)
     options = ["--model", str(folder), "--file", str(folder.parent / "prompt.txt"), "-n", "12"]
     options += ["--draft", f"exit_layer={EXIT}", "--samples", "0"]
-    shown = CliRunner().invoke(app, ["check", *options])
+    shown = CliRunner().invoke(commands, ["check", *options])
     assert shown.exit_code == code, shown.output
     assert ("FAILED" if wrong else "passed") in shown.stdout
-    result = CliRunner().invoke(app, ["check", *options, "--json"])
+    result = CliRunner().invoke(commands, ["check", *options, "--json"])
     found = json.loads(result.stdout)
     assert (found["passed"], found["distributed"]) == (not wrong, None)
     assert [d["position"] for d in found["divergences"].values()] == ([8] if wrong else [])

@@ -12,7 +12,7 @@ import typer.main
 from cli_tools import PROMPT, call, one_object
 
 from selfspec import SelfSpecModel, __version__
-from selfspec.cli import app, info, load
+from selfspec.cli import commands, info, load
 from selfspec.cli.examples import EXAMPLES
 
 COMMANDS = ("bench", "chat", "check", "demo", "generate", "info", "tune", "export")
@@ -30,7 +30,7 @@ def leaves(command, *path):
 
 
 def test_every_command_is_here_and_has_help_with_examples():
-    root = typer.main.get_command(app)
+    root = typer.main.get_command(commands)
     assert set(root.commands) == set(COMMANDS)
     assert set(leaves(root)) == set(EXAMPLES)
     for name, lines in EXAMPLES.items():
@@ -41,7 +41,7 @@ def test_every_command_is_here_and_has_help_with_examples():
 
 @pytest.mark.parametrize("line", [line for lines in EXAMPLES.values() for line in lines])
 def test_examples_are_right_usage(line):
-    root = typer.main.get_command(app)
+    root = typer.main.get_command(commands)
     ran = []
     for name, command in leaves(root).items():
         command.callback = lambda name=name, **options: ran.append(name)

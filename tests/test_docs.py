@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoTokenizer
 from typer.testing import CliRunner
 
 from selfspec import DEMO_MODEL, SelfSpecModel
-from selfspec.cli import app
+from selfspec.cli import commands
 from selfspec.heads import save_heads
 from training import script
 
@@ -166,7 +166,7 @@ def run_small(words):
     small = SMALL.get(words[0], ())
     if words[:2] == ["tune", "skip"]:
         small = ("--trials", "2", "--max-new-tokens", "4")
-    result = CliRunner().invoke(app, [*words, *small])
+    result = CliRunner().invoke(commands, [*words, *small])
     assert result.exit_code == 0, (words, result.output, result.exception)
 
 

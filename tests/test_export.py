@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from selfspec import DEMO_MODEL, SelfSpecModel
-from selfspec.cli import app
+from selfspec.cli import commands
 from selfspec.decoder import Decoder
 from selfspec.demo import load_prompts
 from selfspec.export import (
@@ -175,7 +175,7 @@ def test_an_assistant_changes_no_text(kind, tmp_path):
 def test_the_demo_drafts_for_itself_in_transformers(tmp_path):
     out = tmp_path / "draft"
     options = ["--head", "block", "--exit-layer", "4", "-k", "3", "--dtype", "float32", "--json"]
-    result = CliRunner().invoke(app, ["export", "hf-draft", str(out), *options])
+    result = CliRunner().invoke(commands, ["export", "hf-draft", str(out), *options])
     assert result.exit_code == 0, result.output
     told = json.loads(result.stdout)
     assert (told["layers"], told["head"], told["target"]) == (5, "block", str(DEMO_MODEL))
@@ -336,7 +336,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(args, says, tmp_path):
     full.mkdir()
     (full / "file").touch()
     args = [arg.format(out=out, full=full) for arg in args]
-    result = CliRunner().invoke(app, ["export", *args])
+    result = CliRunner().invoke(commands, ["export", *args])
     assert result.exit_code == 1
     assert re.fullmatch(r"selfspec: .*\n", result.stderr)
     assert says in result.stderr
@@ -346,7 +346,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(args, says, tmp_path):
 def test_the_command_makes_a_folder_for_custom_generate(tmp_path):
     out = tmp_path / "speculate"
     command = ["export", "custom-generate", str(out), "--heads", str(DEMO_MODEL), "--json"]
-    result = CliRunner().invoke(app, command)
+    result = CliRunner().invoke(commands, command)
     assert result.exit_code == 0, result.output
     told = json.loads(result.stdout)
     assert told["folder"] == str(out)

@@ -12,7 +12,7 @@ from conftest import EXIT, tiny_llama
 from job_tools import Shouter
 from typer.testing import CliRunner
 
-from selfspec.cli import app
+from selfspec.cli import commands
 from selfspec.jobs import run_job
 
 PROMPTS = [f"prompt {number}" for number in range(30)]
@@ -132,7 +132,7 @@ def folder(tmp_path, tokenizer):
 
 
 def generate(*args):
-    return CliRunner().invoke(app, ["generate", *map(str, args)])
+    return CliRunner().invoke(commands, ["generate", *map(str, args)])
 
 
 # Two more processes that import torch take their time.

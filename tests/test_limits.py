@@ -26,7 +26,7 @@ from selfspec.bench.meters import held_memory
 from selfspec.bench.scaling import SWEEPS, Shape
 from selfspec.bench.tiny import tiny_target
 from selfspec.bench.traffic import Traffic, kv_bytes, read_bandwidth
-from selfspec.cli import app
+from selfspec.cli import commands
 from selfspec.config import parse
 from selfspec.tune.work import WorkFile
 
@@ -211,7 +211,7 @@ def test_the_command_measures_and_writes(flag, tokenizer, config, tmp_path, monk
     (tmp_path / "bench.json").write_text(json.dumps({**fields, "target": str(folder)}))
     output = tmp_path / "out"
     args = ["bench", "--config", tmp_path / "bench.json", "--output", output, flag, "--json"]
-    result = CliRunner().invoke(app, list(map(str, args)))
+    result = CliRunner().invoke(commands, list(map(str, args)))
     assert result.exit_code == 0, result.output
     name = "results" if flag == "--limit" else flag[2:]
     found = json.loads(result.stdout)
@@ -221,6 +221,8 @@ def test_the_command_measures_and_writes(flag, tokenizer, config, tmp_path, monk
 
 
 def test_two_measurements_at_once_are_refused(tmp_path):
-    result = CliRunner().invoke(app, ["bench", "--memory", "--scaling", "--output", str(tmp_path)])
+    result = CliRunner().invoke(
+        commands, ["bench", "--memory", "--scaling", "--output", str(tmp_path)]
+    )
     assert result.exit_code == 1
     assert "give one" in result.stderr

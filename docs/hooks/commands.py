@@ -18,6 +18,6 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def commands() -> str:
     """Every command's help as Markdown, by typer's own writer; its title is the page's."""
-    writer = [sys.executable, "-m", "typer", "selfspec.cli.app", "utils", "docs"]
-    printed = subprocess.check_output([*writer, "--name", "selfspec"], text=True)
+    writer = [sys.executable, "-m", "typer", "--app", "commands", "selfspec.cli.entry"]
+    printed = subprocess.check_output([*writer, "utils", "docs", "--name", "selfspec"], text=True)
     return printed.partition("\n")[2]

@@ -1,5 +1,5 @@
 """The command line: `selfspec` and its commands."""
 
-from selfspec.cli.app import app, main
+from selfspec.cli.entry import commands, main
 
-__all__ = ["app", "main"]
+__all__ = ["commands", "main"]

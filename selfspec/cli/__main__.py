@@ -1,5 +1,5 @@
 """`python -m selfspec.cli`, where the `selfspec` script is not on the path."""
 
-from selfspec.cli.app import main
+from selfspec.cli.entry import main
 
 main()

@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 from selfspec import DEMO_MODEL, DraftConfig, SelfSpecModel
 from selfspec.bench.config import PromptSetConfig
 from selfspec.bench.prompts import read_prompts
-from selfspec.cli import app
+from selfspec.cli import commands
 
 pytestmark = [
     pytest.mark.engines,
@@ -73,7 +73,7 @@ def folder(tmp_path_factory):
     """The draft model that `selfspec export` makes of the demo target."""
     out = tmp_path_factory.mktemp("export") / "draft"
     options = ["--head", "block", "--exit-layer", str(EXIT), "-k", str(DRAFTS)]
-    result = CliRunner().invoke(app, ["export", "hf-draft", str(out), *options])
+    result = CliRunner().invoke(commands, ["export", "hf-draft", str(out), *options])
     assert result.exit_code == 0, result.output
     return out
 

@@ -70,21 +70,21 @@ def _told_usage(error: Any) -> int:
     return error.exit_code
 
 
-app = typer.Typer(
+commands = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,
     rich_markup_mode="markdown",  # so that paragraphs are filled
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(epilog=examples("bench"))(bench)
-app.command(epilog=examples("chat"))(chat)
-app.command(epilog=examples("check"))(check)
-app.command(epilog=examples("demo"))(demo)
-app.command(epilog=examples("generate"))(generate)
-app.command(epilog=examples("info"))(info)
-app.add_typer(tuning, name="tune", epilog=examples("tune"))
-app.add_typer(export, name="export")
+commands.command(epilog=examples("bench"))(bench)
+commands.command(epilog=examples("chat"))(chat)
+commands.command(epilog=examples("check"))(check)
+commands.command(epilog=examples("demo"))(demo)
+commands.command(epilog=examples("generate"))(generate)
+commands.command(epilog=examples("info"))(info)
+commands.add_typer(tuning, name="tune", epilog=examples("tune"))
+commands.add_typer(export, name="export")
 
 
 def _show_version(wanted: bool) -> None:
@@ -93,7 +93,7 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@commands.callback()
 def _options(
     version: Annotated[
         bool,
@@ -114,4 +114,4 @@ def main() -> None:
         if hasattr(stream, "reconfigure"):
             # A terminal that cannot show a character gets a question mark, not a traceback.
             stream.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue]
-    app()
+    commands()
