@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+from transformers import PreTrainedTokenizerBase, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from selfspec.config import DraftConfig
 from selfspec.model import SelfSpecModel
 from selfspec.stats import Stats
+from selfspec.stopping import StopOnRequest
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Conversation:
         text = self._with(prompt)
         room = self._room(len(text))
         cached, self._read = self._keep_prefix_of(text), text
-        stopping = _Stop(stop)
+        stopping = StopOnRequest(stop)
         output: Any = self.spec.generate(
             torch.tensor([text], device=self.device),
             attention_mask=torch.ones(1, len(text), dtype=torch.long, device=self.device),
@@ -178,17 +178,6 @@ class Conversation:
         kept = next((place for place, (old, new) in pairs if old != new), held)
         self.cache.crop(kept - self.cache.lengths[0])
         return kept
-
-
-class _Stop(StoppingCriteria):
-    """Ends a reply when somebody says so."""
-
-    def __init__(self, asked: Callable[[], bool]):
-        self.asked, self.said = asked, False
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
-        self.said = self.said or self.asked()
-        return torch.full(input_ids.shape[:1], self.said, device=input_ids.device)
 
 
 def _message(role: str, content: str) -> list[dict[str, str]]:

@@ -7,7 +7,8 @@ lengths, which every call has, are answered from the tokens themselves.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,6 +95,25 @@ class Stops:
             if any([_says_stop(criterion, tokens, seen, row) for criterion in self.others]):
                 return place
         return None
+
+
+class StopOnRequest(StoppingCriteria):
+    """Ends a text when somebody says so.
+
+    Args:
+        asked: asked after every token; once it says yes, the text ends there.
+
+    Attributes:
+        said: whether it has said so.
+    """
+
+    def __init__(self, asked: Callable[[], bool]):
+        self.asked, self.said = asked, False
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        """`[batch]` whether each row ends here, which is the same for all."""
+        self.said = self.said or self.asked()
+        return torch.full(input_ids.shape[:1], self.said, device=input_ids.device)
 
 
 def _says_stop(

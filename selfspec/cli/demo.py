@@ -18,7 +18,7 @@ from selfspec.cli.output import print_json, progress, reporting
 
 if TYPE_CHECKING:
     from selfspec.config import DraftConfig
-    from selfspec.demo import Comparison, DemoOptions, DemoResult, Writer
+    from selfspec.demo import Comparison, DemoResult, Writer
 
 
 class Domain(str, Enum):
@@ -136,10 +136,9 @@ def _headline(head: dict[str, Any], source: str) -> str:
 
 def _show_demo(console: Console, writer: Writer) -> tuple[dict[str, Any], bool]:
     """Stream the text, then say whether both texts are equal, and how fast they came."""
-    from selfspec.demo import run_demo
+    from selfspec.demo import run_demo, verdict
     from selfspec.display import OriginStreamer, legend
 
-    options = writer.options
     streamer = None
     if not console.quiet:
         console.print(Rule())
@@ -147,26 +146,10 @@ def _show_demo(console: Console, writer: Writer) -> tuple[dict[str, Any], bool]:
         streamer = OriginStreamer(console, writer.tokenizer)
     result = run_demo(writer, streamer, lambda: progress().status("timing both ways"))
     console.print(Rule())
-    console.print(legend(console), _verdict(result, options), sep="\n")
+    said = verdict(len(result.plain[0].tokens), result.equal, result.exact, result.divergence)
+    console.print(legend(console), said, sep="\n")
     console.print(demo_table(result), exits_table(result))
     return result.to_dict(), not (result.exact and not result.equal)
-
-
-def _verdict(result: DemoResult, options: DemoOptions) -> str:
-    """What the texts say about exactness."""
-    count = len(result.plain[0].tokens)
-    if result.equal is None:
-        return "sampled text differs from run to run; its distribution is the target's own"
-    if result.divergence is None:
-        return f"both texts are equal, all {count} tokens"
-    where = result.divergence
-    wrote = (
-        f"the texts part at token {where.position}: plain {where.plain!r}, "
-        f"self-speculation {where.speculative!r}, their logits {where.margin:.4f} apart"
-    )
-    if result.exact:
-        return f"NOT EQUAL: {wrote}"
-    return f"{wrote}; half precision rounds passes of different width differently, float32 is exact"
 
 
 def demo_table(result: DemoResult) -> Table:

@@ -6,7 +6,7 @@ the machine's drift falls on all ways alike.
 
 from selfspec.demo.comparison import Bar, Comparison, compare
 from selfspec.demo.exits import ExitAgreement, exit_agreements
-from selfspec.demo.result import DemoResult, Divergence, first_divergence, run_demo
+from selfspec.demo.result import DemoResult, Divergence, first_divergence, run_demo, verdict
 from selfspec.demo.writer import (
     DemoOptions,
     DemoPrompt,
@@ -32,4 +32,5 @@ __all__ = [
     "first_divergence",
     "load_prompts",
     "run_demo",
+    "verdict",
 ]

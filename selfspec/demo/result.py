@@ -50,6 +50,28 @@ def first_divergence(writer: Writer, plain: list[int], other: list[int]) -> Dive
     return Divergence(position, *words, margin=abs(a - b))
 
 
+def verdict(count: int, equal: bool | None, exact: bool, divergence: Divergence | None) -> str:
+    """What two texts say about exactness, in a line.
+
+    Args:
+        count: tokens of the model's own text.
+        equal: whether the texts are equal; `None` for sampled ones.
+        exact: whether they had to be.
+        divergence: where they part, if they do.
+    """
+    if equal is None:
+        return "sampled text differs from run to run; its distribution is the target's own"
+    if divergence is None:
+        return f"both texts are equal, all {count} tokens"
+    wrote = (
+        f"the texts part at token {divergence.position}: plain {divergence.plain!r}, "
+        f"self-speculation {divergence.speculative!r}, their logits {divergence.margin:.4f} apart"
+    )
+    if exact:
+        return f"NOT EQUAL: {wrote}"
+    return f"{wrote}; half precision rounds passes of different width differently, float32 is exact"
+
+
 @dataclass(frozen=True)
 class DemoResult:
     """What a demo found.

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from pydantic import Field
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from selfspec.assets import PROMPTS
@@ -114,21 +114,29 @@ class Writer:
         wide = self.spec.engine.decoder.dtype in (torch.float32, torch.float64)
         return wide and not self.options.temperature
 
-    def plain(self, max_new_tokens: int | None = None) -> Run:
+    def plain(
+        self,
+        max_new_tokens: int | None = None,
+        streamer: BaseStreamer | None = None,
+        stop: StoppingCriteria | None = None,
+    ) -> Run:
         """The model's own `generate`."""
 
         def write(options: dict[str, Any]) -> Any:
             with torch.random.fork_rng():
                 torch.manual_seed(self.options.seed)
-                return self.spec.model.generate(**self.inputs, **options)  # pyright: ignore
+                return self.spec.model.generate(  # pyright: ignore
+                    **self.inputs, **options, streamer=streamer
+                )
 
-        return self._timed(write, max_new_tokens)
+        return self._timed(write, max_new_tokens, stop)
 
     def speculative(
         self,
         draft: DraftConfig,
         max_new_tokens: int | None = None,
         streamer: BaseStreamer | None = None,
+        stop: StoppingCriteria | None = None,
     ) -> Run:
         """Selfspec's `generate`."""
         generator = torch.Generator(self.spec.engine.decoder.device).manual_seed(self.options.seed)
@@ -137,11 +145,18 @@ class Writer:
             more = {"draft": draft, "generator": generator, "streamer": streamer}
             return self.spec.generate(**self.inputs, **options, **more)
 
-        return self._timed(write, max_new_tokens)._replace(stats=self.spec.last_stats)
+        return self._timed(write, max_new_tokens, stop)._replace(stats=self.spec.last_stats)
 
-    def _timed(self, write: Callable[[dict[str, Any]], Tensor], max_new_tokens: int | None) -> Run:
+    def _timed(
+        self,
+        write: Callable[[dict[str, Any]], Tensor],
+        max_new_tokens: int | None,
+        stop: StoppingCriteria | None,
+    ) -> Run:
         count = max_new_tokens or self.options.max_new_tokens
+        criteria = StoppingCriteriaList([] if stop is None else [stop])
+        options = {"max_new_tokens": count, "stopping_criteria": criteria}
         start = time.perf_counter()
-        output = write({**self.options.generation, "max_new_tokens": count})
+        output = write({**self.options.generation, **options})
         tokens = output[0, self.inputs["input_ids"].shape[1] :].tolist()  # waits for the device
         return Run(tokens, time.perf_counter() - start)

@@ -1,14 +1,15 @@
-"""The token trace as HTML, for notebooks."""
+"""The token trace as HTML, for notebooks and pages."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from html import escape
 
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.display.pieces import Kind, Piece, pieces
+from selfspec.display.pieces import Kind, Piece, kinds, pieces
 from selfspec.stats import Trace
 
 # Transparent fills (Okabe and Ito's colours) read on light and dark pages alike.
@@ -46,12 +47,19 @@ def trace_html(trace: Trace, tokenizer: PreTrainedTokenizerBase, row: int = 0) -
         tokenizer: the target's.
         row: the row of the call.
     """
-    shown = list(pieces(trace, tokenizer, row, rejected=True))
-    text = "".join(_span(piece) for piece in shown if piece.text)
+    text = pieces_html(pieces(trace, tokenizer, row, rejected=True))
+    counts: Counter[Kind] = Counter()
+    for step in trace.rows[row]:
+        counts.update(kinds(step))
     return TraceHTML(
         '<div style="white-space: pre-wrap; line-height: 1.7; max-width: 50em">'
-        f"{text}</div>{_legend(trace, row)}"
+        f"{text}</div>{legend_html(counts)}"
     )
+
+
+def pieces_html(shown: Iterable[Piece]) -> str:
+    """Pieces one behind the other, each marked with where it came from."""
+    return "".join(_span(piece) for piece in shown if piece.text)
 
 
 def _span(piece: Piece) -> str:
@@ -61,12 +69,11 @@ def _span(piece: Piece) -> str:
     return f'<span style="{style}" title="{piece.kind}">{text}</span>' if style else text
 
 
-def _legend(trace: Trace, row: int) -> str:
-    counts: Counter[Kind] = Counter(trace.origins(row))
-    counts["rejected"] = sum(len(step.drafted) - step.accepted for step in trace.rows[row])
+def legend_html(counts: Mapping[Kind, int]) -> str:
+    """What the marks mean, and how many tokens have each; kinds without tokens are left out."""
     entries = (
         f'<span style="{_STYLES[kind]}">{kind}</span> {counts[kind]} ({meaning})'
         for kind, meaning in _MEANINGS.items()
-        if counts[kind]
+        if counts.get(kind)
     )
     return f'<div style="font-size: .85em; margin-top: .6em">{"<br>".join(entries)}</div>'

@@ -8,7 +8,7 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.stats import Origin, Trace
+from selfspec.stats import Origin, Round, Trace
 
 Kind = Literal[Origin, "rejected"]
 
@@ -90,6 +90,47 @@ class Detokenizer:
         return text
 
 
+def kinds(step: Round) -> list[Kind]:
+    """The kind of every token of a round, of drafts that did not stand too."""
+    dropped: list[Kind] = ["rejected"] * (len(step.drafted) - step.accepted)
+    return [*step.origins, *dropped]
+
+
+class RoundPieces:
+    """Cuts the rounds of one row into pieces, as they come.
+
+    Args:
+        tokenizer: the target's.
+        context: tokens in front of the first one.
+        rejected: show drafts that did not stand too, in front of what the target wrote instead.
+        skip_special_tokens: leave out end-of-text marks and the like.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        context: Sequence[int] = (),
+        *,
+        rejected: bool = False,
+        skip_special_tokens: bool = False,
+    ):
+        self.text = Detokenizer(tokenizer, context, skip_special_tokens)
+        self.rejected = rejected
+        self.last: Kind = "plain"
+
+    def push(self, step: Round) -> Iterator[Piece]:
+        """The pieces of a round; take them all before the next."""
+        for position, (token, kind) in enumerate(zip(step.tokens, step.origins, strict=True)):
+            if self.rejected and position == step.accepted:
+                yield from _rejected(step.drafted[position:], self.text.fork())
+            self.last = kind
+            yield Piece(self.text.push(token), kind)
+
+    def flush(self) -> Piece:
+        """What is held of a character that never got its last token."""
+        return Piece(self.text.flush(), self.last)
+
+
 def pieces(
     trace: Trace,
     tokenizer: PreTrainedTokenizerBase,
@@ -107,14 +148,10 @@ def pieces(
         rejected: show drafts that did not stand too, in front of what the target wrote instead.
         skip_special_tokens: leave out end-of-text marks and the like.
     """
-    text = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
-    kind: Kind = "plain"
+    cut = RoundPieces(tokenizer, rejected=rejected, skip_special_tokens=skip_special_tokens)
     for step in trace.rows[row]:
-        for position, (token, kind) in enumerate(zip(step.tokens, step.origins, strict=True)):
-            if rejected and position == step.accepted:
-                yield from _rejected(step.drafted[position:], text.fork())
-            yield Piece(text.push(token), kind)
-    yield Piece(text.flush(), kind)
+        yield from cut.push(step)
+    yield cut.flush()
 
 
 def _rejected(drafts: Sequence[int], text: Detokenizer) -> Iterator[Piece]:

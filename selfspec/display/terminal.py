@@ -11,7 +11,7 @@ from rich.text import Text
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.display.pieces import Detokenizer, Kind, Piece, pieces
+from selfspec.display.pieces import Kind, Piece, RoundPieces, pieces
 from selfspec.stats import Round, Stats, Trace
 from selfspec.streaming import RoundStreamer
 
@@ -97,26 +97,24 @@ class OriginStreamer(RoundStreamer):
 
     def __init__(self, console: Console, tokenizer: PreTrainedTokenizerBase):
         self.console, self.tokenizer = console, tokenizer
-        self.text: Detokenizer | None = None
-        self.last: Kind = "plain"
+        self.cut: RoundPieces | None = None
 
     def put(self, value: Tensor) -> None:
         """Take the prompt."""
         tokens = [int(token) for token in value.flatten()]
-        self.text = Detokenizer(self.tokenizer, tokens, skip_special_tokens=True)
+        self.cut = RoundPieces(self.tokenizer, tokens, skip_special_tokens=True)
 
     def put_round(self, steps: Sequence[Round]) -> None:
         """Write the tokens of a round."""
-        assert self.text is not None, "the prompt comes first"
+        assert self.cut is not None, "the prompt comes first"
         (step,) = steps
-        for token, origin in zip(step.tokens, step.origins, strict=True):
-            write_piece(self.console, Piece(self.text.push(token), origin))
-            self.last = origin
+        for piece in self.cut.push(step):
+            write_piece(self.console, piece)
 
     def end(self) -> None:
         """Write what is left, and end the line."""
-        if self.text is not None:
-            write_piece(self.console, Piece(self.text.flush(), self.last))
+        if self.cut is not None:
+            write_piece(self.console, self.cut.flush())
         self.console.file.write("\n")
         self.console.file.flush()
 
