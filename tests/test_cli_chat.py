@@ -106,6 +106,8 @@ class Terminal:
 
         child, self.screen = pty.fork()
         if child == 0:
+            # Tests that run in a shell's background have this ignored, and pass that on.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
             env = {**os.environ, "TERM": "xterm", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
             os.execve(command[0], command, {k: v for k, v in env.items() if k != "NO_COLOR"})
         self.child, self.shown = child, ""
