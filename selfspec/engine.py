@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.config import DraftConfig
-from selfspec.decoder import Decoder, Pass, Span
+from selfspec.decoder import Decoder, Own, Pass, Span
 from selfspec.draft import Draft, Tree
 from selfspec.draft_models import DraftModels
 from selfspec.heads import ExitHead, check_distinct, check_exit_layer, head_class
@@ -195,18 +195,30 @@ class Engine:
         offset: int,
         unembed: bool = False,
         tree: Tree | None = None,
+        own: Own | None = None,
     ) -> Pass:
-        """Run the layers below an exit over `tokens`, `offset` behind the settled ones."""
-        span = Span(0, exit_layer)
-        keep = [layer for layer in state.keep if layer < exit_layer]
-        at_exit = self.decoder.run(
-            tokens, span, state.slots, offset=offset, unembed=unembed, keep=keep, tree=tree
+        """Run the layers below an exit over `tokens`, `offset` behind the settled ones.
+
+        With a head's `own` layer the same pass goes on through that, and leaves what it left; the
+        exit's hidden states are kept then, alone.
+        """
+        span = Span(0, exit_layer if own is None else exit_layer + 1)
+        below = [layer for layer in state.keep if layer < exit_layer]
+        left = self.decoder.run(
+            tokens,
+            span,
+            state.slots,
+            offset=offset,
+            unembed=unembed,
+            keep=below if own is None else [*below, exit_layer],
+            own=own,
+            tree=tree,
         )
-        for layer, kept in zip(keep, at_exit.kept, strict=True):
+        for layer, kept in zip(below, left.kept, strict=False):
             state.below.setdefault(layer, []).append(kept)
-        state.stats.seconds["shallow"] += at_exit.layer_seconds
-        state.stats.seconds["head"] += at_exit.head_seconds
-        return at_exit
+        state.stats.seconds["shallow"] += left.layer_seconds
+        state.stats.seconds["head"] += left.head_seconds
+        return left._replace(kept=left.kept[len(below) :])
 
     def verify(self, state: State, draft: Draft) -> Verified:
         """Run the target over the pending token and every draft.
@@ -215,7 +227,8 @@ class Engine:
         tokens that the drafter has not run (the last drafts), the rest run over all n + 1.
         """
         tokens = torch.cat([state.pending, draft.tokens], dim=1)
-        hidden = draft.hidden
+        # At the embedding there is nothing to resume from: a pass begins there anyway.
+        hidden = draft.hidden if draft.depth else None
         if hidden is not None and hidden.shape[1] < tokens.shape[1]:
             # The last drafts have no KV until this pass.
             done = hidden.shape[1]

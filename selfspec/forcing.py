@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from selfspec.decoder import Decoder, Packing, Span
+from selfspec.decoder import Decoder, Own, Packing, Span
 from selfspec.heads import ExitHead
 from selfspec.slots import StepCache
 
@@ -112,7 +112,13 @@ def _layer(
     """The head's own layer over a text, in its `step`-th reading."""
     span = Span(head.place, head.place + 1)
     left = decoder.run_packed(
-        reading.tokens, span, reading.packing, entered, instead=head.layer, memory=memory, step=step
+        reading.tokens,
+        span,
+        reading.packing,
+        entered,
+        own=Own(head.layer),
+        memory=memory,
+        step=step,
     )
     return left.hidden
 

@@ -90,7 +90,7 @@ def test_masks_and_positions_of_trees_are_those_of_brute_force(
     slots, tree = SlotCache([window], 3), Tree(PARENTS, 5, 2)
     slots.commit(lengths)
     slots.added_from = list(added_from)
-    with slots.writing(width, place, added=True, tree=tree) as active:
+    with slots.writing(width, place, tree=tree) as active:
         mask, positions = slots.mask(window, torch.float64, added=True), active.positions
         assert active.slots.tolist() == [
             [length + place + i for i in range(width)] for length in lengths
@@ -245,7 +245,7 @@ def test_a_branch_is_gathered_in_an_added_layer_too():
         states([100, 101, 102], [110, 111, 112]),
         states(range(100, 107), range(110, 117)),
     )
-    with slots.writing(3, added=True):
+    with slots.writing(3, added={0: 1}):
         slots.update(inner, -inner, 0)
     slots.layers[2].keys, slots.layers[2].values = (
         buffer[:, :, :6] for buffer in (slots.layers[2].keys, slots.layers[2].values)

@@ -13,6 +13,6 @@ This package alone knows transformers' layer API.
 from selfspec.decoder.core import Decoder
 from selfspec.decoder.holding import held
 from selfspec.decoder.packing import Packing
-from selfspec.decoder.passes import Pass, Skips, Span
+from selfspec.decoder.passes import Own, Pass, Skips, Span
 
-__all__ = ["Decoder", "Packing", "Pass", "Skips", "Span", "held"]
+__all__ = ["Decoder", "Own", "Packing", "Pass", "Skips", "Span", "held"]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from selfspec.decoder.gates import Gates
 from selfspec.decoder.layers import trainable
 from selfspec.decoder.packing import Packing
-from selfspec.decoder.passes import ActivePass, Pass, Skips, Span
+from selfspec.decoder.passes import ActivePass, Own, Pass, Skips, Span
 from selfspec.decoder.support import (
     find_layers,
     layer_windows,
@@ -161,8 +161,7 @@ class Decoder:
         offset: int | Sequence[int] = 0,
         unembed: bool = False,
         keep: Sequence[int] = (),
-        instead: nn.Module | None = None,
-        added: int = 1,
+        own: Own | None = None,
         tree: Tree | None = None,
         skips: Skips | None = None,
     ) -> Pass:
@@ -177,20 +176,19 @@ class Decoder:
             offset: distance of the first token from the settled ones; one, or one per row.
             unembed: whether to go on through the model's own norm and LM head, to logits.
             keep: residual streams to keep, by the number of layers below.
-            instead: a layer (`copy_layer`) that runs in place of the span's only one.
-            added: in which of the layers that were added to the slots its KV lies, from 1.
+            own: a head's own layer, in place of the span's last.
             tree: which drafts continue which, when `tokens` are some of a tree's block; `offset`
                 is then the place of the first.
             skips: sublayers to leave out, which write no KV (`check_skips`).
         """
         if span.start > 0 and hidden is None:
             raise ValueError(f"a span from layer {span.start} needs the hidden states below it")
-        place = 0 if instead is None else added
-        with self, slots.writing(tokens.shape[1], offset, place, tree) as window:
-            masks = self._masks(slots, window, hidden, added=instead is not None)
+        added = {} if own is None else {span.stop - 1: own.added}
+        with self, slots.writing(tokens.shape[1], offset, added, tree) as window:
+            masks = self._masks(slots, window, hidden, added=own is not None)
             if (span.start > 0 or skips is not None) and self.gates.returns_tuple is None:
                 raise RuntimeError("run all layers once before a pass that leaves some of them out")
-            active = ActivePass(span, window, hidden, masks, self._alibi, tuple(keep), instead)
+            active = ActivePass(span, window, hidden, masks, self._alibi, tuple(keep), own)
             if skips is not None:
                 active.skips = skips
             inputs = self._inputs(tokens, slots, window.positions, masks)
@@ -203,7 +201,7 @@ class Decoder:
         packing: Packing,
         hidden: Tensor | None = None,
         keep: Sequence[int] = (),
-        instead: nn.Module | None = None,
+        own: Own | None = None,
         memory: StepCache | None = None,
         step: int = 0,
     ) -> Pass:
@@ -215,19 +213,19 @@ class Decoder:
             packing: which tokens belong together.
             hidden: `[rows, width, hidden]` residual stream to start from.
             keep: residual streams to keep, by the number of layers below.
-            instead: a layer that runs in place of the span's only one.
+            own: a head's own layer, in place of the span's last.
             memory: states of earlier readings of the same text by that layer.
             step: number of earlier readings.
         """
         with self:
             masks = self._packed_masks(packing, tokens if hidden is None else hidden, step)
-            active = ActivePass(span, None, hidden, masks, self._alibi, tuple(keep), instead)
+            active = ActivePass(span, None, hidden, masks, self._alibi, tuple(keep), own)
             inputs = self._inputs(tokens, memory, packing.positions, masks)
             return self._pass(active, inputs)
 
     def _pass(self, active: ActivePass, inputs: dict[str, Any], unembed: bool = False) -> Pass:
         through_tail = unembed and self._tail.takes >= inputs.keys()
-        ends = active.span.stop == self.depth and active.instead is None
+        ends = active.span.stop == self.depth and active.own is None
         active.normed = unembed or ends
         with self.gates.passing(active):
             result = self._tail.run(inputs) if through_tail else self._run_body(inputs)

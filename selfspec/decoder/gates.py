@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.decoder.lean import lean_forward
-from selfspec.decoder.passes import ActivePass
+from selfspec.decoder.passes import ActivePass, Own
 from selfspec.decoder.rotary import RotaryTables, is_static
 from selfspec.decoder.sublayers import Skipped, Sublayers
 from selfspec.decoder.support import causal_tables
@@ -102,8 +102,8 @@ class Gates:
     def passing(self, active: ActivePass) -> Iterator[None]:
         """While active, the model's forward is this pass."""
         tables = list(self.own_masks)
-        if tables and active.instead is not None:
-            tables += causal_tables(active.instead)
+        if tables and active.own is not None:
+            tables += causal_tables(active.own.layer)
         for module in tables:
             # The pass brings the whole mask; the module's own assumes that keys end at the query.
             keys = active.masks[None].shape[-1]
@@ -238,7 +238,10 @@ class Gate:
         gates = self.gates
         if active.masks:
             args, kwargs = _with_mask(args, kwargs, active, self.window)
-        layer = self.layer if active.instead is None else active.instead
+        own = active.own if self.index == active.span.stop - 1 else None
+        if own is not None:
+            return self._run_own(own, active, hidden_states, args, kwargs)
+        layer = self.layer
         skipped = gates.sublayers.skipped(self.index, active.skips)
         began = time.perf_counter()
         if skipped:
@@ -248,6 +251,21 @@ class Gate:
             output = layer(hidden_states, *args, **kwargs)
         active.layer_seconds += time.perf_counter() - began
         gates.returns_tuple = isinstance(output, tuple)
+        return output
+
+    def _run_own(
+        self,
+        own: Own,
+        active: ActivePass,
+        hidden_states: Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        began = time.perf_counter()
+        if own.enter is not None:
+            hidden_states = own.enter(hidden_states)
+        output = own.layer(hidden_states, *args, **kwargs)
+        active.head_seconds += time.perf_counter() - began
         return output
 
 

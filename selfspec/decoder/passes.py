@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -40,6 +40,20 @@ class Skips(NamedTuple):
         return self.attention & self.mlp
 
 
+class Own(NamedTuple):
+    """A head's own layer (`copy_layer`), which runs in place of a span's last.
+
+    Attributes:
+        layer: the layer.
+        enter: what makes of the residual stream there what the layer starts from.
+        added: in which of the layers that were added to the slots its KV lies, from 1.
+    """
+
+    layer: nn.Module
+    enter: Callable[[Tensor], Tensor] | None = None
+    added: int = 1
+
+
 class Pass(NamedTuple):
     """What a pass over a span leaves.
 
@@ -48,7 +62,7 @@ class Pass(NamedTuple):
         output: `[rows, width, hidden]` the same, after the final norm where the last layer ran, or
             `[rows, width, vocab]` logits when the pass went through the LM head as well.
         layer_seconds: wall time inside the span's layers.
-        head_seconds: wall time inside the final norm and the LM head.
+        head_seconds: wall time inside a head's own layer, the final norm and the LM head.
         kept: `[rows, width, hidden]` each, the residual streams that the caller asked for.
     """
 
@@ -71,13 +85,13 @@ class ActivePass:
             family's own masks hold.
         add_masks: whether masks go on top of the family's own, which carry a position bias.
         keep: residual streams to keep, by the number of layers below.
-        instead: what runs in place of the span's only layer, or `None`.
+        own: what runs in place of the span's last layer, or `None`.
         normed: whether anyone reads what comes behind the final norm; without, it is left out.
         skips: the sublayers that are left out.
         kept: the residual streams that were kept, by the number of layers below.
         result: residual stream after the span, once it is there.
         layer_seconds: wall time inside layers so far.
-        head_seconds: wall time inside the final norm and the LM head so far.
+        head_seconds: wall time inside a head's own layer, the final norm and the LM head so far.
     """
 
     span: Span
@@ -86,7 +100,7 @@ class ActivePass:
     masks: dict[int | None, Tensor]
     add_masks: bool
     keep: tuple[int, ...] = ()
-    instead: nn.Module | None = None
+    own: Own | None = None
     normed: bool = True
     skips: Skips = field(default_factory=Skips)
     kept: dict[int, Tensor] = field(default_factory=dict)

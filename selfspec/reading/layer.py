@@ -7,11 +7,12 @@ position n; k = drafts of the round.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from selfspec.decoder import Pass, Span
+from selfspec.decoder import Own, Pass, Span
 from selfspec.draft import Tree
 from selfspec.engine import Engine, State, Verified
 from selfspec.heads import ExitHead
@@ -122,15 +123,29 @@ class LayerReader(ExitReader):
         parents: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run the layers below the exit and the head's own over the next tokens of the block."""
-        at_exit = self.engine.shallow(state, tokens, self.head.exit_layer, place, tree=tree)
-        if place == 0:
-            self._last = self._catch_up(state, at_exit.hidden)
+        exit_layer, before = self.head.exit_layer, self._last
+        if parents is not None:
+            before = _pick(before, parents)
+        if place and self._in_one_pass(state):
+            own = Own(self.head.layer, partial(self.head.enter, features=before), self._added)
+            left = self.engine.shallow(state, tokens, exit_layer, place, tree=tree, own=own)
+            at_exit, self._last = left.kept[0], left.hidden
         else:
-            before = self._last if parents is None else _pick(self._last, parents)
-            entered = self._enter(state, at_exit.hidden, before if self._joins else None)
-            self._last = self._run(state, entered, place, tree)
+            at_exit = self.engine.shallow(state, tokens, exit_layer, place, tree=tree).hidden
+            if place:
+                self._last = self._run(state, self._enter(state, at_exit, before), place, tree)
+            else:
+                self._last = self._catch_up(state, at_exit)
         with state.stats.clock("head"):
-            return self._logits(self._last), at_exit.hidden
+            return self._logits(self._last), at_exit
+
+    def _in_one_pass(self, state: State) -> bool:
+        """Whether the pass below the exit may go on through the head's layer.
+
+        What surrounds the layers is then paid once. The masks have to be the same, and the layer
+        that was copied has to be the next.
+        """
+        return self.head.place == self.head.exit_layer and not any(state.slots.added_from)
 
     def _follow(self, state: State, pending: Tensor) -> None:
         """Run the layer over what others drafted, and see how often it would have agreed."""
@@ -179,19 +194,11 @@ class LayerReader(ExitReader):
         tree: Tree | None = None,
     ) -> Tensor:
         tokens = state.pending.new_zeros(entered.shape[:2])  # the layer starts from `entered`
-        span, own = Span(self.head.place, self.head.place + 1), self.head.layer
-        left = self.decoder.run(
-            tokens,
-            span,
-            state.slots,
-            entered,
-            offset=offset,
-            instead=own,
-            added=self._added,
-            tree=tree,
-        )
-        # Of the pass, only the layer is the head's time; what is around it counts as rest.
-        state.stats.seconds["head"] += left.layer_seconds
+        span = Span(self.head.place, self.head.place + 1)
+        own = Own(self.head.layer, added=self._added)
+        slots = state.slots
+        left = self.decoder.run(tokens, span, slots, entered, offset=offset, own=own, tree=tree)
+        state.stats.seconds["head"] += left.head_seconds
         return left.hidden
 
     def _enter(self, state: State, hidden: Tensor, features: Tensor | None) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -47,7 +47,7 @@ class SlotCache(Cache):
         self._sliding = [window is not None for window in windows]
         self._never = [False] * len(windows)
         self._window: Window | None = None
-        self._to_added = 0
+        self._to_added: Mapping[int, int] = {}
         self._counted = torch.arange(0, device=self.device)  # 0, 1, 2, … as far as was needed
         self._stairs = Stairs(self.device)
 
@@ -58,7 +58,7 @@ class SlotCache(Cache):
         self,
         width: int,
         offset: int | Sequence[int] = 0,
-        added: int = 0,
+        added: Mapping[int, int] | None = None,
         tree: Tree | None = None,
     ) -> Iterator[Window]:
         """While active, passes write `width` slots a row, `offset` behind its settled tokens.
@@ -66,8 +66,7 @@ class SlotCache(Cache):
         Args:
             width: slots of each row.
             offset: of all rows, or one a row.
-            added: which added layer they go to, from 1, whatever number the writing layer has; 0
-                for the model's own.
+            added: which added layer, from 1, states go to that a layer of some number writes.
             tree: which drafts continue which, when the pass is over those of a tree; `offset` is
                 then the place of the first in the block.
         """
@@ -77,7 +76,7 @@ class SlotCache(Cache):
         self._count(max(starts) + width)
         outer = self._window, self._to_added
         window = Window(starts, width, self._counted, tree, place)
-        self._window, self._to_added = window, added
+        self._window, self._to_added = window, added or {}
         try:
             yield window
         finally:
@@ -113,7 +112,8 @@ class SlotCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Write a layer's new states; returns its keys and values up to the longest row's end."""
         active = self._window or self._active()
-        layer = self.layers[self.depth + self._to_added - 1 if self._to_added else layer_idx]
+        added = self._to_added.get(layer_idx)
+        layer = self.layers[layer_idx if added is None else self.depth + added - 1]
         if not layer.is_initialized:
             layer.lazy_initialization(key_states, value_states)
             layer.grow(max(self._reserved, active.end))
