@@ -51,19 +51,26 @@ class Pace:
         draft_seconds: of one more draft in a chain.
         fixed_seconds: of a round without its drafts.
         tokens: emitted in a round, of a row on average.
-        chance: that a draft behind a kept one is kept.
+        kept: drafts of a round that were kept.
+        foreseen: how many were to be kept, by the chances that their head gave them.
     """
 
     draft_seconds: Mean = field(default_factory=lambda: Mean(_SLOW, clipped=True))
     fixed_seconds: Mean = field(default_factory=lambda: Mean(_SLOW, clipped=True))
     round_seconds: Mean = field(default_factory=lambda: Mean(_SLOW, clipped=True))
     tokens: Mean = field(default_factory=lambda: Mean(_FAST))
-    chance: Mean = field(default_factory=lambda: Mean(_FAST))
+    kept: Mean = field(default_factory=lambda: Mean(_FAST))
+    foreseen: Mean = field(default_factory=lambda: Mean(_FAST))
 
     @property
     def known(self) -> bool:
         """Whether there is enough to decide by."""
         return self.round_seconds.count >= 2
+
+    @property
+    def bias(self) -> float:
+        """How many times as many drafts are kept as their head foresees."""
+        return self.kept.value / self.foreseen.value if self.foreseen.value > 0 else 1.0
 
     @property
     def rate(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from selfspec.config import DraftConfig
@@ -55,11 +56,13 @@ class OptimalStop(Schedule):
     """Stops once another draft would bring less than the time it takes is worth.
 
     A draft behind others counts only if all of them are kept: it brings the product of their
-    calibrated chances, times its own, which is not known before it is drafted and taken for the
-    running mean. It costs what a draft has cost so far. What time is worth is the rate so far, in
-    tokens per second, so that drafting longer pays as long as it would raise that rate (the
-    marginal value rule, Charnov 1976). All is counted for a row on average: what is known holds
-    when other rows have ended, and for other batches.
+    calibrated chances, times its own, which is not known before it is drafted and taken for that of
+    the draft before it. A head that was right more often so far than its chances said (a text that
+    goes in circles) is believed more, another less. A draft costs what one has cost so far.
+
+    What time is worth is the rate so far, in tokens per second, so that drafting longer pays as
+    long as it would raise that rate (the marginal value rule, Charnov 1976). All is counted for a
+    row on average: what is known holds when other rows have ended, and for other batches.
 
     Args:
         pace: times and gains so far; may outlive the call.
@@ -70,12 +73,13 @@ class OptimalStop(Schedule):
         self._clock = RoundClock(pace)
         self._judge: Judge | None = None
         self._reach: Tensor | None = None
+        self._foreseen = 0.0
         self._depth = 0
 
     def begin(self, judge: Judge) -> None:
         """Time the round from here."""
         self._clock.begin()
-        self._judge, self._reach, self._depth = judge, None, 0
+        self._judge, self._reach, self._foreseen, self._depth = judge, None, 0.0, 0
 
     def goes_on(self, scores: Tensor, tokens: Tensor) -> bool:
         """Whether a row on average gains enough."""
@@ -84,17 +88,19 @@ class OptimalStop(Schedule):
         chance = self._judge(scores, self._depth)
         self._reach = chance if self._reach is None else self._reach * chance
         self._depth += 1
+        reach, next_reach = torch.stack([self._reach, self._reach * chance]).mean(-1).tolist()
+        self._foreseen += reach
         if not self.pace.known:
             return self._depth < _FIRST_GUESS
-        worth = self.pace.draft_seconds.value * self.pace.rate
-        return float(self._reach.mean()) * self.pace.chance.value > worth
+        return next_reach * self.pace.bias > self.pace.draft_seconds.value * self.pace.rate
 
     def end(self, drafted: int, accepted: Sequence[int]) -> None:
         """Learn from the round."""
-        self._clock.end(1 + sum(accepted) / len(accepted))
-        tried = sum(min(kept + 1, drafted) for kept in accepted)
-        if tried:
-            self.pace.chance.add(sum(accepted) / tried)
+        kept = sum(accepted) / len(accepted)
+        self._clock.end(1 + kept)
+        if drafted:
+            self.pace.kept.add(kept)
+            self.pace.foreseen.add(self._foreseen)
 
 
 def make_schedule(config: DraftConfig, pace: Pace | None = None) -> Schedule:
