@@ -79,6 +79,11 @@ def _problems(
             "output_attentions and output_hidden_states are not kept by speculation; "
             "run the finished text through the model once"
         )
+    if inputs.get("synced_gpus"):
+        yield (
+            "synced_gpus: processes that share weights but not their texts (FSDP, ZeRO-3) would "
+            f"wait for one another, for their rounds differ; {instead}, or tensor parallelism"
+        )
     for processor in processors:
         if isinstance(processor, _STATEFUL):
             yield (

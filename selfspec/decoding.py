@@ -233,10 +233,13 @@ def speculate(
         mask = input_ids.new_ones(input_ids.shape[0], call.mask.shape[1])
     as_dict = bool(generation_config.return_dict_in_generate)
     prompt = Prompt(call.engine, input_ids, mask, call.cache, keep_cache=as_dict)
+    call.engine.ranks.check_alike(input_ids)
     sampler = Sampler(logits_processor, bool(generation_config.do_sample), call.generator)
+    if sampler.do_sample:
+        call.engine.ranks.draw_alike(call.generator, prompt.tokens.device)
     padding = padding_id(generation_config)
     stream = Stream(call.streamer, prompt.width, padding)
-    stops = Stops(stopping_criteria)
+    stops = Stops(stopping_criteria, call.engine.ranks)
     session = Session(call.engine, call.drafter, prompt, sampler, stops, generation_config, stream)
     call.session = session
     state = session.run()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.config import DraftConfig
-from selfspec.decoder import Decoder, Own, Pass, Span
+from selfspec.decoder import Decoder, Own, Pass, Ranks, Span
 from selfspec.draft import Draft, Tree
 from selfspec.draft_models import DraftModels
 from selfspec.heads import ExitHead, check_distinct, check_exit_layer, head_class
@@ -100,6 +100,7 @@ class Engine:
     ):
         self.decoder = decoder
         self.heads = list(heads)
+        self.ranks = Ranks(decoder.causal_lm)
         self._policies: dict[tuple[Any, ...], Policy] = {}
         self._paces: dict[tuple[Any, ...], Pace] = {}
         check_distinct(self.heads)
@@ -119,7 +120,7 @@ class Engine:
 
     def pace(self, *key: Any) -> Pace:
         """What is known of the times and gains of one way to draft, from earlier calls too."""
-        return self._paces.setdefault(key, Pace())
+        return self._paces.setdefault(key, Pace(clock=self.ranks.clock))
 
     def policy(self, *key: Any) -> Policy:
         """What is known of all ways to draft, from earlier calls too."""
@@ -180,6 +181,7 @@ class Engine:
             left = self.decoder.run(block, everything, state.slots, offset=start, keep=keep)
             if watch is not None:
                 watch(left, start)
+            ends = ends.to(left.output.device)  # the last layer's, which may be another one
             places = (ends - start).clamp(0, block.shape[1] - 1)
             at_end = left.output[torch.arange(len(places)), places][:, None]
             here = (ends >= start)[:, None, None]

@@ -6,6 +6,7 @@ Estimates outlive a call, for times belong to a device and not to a text.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 _FAST, _SLOW = 0.03, 0.1  # weight of the newest round: in what a text brings, in what a pass costs
@@ -53,6 +54,7 @@ class Pace:
         tokens: emitted in a round, of a row on average.
         kept: drafts of a round that were kept.
         foreseen: how many were to be kept, by the chances that their head gave them.
+        clock: what times them, in seconds.
     """
 
     draft_seconds: Mean = field(default_factory=lambda: Mean(_SLOW, clipped=True))
@@ -61,6 +63,7 @@ class Pace:
     tokens: Mean = field(default_factory=lambda: Mean(_FAST))
     kept: Mean = field(default_factory=lambda: Mean(_FAST))
     foreseen: Mean = field(default_factory=lambda: Mean(_FAST))
+    clock: Callable[[], float] = field(default_factory=lambda: time.perf_counter)
 
     @property
     def known(self) -> bool:
@@ -95,14 +98,14 @@ class RoundClock:
 
     def begin(self) -> None:
         """A round begins; the one before is over."""
-        now = time.perf_counter()
+        now = self.pace.clock()
         if self._whole:
             self._learn(now)
         self._began, self._marks, self._whole = now, [], False
 
     def mark(self) -> None:
         """Another draft is there."""
-        self._marks.append(time.perf_counter())
+        self._marks.append(self.pace.clock())
 
     def end(self, tokens: float) -> None:
         """The round has emitted `tokens` of a row on average; it lasts until the next begins."""

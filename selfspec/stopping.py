@@ -19,6 +19,7 @@ from transformers.generation.stopping_criteria import (
     MaxTimeCriteria,
 )
 
+from selfspec.decoder import Ranks
 from selfspec.records import StepRecord
 from selfspec.sampling import Context
 
@@ -28,9 +29,11 @@ class Stops:
 
     Args:
         criteria: what `generate` prepared.
+        ranks: the processes that write the text; the first one's answers hold.
     """
 
-    def __init__(self, criteria: StoppingCriteriaList):
+    def __init__(self, criteria: StoppingCriteriaList, ranks: Ranks):
+        self.ranks = ranks
         self.eos = {
             int(token)
             for criterion in criteria
@@ -73,6 +76,9 @@ class Stops:
             stop = self._asked(context, index, kept[index], scores)
             if stop is not None:
                 kept[index], ended[index] = stop, True
+        if self.deadlines or self.others:  # the rest follows from the tokens
+            kept, flags = self.ranks.first(torch.tensor([kept, ended])).tolist()
+            ended = [bool(flag) for flag in flags]
         return kept, ended
 
     def _stop_in(self, block: Sequence[int], length: int) -> int | None:

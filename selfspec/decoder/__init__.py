@@ -14,5 +14,21 @@ from selfspec.decoder.core import Decoder
 from selfspec.decoder.holding import held
 from selfspec.decoder.packing import Packing
 from selfspec.decoder.passes import Own, Pass, Skips, Span
+from selfspec.decoder.placement import at_hand, bare_copy, device_of, weight_of, weights
+from selfspec.decoder.ranks import Ranks
 
-__all__ = ["Decoder", "Own", "Packing", "Pass", "Skips", "Span", "held"]
+__all__ = [
+    "Decoder",
+    "Own",
+    "Packing",
+    "Pass",
+    "Ranks",
+    "Skips",
+    "Span",
+    "at_hand",
+    "bare_copy",
+    "device_of",
+    "held",
+    "weight_of",
+    "weights",
+]

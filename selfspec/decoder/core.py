@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -14,6 +13,7 @@ from selfspec.decoder.gates import Gates
 from selfspec.decoder.layers import trainable
 from selfspec.decoder.packing import Packing
 from selfspec.decoder.passes import ActivePass, Own, Pass, Skips, Span
+from selfspec.decoder.placement import bare_copy, device_of
 from selfspec.decoder.support import (
     find_layers,
     layer_windows,
@@ -74,8 +74,12 @@ class Decoder:
 
     @property
     def device(self) -> torch.device:
-        """Device of the embeddings, where tokens go in."""
-        return next(self.causal_lm.get_input_embeddings().parameters()).device
+        """Device of the embeddings, where tokens go in and logits come out."""
+        return self.device_at(0)
+
+    def device_at(self, layer: int) -> torch.device:
+        """Device of the residual stream with `layer` layers below it."""
+        return device_of(self.layers[layer - 1] if layer else self.causal_lm.get_input_embeddings())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -96,7 +100,7 @@ class Decoder:
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """`[vocab, hidden]` the LM head's matrix.
+        """`[vocab, hidden]` the LM head's matrix, whole.
 
         Raises:
             ValueError: it is quantized, or has an adapter.
@@ -127,7 +131,7 @@ class Decoder:
         self.gates.sublayers.check(skips)
 
     def copy(self, module: ModuleT) -> ModuleT:
-        """A deep copy of one of the target's modules, as it is outside of passes.
+        """A deep copy of one of the target's modules as it is outside of passes, whole, unhooked.
 
         Raises:
             RuntimeError: the calling thread has the gates in, which would be copied too.
@@ -135,7 +139,7 @@ class Decoder:
         with self.gates.lock:  # another thread may have them in
             if self.gates.entered:
                 raise RuntimeError("build heads outside `with decoder:`, or they copy its gates")
-            return copy.deepcopy(module)
+            return bare_copy(module)
 
     def new_slots(self, rows: int, capacity: int = 0) -> SlotCache:
         """An empty KV cache for `rows` rows."""
@@ -295,4 +299,4 @@ class Decoder:
             normed: `[rows, width, hidden]` inputs of the LM head.
             readout: what stands in for the LM head.
         """
-        return self._tail.unembed(normed, readout)
+        return self._tail.unembed(normed, readout).to(self.device)

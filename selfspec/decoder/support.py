@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
+from selfspec.decoder.placement import weight_of
+
 
 def unwrap(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside, PEFT wrapping removed."""
@@ -35,6 +37,12 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         raise ValueError(f"{name} is an encoder-decoder; selfspec runs decoder-only causal LMs")
     if model.get_output_embeddings() is None or not model.can_generate():
         raise ValueError(f"{name} has no LM head; load the model with AutoModelForCausalLM")
+    stages = getattr(getattr(model.config, "distributed_config", None), "pp_size", None) or 1
+    if stages > 1:
+        raise ValueError(
+            f"{name} is split into {stages} pipeline stages, none of which has all layers; load it "
+            "with tensor parallelism (DistributedConfig(tp_size=...)) or with device_map"
+        )
     if model._is_stateful or not hasattr(config, "num_hidden_layers"):
         raise ValueError(
             f"{name} keeps a recurrent state, which cannot take rejected tokens back; "
@@ -85,7 +93,7 @@ def causal_tables(layers: nn.Module) -> list[nn.Module]:
 
 
 def plain_weight(lm_head: nn.Module, vocab_size: int) -> Tensor:
-    """`[vocab, hidden]` an LM head's matrix, or ValueError where it has no plain one."""
+    """`[vocab, hidden]` an LM head's whole matrix, or ValueError where it has no plain one."""
     weight = lm_head.weight if isinstance(lm_head, nn.Linear) else None
     if weight is None or not weight.is_floating_point() or weight.shape[0] != vocab_size:
         raise ValueError(
@@ -93,4 +101,4 @@ def plain_weight(lm_head: nn.Module, vocab_size: int) -> Tensor:
             f"{vocab_size} rows, so its rows cannot be taken; leave the LM head "
             "unquantized and merge its adapter, or draft over the whole vocabulary"
         )
-    return weight
+    return weight_of(lm_head, "weight")

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from selfspec.decoder.gates import Gates
+from selfspec.decoder.placement import device_of
 
 
 class Tail:
@@ -33,17 +34,20 @@ class Tail:
         self.output_class: type[Any] = BaseModelOutputWithPast
 
     def run(self, inputs: dict[str, Any]) -> Tensor:
-        """Logits of a pass through body and tail."""
+        """Logits of a pass through body and tail, where its tokens are."""
         if "output_router_logits" in self.takes:
             inputs["output_router_logits"] = False
-        return self.causal_lm(**inputs).logits
+        return self.causal_lm(**inputs).logits.to(inputs["input_ids"].device)
 
     def unembed(self, normed: Tensor, readout: nn.Module | None) -> Tensor:
         """Logits `[rows, width, vocab]` of `normed`; the body is stubbed, and maybe the LM head."""
         gates, base, lm_head = self.gates, self.base, self.causal_lm.get_output_embeddings()
+        assert lm_head is not None  # a model without is refused
+        # Device hooks are not asked where something stands in for what they hang on.
+        normed = normed.to(device_of(lm_head if readout is None else readout))
         output = self.output_class(last_hidden_state=normed)
         others = [(base, lambda *args, **kwargs: output)]
-        if readout is not None and lm_head is not None:
+        if readout is not None:
             others.append((lm_head, readout))
         with gates.lock:
             for module, other in others:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
 from selfspec.chain import ExitChain
@@ -107,7 +106,7 @@ class Auto(Drafter):
 
     def propose(self, state: State, limit: int) -> Draft:
         """Draft in the way that the policy of such places chooses."""
-        now = time.perf_counter()
+        now = self.engine.ranks.clock()
         if self._began is not None:
             self.policies[self._where].learn(self._used, self._gained, now - self._began)
         self._where = self._repeats(state)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from selfspec.decoder import Decoder
+from selfspec.decoder import Decoder, weights
 
 _EMBEDDING_SAMPLES = 16
 # Rounding to bfloat16 or float16 moves a value by less than this share of it, or this much.
@@ -66,9 +66,9 @@ def _different_weights(own: dict[str, list[float]], fitted: dict[str, list[float
 
 @torch.no_grad()
 def _samples(decoder: Decoder) -> dict[str, list[float]]:
-    embedding = next(decoder.causal_lm.get_input_embeddings().parameters())
+    _, embedding = next(weights(decoder.causal_lm.get_input_embeddings()))
     samples = {"embedding": _values(embedding, _EMBEDDING_SAMPLES)}
-    for name, tensor in decoder.layers.named_parameters():
+    for name, tensor in weights(decoder.layers):
         if "lora_" not in name and tensor.is_floating_point():
             samples[name.replace(".base_layer", "")] = _values(tensor, 1)
     return samples

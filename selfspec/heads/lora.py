@@ -11,7 +11,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
-from selfspec.decoder import Decoder
+from selfspec.decoder import Decoder, at_hand, bare_copy, device_of
 from selfspec.heads.base import ExitHead, check_width
 from selfspec.heads.parts import own_norm, placed
 
@@ -70,9 +70,10 @@ class LoraHead(ExitHead):
                 "adapter is put; merge its adapter, or use head='lens'"
             )
         # A second handle on the same weights: passes put their own `forward` in front of the LM
-        # head's, and peft marks what it wraps as frozen.
+        # head's, and peft marks what it wraps as frozen. It can wrap no shard, and nothing that is
+        # elsewhere.
         holder = nn.Module()
-        holder.lm_head = copy.copy(lm_head)
+        holder.lm_head = copy.copy(lm_head) if at_hand(lm_head) else bare_copy(lm_head)
         trained = [p for p in lm_head.parameters() if p.requires_grad]
         config = peft.LoraConfig(r=self.rank, lora_alpha=self.rank, target_modules=["lm_head"])
         with torch.random.fork_rng(devices=[]):
@@ -83,7 +84,6 @@ class LoraHead(ExitHead):
         adapted: Any = holder.lm_head
         # The adapter is the head's own; the weights under it stay the target's.
         self.adapter = nn.ModuleList([adapted.lora_A, adapted.lora_B])
-        where = next(self.norm.parameters(), None)
-        if where is not None:
-            self.adapter.to(where.device, where.dtype)
+        like = next(self.norm.parameters(), None)
+        self.adapter.to(device_of(lm_head), None if like is None else like.dtype)
         self._readout = (adapted,)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from selfspec.decoder import Decoder
+from selfspec.decoder import Decoder, weight_of
 from selfspec.heads.parts import check_tail
 
 
@@ -18,7 +18,7 @@ def trimmed_readout(decoder: Decoder, vocab_ids: Tensor) -> nn.Linear:
     """
     check_tail(decoder)
     weight = decoder.lm_head_weight
-    bias: Tensor | None = getattr(decoder.lm_head, "bias", None)
+    bias = None if decoder.lm_head.bias is None else weight_of(decoder.lm_head, "bias")
     ids = vocab_ids.to(weight.device)
     # Without memory of its own, and without drawing weights that would be thrown away.
     trimmed = nn.Linear(weight.shape[1], len(ids), bias=bias is not None, device="meta")

@@ -113,7 +113,7 @@ def begin(
         make_drafter(engine, draft),
         Prompt(engine, tokens, mask, cache=None, keep_cache=False),
         Sampler(processors, config.temperature > 0, source),
-        Stops(StoppingCriteriaList()),
+        Stops(StoppingCriteriaList(), engine.ranks),
         GenerationConfig(),
         Stream(None, tokens.shape[1], padding=0),
     )

@@ -1,0 +1,83 @@
+"""Where weights are: on several devices, off all of them until used, in shards of processes.
+
+accelerate's hooks (`device_map`) bring a module's weights and inputs together when it is called;
+tensor parallel modules hold a share of each weight and call one another's processes. Neither helps
+where weights are read or copied: that is what this file is for.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+import torch
+from accelerate.utils import align_module_device
+from torch import Tensor, nn
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+# What accelerate and transformers leave on a module: a `forward` of its own, and what it needs.
+_HOOKED = ("forward", "_old_forward", "_hf_hook", "_is_hooked")
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module computes; torch's default device for one without weights."""
+    for part in module.modules():
+        hooked = getattr(getattr(part, "_hf_hook", None), "execution_device", None)
+        if hooked is not None:
+            return torch.device(hooked)
+        for tensor in part.parameters(recurse=False):
+            return tensor.device
+    return torch.get_default_device()
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is a `DTensor`, of which a process holds a share."""
+    return hasattr(tensor, "full_tensor")  # not every build of torch has the class
+
+
+def at_hand(module: nn.Module) -> bool:
+    """Whether a module's weights lie here and whole between its calls, too."""
+    return not any(tensor.is_meta or is_sharded(tensor) for tensor in module.parameters())
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor with the shards of all processes, each of which has to ask."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor  # pyright: ignore
+
+
+@torch.no_grad()
+def weight_of(module: nn.Module, name: str) -> Tensor:
+    """A module's own weight, whole, where the module computes."""
+    with align_module_device(module):
+        return whole(getattr(module, name))
+
+
+def weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The weights in a module, by name, each whole while it is looked at."""
+    for path, part in module.named_modules():
+        for name, _ in part.named_parameters(path, recurse=False):
+            yield name, weight_of(part, name.rpartition(".")[2])
+
+
+def bare_copy(module: ModuleT) -> ModuleT:
+    """A deep copy that stands by itself: whole weights where the original computes, no hooks."""
+    with ExitStack() as stack:
+        for part in module.modules():
+            stack.enter_context(align_module_device(part))
+        memo: dict[int, Any] = {}
+        for part in module.modules():
+            hook = getattr(part, "_hf_hook", None)
+            if hook is not None:  # it knows the weights of the whole model
+                memo[id(hook)] = hook
+            for tensor in part.parameters(recurse=False):
+                if is_sharded(tensor):
+                    alone = whole(tensor.detach()).clone()
+                    memo[id(tensor)] = nn.Parameter(alone, requires_grad=tensor.requires_grad)
+        copied = copy.deepcopy(module, memo)
+    for part in copied.modules():
+        for name in _HOOKED:
+            part.__dict__.pop(name, None)
+    return copied

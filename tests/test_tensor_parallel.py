@@ -1,0 +1,60 @@
+"""Two processes with a share of every layer write what one writes, and decide everything alike."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import EXIT, tiny_llama
+from head_tools import KINDS, own_head
+from rank_tools import TIMED, write_all
+from training_tools import start
+
+from selfspec import DEMO_MODEL, SelfSpecModel
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """What each of two processes wrote, with a tiny target whose heads are trimmed and the demo."""
+    folder = tmp_path_factory.mktemp("ranks")
+    spec = SelfSpecModel(tiny_llama("sometimes", dtype=torch.float32))
+    decoder = spec.engine.decoder
+    kinds = [kind for kind in KINDS if kind != "shared"]
+    spec.engine.heads = [own_head(decoder, kind, EXIT, trimmed=True) for kind in kinds]
+    spec.save_pretrained(folder / "tiny")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    script = Path(__file__).with_name("rank_tools.py")
+    process = start([*launcher, "--nproc-per-node=2", str(script), str(folder)])
+    try:
+        _, errors = process.communicate(timeout=240)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun ends its processes
+        raise
+    assert process.returncode == 0, errors
+    return folder, [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("target", ["demo", "tiny"])
+def test_two_processes_write_what_one_writes(written, target):
+    folder, (first, _) = written
+    alone = write_all(DEMO_MODEL if target == "demo" else folder / "tiny")
+    timed = {f"{name} sampled" for name in TIMED}
+    for case in alone.keys() - timed - {"late"}:
+        assert first[target][case]["tokens"] == alone[case]["tokens"], case
+        if case.split()[0] not in TIMED:
+            assert first[target][case] == alone[case], case
+
+
+@pytest.mark.parametrize("target", ["demo", "tiny"])
+def test_processes_decide_alike_whatever_their_clocks_and_seeds_say(written, target):
+    _, (first, second) = written
+    assert first[target] == second[target]
+
+
+def test_other_prompts_in_other_processes_are_refused(written):
+    _, (first, _) = written
+    assert "give each of them the same" in first["tiny"]["other prompts"]
