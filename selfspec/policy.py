@@ -13,7 +13,7 @@ from selfspec.pace import Mean, Pace
 
 _STRETCH = 4  # rounds of a trial
 _WASTE = 0.01  # share of the time that trials may lose
-_CREDIT = 8.0  # rounds that may be lost before anything is known
+_CREDIT = 3.0  # rounds that may be lost before anything is known
 _STALE = 32  # rounds after which a way is worth another look
 _SHADOW = 0.02  # weight of a token in how often a head would have agreed
 _MARGIN = 1.02  # how much faster another way must look
@@ -108,14 +108,17 @@ class Policy:
         if not top.pace.known:
             return None
         budget = _WASTE * self.seconds + _CREDIT * top.pace.round_seconds.value - self.lost
-        stale = [name for name in ways if name != best and self._is_stale(self.ways[name])]
+        others = [name for name in ways if name != best]
+        # What was never tried comes first, and is saved for: it may be better than all the rest.
+        unknown = [name for name in others if not self.ways[name].pace.known][:1]
+        stale = unknown or [name for name in others if self._is_stale(self.ways[name])]
         for name in sorted(stale, key=lambda name: self.ways[name].seen):
             if self._price(self.ways[name], top) <= budget:
                 return name
         return None
 
     def _is_stale(self, way: Way) -> bool:
-        return not way.pace.known or self.rounds - way.seen >= _STALE
+        return self.rounds - way.seen >= _STALE
 
     def _price(self, way: Way, top: Way) -> float:
         """Seconds that a trial is expected to lose."""

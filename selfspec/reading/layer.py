@@ -18,7 +18,8 @@ from selfspec.engine import Engine, State, Verified
 from selfspec.heads import ExitHead
 from selfspec.reading.exit import ExitReader
 
-_DEFERRED = 32  # tokens that a head's own layer may be behind while others draft
+_DEFERRED = 128  # tokens that a head's own layer may be behind while others draft
+_COMPARED = 32  # of these, the last ones, whose next token the head says: the LM head is wide
 
 
 class LayerReader(ExitReader):
@@ -39,6 +40,7 @@ class LayerReader(ExitReader):
         self._base: list[int] = []
         self._right: list[int] = []  # per row, positions whose KV needs no second look
         self._last = torch.empty(0)  # [rows, width, hidden] what the layer left at the last tokens
+        self._seen: list[tuple[list[int], list[Tensor]]] = []  # since: settled tokens, streams
 
     @property
     def _joins(self) -> bool:
@@ -69,17 +71,17 @@ class LayerReader(ExitReader):
         """Keep the exits and features of the pending token and the drafts."""
         hidden = verified.kept[0]
         lengths = state.slots.lengths
-        joined = None
-        if self._joins:
-            with state.stats.clock("head"):
-                joined = self.head.join(verified.kept[1:])
         if not drafted:
             # What the layer holds behind the pending token was made of drafts that fell.
             self._right = [min(right, n) for right, n in zip(self._right, lengths, strict=True)]
             if max(n - right for n, right in zip(lengths, self._right, strict=True)) < _DEFERRED:
-                self._defer(lengths, hidden, joined)
+                self._seen.append((lengths, verified.kept))
                 return
             self._follow(state, hidden[:, :1])
+        joined = None
+        if self._joins:
+            with state.stats.clock("head"):
+                joined = self.head.join(verified.kept[1:])
         known = self._known_before(lengths)
         if joined is not None:
             known = torch.cat([known, joined], dim=1)
@@ -89,13 +91,22 @@ class LayerReader(ExitReader):
         seen = 1 if self._joins else max(1, drafted)
         self._right = [length + seen for length in lengths]
 
-    def _defer(self, lengths: Sequence[int], hidden: Tensor, joined: Tensor | None) -> None:
-        """Add to what the layer has to look at, once the head is asked again."""
-        places = [n - base for n, base in zip(lengths, self._base, strict=True)]
-        at = _column(places, hidden)
-        self._hidden = _put(self._hidden, at, hidden)
-        if joined is not None:
-            self._known = _put(self._known, at + 1, joined)
+    def _take_in(self, state: State) -> None:
+        """Add what the target left while others drafted to what the layer has to look at."""
+        if not self._seen:
+            return
+        blocks = [kept for _, kept in self._seen]
+        starts = [self._base, *(lengths for lengths, _ in self._seen)]
+        widths = [self._hidden.shape[1], *(kept[0].shape[1] for kept in blocks)]
+        at = torch.tensor(_newest(starts, widths), device=self._hidden.device)
+        self._hidden = _pick(torch.cat([self._hidden, *(kept[0] for kept in blocks)], dim=1), at)
+        if self._joins:
+            streams = [torch.cat(parts, dim=1) for parts in zip(*blocks, strict=True)]
+            with state.stats.clock("head"):
+                joined = self.head.join(streams[1:])
+            first, later = self._known[:, :1], self._known[:, 1:]
+            self._known = torch.cat([first, _pick(torch.cat([later, joined], dim=1), at)], dim=1)
+        self._seen = []
 
     def _known_before(self, positions: Sequence[int]) -> Tensor:
         """Joined features `[rows, 1, hidden]` of the token before each position."""
@@ -111,6 +122,10 @@ class LayerReader(ExitReader):
         self._known = self._known[kept] if self._joins else self._known
         self._base = [self._base[row] for row in kept]
         self._right = [self._right[row] for row in kept]
+        self._seen = [
+            ([lengths[row] for row in kept], [states[kept] for states in streams])
+            for lengths, streams in self._seen
+        ]
 
     # Drafting
 
@@ -152,11 +167,14 @@ class LayerReader(ExitReader):
         states, end = self._looked_at(state, pending)
         if self.shadow is None:
             return
+        first = (end - _COMPARED).clamp(min=0)
+        compared = _pick(states, first + torch.arange(_COMPARED, device=first.device))
         with state.stats.clock("head"):
-            choice = self._logits(states).argmax(-1)
+            choice = self._logits(compared).argmax(-1)
+        counts = (end - first)[:, 0].tolist()
         text = [state.context.text[row] for row in state.context.rows]
-        for row, drafted, last in zip(text, choice.tolist(), end[:, 0].tolist(), strict=True):
-            for said, token in zip(drafted[:last], row[len(row) - last :], strict=True):
+        for row, drafted, count in zip(text, choice.tolist(), counts, strict=True):
+            for said, token in zip(drafted[:count], row[len(row) - count :], strict=True):
                 self.shadow.add(float(said == token))
 
     def _catch_up(self, state: State, pending: Tensor) -> Tensor:
@@ -169,6 +187,7 @@ class LayerReader(ExitReader):
         Returns:
             `[rows, width, hidden]` what it left, and `[rows, 1]` the place of the pending token.
         """
+        self._take_in(state)
         lengths = state.slots.lengths
         starts = [min(right, n) for right, n in zip(self._right, lengths, strict=True)]
         ends = [n - start for n, start in zip(lengths, starts, strict=True)]
@@ -215,12 +234,28 @@ class LayerReader(ExitReader):
         return torch.cat([self._known, self._join(block)[:, :-1]], dim=1)
 
 
-def _put(states: Tensor, at: Tensor, block: Tensor) -> Tensor:
-    """`[rows, n, hidden]` with `block` `[rows, w, hidden]` at places `[rows, 1]` and on."""
-    width = block.shape[1]
-    places = at + torch.arange(width, device=block.device)
-    room = torch.nn.functional.pad(states, (0, 0, 0, width))
-    return room.scatter(1, places[..., None].expand_as(block), block)
+def _newest(starts: Sequence[Sequence[int]], widths: Sequence[int]) -> list[list[int]]:
+    """Places of each row's tokens in blocks laid one behind the other.
+
+    A block starts, in each row, at the token of that number; what it has beyond the start of the
+    next did not stand. Shorter rows end with their last place, again.
+
+    Args:
+        starts: per block, one number a row.
+        widths: of the blocks.
+    """
+    found: list[list[int]] = []
+    for row in range(len(starts[0])):
+        places: list[int] = []
+        first = 0
+        for block, width in enumerate(widths):
+            ends = block + 1 < len(starts)
+            stood = starts[block + 1][row] - starts[block][row] if ends else width
+            places.extend(range(first, first + stood))
+            first += width
+        found.append(places)
+    longest = max(map(len, found))
+    return [places + places[-1:] * (longest - len(places)) for places in found]
 
 
 def _column(values: Sequence[int], like: Tensor) -> Tensor:
