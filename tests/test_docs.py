@@ -197,7 +197,7 @@ def test_the_page_on_models_gets_a_row_for_every_family():
 
 def test_the_page_on_commands_gets_every_command():
     text = hook("commands").on_page_markdown("<!-- commands -->")
-    for command in ("bench", "check", "demo", "generate", "info", "tune skip", "export hf-draft"):
+    for command in ("app", "bench", "check", "demo", "generate", "tune skip", "export hf-draft"):
         assert f"## `selfspec {command}`\n" in text
 
 

@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from selfspec import __version__
+from selfspec.cli.app import app
 from selfspec.cli.bench import bench
 from selfspec.cli.chat import chat
 from selfspec.cli.check import check
@@ -77,6 +78,7 @@ commands = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+commands.command(epilog=examples("app"))(app)
 commands.command(epilog=examples("bench"))(bench)
 commands.command(epilog=examples("chat"))(chat)
 commands.command(epilog=examples("check"))(check)

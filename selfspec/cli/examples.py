@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 EXAMPLES = {
+    "app": (
+        "selfspec app",
+        "selfspec app --model path/to/model --port 8000 --no-open",
+    ),
     "bench": (
         "selfspec bench max_new_tokens=64 repeats=3",
         "selfspec bench --config configs/bench.yaml --output outputs/bench",

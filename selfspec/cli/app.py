@@ -1,0 +1,66 @@
+"""`selfspec app`: a page that writes both ways, side by side."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from contextlib import suppress
+from typing import Annotated
+
+import typer
+
+from selfspec.cli import options as opt
+from selfspec.cli.load import load
+from selfspec.cli.output import print_json, reporting
+
+_SERVER = "Page"
+
+
+def app(
+    model: opt.Model = None,
+    heads: opt.Heads = None,
+    dtype: opt.DtypeOption = opt.Dtype.auto,
+    device: opt.Device = None,
+    config: opt.Config = None,
+    draft: opt.Draft = None,
+    profile: opt.Profile = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen at.", rich_help_panel=_SERVER)
+    ] = "127.0.0.1",
+    port: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=65535,
+            help="Port to listen at.",
+            show_default="the first free one from 7860",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    open_page: Annotated[
+        bool, typer.Option("--open/--no-open", help="Show it.", rich_help_panel=_SERVER)
+    ] = True,
+    as_json: opt.AsJson = False,
+) -> None:
+    """Open a page in the browser: a prompt, written both ways, side by side, as you watch.
+
+    Exit, draft length and drafter are chosen there; --draft says with which it begins. Ctrl-C ends
+    it. Needs Gradio: pip install 'selfspec[app]'.
+    """
+    drafting = opt.draft_config(config, draft)
+    with reporting(as_json) as console:
+        from selfspec.app import Offer, SideBySide
+        from selfspec.app.page import Page
+
+        target = load(model, heads, dtype, device, profile)
+        ran = target.to_dict()
+        offer = Offer(target.spec, drafting or target.spec.default_draft)
+        about = "{model} · {layers} layers · {dtype} · {device}, threads: {threads}".format(**ran)
+        page = Page(SideBySide(target.spec, target.tokenizer), offer, about)
+    with page.served(host, port, open_page) as address:
+        if as_json:
+            print_json({**ran, "address": address})
+            sys.stdout.flush()  # whoever started us waits for it
+        console.print(f"{address} shows {target.name}; Ctrl-C ends it")
+        with suppress(KeyboardInterrupt):  # which is how a server ends
+            threading.Event().wait()
