@@ -16,7 +16,10 @@ def test_info_says_what_the_model_is():
     assert found["kv_bytes_per_token"] == 16 * 2 * 2 * 64 * 2  # layers, k and v, heads, width, bf16
     assert found["kv_bytes"] == 1024 * found["kv_bytes_per_token"]
     assert (found["layers"], found["vocab_size"]) == (16, 6144)
-    assert found["default_draft"]["exit_layer"] == 4
+    heads = SelfSpecModel.from_pretrained(DEMO_MODEL).heads
+    listed = [(head["kind"], head["exit_layer"]) for head in found["exit_heads"]]
+    assert listed == [(head.kind, head.exit_layer) for head in heads] != []
+    assert found["default_draft"]["exit_layer"] == heads[0].exit_layer
 
 
 def test_info_needs_no_weights_and_says_the_same_with_them(folder, monkeypatch):

@@ -29,9 +29,12 @@ def info(
     as_json: opt.AsJson = False,
 ) -> None:
     """Say what a target and its heads are: shape, memory, and how it would draft."""
+    from selfspec.heads.store import CONFIG_NAME
+
     with reporting(as_json) as console:
         name, path = resolve(model)
-        engine = _without_weights(path) if heads is None else None
+        fitted = heads is not None or (Path(path) / CONFIG_NAME).is_file()
+        engine = None if fitted else _without_weights(path)
         if engine is None:
             engine = load(model, heads, opt.Dtype.auto, None).spec.engine
         facts = {"model": name, **describe(engine, context)}
