@@ -14,7 +14,7 @@ def test_info_says_what_the_model_is():
     model = transformers.AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype="float32")
     assert found["parameters"] == model.num_parameters()
     assert found["weight_bytes"] == model.get_memory_footprint(return_buffers=False)
-    assert found["kv_bytes_per_token"] == 16 * 2 * 2 * 64 * 4  # layers, k and v, heads, width, bytes
+    assert found["kv_bytes_per_token"] == 4 * 16 * 2 * 2 * 64  # layers, k and v, heads, width
     assert found["kv_bytes"] == 1024 * found["kv_bytes_per_token"]
     assert (found["layers"], found["vocab_size"]) == (16, 6144)
     heads = SelfSpecModel.from_pretrained(DEMO_MODEL).heads
