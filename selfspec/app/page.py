@@ -20,7 +20,7 @@ except ImportError as error:
 
 _MOST_TOKENS = 512
 _FIRST_TOKENS = 160
-_BEGINNING = 60  # characters of a passage by which it is known
+_BEGINNING = 45  # characters of a passage by which it is known
 _NARROW = 120  # pixels, so that two controls stand side by side
 _READERS = 16  # texts that may wait for the model at the same time
 # What a page is asked to send nowhere else, and not to offer: there is one purpose, on one machine.
@@ -52,7 +52,7 @@ class Page:
     def __init__(self, side: SideBySide, offer: Offer, about: str):
         self.side, self.offer = side, offer
         self.stops: defaultdict[str, threading.Event] = defaultdict(threading.Event)
-        with gr.Blocks(title="selfspec", analytics_enabled=False) as self.blocks:
+        with gr.Blocks(title="selfspec", analytics_enabled=False, fill_width=True) as self.blocks:
             gr.Markdown(f"## selfspec\n{about}")
             with gr.Row():
                 with gr.Column():
@@ -77,7 +77,7 @@ class Page:
         ]
         first = passages[0].text
         example = gr.Dropdown(choices, value=first, label="Example", elem_id="example")
-        box = gr.Textbox(first, label="Prompt", lines=6, max_lines=6, elem_id="prompt")
+        box = gr.Textbox(first, label="Prompt", lines=8, max_lines=8, elem_id="prompt")
         return example, box
 
     def _controls(self) -> list[Any]:
@@ -103,7 +103,7 @@ class Page:
                 "Exit after layer",
                 (offer.exits[0], offer.exits[-1]),
                 offer.exit_layer,
-                info=f"fitted: {_fitted(offer)}",
+                info=f"heads fitted at {_fitted(offer)}",
                 interactive=at_exit,
                 elem_id="exit",
             )
@@ -111,7 +111,7 @@ class Page:
                 "Draft length",
                 (1, LONGEST_DRAFT),
                 offer.num_draft_tokens,
-                info="the most tokens drafted in a round",
+                info="at most, in a round",
                 interactive=offer.takes_length(drafter),
             )
         with gr.Row():
@@ -124,7 +124,7 @@ class Page:
                 elem_id="tokens",
             )
         with gr.Row():
-            ngram = _slider("No phrase twice", (0, 8), 0, info="of so many tokens; 0 allows it")
+            ngram = _slider("No phrase twice", (0, 8), 0, info="in tokens; 0 allows it")
             rejected = gr.Checkbox(
                 False, label="Rejected drafts", info="shown too, struck out", min_width=_NARROW
             )
@@ -251,7 +251,8 @@ def _theme() -> Any:
 
 
 def _fitted(offer: Offer) -> str:
-    return ", ".join(f"{head.kind}@{head.exit_layer}" for head in offer.spec.heads) or "none"
+    layers = sorted({head.exit_layer for head in offer.spec.heads})
+    return ", ".join(map(str, layers)) or "none"
 
 
 def _reader(request: gr.Request) -> str:
