@@ -69,7 +69,7 @@ class Verified(NamedTuple):
         """What it says of the pending token and of the drafts at places `[rows, levels]`."""
         way = torch.nn.functional.pad(branch, (1, 0))[..., None]
         logits, *kept = (
-            states.gather(1, way.expand(-1, -1, states.shape[2]))
+            states.gather(1, way.expand(-1, -1, states.shape[2]).to(states.device))
             for states in (self.logits, *self.kept)
         )
         return Verified(logits, kept)

@@ -126,4 +126,5 @@ def _layer(
 def _after_first(states: Tensor, packing: Packing) -> Tensor:
     """Of each token the state of the token before; zero for a document's first."""
     moved = states.roll(1, dims=1)
-    return moved.masked_fill((packing.positions == 0)[..., None], 0)
+    first = (packing.positions == 0).to(states.device)
+    return moved.masked_fill(first[..., None], 0)

@@ -89,8 +89,10 @@ class ClaspSkips(FixedSkips):
 
     def verified(self, verified: Verified, verdict: Verdict) -> None:
         """Keep the streams of each row's last kept token."""
-        rows = torch.arange(len(verdict.accepted), device=verdict.accepted.device)
-        self._states = [kept[rows, verdict.accepted][:, None] for kept in verified.kept]
+        rows, at = torch.arange(len(verdict.accepted)), verdict.accepted
+        self._states = [
+            kept[rows.to(kept.device), at.to(kept.device)][:, None] for kept in verified.kept
+        ]
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep some rows."""
@@ -156,7 +158,7 @@ def similar_layers(
 def _run_layer(decoder: Decoder, slots: SlotCache, carried: Tensor, layer: int) -> Tensor:
     """Run all states through a layer, as siblings at the token's position: none sees another."""
     rows, width = carried.shape[:2]
-    alone = torch.full((rows, width), -1, device=carried.device)
+    alone = torch.full((rows, width), -1, device=slots.device)
     tree = Tree(alone, levels=1, siblings=width)
     span = Span(layer, layer + 1)
     tokens = torch.zeros_like(alone)  # the layer starts from `carried`

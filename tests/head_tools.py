@@ -38,7 +38,7 @@ def own_head(
     with torch.no_grad():
         for parameter in head.parameters():
             drawn = torch.randn(parameter.shape, generator=source, dtype=torch.float64)
-            parameter.add_((noise * drawn).to(parameter.dtype))
+            parameter.add_((noise * drawn).to(parameter))
     return head.eval().requires_grad_(False)
 
 

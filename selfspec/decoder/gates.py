@@ -15,11 +15,13 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.decoder.lean import lean_forward
 from selfspec.decoder.passes import ActivePass, Own
+from selfspec.decoder.placement import device_of
 from selfspec.decoder.rotary import RotaryTables, is_static
 from selfspec.decoder.sublayers import Skipped, Sublayers
 from selfspec.decoder.support import causal_tables
@@ -264,6 +266,9 @@ class Gate:
         began = time.perf_counter()
         if own.enter is not None:
             hidden_states = own.enter(hidden_states)
+        if hasattr(self.layer, "_hf_hook"):  # which brings the layer what comes from elsewhere
+            device = device_of(own.layer)
+            args, kwargs = send_to_device((args, kwargs), device, skip_keys="past_key_values")
         output = own.layer(hidden_states, *args, **kwargs)
         active.head_seconds += time.perf_counter() - began
         return output

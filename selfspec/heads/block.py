@@ -36,7 +36,8 @@ class BlockHead(ExitHead):
         """A copy of the layer above the exit; `place` names another to copy."""
         place = options.get("place", check_exit_layer(decoder, exit_layer))
         norm = own_norm(decoder)
-        return cls(exit_layer, decoder.copy_layer(place), place, norm, decoder.config.hidden_size)
+        head = cls(exit_layer, decoder.copy_layer(place), place, norm, decoder.config.hidden_size)
+        return head.to(decoder.device_at(exit_layer))
 
     @property
     def options(self) -> dict[str, Any]:

@@ -67,8 +67,8 @@ class FusedHead(BlockHead):
         norm = own_norm(decoder)
         head = cls(exit_layer, decoder.copy_layer(place), place, norm, width, layers)
         for part in (head.feature_norms, head.fuse, head.entry_norm, head.entry):
-            placed(part, decoder)
-        return head
+            placed(part, decoder, exit_layer)
+        return head.to(decoder.device_at(exit_layer))
 
     @property
     def joining(self) -> list[nn.Module]:
@@ -106,7 +106,8 @@ def check_feature_layers(decoder: Decoder, layers: Sequence[int], exit_layer: in
 
 
 def _normed(norm: nn.Module, states: Tensor) -> Tensor:
-    # Under autocast the streams come narrower than the norm's weight.
+    # Under autocast the streams come narrower than the norm's weight, and each from the device of
+    # its own layer.
     weight = norm.weight
     assert isinstance(weight, Tensor)
-    return norm(states.to(weight.dtype))
+    return norm(states.to(weight))

@@ -41,7 +41,7 @@ class LensHead(ExitHead):
         rank = options.get("rank", max(1, width // 4))
         if rank < 1:
             raise ValueError(f"rank must be at least 1, got {rank}")
-        return placed(cls(exit_layer, own_norm(decoder), width, rank), decoder)
+        return placed(cls(exit_layer, own_norm(decoder), width, rank), decoder, exit_layer)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -38,7 +38,8 @@ class LoraHead(ExitHead):
     def build(cls, decoder: Decoder, exit_layer: int, **options: Any) -> LoraHead:
         """A head that equals the shared one; `rank` defaults to 16."""
         width = decoder.config.hidden_size
-        head = placed(cls(exit_layer, own_norm(decoder), width, options.get("rank", 16)), decoder)
+        head = cls(exit_layer, own_norm(decoder), width, options.get("rank", 16))
+        head = placed(head, decoder, exit_layer)
         head._adapt(decoder.lm_head)
         return head
 

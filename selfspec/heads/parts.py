@@ -36,9 +36,9 @@ def check_tail(decoder: Decoder) -> None:
         )
 
 
-def placed(module: ModuleT, decoder: Decoder) -> ModuleT:
-    """New parts in the target's dtype, where its final norm is; copies stay where they are."""
+def placed(module: ModuleT, decoder: Decoder, exit_layer: int) -> ModuleT:
+    """New parts where the exit is, in the dtype of the target's final norm."""
     norm = decoder.final_norm
     parameters = iter(()) if norm is None else norm.parameters()
-    where = next(parameters, torch.empty(0, dtype=decoder.dtype, device=decoder.device))
-    return module.to(where.device, where.dtype)
+    like = next(parameters, torch.empty(0, dtype=decoder.dtype))
+    return module.to(decoder.device_at(exit_layer), like.dtype)

@@ -264,5 +264,5 @@ def _column(values: Sequence[int], like: Tensor) -> Tensor:
 
 def _pick(states: Tensor, places: Tensor) -> Tensor:
     """`[rows, n, hidden]` the states at `[rows, n]` places; beyond the last it is the last."""
-    places = places.clamp(max=states.shape[1] - 1)
+    places = places.to(states.device).clamp(max=states.shape[1] - 1)
     return states.gather(1, places[..., None].expand(-1, -1, states.shape[2]))
