@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 
 from selfspec.pace import Mean, Pace
 
+_FIRST = 8  # rounds of the first way, before any other is tried
 _STRETCH = 4  # rounds of a trial
+_ENOUGH = 16  # rounds from which luck no longer decides
+_SPREAD = 0.5  # of the tokens of a round: standard deviation over mean
 _WASTE = 0.01  # share of the time that trials may lose
 _CREDIT = 3.0  # rounds that may be lost before anything is known
 _STALE = 32  # rounds after which a way is worth another look
@@ -41,6 +44,11 @@ class Way:
         if self.agreed is None or not self.shadow.count:
             return self.pace.rate
         return self.pace.rate * _length(self.shadow.value) / _length(self.agreed)
+
+    @property
+    def hope(self) -> float:
+        """The rate that bad luck, two standard errors of it, may hide."""
+        return self.rate * (1 + 2 * _SPREAD / max(1, self.pace.tokens.count) ** 0.5)
 
 
 def _length(agreement: float) -> float:
@@ -88,9 +96,12 @@ class Policy:
         trial = self._to_try(ways, best)
         self._trial = trial is not None
         self._current = trial or best
+        if trial and self._is_stale(self.ways[trial]):
+            self.ways[trial].pace.tokens.doubt(_ENOUGH)
         if trial:
-            self.ways[trial].pace.tokens.doubt(_STRETCH // 2)
-        self._left = _STRETCH - 1 if trial or not self.ways[best].pace.known else 0
+            self._left = _STRETCH - 1
+        elif not self.ways[best].pace.known:
+            self._left = _FIRST - 1
         return self._current
 
     def best(self, ways: Mapping[str, object]) -> str:
@@ -103,12 +114,16 @@ class Policy:
         return used if used in known and known[best] < _MARGIN * known[used] else best
 
     def _to_try(self, ways: Mapping[str, object], best: str) -> str | None:
-        """A way that has not been seen for long, if its trial may be afforded."""
+        """A way that was not fairly tried, or not for long, if its trial may be afforded."""
         top = self.ways[best]
         if not top.pace.known:
             return None
         budget = _WASTE * self.seconds + _CREDIT * top.pace.round_seconds.value - self.lost
         others = [name for name in ways if name != best]
+        # A few unlucky rounds may have put off what is best: such a way is tried on at once.
+        unlucky = [name for name in others if self._is_unlucky(self.ways[name], top)]
+        if unlucky and budget > 0:
+            return max(unlucky, key=lambda name: self.ways[name].hope)
         # What was never tried comes first, and is saved for: it may be better than all the rest.
         unknown = [name for name in others if not self.ways[name].pace.known][:1]
         stale = unknown or [name for name in others if self._is_stale(self.ways[name])]
@@ -116,6 +131,9 @@ class Policy:
             if self._price(self.ways[name], top) <= budget:
                 return name
         return None
+
+    def _is_unlucky(self, way: Way, top: Way) -> bool:
+        return way.pace.known and way.pace.tokens.count < _ENOUGH and way.hope > top.rate
 
     def _is_stale(self, way: Way) -> bool:
         return self.rounds - way.seen >= _STALE
