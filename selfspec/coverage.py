@@ -25,8 +25,13 @@ _KNOWN_INPUTS = {
 }
 
 
-def refuse_other_loops(options: Mapping[str, Any]) -> None:
-    """Raise ValueError for options that make `generate` decode in another way altogether."""
+def refuse_other_loops(options: Mapping[str, Any], *configs: GenerationConfig | None) -> None:
+    """Raise ValueError for what makes `generate` decode in another way, or into another cache.
+
+    Args:
+        options: what the call was given.
+        configs: what it takes the rest from.
+    """
     if options.get("custom_generate") is not None:
         raise ValueError(
             "custom_generate is another way to decode; choose one of selfspec's drafters with "
@@ -41,12 +46,16 @@ def refuse_other_loops(options: Mapping[str, Any]) -> None:
         raise ValueError(
             "position_ids: positions come from attention_mask, one after another; leave them unset"
         )
-    if options.get("cache_implementation") is not None:
-        raise ValueError(_cache_problem(options["cache_implementation"]))
-
-
-def _cache_problem(name: str) -> str:
-    return f"cache_implementation={name!r}: selfspec brings its own cache; leave it unset"
+    # Before generate makes such a cache, or asks for the package that makes it.
+    named = [options.get("cache_implementation")]
+    named += [getattr(config, "cache_implementation", None) for config in configs]
+    for name in named:
+        if name not in (None, "dynamic"):
+            raise ValueError(
+                f"cache_implementation={name!r}: selfspec brings its own cache, in the dtype of "
+                "the model, from which rejected drafts are taken back; leave it unset, or call "
+                "the model's own generate"
+            )
 
 
 def refuse_uncovered(
@@ -72,8 +81,6 @@ def _problems(
             "prompt_lookup_num_tokens and assistant_early_exit are drafters of transformers; "
             "choose selfspec's with draft=..."
         )
-    if config.cache_implementation not in (None, "dynamic"):
-        yield _cache_problem(config.cache_implementation)
     if config.output_attentions or config.output_hidden_states:
         yield (
             "output_attentions and output_hidden_states are not kept by speculation; "

@@ -52,6 +52,9 @@ class SelfSpecModel:
             folder or id to load it from.
         profile: what `selfspec tune` found, or its file: how `generate` drafts when it is not told.
             One that was made for another device, dtype or target is left alone, with a warning.
+        compile: whether decoder layers, of target, heads and draft models, run by `torch.compile`
+            where passes are over few tokens: the first ones wait for the compiler. Where layers
+            cannot be compiled they run as they are, with a warning.
 
     Attributes:
         model: the model as it was given.
@@ -71,9 +74,10 @@ class SelfSpecModel:
         heads: Sequence[ExitHead] | str | Path | None = None,
         draft_model: nn.Module | str | Path | None = None,
         profile: Profile | str | Path | None = None,
+        compile: bool = False,
     ):
         self.model = model
-        decoder = Decoder(model)
+        decoder = Decoder(model, compile)
         if isinstance(heads, (str, Path)):
             heads = load_heads(decoder, find_heads(heads))
         self.engine = Engine(decoder, heads or (), draft_model)
@@ -90,6 +94,7 @@ class SelfSpecModel:
         heads: Sequence[ExitHead] | str | Path | None = None,
         draft_model: nn.Module | str | Path | None = None,
         profile: Profile | str | Path | None = None,
+        compile: bool = False,
         **kwargs: Any,
     ) -> SelfSpecModel:
         """Load a checkpoint with `AutoModelForCausalLM.from_pretrained` and wrap it.
@@ -102,6 +107,7 @@ class SelfSpecModel:
                 from, with dtype and device of the target.
             profile: what `selfspec tune` found, or its file; `None` takes the one beside the heads
                 or the checkpoint, or in the user's cache, if there is one.
+            compile: whether decoder layers run by `torch.compile`.
             **kwargs: go to `AutoModelForCausalLM.from_pretrained`.
 
         Raises:
@@ -111,7 +117,7 @@ class SelfSpecModel:
         model = load_causal_lm(path, **kwargs)
         if heads is None and (Path(path) / CONFIG_NAME).is_file():
             heads = path
-        spec = cls(model, heads, draft_model, profile)
+        spec = cls(model, heads, draft_model, profile, compile)
         if profile is None:
             folders = [at for at in (heads, path) if isinstance(at, (str, Path))]
             spec.profile = spec._found(find_profile(spec.engine.decoder, folders))
@@ -215,7 +221,7 @@ class SelfSpecModel:
             ValueError: an option that speculation does not cover, a draft that this model cannot
                 make, or a prompt that cannot be decoded; nothing has run then.
         """
-        refuse_other_loops(kwargs)
+        refuse_other_loops(kwargs, generation_config, self.causal_lm.generation_config)
         engine, drafting = self.engine, DraftConfig.of(draft)
         if assistant_model is not None:
             engine, drafting = engine.beside(assistant_model), _assisted(drafting)

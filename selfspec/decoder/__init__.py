@@ -15,6 +15,7 @@ from selfspec.decoder.holding import held
 from selfspec.decoder.packing import Packing
 from selfspec.decoder.passes import Own, Pass, Skips, Span
 from selfspec.decoder.placement import at_hand, bare_copy, device_of, weight_of, weights
+from selfspec.decoder.quantized import is_quantized
 from selfspec.decoder.ranks import Ranks
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "bare_copy",
     "device_of",
     "held",
+    "is_quantized",
     "weight_of",
     "weights",
 ]

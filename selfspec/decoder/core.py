@@ -33,6 +33,7 @@ class Decoder:
 
     Args:
         model: any decoder-only causal LM of transformers, PEFT-wrapped or not.
+        compile: whether layers run by compiled code in passes over few tokens, where they can.
 
     Attributes:
         causal_lm: the transformers model inside.
@@ -48,7 +49,7 @@ class Decoder:
         ValueError: the model cannot be run in spans; the message says why.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, compile: bool = False):
         self.causal_lm = unwrap(model)
         self.config = self.causal_lm.config.get_text_config(decoder=True)
         refuse_unsupported(self.causal_lm)
@@ -56,6 +57,8 @@ class Decoder:
         self.windows = layer_windows(self.config, len(self.layers))
         self._mask_kinds = {None, *self.windows}
         self.gates = Gates(self.causal_lm, self.base, name, self.layers, self.windows)
+        if compile:
+            self.gates.compile()
         self._takes = set(inspect.signature(type(self.base).forward).parameters)
         self._tail = Tail(self.causal_lm, self.base, self.gates)
         kind = self.config.model_type
@@ -116,10 +119,11 @@ class Decoder:
         """A trainable copy of a layer, to be run in its place with KV of its own.
 
         Raises:
-            ValueError: there is no such layer, or its weights are quantized.
+            ValueError: there is no such layer, or its weights are quantized in a way that cannot be
+                undone.
         """
         self.check_layer(index)
-        return trainable(self.copy(self.layers[index]))
+        return trainable(self.copy(self.layers[index]), self.dtype)
 
     def check_layer(self, index: int) -> None:
         """Raise ValueError unless there is a layer `index`."""

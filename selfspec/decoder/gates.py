@@ -19,6 +19,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from selfspec.decoder.compiled import CompiledLayers
 from selfspec.decoder.lean import lean_forward
 from selfspec.decoder.passes import ActivePass, Own
 from selfspec.decoder.placement import device_of
@@ -48,6 +49,7 @@ class Gates:
         final_norm: the norm between the last layer and the LM head, if there is one.
         sublayers: what passes may skip of each layer.
         entered: how many `with gates:` are open.
+        compiled: how layers are called; `None` for as they are.
     """
 
     def __init__(
@@ -70,7 +72,14 @@ class Gates:
         self.final_norm: nn.Module | None = norms[-1] if norms else None
         self.lock = _LOCKS.setdefault(model, threading.RLock())
         self.entered = 0
+        self.compiled: CompiledLayers | None = None
         self._shadows: list[tuple[dict[str, Any], str, Any]] = []
+
+    def compile(self) -> None:
+        """Call layers by compiled code from now on, where that can be."""
+        self.compiled = CompiledLayers(type(self.model).__name__)
+        if self.own_masks:
+            self.compiled.give_up("attention masks that are tables of its own")
 
     def __enter__(self) -> Gates:
         """Put the gates in; another thread that enters waits."""
@@ -78,6 +87,8 @@ class Gates:
         self.owner = threading.get_ident()
         self.entered += 1
         if self.entered == 1:
+            if self.compiled is not None:
+                self.compiled.begin()
             gates = [Gate(self, index, layer) for index, layer in enumerate(self.layers)]
             self.shadow(self.base.__dict__, self.layers_name, gates)
             for module in (self.base, self.model):
@@ -250,7 +261,7 @@ class Gate:
             with gates.skipping(skipped):
                 output = layer(hidden_states, *args, **kwargs)
         else:
-            output = layer(hidden_states, *args, **kwargs)
+            output = self._call(layer, hidden_states, args, kwargs)
         active.layer_seconds += time.perf_counter() - began
         gates.returns_tuple = isinstance(output, tuple)
         return output
@@ -269,9 +280,21 @@ class Gate:
         if hasattr(self.layer, "_hf_hook"):  # which brings the layer what comes from elsewhere
             device = device_of(own.layer)
             args, kwargs = send_to_device((args, kwargs), device, skip_keys="past_key_values")
-        output = own.layer(hidden_states, *args, **kwargs)
+        output = self._call(own.layer, hidden_states, args, kwargs)
         active.head_seconds += time.perf_counter() - began
         return output
+
+    def _call(
+        self,
+        layer: nn.Module,
+        hidden_states: Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        compiled = self.gates.compiled
+        if compiled is None:
+            return layer(hidden_states, *args, **kwargs)
+        return compiled(layer, self.index, hidden_states, args, kwargs)
 
 
 def _with_mask(

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
+from selfspec.decoder.quantized import dequantize
 
-def trainable(layer: nn.Module) -> nn.Module:
-    """The copy of a decoder layer, with gradients.
+
+def trainable(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The copy of a decoder layer, with gradients; quantized weights become plain, in `dtype`.
 
     Raises:
-        ValueError: the layer's weights are quantized, which gradients cannot train.
+        ValueError: the layer's weights are quantized in a way that cannot be undone.
     """
-    for name, parameter in layer.named_parameters():
-        if not parameter.is_floating_point():
-            raise ValueError(
-                f"{name} of the layer to copy is {parameter.dtype}, which cannot be trained; "
-                "fit heads with a layer of their own on the target before it is quantized"
-            )
-        parameter.requires_grad_(True)
-    return layer
+    dequantize(layer, dtype)
+    return layer.requires_grad_(True)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from selfspec.decoder.placement import weight_of
+from selfspec.decoder.quantized import is_quantized
 
 
 def unwrap(model: nn.Module) -> PreTrainedModel:
@@ -95,7 +96,7 @@ def causal_tables(layers: nn.Module) -> list[nn.Module]:
 def plain_weight(lm_head: nn.Module, vocab_size: int) -> Tensor:
     """`[vocab, hidden]` an LM head's whole matrix, or ValueError where it has no plain one."""
     weight = lm_head.weight if isinstance(lm_head, nn.Linear) else None
-    if weight is None or not weight.is_floating_point() or weight.shape[0] != vocab_size:
+    if weight is None or is_quantized(weight) or weight.shape[0] != vocab_size:
         raise ValueError(
             f"the LM head is a {type(lm_head).__name__} without a plain weight matrix of "
             f"{vocab_size} rows, so its rows cannot be taken; leave the LM head "

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from selfspec.decoder import Decoder, weights
+from selfspec.decoder import Decoder, is_quantized, weights
 
 _EMBEDDING_SAMPLES = 16
 # Rounding to bfloat16 or float16 moves a value by less than this share of it, or this much.
@@ -69,7 +69,7 @@ def _samples(decoder: Decoder) -> dict[str, list[float]]:
     _, embedding = next(weights(decoder.causal_lm.get_input_embeddings()))
     samples = {"embedding": _values(embedding, _EMBEDDING_SAMPLES)}
     for name, tensor in weights(decoder.layers):
-        if "lora_" not in name and tensor.is_floating_point():
+        if "lora_" not in name and not is_quantized(tensor):
             samples[name.replace(".base_layer", "")] = _values(tensor, 1)
     return samples
 

@@ -10,6 +10,8 @@ This package alone knows transformers' cache API.
 
 from selfspec.slots.cache import SlotCache
 from selfspec.slots.layer import SlotLayer, Window
+from selfspec.slots.masks import WIDEST
 from selfspec.slots.steps import StepCache
+from selfspec.slots.strip import Strip
 
-__all__ = ["SlotCache", "SlotLayer", "StepCache", "Window"]
+__all__ = ["WIDEST", "SlotCache", "SlotLayer", "StepCache", "Strip", "Window"]

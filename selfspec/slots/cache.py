@@ -112,12 +112,23 @@ class SlotCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Write a layer's new states; returns its keys and values up to the longest row's end."""
         active = self._window or self._active()
-        added = self._to_added.get(layer_idx)
-        layer = self.layers[layer_idx if added is None else self.depth + added - 1]
+        layer = self._written(layer_idx)
         if not layer.is_initialized:
             layer.lazy_initialization(key_states, value_states)
             layer.grow(max(self._reserved, active.end))
         return layer.write(key_states, value_states, active)
+
+    def strip(self, layer_idx: int) -> tuple[Tensor, ...] | None:
+        """What a `Strip` of the active pass is made of; `None` for a layer that holds nothing."""
+        active, layer = self._active(), self._written(layer_idx)
+        if layer.keys is None or layer.values is None:
+            return None
+        layer.make_room(active)
+        return layer.keys, layer.values, active.slots, self._counted[: active.end]
+
+    def _written(self, layer_idx: int) -> SlotLayer:
+        added = self._to_added.get(layer_idx)
+        return self.layers[layer_idx if added is None else self.depth + added - 1]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens before the active pass (of the longest row); settled tokens between passes."""

@@ -80,6 +80,11 @@ class SlotLayer(CacheLayerMixin):
             self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, room))
             self.values = torch.nn.functional.pad(self.values, (0, 0, 0, room))
 
+    def make_room(self, window: Window) -> None:
+        """Grow, by doubling, where the window reaches beyond the buffers."""
+        if self.capacity < window.end:
+            self.grow(max(window.end, 2 * self.capacity, _GROWTH))
+
     def write(
         self, key_states: Tensor, value_states: Tensor, window: Window
     ) -> tuple[Tensor, Tensor]:
@@ -88,8 +93,7 @@ class SlotLayer(CacheLayerMixin):
         Returns:
             The keys and values up to the window's end.
         """
-        if self.capacity < window.end:
-            self.grow(max(window.end, 2 * self.capacity, _GROWTH))
+        self.make_room(window)
         keys, values = self.keys, self.values
         assert keys is not None and values is not None
         if window.uniform:

@@ -1,0 +1,118 @@
+"""Decoder layers through `torch.compile`, for passes over few tokens.
+
+A pass over few tokens spends a good part of a layer's time between its operations. Compiled, what
+lies between the matrix products is one kernel each. One program serves all layers alike, of the
+target and of heads: it takes weights, KV buffers and masks as inputs, of any length and width.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from selfspec.slots import WIDEST, SlotCache, Strip
+
+# How a layer's inputs differ: one row or several, one token or several, with or without a mask,
+# rows of one length or of many, gradients wanted of its weights or not, kinds of layers.
+PROGRAMS = 16
+BACKEND: Any = "inductor"
+_HERE = ...  # where the cache goes among a layer's arguments
+
+
+class CompiledLayers:
+    """Calls decoder layers by compiled code, or as they are where that cannot be.
+
+    Args:
+        name: the model's, for the warning.
+
+    Attributes:
+        problem: why layers run as they are from now on; `None` while they are compiled.
+    """
+
+    def __init__(self, name: str):
+        self._name = name
+        self.problem: str | None = None
+        self._plain: dict[nn.Module, bool] = {}
+        wanted = {"recompile_limit": PROGRAMS, "isolate_recompiles": True}
+        known = inspect.signature(torch.compile).parameters  # older builds of torch lack them
+        limits: Any = {key: value for key, value in wanted.items() if key in known}
+        self._run = torch.compile(_run, dynamic=True, fullgraph=True, backend=BACKEND, **limits)
+
+    def begin(self) -> None:
+        """Look at the layers anew: between calls of `generate` they may have got hooks."""
+        self._plain.clear()
+
+    def __call__(
+        self, layer: nn.Module, index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """What the layer returns.
+
+        Args:
+            layer: the layer.
+            index: of the layer in whose place it runs.
+            hidden: `[rows, width, hidden]` its input.
+            args: what it is handed beside.
+            kwargs: the same, by name.
+        """
+        slots = next((v for v in (*kwargs.values(), *args) if isinstance(v, SlotCache)), None)
+        if self.problem is None and slots is not None and hidden.shape[1] <= WIDEST:
+            inputs = slots.strip(index)
+            if inputs is not None and self._is_plain(layer):
+                rest = tuple(_HERE if value is slots else value for value in args)
+                named = {name: _HERE if v is slots else v for name, v in kwargs.items()}
+                try:
+                    return self._run(layer, hidden, rest, named, *inputs)
+                except Exception as error:  # whatever it was, the layer itself may run
+                    self.give_up(_told(error))
+        return layer(hidden, *args, **kwargs)
+
+    def _is_plain(self, layer: nn.Module) -> bool:
+        """Whether nothing hangs on the layer that compiled code would leave out or be stale of."""
+        plain = self._plain.get(layer)
+        if plain is None:
+            hooked = [name for name, part in layer.named_modules() if _is_hooked(part)]
+            plain = self._plain[layer] = not hooked
+            if hooked:
+                self.give_up(
+                    f"hooks on {type(layer).__name__}{'.' if hooked[0] else ''}{hooked[0]}"
+                )
+        return plain
+
+    def give_up(self, problem: str) -> None:
+        """Run layers as they are from now on, and say why."""
+        self.problem = problem
+        warnings.warn(
+            f"the layers of {self._name} are not compiled ({problem}); they run as they are, "
+            "with the same output: leave compile out to get no warning",
+            stacklevel=2,
+        )
+
+
+def _run(
+    layer: nn.Module,
+    hidden: Tensor,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    seen: Tensor,
+) -> Any:
+    strip = Strip(keys, values, slots, seen)
+    args = tuple(strip if value is _HERE else value for value in args)
+    kwargs = {name: strip if value is _HERE else value for name, value in kwargs.items()}
+    return layer(hidden, *args, **kwargs)
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
+
+
+def _told(error: Exception) -> str:
+    """What went wrong, in a line: the compiler's own error, where torch has wrapped it."""
+    inner = getattr(error, "inner_exception", None) or error
+    return f"{type(inner).__name__}: {str(inner).strip().partition(chr(10))[0]}"

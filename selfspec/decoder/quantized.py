@@ -1,0 +1,52 @@
+"""Weights that are kept in fewer bits than the model computes in.
+
+Quantized layers run as they are. Only where weights are read or copied does it matter that they
+hold something else than their values.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from selfspec.decoder.placement import is_sharded
+
+
+def is_quantized(weight: Tensor) -> bool:
+    """Whether a weight holds something else than its values in a dtype to compute in."""
+    # torchao's name the dtype that they compute in; those of bitsandbytes are whole numbers.
+    packed = is_traceable_wrapper_subclass(weight) and not is_sharded(weight)
+    return packed or not weight.is_floating_point() or weight.dtype.itemsize == 1
+
+
+@torch.no_grad()
+def dequantize(layer: nn.Module, dtype: torch.dtype) -> None:
+    """Put plain linear maps in place of a layer's quantized ones, with the same values.
+
+    Raises:
+        ValueError: something else than a linear map is quantized.
+    """
+    for path, linear in list(layer.named_modules()):
+        if isinstance(linear, nn.Linear) and is_quantized(linear.weight):
+            layer.set_submodule(path, _plain(linear, dtype))
+    for name, weight in layer.named_parameters():
+        if is_quantized(weight):
+            raise ValueError(
+                f"{name} of the layer to copy is quantized ({weight.dtype}) and belongs to no "
+                "linear map, so its values cannot be told; choose a head without a layer of its "
+                "own (shared, lens, lora)"
+            )
+
+
+def _plain(linear: nn.Linear, dtype: torch.dtype) -> nn.Linear:
+    bias = linear.bias
+    plain = nn.Linear(linear.in_features, linear.out_features, bias is not None, device="meta")
+    # Libraries pack values as their kernels like them, some anew at the first call. What a map
+    # does to unit vectors is its values however they lie.
+    linear.bias = None  # pyright: ignore[reportAttributeAccessIssue]
+    units = torch.eye(linear.in_features, dtype=dtype, device=linear.weight.device)
+    plain.weight = nn.Parameter(linear(units).T.to(dtype).contiguous())
+    if bias is not None:
+        plain.bias = nn.Parameter(bias.detach().to(dtype))
+    return plain
