@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +18,8 @@ try:
 except ImportError as error:
     raise ImportError("the page needs Gradio: pip install 'selfspec[app]'") from error
 
+_LOG = logging.getLogger(__name__)
+_EXPECTED = (ValueError, OSError)
 _MOST_TOKENS = 512
 _FIRST_TOKENS = 160
 _BEGINNING = 45  # characters of a passage by which it is known
@@ -51,7 +53,7 @@ class Page:
 
     def __init__(self, side: SideBySide, offer: Offer, about: str):
         self.side, self.offer = side, offer
-        self.stops: defaultdict[str, threading.Event] = defaultdict(threading.Event)
+        self.stops: dict[str, threading.Event] = {}  # of whoever has a text written
         with gr.Blocks(title="selfspec", analytics_enabled=False, fill_width=True) as self.blocks:
             gr.Markdown(f"## selfspec\n{about}")
             with gr.Row():
@@ -181,13 +183,21 @@ class Page:
                     view.pane(*_OURS, frame.prompt, frame.speculative),
                     *_buttons(writing=frame.state != "done"),
                 )
-        except (ValueError, OSError, RuntimeError) as error:
-            skipped = (gr.skip(),) * 3
-            yield (view.message(str(error), "wrong"), *skipped, *_buttons(writing=False))
+        except Exception as error:  # whatever it was, the page goes on
+            line = str(error)
+            if not isinstance(error, _EXPECTED):
+                line = f"{type(error).__name__}: {line}"
+                _LOG.exception("a text could not be written")
+            left = (gr.skip(),) * 3
+            yield (view.message(line, "wrong"), *left, *_buttons(writing=False))
+        finally:
+            self.stops.pop(_reader(request), None)
 
     def stop(self, request: gr.Request) -> None:
         """End what is being written for whoever asks."""
-        self.stops[_reader(request)].set()
+        stop = self.stops.get(_reader(request))
+        if stop is not None:
+            stop.set()
 
     def choose_drafter(self, drafter: str) -> tuple[Any, ...]:
         """Offer what that drafter heeds."""

@@ -84,6 +84,16 @@ def test_a_mistake_is_a_line_and_the_page_goes_on(page):
     assert "both texts are equal" in line
 
 
+def test_what_nobody_expected_is_a_line_too(page, monkeypatch, caplog):
+    def wrong(*args, **kwargs):
+        raise RuntimeError("a bug,\nsomewhere")
+
+    monkeypatch.setattr(SelfSpecModel, "generate", wrong)
+    *_, (line, *_) = write(page)
+    assert 'wrong">RuntimeError: a bug, somewhere<' in line
+    assert "Traceback" in caplog.text
+
+
 def test_a_stop_is_for_whoever_asks(page):
     for asks, ends in (("b", "both texts are equal"), ("a", "stopped")):
         writing = write(page, "a")
