@@ -1,12 +1,16 @@
 """Jobs: every prompt is answered once, in order, whoever dies on the way."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from conftest import EXIT, tiny_llama
 from job_tools import Shouter
@@ -149,6 +153,55 @@ def test_a_job_writes_what_one_prompt_after_another_gives(folder, tmp_path, proc
     for answer, expected in zip(answers, plain, strict=True):
         assert answer["prompt"] == expected["prompt"]
         assert answer["text"] == expected["text"]
+
+
+def journaled(output):
+    """What a stopped job has answered so far, by row; half a line at an end does not count."""
+    journals = output.with_name(f"{output.name}.parts").glob("*.jsonl")
+    lines = [line for journal in journals for line in journal.read_bytes().split(b"\n")[:-1]]
+    entries = [json.loads(line) for line in lines]
+    assert len({entry["row"] for entry in entries}) == len(entries)
+    return {entry["row"]: entry["answer"] for entry in entries}
+
+
+def await_answers(output, count, command):
+    while len(journaled(output)) < count:
+        assert command.poll() is None, "the command ended by itself"
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_thousand_prompts_outlive_a_worker_and_the_command(folder, tmp_path):
+    file, one, two = (tmp_path / name for name in ("prompts.jsonl", "one.jsonl", "two.jsonl"))
+    prompts = [f"the cat {number}" for number in range(1000)]
+    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    common = ("--prompts", file, "--model", folder, "-n", 3, "--draft", f"exit_layer={EXIT}")
+    assert generate(*common, "--output", one).exit_code == 0
+    args = ["generate", *common, "--output", two, "--processes", 2]
+    command = subprocess.Popen(
+        [sys.executable, "-m", "selfspec.cli", *map(str, args)],
+        start_new_session=True,  # so that it can be killed with all its processes
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        await_answers(two, 100, command)
+        workers = psutil.Process(command.pid).children()
+        worker = next(child for child in workers if "spawn_main" in " ".join(child.cmdline()))
+        worker.kill()
+        await_answers(two, 300, command)
+    finally:
+        os.killpg(command.pid, signal.SIGKILL)
+        command.wait()
+    assert not two.exists()
+    before = journaled(two)
+    assert 300 <= len(before) < len(prompts)
+    assert generate(*args[1:]).exit_code == 0
+    answers, expected = (list(map(json.loads, at.read_text().splitlines())) for at in (two, one))
+    told = [[(answer["prompt"], answer["text"]) for answer in side] for side in (answers, expected)]
+    assert told[0] == told[1] and [prompt for prompt, _ in told[0]] == prompts
+    # Seconds and all: what was answered is not answered again.
+    assert {row: answers[row] for row in before} == before
 
 
 @pytest.mark.parametrize(
