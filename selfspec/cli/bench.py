@@ -195,7 +195,8 @@ def _loaded(config: BenchConfig) -> tuple[Loaded, dict[str, Any]]:
 
     _set_threads(config)
     dtype = opt.Dtype(config.dtype)
-    target = load(config.target, config.heads, dtype, config.device, config.profile)
+    options = {"profile": config.profile, "compile": config.compile}
+    target = load(config.target, config.heads, dtype, config.device, **options)
     processor = device_name(target.spec.engine.decoder.device)
     return target, {**target.to_dict(), "processor": processor, **_versions()}
 

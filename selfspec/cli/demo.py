@@ -51,6 +51,7 @@ def demo(
     heads: opt.Heads = None,
     dtype: opt.DtypeOption = opt.Dtype.auto,
     device: opt.Device = None,
+    compile: opt.Compile = False,
     config: opt.Config = None,
     draft: opt.Draft = None,
     profile: opt.Profile = None,
@@ -81,7 +82,7 @@ def demo(
 
     drafting = opt.draft_config(config, draft)
     with reporting(as_json) as console:
-        target = load(model, heads, dtype, device, profile)
+        target = load(model, heads, dtype, device, profile, compile)
         options = DemoOptions(
             draft=_filled_in(target, drafting or target.spec.default_draft),
             max_new_tokens=max_new_tokens,

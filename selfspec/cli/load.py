@@ -72,6 +72,7 @@ def load(
     dtype: Dtype,
     device: str | None,
     profile: Path | None = None,
+    compile: bool = False,
 ) -> Loaded:
     """Load a target and its tokenizer.
 
@@ -88,7 +89,8 @@ def load(
 
         stored = "float32" if model is None else "auto"
         options = {"dtype": stored if dtype is Dtype.auto else dtype.value, **_placed(device)}
-        spec = SelfSpecModel.from_pretrained(path, heads, profile=profile, **options)
+        options |= {"profile": profile, "compile": compile}
+        spec = SelfSpecModel.from_pretrained(path, heads, **options)
         return Loaded(name, model is None, spec, AutoTokenizer.from_pretrained(path))
 
 

@@ -61,6 +61,14 @@ Device = Annotated[
         rich_help_panel=_TARGET,
     ),
 ]
+Compile = Annotated[
+    bool,
+    typer.Option(
+        "--compile",
+        help="Run layers through torch.compile; the first passes wait for it.",
+        rich_help_panel=_TARGET,
+    ),
+]
 
 Profile = Annotated[
     Path | None,
