@@ -110,6 +110,7 @@ def _layer(
     step: int,
 ) -> Tensor:
     """The head's own layer over a text, in its `step`-th reading."""
+    assert head.layer is not None  # or nobody would come here
     span = Span(head.place, head.place + 1)
     left = decoder.run_packed(
         reading.tokens,

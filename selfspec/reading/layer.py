@@ -33,6 +33,8 @@ class LayerReader(ExitReader):
 
     def __init__(self, engine: Engine, head: ExitHead):
         super().__init__(engine, head)
+        assert head.layer is not None  # `make_reader` gives other heads another reader
+        self._layer = head.layer
         self.keep = (head.exit_layer, *head.feature_layers)
         self._added = 0  # which of the layers added to the slots is the head's
         self._hidden = torch.empty(0)  # [rows, m, hidden] exits of positions `_base` and on
@@ -142,7 +144,7 @@ class LayerReader(ExitReader):
         if parents is not None:
             before = _pick(before, parents)
         if place and self._in_one_pass(state):
-            own = Own(self.head.layer, partial(self.head.enter, features=before), self._added)
+            own = Own(self._layer, partial(self.head.enter, features=before), self._added)
             left = self.engine.shallow(state, tokens, exit_layer, place, tree=tree, own=own)
             at_exit, self._last = left.kept[0], left.hidden
         else:
@@ -214,7 +216,7 @@ class LayerReader(ExitReader):
     ) -> Tensor:
         tokens = state.pending.new_zeros(entered.shape[:2])  # the layer starts from `entered`
         span = Span(self.head.place, self.head.place + 1)
-        own = Own(self.head.layer, added=self._added)
+        own = Own(self._layer, added=self._added)
         slots = state.slots
         left = self.decoder.run(tokens, span, slots, entered, offset=offset, own=own, tree=tree)
         state.stats.seconds["head"] += left.head_seconds
