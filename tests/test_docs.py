@@ -28,8 +28,14 @@ SMALL = {
     "generate": ("--max-new-tokens", "8"),
     "tune": tuple(word for field in _QUICK_TUNE for word in ("--set", field)),
 }
-# They measure, which takes a while even on little work.
-MEASURING = ("README.md", "docs/index.md", "docs/performance.md", "docs/faq.md")
+# They measure, or start processes, which takes a while even on little work.
+MEASURING = (
+    "README.md",
+    "docs/devices.md",
+    "docs/faq.md",
+    "docs/index.md",
+    "docs/performance.md",
+)
 SERVING = ("app",)  # until Ctrl-C; tests/app runs it
 # Packages that a page's Python needs and the tests do not.
 NEEDS = {"docs/models.md": "torchao"}

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import EXIT, tiny_llama
+from doc_tools import ROOT, steps
 from head_tools import KINDS, own_head
 from rank_tools import TIMED, write_all
 from training_tools import start
@@ -15,6 +16,19 @@ from training_tools import start
 from selfspec import DEMO_MODEL, SelfSpecModel
 
 pytestmark = pytest.mark.slow
+
+
+def launch(*words):
+    """Run a script in two processes; what it printed."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    process = start([*launcher, *map(str, words)])
+    try:
+        output, errors = process.communicate(timeout=270)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun ends its processes
+        raise
+    assert process.returncode == 0, errors
+    return output
 
 
 @pytest.fixture(scope="module")
@@ -26,15 +40,7 @@ def written(tmp_path_factory):
     kinds = [kind for kind in KINDS if kind != "shared"]
     spec.engine.heads = [own_head(decoder, kind, EXIT, trimmed=True) for kind in kinds]
     spec.save_pretrained(folder / "tiny")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    script = Path(__file__).with_name("rank_tools.py")
-    process = start([*launcher, "--nproc-per-node=2", str(script), str(folder)])
-    try:
-        _, errors = process.communicate(timeout=240)
-    except subprocess.TimeoutExpired:
-        process.terminate()  # torchrun ends its processes
-        raise
-    assert process.returncode == 0, errors
+    launch(Path(__file__).with_name("rank_tools.py"), folder)
     return folder, [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -58,3 +64,12 @@ def test_processes_decide_alike_whatever_their_clocks_and_seeds_say(written, tar
 def test_other_prompts_in_other_processes_are_refused(written):
     _, (first, _) = written
     assert "give each of them the same" in first["tiny"]["other prompts"]
+
+
+def test_the_script_on_the_page_is_for_any_number_of_processes(tmp_path, capsys):
+    page = steps(ROOT / "docs/devices.md")
+    (text,) = (step.text for step in page if "DistributedConfig" in step.text)
+    script = tmp_path / "write.py"
+    script.write_text(text)
+    exec(compile(text, str(script), "exec"), {})
+    assert capsys.readouterr().out == launch(script) != ""
