@@ -15,14 +15,13 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.decoder.compiled import CompiledLayers
+from selfspec.decoder.gate import Gate
 from selfspec.decoder.lean import lean_forward
-from selfspec.decoder.passes import ActivePass, Own
-from selfspec.decoder.placement import device_of
+from selfspec.decoder.passes import ActivePass
 from selfspec.decoder.rotary import RotaryTables, is_static
 from selfspec.decoder.sublayers import Skipped, Sublayers
 from selfspec.decoder.support import causal_tables
@@ -203,117 +202,3 @@ class Gates:
             return tables.view(x, window, *args, **kwargs)
 
         return tabled
-
-
-class Gate:
-    """Stands in for a decoder layer while its gates are in."""
-
-    def __init__(self, gates: Gates, index: int, layer: nn.Module):
-        self.gates = gates
-        self.index = index
-        self.layer = layer
-        self.window = gates.windows[index]
-
-    def __getattr__(self, name: str) -> Any:
-        """What the layer has: the body may ask it for its type."""
-        return getattr(self.layer, name)
-
-    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer; hand `hidden_states` through where it is skipped or outside the span."""
-        gates = self.gates
-        active = gates.active
-        if active is None or gates.owner != threading.get_ident():
-            # Plain use of the model, from a streamer or from another thread.
-            return self.layer(hidden_states, *args, **kwargs)
-        start, stop = active.span
-        if self.index == stop:
-            active.result = hidden_states
-        if self.index == start and active.hidden is not None:
-            hidden_states = active.hidden
-        if self.index in active.keep:
-            active.kept[self.index] = hidden_states
-        if start <= self.index < stop and self.index not in active.skips.layers:
-            output = self._run(active, hidden_states, args, kwargs)
-        else:
-            output = (hidden_states,) if gates.returns_tuple else hidden_states
-        if self.index == stop - 1 and stop == len(gates.layers):
-            left = output[0] if isinstance(output, tuple) else output
-            active.result = active.kept[stop] = left
-        return output
-
-    def _run(
-        self,
-        active: ActivePass,
-        hidden_states: Tensor,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        gates = self.gates
-        if active.masks:
-            args, kwargs = _with_mask(args, kwargs, active, self.window)
-        own = active.own if self.index == active.span.stop - 1 else None
-        if own is not None:
-            return self._run_own(own, active, hidden_states, args, kwargs)
-        layer = self.layer
-        skipped = gates.sublayers.skipped(self.index, active.skips)
-        began = time.perf_counter()
-        if skipped:
-            with gates.skipping(skipped):
-                output = layer(hidden_states, *args, **kwargs)
-        else:
-            output = self._call(layer, hidden_states, args, kwargs)
-        active.layer_seconds += time.perf_counter() - began
-        gates.returns_tuple = isinstance(output, tuple)
-        return output
-
-    def _run_own(
-        self,
-        own: Own,
-        active: ActivePass,
-        hidden_states: Tensor,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        began = time.perf_counter()
-        if own.enter is not None:
-            hidden_states = own.enter(hidden_states)
-        if hasattr(self.layer, "_hf_hook"):  # which brings the layer what comes from elsewhere
-            device = device_of(own.layer)
-            args, kwargs = send_to_device((args, kwargs), device, skip_keys="past_key_values")
-        output = self._call(own.layer, hidden_states, args, kwargs)
-        active.head_seconds += time.perf_counter() - began
-        return output
-
-    def _call(
-        self,
-        layer: nn.Module,
-        hidden_states: Tensor,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        compiled = self.gates.compiled
-        if compiled is None:
-            return layer(hidden_states, *args, **kwargs)
-        return compiled(layer, self.index, hidden_states, args, kwargs)
-
-
-def _with_mask(
-    args: tuple[Any, ...], kwargs: dict[str, Any], active: ActivePass, window: int | None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The layer's arguments with the slots' mask for its window."""
-    mask, full = active.masks[window], active.masks[None]
-    if active.add_masks:
-        kwargs = dict(kwargs)
-        kwargs["attention_mask"] = _added(kwargs.get("attention_mask"), mask)
-        return args, kwargs
-    if mask is full:
-        return args, kwargs
-    args = tuple(mask if arg is full else arg for arg in args)
-    return args, {name: mask if arg is full else arg for name, arg in kwargs.items()}
-
-
-def _added(own: Tensor | None, mask: Tensor) -> Tensor:
-    """The family's own mask, which carries its position bias, with the slots' mask on top."""
-    if own is None or own.dtype == torch.bool:
-        return mask
-    return torch.where(mask < 0, mask, own.to(mask.dtype))
