@@ -13,6 +13,10 @@ from typing_extensions import Self
 
 ConfigT = TypeVar("ConfigT", bound="StrictConfig")
 
+# What computes the layers in passes: transformers' own code; the same with linear maps in the
+# layout of oneDNN; `torch.compile`.
+Kernels = Literal["eager", "prepacked", "compiled"]
+
 # Drafts of a round where none are asked for: what a schedule may go up to, and what others take.
 _LONGEST = 12
 _LENGTHS = {"prompt_lookup": 10}

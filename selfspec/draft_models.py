@@ -72,7 +72,7 @@ class DraftModels:
     def _admit(self, draft_model: nn.Module) -> Decoder:
         """A draft model as it is run, checked."""
         try:
-            decoder = Decoder(draft_model, compile=self._target.gates.compiled is not None)
+            decoder = Decoder(draft_model, self._target.kernels)
         except ValueError as error:
             raise ValueError(f"draft model: {error}") from None
         check_vocabulary(self._target, decoder)

@@ -19,7 +19,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from selfspec.config import DraftConfig
+from selfspec.config import DraftConfig, Kernels
 from selfspec.coverage import refuse_other_loops
 from selfspec.decoder import Decoder
 from selfspec.decoding import Call, SpecOutput, speculate
@@ -52,9 +52,12 @@ class SelfSpecModel:
             folder or id to load it from.
         profile: what `selfspec tune` found, or its file: how `generate` drafts when it is not told.
             One that was made for another device, dtype or target is left alone, with a warning.
-        compile: whether decoder layers, of target, heads and draft models, run by `torch.compile`
-            where passes are over few tokens: the first ones wait for the compiler. Where layers
-            cannot be compiled they run as they are, with a warning.
+        kernels: what computes the layers of target, heads and draft models. `"eager"`: as
+            transformers runs them. `"prepacked"`: linear maps in half precision on a CPU keep their
+            weights in oneDNN's layout beside the model's own, which takes the weights' memory a
+            second time and changes no bit of the output. `"compiled"`: through `torch.compile`
+            where passes are over few tokens; the first ones wait for the compiler. What cannot be
+            packed or compiled runs as it is, with a warning.
 
     Attributes:
         model: the model as it was given.
@@ -74,10 +77,10 @@ class SelfSpecModel:
         heads: Sequence[ExitHead] | str | Path | None = None,
         draft_model: nn.Module | str | Path | None = None,
         profile: Profile | str | Path | None = None,
-        compile: bool = False,
+        kernels: Kernels = "eager",
     ):
         self.model = model
-        decoder = Decoder(model, compile)
+        decoder = Decoder(model, kernels)
         if isinstance(heads, (str, Path)):
             heads = load_heads(decoder, find_heads(heads))
         self.engine = Engine(decoder, heads or (), draft_model)
@@ -94,7 +97,7 @@ class SelfSpecModel:
         heads: Sequence[ExitHead] | str | Path | None = None,
         draft_model: nn.Module | str | Path | None = None,
         profile: Profile | str | Path | None = None,
-        compile: bool = False,
+        kernels: Kernels = "eager",
         **kwargs: Any,
     ) -> SelfSpecModel:
         """Load a checkpoint with `AutoModelForCausalLM.from_pretrained` and wrap it.
@@ -107,7 +110,7 @@ class SelfSpecModel:
                 from, with dtype and device of the target.
             profile: what `selfspec tune` found, or its file; `None` takes the one beside the heads
                 or the checkpoint, or in the user's cache, if there is one.
-            compile: whether decoder layers run by `torch.compile`.
+            kernels: what computes the layers.
             **kwargs: go to `AutoModelForCausalLM.from_pretrained`.
 
         Raises:
@@ -117,7 +120,7 @@ class SelfSpecModel:
         model = load_causal_lm(path, **kwargs)
         if heads is None and (Path(path) / CONFIG_NAME).is_file():
             heads = path
-        spec = cls(model, heads, draft_model, profile, compile)
+        spec = cls(model, heads, draft_model, profile, kernels)
         if profile is None:
             folders = [at for at in (heads, path) if isinstance(at, (str, Path))]
             spec.profile = spec._found(find_profile(spec.engine.decoder, folders))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from pydantic import Field
 
-from selfspec.config import DraftConfig, StrictConfig, parse
+from selfspec.config import DraftConfig, Kernels, StrictConfig, parse
 from selfspec.decoder import Decoder
 from selfspec.heads.fingerprint import differences, fingerprint
 from selfspec.heads.store import replacing
@@ -160,19 +160,27 @@ class Place(StrictConfig):
         dtype: of the residual stream.
         threads: of torch, on a CPU.
         target: the target's fingerprint.
+        kernels: what computes the layers.
     """
 
     device: str
     dtype: str
     threads: int
     target: dict[str, Any]
+    kernels: Kernels = "eager"
 
     @classmethod
     def of(cls, decoder: Decoder) -> Place:
         """Here and now."""
         dtype = str(decoder.dtype).removeprefix("torch.")
         threads, target = torch.get_num_threads(), fingerprint(decoder)
-        return cls(device=device_name(decoder.device), dtype=dtype, threads=threads, target=target)
+        return cls(
+            device=device_name(decoder.device),
+            dtype=dtype,
+            threads=threads,
+            target=target,
+            kernels=decoder.kernels,
+        )
 
     @property
     def digest(self) -> str:
@@ -242,7 +250,7 @@ class Profile(StrictConfig):
     def foreign(self, decoder: Decoder) -> str | None:
         """Why it does not hold for a target where that stands; `None` if it does."""
         here = Place.of(decoder)
-        for fact in ("device", "dtype"):
+        for fact in ("device", "dtype", "kernels"):
             there, own = getattr(self.place, fact), getattr(here, fact)
             if there != own:
                 return f"it was made for {fact} {there!r}, here it is {own!r}"

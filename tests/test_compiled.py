@@ -58,7 +58,7 @@ def is_compiled(spec):
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "attention"), [("qwen3", "sdpa"), ("gpt2", "eager")])
 def test_one_row_or_several_take_few_programs(family, attention, programs):
-    spec = SelfSpecModel(build(family, attention), compile=True)
+    spec = SelfSpecModel(build(family, attention), kernels="compiled")
     writes_the_same(spec, 6)
     writes_the_same(spec, 9, 5, 2)
     writes_the_same(spec, 3, 8, 4, 7, 5)
@@ -71,7 +71,7 @@ def test_one_row_or_several_take_few_programs(family, attention, programs):
 def test_a_heads_own_layer_is_compiled(programs, monkeypatch):
     target = tiny_llama("sometimes", dtype=torch.float32)
     head = own_head(Decoder(target), "fused", 0)
-    spec = SelfSpecModel(target, heads=[head], compile=True)
+    spec = SelfSpecModel(target, heads=[head], kernels="compiled")
     ran = []
     monkeypatch.setattr(compiled.CompiledLayers, "_is_plain", lambda self, x: not ran.append(x))
     draft = {"head": "fused", "exit_layer": 0, "num_draft_tokens": 3}
@@ -81,7 +81,7 @@ def test_a_heads_own_layer_is_compiled(programs, monkeypatch):
 
 def test_the_draft_model_is_compiled_too(programs):
     other = tiny_llama("always", dtype=torch.float32, seed=3)
-    spec = SelfSpecModel(tiny_llama(dtype=torch.float32), draft_model=other, compile=True)
+    spec = SelfSpecModel(tiny_llama(dtype=torch.float32), draft_model=other, kernels="compiled")
     small = spec.engine.draft_models.chosen(DraftConfig())
     assert small.gates.compiled is not None
 
@@ -89,20 +89,22 @@ def test_the_draft_model_is_compiled_too(programs):
 def test_adapters_are_compiled(programs):
     config = LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
     adapted = get_peft_model(tiny_llama("always", dtype=torch.float32), config).eval()
-    spec = SelfSpecModel(adapted, compile=True)
+    spec = SelfSpecModel(adapted, kernels="compiled")
     writes_the_same(spec, 6, drafts=DRAFTS[:1], vocab=64)
     assert is_compiled(spec) and programs.frame_count > 0
 
 
 def test_the_command_line_compiles(programs, folder):
     options = ("--model", folder, "--draft", "exit_layer=2", "--max-new-tokens", "6", "--json")
-    results = [call("generate", PROMPT, *options, *more) for more in ((), ("--compile",))]
+    results = [
+        call("generate", PROMPT, *options, *more) for more in ((), ("--kernels", "compiled"))
+    ]
     plain, text = (json.loads(result.stdout)["results"][0]["text"] for result in results)
     assert text == plain and programs.frame_count > 0
 
 
 def test_layers_that_are_skipped_in_part(programs):
-    spec = SelfSpecModel(tiny_llama("sometimes", dtype=torch.float32), compile=True)
+    spec = SelfSpecModel(tiny_llama("sometimes", dtype=torch.float32), kernels="compiled")
     draft = {"drafter": "layer_skip", "skip": {"attention": [1], "mlp": [2]}}
     writes_the_same(spec, 6, drafts=(draft,), vocab=64)
     assert is_compiled(spec)
@@ -116,7 +118,7 @@ def test_an_error_of_the_compiler_is_told_once(monkeypatch):
         raise RuntimeError("no working C++ compiler")
 
     monkeypatch.setattr(compiled, "BACKEND", broken)
-    spec = SelfSpecModel(build("llama", "sdpa"), compile=True)
+    spec = SelfSpecModel(build("llama", "sdpa"), kernels="compiled")
     with pytest.warns(UserWarning, match=r"LlamaForCausalLM are not compiled .*C\+\+") as told:
         writes_the_same(spec, 6)
         writes_the_same(spec, 9, 5)
@@ -125,14 +127,14 @@ def test_an_error_of_the_compiler_is_told_once(monkeypatch):
 
 def test_more_programs_than_allowed_are_told(programs, monkeypatch):
     monkeypatch.setattr(compiled, "PROGRAMS", 1)
-    spec = SelfSpecModel(build("llama", "sdpa"), compile=True)
+    spec = SelfSpecModel(build("llama", "sdpa"), kernels="compiled")
     with pytest.warns(UserWarning, match="not compiled .*Limit"):
         writes_the_same(spec, 6)
     assert programs.frame_count == 1
 
 
 def test_hooks_of_between_calls_are_called(programs):
-    spec = SelfSpecModel(build("llama", "sdpa"), compile=True)
+    spec = SelfSpecModel(build("llama", "sdpa"), kernels="compiled")
     writes_the_same(spec, 6)
     seen = []
     mlp = spec.engine.decoder.layers[3].mlp
@@ -144,7 +146,7 @@ def test_hooks_of_between_calls_are_called(programs):
 
 def test_tables_of_masks_are_not_compiled(programs):
     with pytest.warns(UserWarning, match="tables of its own"):
-        spec = SelfSpecModel(build("gpt_neo", "eager"), compile=True)
+        spec = SelfSpecModel(build("gpt_neo", "eager"), kernels="compiled")
     writes_the_same(spec, 6)
     assert programs.frame_count == 0
 
@@ -157,6 +159,6 @@ def test_tables_of_masks_are_not_compiled(programs):
 @pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("gemma2", "eager")])
 @pytest.mark.parametrize("lengths", [(6,), (9, 5, 2)])
 def test_compiled_float32_equals_the_models_own(family, attention, lengths):
-    spec = SelfSpecModel(build(family, attention), compile=True)
+    spec = SelfSpecModel(build(family, attention), kernels="compiled")
     writes_the_same(spec, *lengths)
     assert is_compiled(spec)

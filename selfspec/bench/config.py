@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, PositiveInt, field_validator, model_validator
 from typing_extensions import Self
 
-from selfspec.config import DraftConfig, StrictConfig, load_config, unknown_name
+from selfspec.config import DraftConfig, Kernels, StrictConfig, load_config, unknown_name
 
 Reader = Literal["text", "gsm8k", "humaneval", "mbpp", "mt_bench", "spec_bench"]
 Peer = Literal["plain", "assistant_early_exit", "prompt_lookup_num_tokens", "assistant_model"]
@@ -170,8 +170,8 @@ class BenchConfig(StrictConfig):
             in the user's cache.
         dtype: of the weights; `auto` is the checkpoint's own, float32 for the one in the package.
         device: where to run; `None` takes a GPU where there is one.
-        compile: whether selfspec's methods run layers by `torch.compile`; the model's own
-            `generate` and other peers run as they are.
+        kernels: what computes the layers where selfspec writes; the model's own `generate` and
+            other peers run as they are.
         threads: of the CPU; `None` leaves them as they are.
         prompts: the prompt sets.
         methods: what is compared; an entry may be the path of a YAML file with one method, or a
@@ -192,7 +192,7 @@ class BenchConfig(StrictConfig):
     profile: Path | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str | None = None
-    compile: bool = False
+    kernels: Kernels = "eager"
     threads: int | None = Field(default=None, ge=1)
     prompts: tuple[PromptSetConfig, ...] = (PromptSetConfig(name="novels", count=4),)
     methods: tuple[MethodConfig, ...] = _METHODS

@@ -24,6 +24,7 @@ def app(
     config: opt.Config = None,
     draft: opt.Draft = None,
     profile: opt.Profile = None,
+    kernels: opt.KernelsOption = opt.Kernels.eager,
     host: Annotated[
         str, typer.Option(help="Address to listen at.", rich_help_panel=_SERVER)
     ] = "127.0.0.1",
@@ -52,7 +53,7 @@ def app(
         from selfspec.app import Offer, SideBySide
         from selfspec.app.page import Page
 
-        target = load(model, heads, dtype, device, profile)
+        target = load(model, heads, dtype, device, profile, kernels)
         ran = target.to_dict()
         offer = Offer(target.spec, drafting or target.spec.default_draft)
         about = "{model} · {layers} layers · {dtype} · {device}, threads: {threads}".format(**ran)

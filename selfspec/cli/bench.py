@@ -195,7 +195,7 @@ def _loaded(config: BenchConfig) -> tuple[Loaded, dict[str, Any]]:
 
     _set_threads(config)
     dtype = opt.Dtype(config.dtype)
-    options = {"profile": config.profile, "compile": config.compile}
+    options = {"profile": config.profile, "kernels": opt.Kernels(config.kernels)}
     target = load(config.target, config.heads, dtype, config.device, **options)
     processor = device_name(target.spec.engine.decoder.device)
     return target, {**target.to_dict(), "processor": processor, **_versions()}

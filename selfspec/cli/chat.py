@@ -28,7 +28,7 @@ def chat(
     heads: opt.Heads = None,
     dtype: opt.DtypeOption = opt.Dtype.auto,
     device: opt.Device = None,
-    compile: opt.Compile = False,
+    kernels: opt.KernelsOption = opt.Kernels.eager,
     config: opt.Config = None,
     draft: opt.Draft = None,
     profile: opt.Profile = None,
@@ -62,7 +62,7 @@ def chat(
     options = {"max_new_tokens": max_new_tokens, **opt.sampling(temperature, top_k, top_p)}
     interactive = sys.stdin.isatty() and sys.stdout.isatty() and not as_json
     with reporting(as_json) as console:
-        target = load(model, heads, dtype, device, profile, compile)
+        target = load(model, heads, dtype, device, profile, kernels)
         drafting = drafting or target.spec.default_draft
         conversation = Conversation(
             target.spec, target.tokenizer, drafting, options, seed=seed, system=system

@@ -32,7 +32,7 @@ def check(
     heads: opt.Heads = None,
     dtype: opt.DtypeOption = opt.Dtype.auto,
     device: opt.Device = None,
-    compile: opt.Compile = False,
+    kernels: opt.KernelsOption = opt.Kernels.eager,
     profile: opt.Profile = None,
     config: opt.Config = None,
     draft: opt.Draft = None,
@@ -52,7 +52,7 @@ def check(
 
     drafting = opt.draft_config(config, draft)
     with reporting(as_json) as console:
-        target = load(model, heads, dtype, device, profile, compile)
+        target = load(model, heads, dtype, device, profile, kernels)
         drafting = drafting or target.spec.default_draft
         prompts = _prompts(target, file)
         sampling = Sampling(samples=samples) if samples else None

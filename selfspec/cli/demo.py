@@ -51,7 +51,7 @@ def demo(
     heads: opt.Heads = None,
     dtype: opt.DtypeOption = opt.Dtype.auto,
     device: opt.Device = None,
-    compile: opt.Compile = False,
+    kernels: opt.KernelsOption = opt.Kernels.eager,
     config: opt.Config = None,
     draft: opt.Draft = None,
     profile: opt.Profile = None,
@@ -82,7 +82,7 @@ def demo(
 
     drafting = opt.draft_config(config, draft)
     with reporting(as_json) as console:
-        target = load(model, heads, dtype, device, profile, compile)
+        target = load(model, heads, dtype, device, profile, kernels)
         options = DemoOptions(
             draft=_filled_in(target, drafting or target.spec.default_draft),
             max_new_tokens=max_new_tokens,

@@ -70,7 +70,7 @@ def generate(
     heads: opt.Heads = None,
     dtype: opt.DtypeOption = opt.Dtype.auto,
     device: opt.Device = None,
-    compile: opt.Compile = False,
+    kernels: opt.KernelsOption = opt.Kernels.eager,
     config: opt.Config = None,
     draft: opt.Draft = None,
     profile: opt.Profile = None,
@@ -98,11 +98,11 @@ def generate(
     drafting = opt.draft_config(config, draft)
     options = {"max_new_tokens": max_new_tokens, **opt.sampling(temperature, top_k, top_p)}
     if output is not None:
-        job = _Job(model, heads, dtype, device, profile, compile, drafting, options, seed)
+        job = _Job(model, heads, dtype, device, profile, kernels, drafting, options, seed)
         job.run(prompts, output, processes, as_json)
         return
     with reporting(as_json) as console:
-        target = load(model, heads, dtype, device, profile, compile)
+        target = load(model, heads, dtype, device, profile, kernels)
         drafting = drafting or target.spec.default_draft
         writer = _Writer(target, drafting, options, seed)
         results = [writer.write(text, form, console) for text in prompts]
@@ -182,7 +182,7 @@ class _Job:
     dtype: opt.Dtype
     device: str | None
     profile: Path | None
-    compile: bool
+    kernels: opt.Kernels
     draft: DraftConfig | None
     options: dict[str, Any]
     seed: int
@@ -191,7 +191,7 @@ class _Job:
         """Answer all prompts into `output`."""
         from selfspec.jobs import run_job
 
-        aside = ("device", "compile")  # the text is the same
+        aside = ("device", "kernels")  # the text is the same
         identity = {name: str(value) for name, value in vars(self).items() if name not in aside}
         bar = Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=progress())
         with reporting(as_json) as console, bar:
@@ -210,7 +210,7 @@ class _Job:
             device = f"cuda:{worker % torch.cuda.device_count()}"
         if workers > 1:
             torch.set_num_threads(max(1, torch.get_num_threads() // workers))
-        target = load(self.model, self.heads, self.dtype, device, self.profile, self.compile)
+        target = load(self.model, self.heads, self.dtype, device, self.profile, self.kernels)
         draft = self.draft or target.spec.default_draft
         writer = _Writer(target, draft, self.options, self.seed)
         return lambda prompt: writer.write(prompt, Format.jsonl, Console(quiet=True))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selfspec.assets import DEMO_MODEL
-from selfspec.cli.options import Dtype
+from selfspec.cli.options import Dtype, Kernels
 from selfspec.cli.output import progress
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class Loaded:
             "layers": decoder.depth,
             "dtype": str(decoder.dtype).removeprefix("torch."),
             "device": str(decoder.device),
+            "kernels": decoder.kernels,
             "threads": torch.get_num_threads(),
         }
 
@@ -72,7 +73,7 @@ def load(
     dtype: Dtype,
     device: str | None,
     profile: Path | None = None,
-    compile: bool = False,
+    kernels: Kernels = Kernels.eager,
 ) -> Loaded:
     """Load a target and its tokenizer.
 
@@ -89,7 +90,7 @@ def load(
 
         stored = "float32" if model is None else "auto"
         options = {"dtype": stored if dtype is Dtype.auto else dtype.value, **_placed(device)}
-        options |= {"profile": profile, "compile": compile}
+        options |= {"profile": profile, "kernels": kernels.value}
         spec = SelfSpecModel.from_pretrained(path, heads, **options)
         return Loaded(name, model is None, spec, AutoTokenizer.from_pretrained(path))
 

@@ -22,6 +22,14 @@ class Dtype(str, Enum):
     float16 = "float16"
 
 
+class Kernels(str, Enum):
+    """What `--kernels` takes."""
+
+    eager = "eager"
+    prepacked = "prepacked"
+    compiled = "compiled"
+
+
 _TARGET = "Target"
 _DRAFT = "Draft"
 _TEXT = "Text"
@@ -61,11 +69,12 @@ Device = Annotated[
         rich_help_panel=_TARGET,
     ),
 ]
-Compile = Annotated[
-    bool,
+KernelsOption = Annotated[
+    Kernels,
     typer.Option(
-        "--compile",
-        help="Run layers through torch.compile; the first passes wait for it.",
+        "--kernels",
+        help="How layers are computed: as transformers does, with linear maps packed once for a "
+        "CPU in half precision (twice the weights' memory), or through torch.compile.",
         rich_help_panel=_TARGET,
     ),
 ]

@@ -45,7 +45,7 @@ def tune(
     heads: opt.Heads = None,
     dtype: opt.DtypeOption = opt.Dtype.auto,
     device: opt.Device = None,
-    compile: opt.Compile = False,
+    kernels: opt.KernelsOption = opt.Kernels.eager,
     text: Texts = None,
     config: Annotated[
         Path | None,
@@ -85,7 +85,7 @@ def tune(
     wanted = load_config(TuneConfig, config, fields or ())
     texts = read_texts(text)
     with reporting(as_json) as console:
-        target = load(model, heads, dtype, device, compile=compile)
+        target = load(model, heads, dtype, device, kernels=kernels)
         output = output or _output(target, model, heads)
         make_folder_of(output)
         work = output.with_suffix(".work.jsonl")

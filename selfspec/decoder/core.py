@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
 
+from selfspec.config import Kernels
 from selfspec.decoder.gates import Gates
 from selfspec.decoder.layers import trainable
 from selfspec.decoder.packing import Packing
@@ -33,9 +34,10 @@ class Decoder:
 
     Args:
         model: any decoder-only causal LM of transformers, PEFT-wrapped or not.
-        compile: whether layers run by compiled code in passes over few tokens, where they can.
+        kernels: what computes the layers in passes.
 
     Attributes:
+        kernels: what computes the layers in passes.
         causal_lm: the transformers model inside.
         base: its body, which owns the layers.
         layers: the decoder layers.
@@ -46,19 +48,21 @@ class Decoder:
 
     Raises:
         TypeError: `model` is no transformers model.
-        ValueError: the model cannot be run in spans; the message says why.
+        ValueError: the model cannot be run in spans, or there are no such kernels; the message
+            says what to do.
     """
 
-    def __init__(self, model: nn.Module, compile: bool = False):
+    def __init__(self, model: nn.Module, kernels: Kernels = "eager"):
+        if kernels not in get_args(Kernels):
+            raise ValueError(f"kernels must be one of {get_args(Kernels)}, got {kernels!r}")
+        self.kernels: Kernels = kernels
         self.causal_lm = unwrap(model)
         self.config = self.causal_lm.config.get_text_config(decoder=True)
         refuse_unsupported(self.causal_lm)
         self.base, name, self.layers = find_layers(self.causal_lm, self.config.num_hidden_layers)
         self.windows = layer_windows(self.config, len(self.layers))
         self._mask_kinds = {None, *self.windows}
-        self.gates = Gates(self.causal_lm, self.base, name, self.layers, self.windows)
-        if compile:
-            self.gates.compile()
+        self.gates = Gates(self.causal_lm, self.base, name, self.layers, self.windows, kernels)
         self._takes = set(inspect.signature(type(self.base).forward).parameters)
         self._tail = Tail(self.causal_lm, self.base, self.gates)
         kind = self.config.model_type

@@ -18,10 +18,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from selfspec.config import Kernels
 from selfspec.decoder.compiled import CompiledLayers
 from selfspec.decoder.gate import Gate
 from selfspec.decoder.lean import lean_forward
 from selfspec.decoder.passes import ActivePass
+from selfspec.decoder.prepacked import PrepackedLinears
 from selfspec.decoder.rotary import RotaryTables, is_static
 from selfspec.decoder.sublayers import Skipped, Sublayers
 from selfspec.decoder.support import causal_tables
@@ -40,6 +42,7 @@ class Gates:
         layers_name: their name in it.
         layers: the decoder layers.
         windows: sliding window of each, or `None`.
+        kernels: what computes the layers.
 
     Attributes:
         active: the pass in progress.
@@ -49,6 +52,8 @@ class Gates:
         sublayers: what passes may skip of each layer.
         entered: how many `with gates:` are open.
         compiled: how layers are called; `None` for as they are.
+        prepacked: how linear maps are called; `None` for as they are.
+        others: modules of heads, which run in passes beside the model's own.
     """
 
     def __init__(
@@ -58,6 +63,7 @@ class Gates:
         layers_name: str,
         layers: nn.ModuleList,
         windows: Sequence[int | None],
+        kernels: Kernels = "eager",
     ):
         self.model, self.base, self.layers = model, base, layers
         self.layers_name, self.windows = layers_name, windows
@@ -71,14 +77,13 @@ class Gates:
         self.final_norm: nn.Module | None = norms[-1] if norms else None
         self.lock = _LOCKS.setdefault(model, threading.RLock())
         self.entered = 0
-        self.compiled: CompiledLayers | None = None
-        self._shadows: list[tuple[dict[str, Any], str, Any]] = []
-
-    def compile(self) -> None:
-        """Call layers by compiled code from now on, where that can be."""
-        self.compiled = CompiledLayers(type(self.model).__name__)
-        if self.own_masks:
+        self.compiled = CompiledLayers(type(model).__name__) if kernels == "compiled" else None
+        if self.compiled is not None and self.own_masks:
             self.compiled.give_up("attention masks that are tables of its own")
+        packs = kernels == "prepacked"
+        self.prepacked = PrepackedLinears(type(model).__name__) if packs else None
+        self.others: list[nn.Module] = []
+        self._shadows: list[tuple[dict[str, Any], str, Any]] = []
 
     def __enter__(self) -> Gates:
         """Put the gates in; another thread that enters waits."""
@@ -88,6 +93,9 @@ class Gates:
         if self.entered == 1:
             if self.compiled is not None:
                 self.compiled.begin()
+            if self.prepacked is not None:
+                for module, forward in self.prepacked.forwards(self.model, *self.others):
+                    self.shadow(module.__dict__, "forward", forward)
             gates = [Gate(self, index, layer) for index, layer in enumerate(self.layers)]
             self.shadow(self.base.__dict__, self.layers_name, gates)
             for module in (self.base, self.model):

@@ -1,0 +1,154 @@
+"""Prepacked linear maps: the same bits, whatever happens to the weights, and no trace."""
+
+import json
+
+import pytest
+import torch
+from cli_tools import PROMPT, call
+from conftest import gates, prompt, tiny_llama
+from families import VOCAB, build
+from head_tools import own_head
+from peft import LoraConfig, get_peft_model
+
+from selfspec import SelfSpecModel
+from selfspec.decoder import Decoder, Packing, Span, prepacked
+
+HALF = torch.bfloat16
+DRAFTS = ("none", {"exit_layer": 2, "num_draft_tokens": 3}, "prompt_lookup")
+
+pytestmark = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+    reason="this CPU does not compute in bfloat16, so nothing is packed",
+)
+
+
+def logits(spec, *lengths, draft="none", vocab=VOCAB, new_tokens=14):
+    """All logits `[tokens, rows, vocab]` of a greedy call."""
+    ids, mask = prompt(*lengths, vocab=vocab)
+    out = spec.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        draft=draft,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    return torch.stack(out.logits)
+
+
+def packed(spec):
+    return [m for m in spec.model.modules() if m in prepacked._PACKED]
+
+
+# Linear maps with and without bias, gpt2's transposed ones, experts, norms of queries and keys,
+# joined queries, keys and values.
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2", "qwen3", "mixtral", "phi3", "opt"])
+@pytest.mark.parametrize("lengths", [(6,), (9, 5, 2)])
+def test_logits_are_the_same_to_the_bit(family, lengths):
+    model = build(family, "sdpa").to(HALF)
+    eager, spec = SelfSpecModel(model), SelfSpecModel(model, kernels="prepacked")
+    for draft in DRAFTS:
+        assert torch.equal(
+            logits(spec, *lengths, draft=draft), logits(eager, *lengths, draft=draft)
+        )
+    assert packed(spec)
+
+
+def test_heads_are_packed_too():
+    model = tiny_llama("sometimes", dtype=HALF)
+    head = own_head(Decoder(model), "fused", 0)
+    spec = SelfSpecModel(model, heads=[head], kernels="prepacked")
+    draft = {"head": "fused", "exit_layer": 0, "num_draft_tokens": 3}
+    written = logits(spec, 6, draft=draft, vocab=64)
+    drafted = spec.last_trace
+    assert torch.equal(
+        written, logits(SelfSpecModel(model, heads=[head]), 6, draft=draft, vocab=64)
+    )
+    assert head.entry in prepacked._PACKED and head.layer.mlp.up_proj in prepacked._PACKED
+    assert drafted is not None and spec.last_stats.drafted
+
+
+def test_a_draft_model_is_packed_too():
+    other = tiny_llama("always", dtype=HALF, seed=3)
+    spec = SelfSpecModel(tiny_llama(dtype=HALF), draft_model=other, kernels="prepacked")
+    logits(spec, 6, draft="two_model", vocab=64)
+    assert other.model.layers[0].mlp.up_proj in prepacked._PACKED
+
+
+@pytest.mark.parametrize("change", ["in place", "behind torch's back", "another tensor"])
+def test_weights_that_change_between_calls_are_packed_anew(change):
+    model = tiny_llama("sometimes", dtype=HALF)
+    spec = SelfSpecModel(model, kernels="prepacked")
+    before = logits(spec, 6, vocab=64)
+    weight = model.model.layers[1].mlp.up_proj.weight
+    if change == "in place":
+        with torch.no_grad():
+            weight[3, 5] += 2  # one number: torch counts it
+    elif change == "behind torch's back":
+        weight.data.mul_(0.5)  # as adapters are merged
+    else:
+        model.model.layers[1].mlp.up_proj.weight = torch.nn.Parameter(weight.detach() * 2)
+    after = logits(spec, 6, vocab=64)
+    assert not torch.equal(before, after)
+    assert torch.equal(after, logits(SelfSpecModel(model), 6, vocab=64))
+
+
+def test_adapters_are_merged_and_taken_out():
+    config = LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    adapted = get_peft_model(tiny_llama("sometimes", dtype=HALF), config).eval()
+    spec, eager = SelfSpecModel(adapted, kernels="prepacked"), SelfSpecModel(adapted)
+    for step in (lambda: None, adapted.merge_adapter, adapted.unmerge_adapter):
+        step()
+        assert torch.equal(logits(spec, 6, vocab=64), logits(eager, 6, vocab=64))
+
+
+def test_nothing_stays_on_the_model():
+    model = tiny_llama(dtype=HALF)
+    names = [set(vars(module)) for module in model.modules()]
+    logits(SelfSpecModel(model, kernels="prepacked"), 6, vocab=64)
+    assert [set(vars(module)) for module in model.modules()] == names and not gates(model)
+
+
+def test_wrappers_of_one_model_share_what_is_packed():
+    model = tiny_llama(dtype=HALF)
+    held = []
+    for _ in range(2):
+        spec = SelfSpecModel(model, kernels="prepacked")
+        logits(spec, 6, vocab=64)
+        held.append([prepacked._PACKED[module].weight for module in packed(spec)])
+    assert held[0] and all(a is b for a, b in zip(*held, strict=True))
+
+
+def test_gradients_flow():
+    model = tiny_llama(dtype=HALF)
+    decoder = Decoder(model, "prepacked")
+    tokens = torch.arange(6)[None]
+    left = decoder.run_packed(tokens, Span(0, 2), Packing.of(torch.zeros(1, 6, dtype=torch.long)))
+    left.hidden.float().sum().backward()
+    assert model.model.layers[0].self_attn.q_proj.weight.grad is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_cannot_be_packed_runs_as_it_is_and_says_so_once(dtype):
+    model = tiny_llama("sometimes", dtype=dtype)
+    spec = SelfSpecModel(model, kernels="prepacked")
+    with pytest.warns(UserWarning, match="nothing of LlamaForCausalLM can be prepacked") as told:
+        written = [logits(spec, 6, vocab=64) for _ in range(2)]
+    assert len(told) == 1 and not packed(spec)
+    assert torch.equal(written[0], logits(SelfSpecModel(model), 6, vocab=64))
+
+
+def test_other_kernels_are_refused():
+    with pytest.raises(ValueError, match=r"kernels must be one of .*prepacked.*, got 'fast'"):
+        SelfSpecModel(tiny_llama(), kernels="fast")
+
+
+def test_the_command_line_packs(folder):
+    options = ("--model", folder, "--dtype", "bfloat16", "--max-new-tokens", "6", "--json")
+    results = [
+        json.loads(call("generate", PROMPT, *options, "--kernels", kernels).stdout)
+        for kernels in ("eager", "prepacked")
+    ]
+    plain, text = (result["results"][0]["text"] for result in results)
+    assert text == plain and [result["kernels"] for result in results] == ["eager", "prepacked"]
