@@ -55,7 +55,7 @@ class SelfSpecModel:
         kernels: what computes the layers of target, heads and draft models. `"eager"`: as
             transformers runs them. `"prepacked"`: linear maps in half precision on a CPU keep their
             weights in oneDNN's layout beside the model's own, which takes the weights' memory a
-            second time and changes no bit of the output. `"compiled"`: through `torch.compile`
+            second time. `"compiled"`: through `torch.compile`
             where passes are over few tokens; the first ones wait for the compiler. What cannot be
             packed or compiled runs as it is, with a warning.
 

@@ -2,14 +2,15 @@
 
 A linear map in half precision brings its weights into blocks before it multiplies, in every call.
 In a pass over few tokens that takes as long as the product. Done once and kept, it costs the
-weights' memory a second time. oneDNN multiplies the same blocks in the same order either way, so
-outputs are the same to the bit.
+weights' memory a second time. Maps that read the same states become one product. Outputs are the
+same to the bit where torch's own product is oneDNN's, too; in a few shapes it is not, and rounds
+differently, as it does for another batch size.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -21,26 +22,30 @@ _OPS: Any = torch.ops.mkldnn
 
 Forward = Callable[[Tensor], Tensor]
 
+# What reads the same states, by the names that models share (vLLM joins these, too). A map that is
+# called with other states than its sisters costs time, and is right all the same.
+_SISTERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _LOOKED_AT = 16  # numbers of a weight that tell whether it was changed behind torch's back
 
 
 class _Packed(NamedTuple):
-    """A packed weight, and what the weight was then.
+    """Packed weights of one or several linear maps, and what these were then.
 
     Attributes:
-        weight: in oneDNN's layout.
-        address: of the weight's memory.
-        version: torch's count of its changes; those made through `.data` are not in it.
-        sample: numbers from all over it.
+        weight: `[out, in]` of all, one behind the other, in oneDNN's layout.
+        bias: `[out]`, or `None`.
+        states: for each, the address of its memory and torch's count of its changes; those made
+            through `.data` are not in it.
+        sample: numbers from all over them.
     """
 
     weight: Tensor
-    address: int
-    version: int
+    bias: Tensor | None
+    states: list[tuple[int, int]]
     sample: Tensor
 
 
-# Wrappers of one model share what was packed.
+# By the first of the maps. Wrappers of one model share what was packed.
 _PACKED: WeakKeyDictionary[nn.Module, _Packed] = WeakKeyDictionary()
 
 
@@ -59,63 +64,107 @@ class PrepackedLinears:
         """The linear maps in these modules that can be packed, each with what to call instead."""
         found = False
         for root in roots:
-            for module in root.modules():
-                weight = _packable(module)
-                if weight is not None:
-                    found = True
-                    yield module, _forward(module, weight, _pack(module, weight))
+            for modules in _bundles(root):
+                found = True
+                bundle = _Bundle(modules, _pack(modules))
+                for index, module in enumerate(modules):
+                    yield module, bundle.forward(index, module.forward)
         if not found and not self._warned:
             self._warned = True
             warnings.warn(
                 f"nothing of {self._name} can be prepacked: it takes linear maps in a half "
                 "precision that this CPU computes in (bfloat16, and on some float16); the model "
-                "runs as it is, with the same output: leave kernels out to get no warning",
+                "runs as it is: leave kernels out to get no warning",
                 stacklevel=2,
             )
 
 
-def _pack(module: nn.Module, weight: Tensor) -> Tensor:
-    address, version = weight.data_ptr(), 0 if weight.is_inference() else weight._version
-    sample = _sample(weight)
-    held = _PACKED.get(module)
-    known = held is not None and (held.address, held.version) == (address, version)
-    if held is None or not known or not torch.equal(held.sample, sample):
-        packed = _OPS._reorder_linear_weight(weight, 1)
-        held = _PACKED[module] = _Packed(packed, address, version, sample.clone())
-    return held.weight
+class _Bundle:
+    """One or several linear maps of the same states.
+
+    Args:
+        modules: the maps.
+        packed: their weights.
+    """
+
+    def __init__(self, modules: Sequence[Any], packed: _Packed):
+        self._sizes = [_weight(module).shape[0] for module in modules]
+        self._packed = packed
+        self._held: tuple[Tensor, Sequence[Tensor]] | None = None  # states, and what maps make
+
+    def forward(self, index: int, plain: Forward) -> Forward:
+        """What to call instead of `plain`, that of the map with this index."""
+        weight, bias, linear = self._packed.weight, self._packed.bias, _OPS._linear_pointwise
+        dtype, alone, last = weight.dtype, len(self._sizes) == 1, index == len(self._sizes) - 1
+
+        def forward(x: Tensor) -> Tensor:
+            if torch.is_grad_enabled() or x.dtype != dtype:
+                return plain(x)
+            if alone:
+                return linear(x, weight, bias, "none", [], "")
+            held = self._held  # one look: other threads may be writing, too
+            if held is None or held[0] is not x:
+                made = linear(x, weight, bias, "none", [], "")
+                held = (x, made.split(self._sizes, dim=-1))
+            self._held = None if last else held
+            return held[1][index]
+
+        return forward
 
 
-def _sample(weight: Tensor) -> Tensor:
-    rows = weight if weight.is_contiguous() else weight.t()
-    flat = rows.reshape(-1)
-    return flat[:: max(1, flat.shape[0] // _LOOKED_AT)]
+def _bundles(root: nn.Module) -> Iterator[list[nn.Module]]:
+    """The linear maps in a module that can be packed, those that read the same states together."""
+    if _is_packable(root):
+        yield [root]
+    for parent in root.modules():
+        children = {name: m for name, m in parent.named_children() if _is_packable(m)}
+        for names in _SISTERS:
+            sisters = [children[name] for name in names if name in children]
+            if len(sisters) == len(names) and len(set(map(_kind, sisters))) == 1:
+                yield sisters
+                children = {name: m for name, m in children.items() if name not in names}
+        yield from ([module] for module in children.values())
 
 
-def _packable(module: nn.Module) -> Tensor | None:
-    """The weight `[out, in]` of a linear map that can be packed, or `None`."""
+def _is_packable(module: Any) -> bool:
     if type(module) not in (nn.Linear, Conv1D) or "forward" in module.__dict__:
-        return None  # with a `forward` of its own, device hooks bring the weights
+        return False  # with a `forward` of its own, device hooks bring the weights
     weight = module.weight
-    if type(weight) is not nn.Parameter or weight.device.type != "cpu" or not _computes(weight):
-        return None
-    return weight.detach() if type(module) is nn.Linear else weight.detach().t()
+    return type(weight) is nn.Parameter and weight.device.type == "cpu" and _computes(weight.dtype)
 
 
-def _computes(weight: Tensor) -> bool:
+def _computes(dtype: torch.dtype) -> bool:
     """Whether oneDNN has kernels for such weights here."""
     if not torch.backends.mkldnn.is_available():
         return False
-    if weight.dtype == torch.bfloat16:
+    if dtype == torch.bfloat16:
         return _OPS._is_mkldnn_bf16_supported()
-    return weight.dtype == torch.float16 and _OPS._is_mkldnn_fp16_supported()
+    return dtype == torch.float16 and _OPS._is_mkldnn_fp16_supported()
 
 
-def _forward(module: Any, weight: Tensor, packed: Tensor) -> Forward:
-    plain, bias, dtype, linear = module.forward, module.bias, weight.dtype, _OPS._linear_pointwise
+def _kind(module: Any) -> tuple[Any, ...]:
+    """What maps must have in common to be one product."""
+    return type(module), _weight(module).shape[1], module.weight.dtype, module.bias is None
 
-    def forward(x: Tensor) -> Tensor:
-        if torch.is_grad_enabled() or x.dtype != dtype:
-            return plain(x)
-        return linear(x, packed, bias, "none", [], "")
 
-    return forward
+def _weight(module: Any) -> Tensor:
+    """The weight as `[out, in]`."""
+    return module.weight.detach() if type(module) is nn.Linear else module.weight.detach().t()
+
+
+def _pack(modules: Sequence[Any]) -> _Packed:
+    parts = [p.detach() for m in modules for p in (m.weight, m.bias) if p is not None]
+    states = [(part.data_ptr(), 0 if part.is_inference() else part._version) for part in parts]
+    sample = torch.cat([_sample(part) for part in parts])
+    held = _PACKED.get(modules[0])
+    if held is None or held.states != states or not torch.equal(held.sample, sample):
+        weight = _OPS._reorder_linear_weight(torch.cat([_weight(m) for m in modules]), 1)
+        biased = modules[0].bias is not None
+        bias = torch.cat([module.bias.detach() for module in modules]) if biased else None
+        held = _PACKED[modules[0]] = _Packed(weight, bias, states, sample)
+    return held
+
+
+def _sample(part: Tensor) -> Tensor:
+    flat = part.reshape(-1)
+    return flat[:: max(1, flat.shape[0] // _LOOKED_AT)]
