@@ -10,9 +10,10 @@ from torch import Tensor
 from selfspec.decoder import Pass
 from selfspec.draft import Draft, Verdict
 from selfspec.engine import State, Verified
+from selfspec.heads import Judge
 from selfspec.reading import ExitReader
 from selfspec.sampling import drawable
-from selfspec.schedule import Judge, Schedule, plain_judge
+from selfspec.schedule import Schedule, plain_judge
 
 # From the next token `[rows, 1]` of each row, the n-th of the draft, to logits `[rows, 1, vocab]`
 # and the hidden states `[rows, 1, hidden]` that verification may resume from.
@@ -83,7 +84,7 @@ class ExitChain:
             state,
             min(self.longest, limit),
             self.schedule,
-            self.reader.calibrator(state.sampler.do_sample),
+            self.reader.judge(state.sampler.do_sample),
             lambda token, step: self.reader.read(state, token, step),
             self.reader.head.exit_layer,
         )

@@ -16,7 +16,7 @@ _STRETCH = 4  # rounds of a trial
 _ENOUGH = 16  # rounds from which luck no longer decides
 _SPREAD = 0.5  # of the tokens of a round: standard deviation over mean
 _WASTE = 0.01  # share of the time that trials may lose
-_CREDIT = 3.0  # rounds that may be lost before anything is known
+_CREDIT = 1.0  # rounds that may be lost before anything is known
 _STALE = 32  # rounds after which a way is worth another look
 _SHADOW = 0.02  # weight of a token in how often a head would have agreed
 _MARGIN = 1.02  # how much faster another way must look
@@ -31,16 +31,25 @@ class Way:
         shadow: how often it would have agreed with the text while others drafted.
         agreed: `shadow` when it was last used; what it has gained since says how the text changed.
         seen: the round of the last use.
+        guess: its rate by what is known elsewhere, for as long as it was not used here.
     """
 
     pace: Pace = field(default_factory=Pace)
     shadow: Mean = field(default_factory=lambda: Mean(_SHADOW))
     agreed: float | None = None
     seen: int = 0
+    guess: float | None = None
+
+    @property
+    def known(self) -> bool:
+        """Whether there is something to judge it by."""
+        return self.pace.known or self.guess is not None
 
     @property
     def rate(self) -> float:
         """Tokens per second and row, as far as can be told."""
+        if self.guess is not None and not self.pace.known:
+            return self.guess
         if self.agreed is None or not self.shadow.count:
             return self.pace.rate
         return self.pace.rate * _length(self.shadow.value) / _length(self.agreed)
@@ -77,6 +86,10 @@ class Policy:
     _left: int = 0
     _trial: bool = False
 
+    @property
+    def _round_seconds(self) -> float:
+        return self.seconds / max(1, self.rounds)
+
     def way(self, name: str) -> Way:
         """What is known of a way."""
         return self.ways.setdefault(name, Way())
@@ -106,9 +119,10 @@ class Policy:
 
     def best(self, ways: Mapping[str, object]) -> str:
         """The fastest as far as is known; the one in use where another is hardly faster."""
-        known = {name: self.ways[name].rate for name in ways if self.ways[name].pace.known}
-        if not known:
-            return next(iter(ways))
+        first = next(iter(ways))
+        if not self.ways[first].pace.known:
+            return first
+        known = {name: self.ways[name].rate for name in ways if self.ways[name].known}
         best = max(known, key=lambda name: known[name])
         used = self._current if not self._trial else ""
         return used if used in known and known[best] < _MARGIN * known[used] else best
@@ -116,16 +130,16 @@ class Policy:
     def _to_try(self, ways: Mapping[str, object], best: str) -> str | None:
         """A way that was not fairly tried, or not for long, if its trial may be afforded."""
         top = self.ways[best]
-        if not top.pace.known:
+        if not top.known:
             return None
-        budget = _WASTE * self.seconds + _CREDIT * top.pace.round_seconds.value - self.lost
+        budget = _WASTE * self.seconds + _CREDIT * self._round_seconds - self.lost
         others = [name for name in ways if name != best]
         # A few unlucky rounds may have put off what is best: such a way is tried on at once.
         unlucky = [name for name in others if self._is_unlucky(self.ways[name], top)]
         if unlucky and budget > 0:
             return max(unlucky, key=lambda name: self.ways[name].hope)
         # What was never tried comes first, and is saved for: it may be better than all the rest.
-        unknown = [name for name in others if not self.ways[name].pace.known][:1]
+        unknown = [name for name in others if not self.ways[name].known][:1]
         stale = unknown or [name for name in others if self._is_stale(self.ways[name])]
         for name in sorted(stale, key=lambda name: self.ways[name].seen):
             if self._price(self.ways[name], top) <= budget:
@@ -140,10 +154,10 @@ class Policy:
 
     def _price(self, way: Way, top: Way) -> float:
         """Seconds that a trial is expected to lose."""
-        if not way.pace.known:
-            return _STRETCH / 2 * top.pace.round_seconds.value
+        if not way.known:
+            return _STRETCH / 2 * self._round_seconds
         slower = max(0.0, 1 - way.rate / top.rate) if top.rate else 0.0
-        return _STRETCH * way.pace.round_seconds.value * slower
+        return _STRETCH * (way.pace.round_seconds.value or self._round_seconds) * slower
 
     def learn(self, name: str, tokens: float, seconds: float) -> None:
         """Take in a round: tokens of a row on average, and what it took."""

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from selfspec.config import DraftConfig
-from selfspec.heads import Calibrator
+from selfspec.heads import Calibrator, Judge
 from selfspec.pace import Pace, RoundClock
-
-# How likely a token `[rows]` drafted from scores `[rows, vocab]`, that deep, is kept.
-Judge = Callable[[Tensor, int], Tensor]
 
 _FIRST_GUESS = 4  # drafts of the rounds that nothing is known before
 
@@ -72,27 +68,29 @@ class OptimalStop(Schedule):
         self.pace = pace
         self._clock = RoundClock(pace)
         self._judge: Judge | None = None
-        self._reach: Tensor | None = None
+        self._reach: list[float] = []  # of each row, how likely all drafts so far are kept
         self._foreseen = 0.0
         self._depth = 0
 
     def begin(self, judge: Judge) -> None:
         """Time the round from here."""
         self._clock.begin()
-        self._judge, self._reach, self._foreseen, self._depth = judge, None, 0.0, 0
+        self._judge, self._reach, self._foreseen, self._depth = judge, [], 0.0, 0
 
     def goes_on(self, scores: Tensor, tokens: Tensor) -> bool:
         """Whether a row on average gains enough."""
         self._clock.mark()
         assert self._judge is not None
         chance = self._judge(scores, self._depth)
-        self._reach = chance if self._reach is None else self._reach * chance
+        before = self._reach or [1.0] * len(chance)
+        self._reach = [reach * own for reach, own in zip(before, chance, strict=True)]
         self._depth += 1
-        reach, next_reach = torch.stack([self._reach, self._reach * chance]).mean(-1).tolist()
-        self._foreseen += reach
+        self._foreseen += sum(self._reach) / len(chance)
         if not self.pace.known:
             return self._depth < _FIRST_GUESS
-        return next_reach * self.pace.bias > self.pace.draft_seconds.value * self.pace.rate
+        further = [reach * own for reach, own in zip(self._reach, chance, strict=True)]
+        gain = self.pace.bias * sum(further) / len(further)
+        return gain > self.pace.draft_seconds.value * self.pace.rate
 
     def end(self, drafted: int, accepted: Sequence[int]) -> None:
         """Learn from the round."""
@@ -114,4 +112,4 @@ def make_schedule(config: DraftConfig, pace: Pace | None = None) -> Schedule:
 
 def plain_judge() -> Judge:
     """What to go by where nothing was calibrated."""
-    return Calibrator()
+    return Calibrator().judge()

@@ -85,6 +85,14 @@ def test_a_probability_is_above_0_and_below_1(seed, spread, depth):
         assert ((found > 0) & (found < 1)).all()
 
 
+@pytest.mark.parametrize("depth", [0, 2, 9])
+def test_a_judge_says_what_the_calibrator_says(depth):
+    for calibrator in (Calibrator(), fit_calibrator(*drafts())):
+        drafted_from = torch.cat([scores(), scores(spread=300.0), scores(spread=0.01)])
+        expected = calibrator(drafted_from, depth)
+        torch.testing.assert_close(torch.tensor(calibrator.judge()(drafted_from, depth)), expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_scores_and_calibrator_may_be_in_half_precision(dtype):
     calibrator = fit_calibrator(*drafts())

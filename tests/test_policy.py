@@ -106,7 +106,7 @@ def play(schedule, clock, chance, draft_seconds, fixed_seconds, tokens, longest=
     scores, drawn = torch.zeros(1, 2), torch.zeros(1, dtype=torch.long)
     while emitted < tokens:
         chances = [chance(source) for _ in range(longest)]
-        schedule.begin(lambda scores, depth, c=chances: torch.tensor([c[depth]] * rows))
+        schedule.begin(lambda scores, depth, c=chances: [c[depth]] * rows)
         drafted = 0
         while drafted < longest:
             clock.now += draft_seconds

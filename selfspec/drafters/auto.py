@@ -111,11 +111,24 @@ class Auto(Drafter):
             self.policies[self._where].learn(self._used, self._gained, now - self._began)
         self._where = self._repeats(state)
         ways = {"lookup": self._look_up, **self.ways} if self._where else self.ways
+        self._guess()
         used, self._used = self._used, self.policies[self._where].choose(ways)
         if used in self._chains and used != self._used:
             self._chains[used].pause()
         self._began = now
         return ways[self._used](state, limit)
+
+    def _guess(self) -> None:
+        """Tell the policy here what is known elsewhere of ways that were not used here."""
+        here, elsewhere = self.policies[self._where], self.policies[not self._where]
+        for name in self.ways:
+            other = elsewhere.way(name)
+            here.way(name).guess = other.rate if other.pace.known else None
+        pace = self.engine.pace(self.name, _name(self.readers[0]))
+        plain = here.way("none")
+        if plain.guess is None and pace.known and pace.fixed_seconds.value:
+            # A round of plain decoding takes no longer than one with drafts does without them.
+            plain.guess = 1 / pace.fixed_seconds.value
 
     def _repeats(self, state: State) -> bool:
         """Whether the end of every row has occurred in it before."""

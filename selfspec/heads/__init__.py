@@ -2,7 +2,7 @@
 
 from selfspec.heads.base import ExitHead, check_distinct, check_exit_layer
 from selfspec.heads.block import BlockHead
-from selfspec.heads.calibrator import Calibrator
+from selfspec.heads.calibrator import Calibrator, Judge
 from selfspec.heads.card import CARD_NAME, heads_card
 from selfspec.heads.fused import FusedHead
 from selfspec.heads.hub import find_heads, push_heads
@@ -20,6 +20,7 @@ __all__ = [
     "Calibrator",
     "ExitHead",
     "FusedHead",
+    "Judge",
     "LensHead",
     "LoraHead",
     "SharedHead",

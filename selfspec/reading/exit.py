@@ -9,7 +9,7 @@ from torch import Tensor
 from selfspec.decoder import Pass
 from selfspec.draft import Tree
 from selfspec.engine import Engine, State, Verified
-from selfspec.heads import Calibrator, ExitHead
+from selfspec.heads import Calibrator, ExitHead, Judge
 from selfspec.pace import Mean
 
 
@@ -31,6 +31,7 @@ class ExitReader:
 
     def __init__(self, engine: Engine, head: ExitHead):
         self.engine, self.decoder, self.head = engine, engine.decoder, head
+        self._judges: dict[bool, Judge] = {}
 
     def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
         """See a block of new text, `offset` behind the settled tokens, `counts` of them real."""
@@ -74,6 +75,12 @@ class ExitReader:
         fitted = self.head.calibrators[name] if name in self.head.calibrators else Calibrator()
         assert isinstance(fitted, Calibrator)
         return fitted.to(self.decoder.device)
+
+    def judge(self, sampled: bool) -> Judge:
+        """The calibrator for chains, which ask once a draft."""
+        if sampled not in self._judges:
+            self._judges[sampled] = self.calibrator(sampled).judge()
+        return self._judges[sampled]
 
     def verified(self, state: State, drafted: int, verified: Verified) -> None:
         """See what the target made of a chain, before it settles.
