@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from conftest import AGREEMENT, EXIT, greedy, prompt, tiny_llama
+from conftest import AGREEMENT, EXIT, contrary, greedy, prompt, tiny_llama
 from head_tools import assert_reads_as_forced, close_in_double, own_head, record
 
 from selfspec import SelfSpecModel
@@ -80,6 +80,22 @@ def test_a_head_that_lags_behind_says_how_often_it_would_have_agreed(monkeypatch
     text = spec.generate(IDS[:1], max_new_tokens=5, draft="auto")
     assert text.shape == (1, IDS.shape[1] + 5)
     assert policy.way(f"chain block@{EXIT}").shadow is shadow
+
+
+@pytest.mark.parametrize("way", ["chain", "tree"])
+@pytest.mark.parametrize("right", [True, False])
+def test_a_head_that_drafts_shows_how_often_its_first_draft_is_right(way, right, monkeypatch):
+    model = tiny_llama("always" if right else "sometimes")
+    spec = SelfSpecModel(model) if right else contrary(model, EXIT)
+    name = f"{spec.heads[0].kind if spec.heads else 'shared'}@{EXIT}"
+    monkeypatch.setattr(Policy, "choose", lambda policy, ways: f"{way} {name}")
+    for sampled in (True, False):
+        draft = {"drafter": "auto", "exit_layer": EXIT}
+        spec.generate(IDS[:1], max_new_tokens=30, draft=draft, do_sample=sampled)
+    shadow = spec.engine.policy("auto", 1, False, False).shadow(name)
+    drafted = sum(bool(step.drafted) for step in spec.last_trace.rows[0])
+    assert shadow.count == drafted > 0 and shadow.value == right
+    assert not spec.engine.policy("auto", 1, True, False).shadow(name).count
 
 
 def test_ways_outlive_the_call(monkeypatch):

@@ -146,6 +146,11 @@ class Auto(Drafter):
             kept = [verified.kept[self.keep.index(layer)] for layer in reader.keep]
             seen = verified._replace(kept=kept)
             reader.verified(state, draft.levels if reader is own else 0, seen)
+        if own is not None and own.shadow is not None and not state.sampler.do_sample:
+            # The first draft of a round is the token that its head would say; so of a tree's.
+            for row, count in enumerate(accepted):
+                first = verdict.branch is None or int(verdict.branch[row, 0]) == 1
+                own.shadow.add(float(count > 0 and first))
         if self._used in self._chains and draft.levels:
             self._chains[self._used].schedule.end(draft.length, accepted)
 
