@@ -195,12 +195,12 @@ class Engine:
         state: State,
         tokens: Tensor,
         exit_layer: int,
-        offset: int,
+        offset: int | Sequence[int],
         unembed: bool = False,
         tree: Tree | None = None,
         own: Own | None = None,
     ) -> Pass:
-        """Run the layers below an exit over `tokens`, `offset` behind the settled ones.
+        """Run the layers below an exit over `tokens`, `offset` (or one a row) behind the settled.
 
         With a head's `own` layer the same pass goes on through that, and leaves what it left; the
         exit's hidden states are kept then, alone.

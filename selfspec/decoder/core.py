@@ -119,6 +119,15 @@ class Decoder:
         """The norm between the last layer and the LM head, if there is one."""
         return self.gates.final_norm
 
+    @property
+    def leaves(self) -> bool:
+        """Whether a pass may go on from a head's own layer to logits: the final norm can be shut.
+
+        Device hooks would bring states where that norm and the LM head are, not where the head is.
+        """
+        tail = (self.final_norm, self.lm_head)
+        return not any(part is None or hasattr(part, "_hf_hook") for part in tail)
+
     def copy_layer(self, index: int) -> nn.Module:
         """A trainable copy of a layer, to be run in its place with KV of its own.
 
@@ -242,7 +251,7 @@ class Decoder:
         with self.gates.passing(active):
             result = self._tail.run(inputs) if through_tail else self._run_body(inputs)
             if unembed and not through_tail:
-                result = self.unembed(result)
+                result = self.unembed(result, None if active.own is None else active.own.readout)
         return active.done(result)
 
     def _packed_masks(self, packing: Packing, like: Tensor, step: int) -> dict[int | None, Tensor]:

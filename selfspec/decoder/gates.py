@@ -106,7 +106,7 @@ class Gates:
                 self.shadow(self.final_norm.__dict__, "forward", norm)
             lm_head = self.model.get_output_embeddings()
             assert lm_head is not None  # a model without is refused
-            self.shadow(lm_head.__dict__, "forward", self._timed(lm_head.forward))
+            self.shadow(lm_head.__dict__, "forward", self._timed(self._read(lm_head.forward)))
             for module in self._rotary:
                 self.shadow(module.__dict__, "forward", self._tabled(module.forward))
         return self
@@ -182,11 +182,22 @@ class Gates:
         def needed(hidden_states: Tensor) -> Tensor:
             active = self.active if self.gated else None
             # NanoChat norms its embeddings by the same module, before there is a result.
-            if active is None or active.result is None or active.normed:
+            if active is None or active.result is None:
                 return norm(hidden_states)
-            return hidden_states
+            if active.own is not None and active.own.leave is not None:
+                return active.own.leave(hidden_states)
+            return norm(hidden_states) if active.normed else hidden_states
 
         return needed
+
+    def _read(self, lm_head: Callable[..., Any]) -> Callable[..., Any]:
+        def read(hidden_states: Tensor) -> Tensor:
+            own = self.active.own if self.active is not None and self.gated else None
+            if own is None or own.readout is None:
+                return lm_head(hidden_states)
+            return own.readout(hidden_states)
+
+        return read
 
     def _timed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:

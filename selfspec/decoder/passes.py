@@ -47,11 +47,16 @@ class Own(NamedTuple):
         layer: the layer.
         enter: what makes of the residual stream there what the layer starts from.
         added: in which of the layers that were added to the slots its KV lies, from 1.
+        leave: what makes of the layer's output what the LM head reads, in place of the final norm
+            (`Decoder.leaves`).
+        readout: what stands in for the LM head.
     """
 
     layer: nn.Module
     enter: Callable[[Tensor], Tensor] | None = None
     added: int = 1
+    leave: Callable[[Tensor], Tensor] | None = None
+    readout: nn.Module | None = None
 
 
 class Pass(NamedTuple):

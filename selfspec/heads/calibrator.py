@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -78,17 +79,21 @@ class Calibrator(nn.Module):
 
     def judge(self) -> Judge:
         """`forward` for few rows, sooner: reads the buffers once, and counts without tensors."""
-        buffers = (self.lowest, self.highest, self.mean, self.std, self.weight)
-        fit = list(zip(*(buffer.float().tolist() for buffer in buffers), strict=True))
-        bias = float(self.bias)
+        constants = cache(self._constants)
 
         def chance(features: list[float]) -> float:
-            logit = bias
+            fit, logit = constants()
             for value, (low, high, mean, std, weight) in zip(features, fit, strict=True):
                 logit += weight * (min(max(value, low), high) - mean) / std
             return 1 / (1 + math.exp(-min(max(logit, -_SUREST), _SUREST)))
 
         return lambda scores, depth: list(map(chance, self.features(scores, depth).tolist()))
+
+    def _constants(self) -> tuple[list[tuple[float, ...]], float]:
+        """The buffers, feature by feature, and the bias."""
+        buffers = (self.lowest, self.highest, self.mean, self.std, self.weight)
+        fit = zip(*(buffer.float().tolist() for buffer in buffers), strict=True)
+        return list(fit), float(self.bias)
 
     def forward(self, scores: Tensor, depth: int) -> Tensor:
         """P(accepted) `[rows]` of a token drafted from `scores` `[rows, vocab]`, `depth` deep."""

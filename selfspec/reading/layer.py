@@ -143,10 +143,17 @@ class LayerReader(ExitReader):
         exit_layer, before = self.head.exit_layer, self._last
         if parents is not None:
             before = _pick(before, parents)
-        if place and self._in_one_pass(state):
-            own = Own(self._layer, partial(self.head.enter, features=before), self._added)
-            left = self.engine.shallow(state, tokens, exit_layer, place, tree=tree, own=own)
+        at_once = self._in_one_pass(state)
+        if place and at_once:
+            own, leaves = self._own(before), self.decoder.leaves
+            if leaves:
+                own = own._replace(leave=self.head, readout=self.head.readout)
+            left = self.engine.shallow(state, tokens, exit_layer, place, leaves, tree, own)
             at_exit, self._last = left.kept[0], left.hidden
+            if leaves:
+                return self.head.spread(left.output, self.decoder.vocab_size), at_exit
+        elif at_once and exit_layer == 0:
+            at_exit = self._catch_up_at_once(state)
         else:
             at_exit = self.engine.shallow(state, tokens, exit_layer, place, tree=tree).hidden
             if place:
@@ -155,6 +162,10 @@ class LayerReader(ExitReader):
                 self._last = self._catch_up(state, at_exit)
         with state.stats.clock("head"):
             return self._logits(self._last), at_exit
+
+    def _own(self, features: Tensor | None) -> Own:
+        """The layer, in the same pass as those below the exit."""
+        return Own(self._layer, partial(self.head.enter, features=features), self._added)
 
     def _in_one_pass(self, state: State) -> bool:
         """Whether the pass below the exit may go on through the head's layer.
@@ -183,28 +194,59 @@ class LayerReader(ExitReader):
         """Run the layer up to the pending token; `[rows, 1, hidden]` what it left there."""
         return _pick(*self._looked_at(state, pending))
 
+    def _catch_up_at_once(self, state: State) -> Tensor:
+        """`_catch_up` of a head at the embedding, which needs no states: tokens are enough.
+
+        Returns:
+            `[rows, 1, hidden]` the pending token's embedding.
+        """
+        starts, ends = self._behind(state)
+        text = state.context.text
+        tokens = [
+            text[row][start:] + text[row][-1:] * (max(ends) - end)
+            for row, start, end in zip(state.context.rows, starts, ends, strict=True)
+        ]
+        block = torch.tensor(tokens, device=state.pending.device)
+        features = (
+            _pick(self._known, self._places(starts, block.shape[1], block)) if self._joins else None
+        )
+        offsets = [-end for end in ends]
+        left = self.engine.shallow(state, block, 0, offsets, own=self._own(features))
+        end = _column(ends, left.hidden)
+        self._last = _pick(left.hidden, end)
+        return _pick(left.kept[0], end)
+
+    def _behind(self, state: State) -> tuple[list[int], list[int]]:
+        """Of each row, the first token that the layer has not seen right, and how far back it is.
+
+        What the target left while others drafted is there then, too.
+        """
+        self._take_in(state)
+        lengths = state.slots.lengths
+        starts = [min(right, n) for right, n in zip(self._right, lengths, strict=True)]
+        return starts, [n - start for n, start in zip(lengths, starts, strict=True)]
+
+    def _places(self, starts: Sequence[int], width: int, like: Tensor) -> Tensor:
+        """`[rows, width]` where the tokens from `starts` on are in what was kept."""
+        from_base = [start - base for start, base in zip(starts, self._base, strict=True)]
+        return _column(from_base, like) + torch.arange(width, device=like.device)
+
     def _looked_at(self, state: State, pending: Tensor) -> tuple[Tensor, Tensor]:
         """Run the layer from the first token it has not seen right up to the pending one.
 
         Returns:
             `[rows, width, hidden]` what it left, and `[rows, 1]` the place of the pending token.
         """
-        self._take_in(state)
-        lengths = state.slots.lengths
-        starts = [min(right, n) for right, n in zip(self._right, lengths, strict=True)]
-        ends = [n - start for n, start in zip(lengths, starts, strict=True)]
+        starts, ends = self._behind(state)
         width = max(ends) + 1
         if width == 1 and not self._joins:
             return self._run(state, self._enter(state, pending, None), 0), _column(ends, pending)
-        at = _column(
-            [start - base for start, base in zip(starts, self._base, strict=True)], pending
-        )
-        at = at + torch.arange(width, device=pending.device)
+        at = self._places(starts, width, pending)
         end = _column(ends, pending)
         hidden = _pick(torch.cat([self._hidden, pending], dim=1), at)
         hidden = hidden.scatter(1, end[..., None].expand_as(pending), pending)
         features = _pick(self._known, at) if self._joins else None
-        offsets = [start - n for start, n in zip(starts, lengths, strict=True)]
+        offsets = [-end for end in ends]
         return self._run(state, self._enter(state, hidden, features), offsets), end
 
     def _run(
