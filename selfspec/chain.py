@@ -12,7 +12,6 @@ from selfspec.draft import Draft, Verdict
 from selfspec.engine import State, Verified
 from selfspec.heads import Judge
 from selfspec.reading import ExitReader
-from selfspec.sampling import drawable
 from selfspec.schedule import Schedule, plain_judge
 
 # From the next token `[rows, 1]` of each row, the n-th of the draft, to logits `[rows, 1, vocab]`
@@ -41,7 +40,8 @@ def draft_chain(
     for step in range(limit):
         logits, left = read(token, step)
         with state.stats.clock("sampling"):
-            scores = drawable(state.sampler.scores(logits, state.context, offset=step)[:, 0])
+            scores = state.sampler.scores(logits, state.context, offset=step)[:, 0]
+            scores = state.sampler.drawable(scores)
             drawn, drawn_from = state.sampler.draw(scores)
         token = drawn[:, None]
         if state.sampler.reads_prefix:

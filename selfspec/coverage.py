@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+import torch.distributed
+from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import logits_process as hf
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 # Processors that keep a state of their own between calls, one call per written token.
 _STATEFUL = (
@@ -20,9 +24,12 @@ _KNOWN_INPUTS = {
     "past_key_values",
     "position_ids",
     "return_dict",
-    "synced_gpus",
     "use_cache",
 }
+_APART = (
+    "processes that share weights but not their texts (FSDP, ZeRO-3) would wait for one another, "
+    "for their rounds differ; use the model's own generate for it, or tensor parallelism"
+)
 
 
 def refuse_other_loops(options: Mapping[str, Any], *configs: GenerationConfig | None) -> None:
@@ -46,6 +53,8 @@ def refuse_other_loops(options: Mapping[str, Any], *configs: GenerationConfig | 
         raise ValueError(
             "position_ids: positions come from attention_mask, one after another; leave them unset"
         )
+    if options.get("synced_gpus"):  # generate keeps it from custom loops
+        raise ValueError(f"synced_gpus: {_APART}")
     # Before generate makes such a cache, or asks for the package that makes it.
     named = [options.get("cache_implementation")]
     named += [getattr(config, "cache_implementation", None) for config in configs]
@@ -59,11 +68,25 @@ def refuse_other_loops(options: Mapping[str, Any], *configs: GenerationConfig | 
 
 
 def refuse_uncovered(
-    config: GenerationConfig, processors: LogitsProcessorList, inputs: Mapping[str, Any]
+    model: nn.Module,
+    config: GenerationConfig,
+    processors: LogitsProcessorList,
+    inputs: Mapping[str, Any],
 ) -> None:
-    """Raise ValueError for the first option that is not covered."""
+    """Raise ValueError for the first option that is not covered, or for weights in shards."""
+    if is_deepspeed_zero3_enabled() or _is_fully_sharded(model):
+        raise ValueError(f"{type(model).__name__} is in shards: {_APART}")
     for problem in _problems(config, processors, inputs):
         raise ValueError(problem)
+
+
+def _is_fully_sharded(model: nn.Module) -> bool:
+    if not torch.distributed.is_available():  # some builds of torch have no processes
+        return False
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    kinds = (FSDPModule, FullyShardedDataParallel)
+    return any(isinstance(part, kinds) for part in model.modules())
 
 
 def _problems(
@@ -85,11 +108,6 @@ def _problems(
         yield (
             "output_attentions and output_hidden_states are not kept by speculation; "
             "run the finished text through the model once"
-        )
-    if inputs.get("synced_gpus"):
-        yield (
-            "synced_gpus: processes that share weights but not their texts (FSDP, ZeRO-3) would "
-            f"wait for one another, for their rounds differ; {instead}, or tensor parallelism"
         )
     for processor in processors:
         if isinstance(processor, _STATEFUL):

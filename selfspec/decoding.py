@@ -226,7 +226,7 @@ def speculate(
     Raises:
         ValueError: an option that speculation does not cover, or a prompt that cannot be decoded.
     """
-    refuse_uncovered(generation_config, logits_processor, model_kwargs)
+    refuse_uncovered(causal_lm, generation_config, logits_processor, model_kwargs)
     mask = model_kwargs.get("attention_mask")
     if mask is None and call.mask is not None:
         # generate drops a mask without zeros; with a cache its width says what the cache holds.

@@ -11,7 +11,6 @@ from torch import Tensor
 from selfspec.draft import Draft, Tree
 from selfspec.engine import State
 from selfspec.reading import ExitReader
-from selfspec.sampling import drawable
 
 # What is left of the chance of a sibling when the one before it has fallen. Any value is exact;
 # this one grows the trees that the target follows furthest.
@@ -128,7 +127,7 @@ class ExitGrowth:
             scores = sampler.scores(logits, context)
         else:
             scores = sampler.tree_scores(logits, context, growth.tokens, tree, growth.last)
-        return scores if self.reader.head.vocab_ids is None else drawable(scores)
+        return scores if self.reader.head.vocab_ids is None else sampler.drawable(scores)
 
     def _chances(self, scores: Tensor, width: int, depth: int, sampled: bool) -> Tensor:
         """`[rows, places, width]` log of how likely each child is kept, falling child by child.

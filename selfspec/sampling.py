@@ -165,6 +165,16 @@ class Sampler:
             scores = processor(tokens, scores)  # pyright: ignore
         return scores
 
+    def drawable(self, scores: Tensor) -> Tensor:
+        """Processed scores `[..., vocab]` of a draft with something to draw in every row.
+
+        The caller's processors may leave nothing of a trimmed vocabulary; then any draft will do.
+        """
+        if not self.processors:
+            return scores
+        nothing = scores.amax(-1, keepdim=True) == -torch.inf
+        return scores.masked_fill(nothing, 0.0)
+
     def draw(self, scores: Tensor) -> tuple[Tensor, Tensor | None]:
         """Tokens `[batch]` for `scores` `[batch, vocab]`, and the distribution they came from.
 
@@ -174,15 +184,6 @@ class Sampler:
             return scores.argmax(-1), None
         probs = scores.softmax(-1)
         return draw(probs, self.generator), probs
-
-
-def drawable(scores: Tensor) -> Tensor:
-    """Scores `[..., vocab]` with something to draw in every row.
-
-    The caller's processors may leave nothing of a trimmed vocabulary; then any draft will do.
-    """
-    nothing = scores.amax(-1, keepdim=True) == -torch.inf
-    return scores.masked_fill(nothing, 0.0)
 
 
 def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:

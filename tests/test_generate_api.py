@@ -405,6 +405,7 @@ UNCOVERED = [
     ({"generation_config": GenerationConfig(cache_implementation="quantized")}, "leave it unset"),
     ({"inputs_embeds": torch.zeros(2, 6, 32, dtype=torch.float64)}, "inputs_embeds"),
     ({"position_ids": torch.arange(6)[None].expand(2, -1) + 3}, "position_ids"),
+    ({"synced_gpus": True}, "synced_gpus: processes that share weights"),
 ]
 
 

@@ -2,6 +2,7 @@
 
 import threading
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from peft import (
     PromptTuningConfig,
     get_peft_model,
 )
+from torch.distributed.fsdp import fully_shard
 from transformers import (
     AutoModelForCausalLM,
     FalconH1Config,
@@ -478,6 +480,28 @@ def test_a_model_without_an_lm_head_is_refused():
 def test_what_is_no_causal_lm_is_refused():
     with pytest.raises(TypeError, match="must be a transformers PreTrainedModel, got Linear"):
         SelfSpecModel(torch.nn.Linear(2, 2))
+
+
+def test_pipeline_stages_are_refused():
+    model = tiny_llama()
+    model.config.distributed_config = SimpleNamespace(pp_size=2)
+    with pytest.raises(ValueError, match=r"split into 2 pipeline stages.*with tensor parallelism"):
+        SelfSpecModel(model)
+
+
+def test_weights_in_shards_of_processes_that_write_texts_of_their_own_are_refused(tmp_path):
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = tiny_llama(dtype=torch.float32)
+        spec = SelfSpecModel(model)  # as the training does, which runs passes and no rounds
+        fully_shard(model)
+        with pytest.raises(
+            ValueError, match=r"LlamaForCausalLM is in shards: .*would wait for one"
+        ):
+            spec.generate(torch.tensor([[3, 4]]), max_new_tokens=3)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("kind", ["flash_attention_2", "flash_attention_3", "flex_attention"])
