@@ -34,7 +34,8 @@ from selfspec.heads import (
     push_heads,
     save_heads,
 )
-from selfspec.profile import Profile, find_profile
+from selfspec.profile import Profile
+from selfspec.profile_files import find_profile
 from selfspec.prompts import left_padded
 from selfspec.stats import Stats, Trace
 

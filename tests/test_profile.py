@@ -18,9 +18,8 @@ from selfspec.profile import (
     Profile,
     Times,
     Validation,
-    default_path,
-    find_profile,
 )
+from selfspec.profile_files import default_path, find_profile
 
 DRAFT = DraftConfig(exit_layer=3, num_draft_tokens=2)
 

@@ -496,9 +496,7 @@ def test_weights_in_shards_of_processes_that_write_texts_of_their_own_are_refuse
         model = tiny_llama(dtype=torch.float32)
         spec = SelfSpecModel(model)  # as the training does, which runs passes and no rounds
         fully_shard(model)
-        with pytest.raises(
-            ValueError, match=r"in shards: .*would wait for one another"
-        ):
+        with pytest.raises(ValueError, match=r"in shards: .*would wait for one another"):
             spec.generate(torch.tensor([[3, 4]]), max_new_tokens=3)
     finally:
         torch.distributed.destroy_process_group()

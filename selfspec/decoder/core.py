@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any, TypeVar, get_args
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from selfspec.config import Kernels
 from selfspec.decoder.gates import Gates
+from selfspec.decoder.inputs import Inputs
 from selfspec.decoder.layers import trainable
 from selfspec.decoder.packing import Packing
 from selfspec.decoder.passes import ActivePass, Own, Pass, Skips, Span
@@ -63,7 +63,6 @@ class Decoder:
         self.windows = layer_windows(self.config, len(self.layers))
         self._mask_kinds = {None, *self.windows}
         self.gates = Gates(self.causal_lm, self.base, name, self.layers, self.windows, kernels)
-        self._takes = set(inspect.signature(type(self.base).forward).parameters)
         self._tail = Tail(self.causal_lm, self.base, self.gates)
         kind = self.config.model_type
         # These size their position bias from a 2-D mask and refuse a 4-D one.
@@ -73,6 +72,7 @@ class Decoder:
         words = self.causal_lm.get_input_embeddings()
         tables = [m for m in self.base.children() if isinstance(m, nn.Embedding) and m is not words]
         self.learned_positions = self.max_positions if tables else None
+        self._inputs = Inputs(type(self.base), self.learned_positions)
 
     @property
     def depth(self) -> int:
@@ -212,7 +212,8 @@ class Decoder:
             active = ActivePass(span, window, hidden, masks, self._alibi, tuple(keep), own)
             if skips is not None:
                 active.skips = skips
-            inputs = self._inputs(tokens, slots, window.positions, masks)
+            shown = None if self._alibi else masks
+            inputs = self._inputs(tokens, slots, window.positions, shown)
             return self._pass(active, inputs, unembed)
 
     def run_packed(
@@ -241,7 +242,8 @@ class Decoder:
         with self:
             masks = self._packed_masks(packing, tokens if hidden is None else hidden, step)
             active = ActivePass(span, None, hidden, masks, self._alibi, tuple(keep), own)
-            inputs = self._inputs(tokens, memory, packing.positions, masks)
+            shown = None if self._alibi else masks
+            inputs = self._inputs(tokens, memory, packing.positions, shown)
             return self._pass(active, inputs)
 
     def _pass(self, active: ActivePass, inputs: dict[str, Any], unembed: bool = False) -> Pass:
@@ -286,28 +288,6 @@ class Decoder:
             return {}
         dtype = self.dtype if hidden is None else hidden.dtype  # a model looks its own up slowly
         return {kind: slots.mask(kind, dtype, added) for kind in self._mask_kinds}
-
-    def _inputs(
-        self,
-        tokens: Tensor,
-        slots: SlotCache | None,
-        positions: Tensor,
-        masks: dict[int | None, Tensor],
-    ) -> dict[str, Any]:
-        inputs: dict[str, Any] = {
-            "input_ids": tokens,
-            "past_key_values": slots,
-            "use_cache": slots is not None,
-        }
-        if "return_dict" in self._takes:
-            inputs["return_dict"] = True
-        if masks and not self._alibi:
-            inputs["attention_mask"] = masks[None]
-        if "position_ids" in self._takes:
-            # Behind a row's last token a block may reach past a table of learned positions.
-            limit = self.learned_positions
-            inputs["position_ids"] = positions if limit is None else positions.clamp(max=limit - 1)
-        return inputs
 
     def unembed(self, normed: Tensor, readout: nn.Module | None = None) -> Tensor:
         """Logits `[rows, width, vocab]` of final-norm outputs, by the model's own tail.

@@ -17,6 +17,7 @@ from selfspec.draft import Tree
 from selfspec.engine import Engine, State, Verified
 from selfspec.heads import ExitHead
 from selfspec.reading.exit import ExitReader
+from selfspec.reading.places import column, newest, pick
 
 _DEFERRED = 128  # tokens that a head's own layer may be behind while others draft
 _COMPARED = 32  # of these, the last ones, whose next token the head says: the LM head is wide
@@ -62,7 +63,7 @@ class LayerReader(ExitReader):
         ends = torch.tensor(counts, device=hidden.device) - offset  # of the text, in this block
         if features is not None:
             joined = torch.cat([self._known, self._join(block)], dim=1)
-            at_end = _pick(joined, ends.clamp(0, width)[:, None])
+            at_end = pick(joined, ends.clamp(0, width)[:, None])
             self._known = torch.where((ends > 0)[:, None, None], at_end, self._known)
         self._hidden = hidden[:, :0]
         self._base = self._right = [
@@ -100,14 +101,14 @@ class LayerReader(ExitReader):
         blocks = [kept for _, kept in self._seen]
         starts = [self._base, *(lengths for lengths, _ in self._seen)]
         widths = [self._hidden.shape[1], *(kept[0].shape[1] for kept in blocks)]
-        at = torch.tensor(_newest(starts, widths), device=self._hidden.device)
-        self._hidden = _pick(torch.cat([self._hidden, *(kept[0] for kept in blocks)], dim=1), at)
+        at = torch.tensor(newest(starts, widths), device=self._hidden.device)
+        self._hidden = pick(torch.cat([self._hidden, *(kept[0] for kept in blocks)], dim=1), at)
         if self._joins:
             streams = [torch.cat(parts, dim=1) for parts in zip(*blocks, strict=True)]
             with state.stats.clock("head"):
                 joined = self.head.join(streams[1:])
             first, later = self._known[:, :1], self._known[:, 1:]
-            self._known = torch.cat([first, _pick(torch.cat([later, joined], dim=1), at)], dim=1)
+            self._known = torch.cat([first, pick(torch.cat([later, joined], dim=1), at)], dim=1)
         self._seen = []
 
     def _known_before(self, positions: Sequence[int]) -> Tensor:
@@ -115,7 +116,7 @@ class LayerReader(ExitReader):
         if not self._joins:
             return self._known
         places = [position - base for position, base in zip(positions, self._base, strict=True)]
-        return _pick(self._known, _column(places, self._known))
+        return pick(self._known, column(places, self._known))
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep some rows."""
@@ -142,7 +143,7 @@ class LayerReader(ExitReader):
         """Run the layers below the exit and the head's own over the next tokens of the block."""
         exit_layer, before = self.head.exit_layer, self._last
         if parents is not None:
-            before = _pick(before, parents)
+            before = pick(before, parents)
         at_once = self._in_one_pass(state)
         if place and at_once:
             own, leaves = self._own(before), self.decoder.leaves
@@ -181,7 +182,7 @@ class LayerReader(ExitReader):
         if self.shadow is None:
             return
         first = (end - _COMPARED).clamp(min=0)
-        compared = _pick(states, first + torch.arange(_COMPARED, device=first.device))
+        compared = pick(states, first + torch.arange(_COMPARED, device=first.device))
         with state.stats.clock("head"):
             choice = self._logits(compared).argmax(-1)
         counts = (end - first)[:, 0].tolist()
@@ -192,7 +193,7 @@ class LayerReader(ExitReader):
 
     def _catch_up(self, state: State, pending: Tensor) -> Tensor:
         """Run the layer up to the pending token; `[rows, 1, hidden]` what it left there."""
-        return _pick(*self._looked_at(state, pending))
+        return pick(*self._looked_at(state, pending))
 
     def _catch_up_at_once(self, state: State) -> Tensor:
         """`_catch_up` of a head at the embedding, which needs no states: tokens are enough.
@@ -208,13 +209,13 @@ class LayerReader(ExitReader):
         ]
         block = torch.tensor(tokens, device=state.pending.device)
         features = (
-            _pick(self._known, self._places(starts, block.shape[1], block)) if self._joins else None
+            pick(self._known, self._places(starts, block.shape[1], block)) if self._joins else None
         )
         offsets = [-end for end in ends]
         left = self.engine.shallow(state, block, 0, offsets, own=self._own(features))
-        end = _column(ends, left.hidden)
-        self._last = _pick(left.hidden, end)
-        return _pick(left.kept[0], end)
+        end = column(ends, left.hidden)
+        self._last = pick(left.hidden, end)
+        return pick(left.kept[0], end)
 
     def _behind(self, state: State) -> tuple[list[int], list[int]]:
         """Of each row, the first token that the layer has not seen right, and how far back it is.
@@ -229,7 +230,7 @@ class LayerReader(ExitReader):
     def _places(self, starts: Sequence[int], width: int, like: Tensor) -> Tensor:
         """`[rows, width]` where the tokens from `starts` on are in what was kept."""
         from_base = [start - base for start, base in zip(starts, self._base, strict=True)]
-        return _column(from_base, like) + torch.arange(width, device=like.device)
+        return column(from_base, like) + torch.arange(width, device=like.device)
 
     def _looked_at(self, state: State, pending: Tensor) -> tuple[Tensor, Tensor]:
         """Run the layer from the first token it has not seen right up to the pending one.
@@ -240,12 +241,12 @@ class LayerReader(ExitReader):
         starts, ends = self._behind(state)
         width = max(ends) + 1
         if width == 1 and not self._joins:
-            return self._run(state, self._enter(state, pending, None), 0), _column(ends, pending)
+            return self._run(state, self._enter(state, pending, None), 0), column(ends, pending)
         at = self._places(starts, width, pending)
-        end = _column(ends, pending)
-        hidden = _pick(torch.cat([self._hidden, pending], dim=1), at)
+        end = column(ends, pending)
+        hidden = pick(torch.cat([self._hidden, pending], dim=1), at)
         hidden = hidden.scatter(1, end[..., None].expand_as(pending), pending)
-        features = _pick(self._known, at) if self._joins else None
+        features = pick(self._known, at) if self._joins else None
         offsets = [-end for end in ends]
         return self._run(state, self._enter(state, hidden, features), offsets), end
 
@@ -276,37 +277,3 @@ class LayerReader(ExitReader):
         if not self._joins:
             return None
         return torch.cat([self._known, self._join(block)[:, :-1]], dim=1)
-
-
-def _newest(starts: Sequence[Sequence[int]], widths: Sequence[int]) -> list[list[int]]:
-    """Places of each row's tokens in blocks laid one behind the other.
-
-    A block starts, in each row, at the token of that number; what it has beyond the start of the
-    next did not stand. Shorter rows end with their last place, again.
-
-    Args:
-        starts: per block, one number a row.
-        widths: of the blocks.
-    """
-    found: list[list[int]] = []
-    for row in range(len(starts[0])):
-        places: list[int] = []
-        first = 0
-        for block, width in enumerate(widths):
-            ends = block + 1 < len(starts)
-            stood = starts[block + 1][row] - starts[block][row] if ends else width
-            places.extend(range(first, first + stood))
-            first += width
-        found.append(places)
-    longest = max(map(len, found))
-    return [places + places[-1:] * (longest - len(places)) for places in found]
-
-
-def _column(values: Sequence[int], like: Tensor) -> Tensor:
-    return torch.tensor(values, device=like.device)[:, None]
-
-
-def _pick(states: Tensor, places: Tensor) -> Tensor:
-    """`[rows, n, hidden]` the states at `[rows, n]` places; beyond the last it is the last."""
-    places = places.to(states.device).clamp(max=states.shape[1] - 1)
-    return states.gather(1, places[..., None].expand(-1, -1, states.shape[2]))

@@ -1,0 +1,53 @@
+"""What a model's body is called with in a pass."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import Tensor, nn
+
+from selfspec.slots import SlotCache
+
+
+class Inputs:
+    """Names that a family's body takes, and values for them.
+
+    Args:
+        body: its class.
+        learned_positions: rows of its table of learned positions; `None` without such a table.
+    """
+
+    def __init__(self, body: type[nn.Module], learned_positions: int | None):
+        self._takes = set(inspect.signature(body.forward).parameters)
+        self._limit = learned_positions
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        slots: SlotCache | None,
+        positions: Tensor,
+        masks: dict[int | None, Tensor] | None,
+    ) -> dict[str, Any]:
+        """Arguments of the body's `forward`.
+
+        Args:
+            tokens: `[rows, width]` token ids.
+            slots: the KV cache, if there is one.
+            positions: `[rows, width]` of the tokens.
+            masks: by sliding window; none where the family's own hold.
+        """
+        inputs: dict[str, Any] = {
+            "input_ids": tokens,
+            "past_key_values": slots,
+            "use_cache": slots is not None,
+        }
+        if "return_dict" in self._takes:
+            inputs["return_dict"] = True
+        if masks:
+            inputs["attention_mask"] = masks[None]
+        if "position_ids" in self._takes:
+            # Behind a row's last token a block may reach past a table of learned positions.
+            limit = self._limit
+            inputs["position_ids"] = positions if limit is None else positions.clamp(max=limit - 1)
+        return inputs
