@@ -90,12 +90,13 @@ class _Bundle:
     def __init__(self, modules: Sequence[Any], packed: _Packed):
         self._sizes = [_weight(module).shape[0] for module in modules]
         self._packed = packed
-        self._held: tuple[Tensor, Sequence[Tensor]] | None = None  # states, and what maps make
+        self._held: tuple[Tensor, Tensor] | None = None  # states, and what all make of them
 
     def forward(self, index: int, plain: Forward) -> Forward:
         """What to call instead of `plain`, that of the map with this index."""
         weight, bias, linear = self._packed.weight, self._packed.bias, _OPS._linear_pointwise
         dtype, alone, last = weight.dtype, len(self._sizes) == 1, index == len(self._sizes) - 1
+        start, size = sum(self._sizes[:index]), self._sizes[index]
 
         def forward(x: Tensor) -> Tensor:
             if torch.is_grad_enabled() or x.dtype != dtype:
@@ -104,10 +105,9 @@ class _Bundle:
                 return linear(x, weight, bias, "none", [], "")
             held = self._held  # one look: other threads may be writing, too
             if held is None or held[0] is not x:
-                made = linear(x, weight, bias, "none", [], "")
-                held = (x, made.split(self._sizes, dim=-1))
+                held = (x, linear(x, weight, bias, "none", [], ""))
             self._held = None if last else held
-            return held[1][index]
+            return held[1].narrow(-1, start, size)
 
         return forward
 
