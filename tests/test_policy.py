@@ -255,3 +255,22 @@ def test_what_others_saw_of_the_text_counts():
     for _ in range(300):
         way.shadow.add(0.8)
     assert way.rate == pytest.approx(2.5 * before, rel=0.1)
+
+
+def test_a_guess_counts_until_the_way_is_used():
+    policy = Policy()
+    policy.choose(GOOD)
+    for _ in range(8):
+        policy.learn("chain", 2.0, 1.0)
+    policy.way("plain").guess = 3.0
+    assert policy.best(GOOD) == "plain"
+    for _ in range(2):
+        policy.learn("plain", 1.0, 1.0)
+    assert policy.way("plain").rate == pytest.approx(1.0)
+    assert policy.best(GOOD) == "chain"
+
+
+def test_the_first_way_is_used_before_any_guess():
+    policy = Policy()
+    policy.way("plain").guess = 100.0
+    assert policy.choose(GOOD) == "chain"

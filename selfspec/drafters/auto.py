@@ -123,7 +123,9 @@ class Auto(Drafter):
         here, elsewhere = self.policies[self._where], self.policies[not self._where]
         for name in self.ways:
             other = elsewhere.way(name)
-            here.way(name).guess = other.rate if other.pace.known else None
+            # Drafts are kept more often where the text repeats itself: no guess for other places.
+            holds = other.pace.known and (self._where or name == "none")
+            here.way(name).guess = other.rate if holds else None
         pace = self.engine.pace(self.name, _name(self.readers[0]))
         plain = here.way("none")
         if plain.guess is None and pace.known and pace.fixed_seconds.value:
