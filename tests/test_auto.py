@@ -98,6 +98,15 @@ def test_a_head_that_drafts_shows_how_often_its_first_draft_is_right(way, right,
     assert not spec.engine.policy("auto", 1, True, False).shadow(name).count
 
 
+def test_plain_decoding_is_judged_by_the_rounds_of_chains(monkeypatch):
+    spec = SelfSpecModel(tiny_llama("always"))
+    monkeypatch.setattr(Auto, "_repeats", lambda auto, state: False)
+    spec.generate(IDS[:1], max_new_tokens=60, draft={"drafter": "auto", "exit_layer": EXIT})
+    plain = spec.engine.policy("auto", 1, False, False).way("none")
+    assert plain.known and plain.rate > 0
+    assert plain.pace.known or spec.engine.pace("auto", f"shared@{EXIT}").fixed_seconds.count
+
+
 def test_ways_outlive_the_call(monkeypatch):
     model = tiny_llama("sometimes")
     spec = SelfSpecModel(model, fitted(model, [("block", EXIT)]))
