@@ -45,6 +45,15 @@ def test_a_question_stands_as_its_benchmark_asks_it(words, tmp_path, reader, rec
     assert texts(words, reader=reader, path=path, count=1) == [text]
 
 
+def test_random_prompts_are_the_same_in_every_run(words):
+    config = PromptSetConfig(name="r", reader="random", count=5, prompt_tokens=(3, 11))
+    first, again = (read_prompts(config, words) for _ in range(2))
+    assert first == again and [len(prompt) for prompt in first] == [3, 5, 7, 9, 11]
+    drawn = {token for prompt in first for token in prompt}
+    assert drawn <= set(words.get_vocab().values()) - set(words.all_special_ids)
+    assert len(drawn) > 10
+
+
 @pytest.mark.parametrize("reader", ["text", "gsm8k", "humaneval", "mbpp", "mt_bench"])
 def test_the_package_has_samples(words, reader):
     found = texts(words, reader=reader, count=5)
@@ -113,6 +122,8 @@ def test_prose_is_cleaned_on_request(words, tmp_path):
     ("fields", "says"),
     [
         ({"reader": "spec_bench"}, "spec_bench is not in the package"),
+        ({"reader": "random", "path": "a.txt"}, "they need a count, and take no path"),
+        ({"reader": "random", "count": 0}, "they need a count, and take no path"),
         ({"prompt_tokens": (9, 4)}, "prompt_tokens must be a length or"),
         ({"prompt_tokens": 0}, "prompt_tokens must be a length or"),
         ({"chat": True}, "passages of text have neither"),

@@ -12,7 +12,7 @@ from typing_extensions import Self
 
 from selfspec.config import DraftConfig, Kernels, StrictConfig, load_config, unknown_name
 
-Reader = Literal["text", "gsm8k", "humaneval", "mbpp", "mt_bench", "spec_bench"]
+Reader = Literal["text", "random", "gsm8k", "humaneval", "mbpp", "mt_bench", "spec_bench"]
 Peer = Literal["plain", "assistant_early_exit", "prompt_lookup_num_tokens", "assistant_model"]
 
 PLAIN = "plain"
@@ -35,14 +35,14 @@ class PromptSetConfig(StrictConfig):
 
     Attributes:
         name: what reports call it.
-        reader: how its file is read.
+        reader: how its file is read; `random` reads none, and draws tokens that no one can predict.
         path: the file; of `text`, a file or a glob, `{stdlib}` standing for the running Python's
             standard library. `None` takes the sample in the package.
         count: prompts, at even distances in what there is; 0 takes all questions, or a passage of
             every text.
         prompt_tokens: a length, or the shortest and the longest: `text` is cut into lengths from
-            one to the other, questions outside are left out. `None`: 64 to 128 for `text`, any
-            length for questions.
+            one to the other (so are `random` ones), questions outside are left out. `None`: 64 to
+            128 for these two, any length for questions.
         template: a question's text, the record's fields in braces; `None` takes the reader's own.
         chat: whether the text stands as the user's turn in the tokenizer's chat template.
         clean: `prose` makes quotes straight and puts every paragraph on one line.
@@ -66,15 +66,17 @@ class PromptSetConfig(StrictConfig):
             )
         if self.reader == "spec_bench" and self.path is None:
             raise ValueError("spec_bench is not in the package; give the path of question.jsonl")
-        if self.reader == "text" and (self.chat or self.template):
+        if self.reader in ("text", "random") and (self.chat or self.template):
             raise ValueError("chat and template are for questions; passages of text have neither")
+        if self.reader == "random" and (self.path is not None or not self.count):
+            raise ValueError("random prompts are drawn: they need a count, and take no path")
         return self
 
     @property
     def lengths(self) -> tuple[int, int] | None:
         """The shortest and the longest prompt; `None` where any length will do."""
         if self.prompt_tokens is None:
-            return (64, 128) if self.reader == "text" else None
+            return (64, 128) if self.reader in ("text", "random") else None
         if isinstance(self.prompt_tokens, int):
             return self.prompt_tokens, self.prompt_tokens
         return self.prompt_tokens

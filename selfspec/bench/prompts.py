@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+import random
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -43,6 +44,8 @@ def read_prompts(
     """
     if config.reader == "text":
         prompts = _passages(config, tokenizer)
+    elif config.reader == "random":
+        prompts = _drawn(config, tokenizer)
     else:
         texts = [_question(config, record) for record in _records(config)]
         prompts = _fitting(config, [_encode(config, tokenizer, text) for text in texts], longest)
@@ -58,6 +61,20 @@ def read_prompts(
             f"{config.count or 'some'} were asked for; lower count or widen prompt_tokens"
         )
     return prompts
+
+
+def _drawn(config: PromptSetConfig, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Prompts of tokens that have nothing to do with one another, the same in every run."""
+    source = random.Random(0)
+    tokens = sorted(set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids))
+    return [source.choices(tokens, k=length) for length in _lengths(config, config.count)]
+
+
+def _lengths(config: PromptSetConfig, count: int) -> list[int]:
+    """Tokens of each prompt: from the shortest to the longest, at even distances."""
+    assert config.lengths is not None
+    low, high = config.lengths
+    return [low + (high - low) * number // max(1, count - 1) for number in range(count)]
 
 
 def _encode(config: PromptSetConfig, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -121,13 +138,10 @@ def _question(config: PromptSetConfig, record: dict[str, Any]) -> str:
 
 def _passages(config: PromptSetConfig, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Passages at even distances, each from the beginning of a line, cut at a token count."""
-    assert config.lengths is not None
     texts = [clean_prose(text) if config.clean == "prose" else text for text in _texts(config)]
     count = config.count or len(texts)
-    low, high = config.lengths
     prompts: list[list[int]] = []
-    for number in range(count):
-        length = low + (high - low) * number // max(1, count - 1)
+    for number, length in enumerate(_lengths(config, count)):
         text, turn = texts[number % len(texts)], number // len(texts)
         turns = len(range(number % len(texts), count, len(texts)))
         place = len(text) * (2 * turn + 1) // (2 * turns)
