@@ -74,15 +74,18 @@ def refuse_uncovered(
     inputs: Mapping[str, Any],
 ) -> None:
     """Raise ValueError for the first option that is not covered, or for weights in shards."""
-    if is_deepspeed_zero3_enabled() or _is_fully_sharded(model):
+    if _processes() > 1 and (is_deepspeed_zero3_enabled() or _is_fully_sharded(model)):
         raise ValueError(f"{type(model).__name__} is in shards: {_APART}")
     for problem in _problems(config, processors, inputs):
         raise ValueError(problem)
 
 
+def _processes() -> int:
+    started = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if started else 1
+
+
 def _is_fully_sharded(model: nn.Module) -> bool:
-    if not torch.distributed.is_available():  # some builds of torch have no processes
-        return False
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     kinds = (FSDPModule, FullyShardedDataParallel)

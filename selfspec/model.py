@@ -52,7 +52,8 @@ class SelfSpecModel:
         draft_model: a smaller model of the same vocabulary for the drafter `two_model`, or the
             folder or id to load it from.
         profile: what `selfspec tune` found, or its file: how `generate` drafts when it is not told.
-            One that was made for another device, dtype or target is left alone, with a warning.
+            One that was made for another device, dtype, target or kernels is left alone, with a
+            warning.
         kernels: what computes the layers of target, heads and draft models. `"eager"`: as
             transformers runs them. `"prepacked"`: linear maps in half precision on a CPU keep their
             weights in oneDNN's layout beside the model's own, which takes the weights' memory a

@@ -28,7 +28,7 @@ class Way:
 
     Attributes:
         pace: its rounds' seconds, and tokens of a row.
-        shadow: how often it would have agreed with the text while others drafted.
+        shadow: how often it would have agreed with the text, whoever drafted.
         agreed: `shadow` when it was last used; what it has gained since says how the text changed.
         seen: the round of the last use.
         guess: its rate by what is known elsewhere, for as long as it was not used here.

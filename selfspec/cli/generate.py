@@ -191,7 +191,7 @@ class _Job:
         """Answer all prompts into `output`."""
         from selfspec.jobs import run_job
 
-        aside = ("device", "kernels")  # the text is the same
+        aside = ("device",)  # the text is the same
         identity = {name: str(value) for name, value in vars(self).items() if name not in aside}
         bar = Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=progress())
         with reporting(as_json) as console, bar:

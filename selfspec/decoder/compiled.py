@@ -87,7 +87,7 @@ class CompiledLayers:
         self.problem = problem
         warnings.warn(
             f"the layers of {self._name} are not compiled ({problem}); they run as they are, "
-            "with the same output: leave compile out to get no warning",
+            "with the same output: leave kernels out to get no warning",
             stacklevel=2,
         )
 

@@ -91,25 +91,32 @@ class Gates:
         self.owner = threading.get_ident()
         self.entered += 1
         if self.entered == 1:
-            if self.compiled is not None:
-                self.compiled.begin()
-            if self.prepacked is not None:
-                for module, forward in self.prepacked.forwards(self.model, *self.others):
-                    self.shadow(module.__dict__, "forward", forward)
-            gates = [Gate(self, index, layer) for index, layer in enumerate(self.layers)]
-            self.shadow(self.base.__dict__, self.layers_name, gates)
-            for module in (self.base, self.model):
-                if "forward" not in module.__dict__:  # else device hooks have one of their own
-                    self.shadow(module.__dict__, "forward", self._lean(module))
-            if self.final_norm is not None:
-                norm = self._timed(self._needed(self.final_norm.forward))
-                self.shadow(self.final_norm.__dict__, "forward", norm)
-            lm_head = self.model.get_output_embeddings()
-            assert lm_head is not None  # a model without is refused
-            self.shadow(lm_head.__dict__, "forward", self._timed(self._read(lm_head.forward)))
-            for module in self._rotary:
-                self.shadow(module.__dict__, "forward", self._tabled(module.forward))
+            try:
+                self._put_in()
+            except BaseException:  # packing takes memory and time
+                self.__exit__()
+                raise
         return self
+
+    def _put_in(self) -> None:
+        if self.compiled is not None:
+            self.compiled.begin()
+        if self.prepacked is not None:
+            for module, forward in self.prepacked.forwards(self.model, *self.others):
+                self.shadow(module.__dict__, "forward", forward)
+        gates = [Gate(self, index, layer) for index, layer in enumerate(self.layers)]
+        self.shadow(self.base.__dict__, self.layers_name, gates)
+        for module in (self.base, self.model):
+            if "forward" not in module.__dict__:  # else device hooks have one of their own
+                self.shadow(module.__dict__, "forward", self._lean(module))
+        if self.final_norm is not None:
+            norm = self._timed(self._needed(self.final_norm.forward))
+            self.shadow(self.final_norm.__dict__, "forward", norm)
+        lm_head = self.model.get_output_embeddings()
+        assert lm_head is not None  # a model without is refused
+        self.shadow(lm_head.__dict__, "forward", self._timed(self._read(lm_head.forward)))
+        for module in self._rotary:
+            self.shadow(module.__dict__, "forward", self._tabled(module.forward))
 
     def __exit__(self, *error: object) -> None:
         """Take the gates out, whatever happened."""
@@ -191,10 +198,10 @@ class Gates:
         return needed
 
     def _read(self, lm_head: Callable[..., Any]) -> Callable[..., Any]:
-        def read(hidden_states: Tensor) -> Tensor:
+        def read(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             own = self.active.own if self.active is not None and self.gated else None
             if own is None or own.readout is None:
-                return lm_head(hidden_states)
+                return lm_head(hidden_states, *args, **kwargs)
             return own.readout(hidden_states)
 
         return read

@@ -25,7 +25,6 @@ Forward = Callable[[Tensor], Tensor]
 # What reads the same states, by the names that models share (vLLM joins these, too). A map that is
 # called with other states than its sisters costs time, and is right all the same.
 _SISTERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-_LOOKED_AT = 16  # numbers of a weight that tell whether it was changed behind torch's back
 
 
 class _Packed(NamedTuple):
@@ -34,23 +33,23 @@ class _Packed(NamedTuple):
     Attributes:
         weight: `[out, in]` of all, one behind the other, in oneDNN's layout.
         bias: `[out]`, or `None`.
-        states: for each, the address of its memory and torch's count of its changes; those made
-            through `.data` are not in it.
-        sample: numbers from all over them.
+        sums: of each, by rows and by columns, from which every change is seen. Torch's own count
+            of changes leaves out those of fused optimizers and of merged adapters.
     """
 
     weight: Tensor
     bias: Tensor | None
-    states: list[tuple[int, int]]
-    sample: Tensor
+    sums: list[Tensor]
 
 
-# By the first of the maps. Wrappers of one model share what was packed.
+# By the first of the maps, for as long as it lives. Wrappers of one model share what was packed.
 _PACKED: WeakKeyDictionary[nn.Module, _Packed] = WeakKeyDictionary()
 
 
 class PrepackedLinears:
-    """Packed weights of linear maps, kept while the weights stay what they are.
+    """Packed weights of linear maps, made anew where weights have changed since the last call.
+
+    All weights are read for that at the beginning of a call, which takes as long as a token or two.
 
     Args:
         name: the model's, for the warning.
@@ -69,7 +68,7 @@ class PrepackedLinears:
                 bundle = _Bundle(modules, _pack(modules))
                 for index, module in enumerate(modules):
                     yield module, bundle.forward(index, module.forward)
-        if not found and not self._warned:
+        if not found and not self._warned and not _have_their_own(roots):
             self._warned = True
             warnings.warn(
                 f"nothing of {self._name} can be prepacked: it takes linear maps in a half "
@@ -98,18 +97,23 @@ class _Bundle:
         dtype, alone, last = weight.dtype, len(self._sizes) == 1, index == len(self._sizes) - 1
         start, size = sum(self._sizes[:index]), self._sizes[index]
 
-        def forward(x: Tensor) -> Tensor:
-            if torch.is_grad_enabled() or x.dtype != dtype:
-                return plain(x)
+        def forward(input: Tensor) -> Tensor:
+            if torch.is_grad_enabled() or input.dtype != dtype:
+                return plain(input)
             if alone:
-                return linear(x, weight, bias, "none", [], "")
+                return linear(input, weight, bias, "none", [], "")
             held = self._held  # one look: other threads may be writing, too
-            if held is None or held[0] is not x:
-                held = (x, linear(x, weight, bias, "none", [], ""))
+            if held is None or held[0] is not input:
+                held = (input, linear(input, weight, bias, "none", [], ""))
             self._held = None if last else held
             return held[1].narrow(-1, start, size)
 
         return forward
+
+
+def _have_their_own(roots: Sequence[nn.Module]) -> bool:
+    """Whether something else stands in for forwards: device hooks, or an outer call."""
+    return any("forward" in module.__dict__ for root in roots for module in root.modules())
 
 
 def _bundles(root: nn.Module) -> Iterator[list[nn.Module]]:
@@ -128,7 +132,7 @@ def _bundles(root: nn.Module) -> Iterator[list[nn.Module]]:
 
 def _is_packable(module: Any) -> bool:
     if type(module) not in (nn.Linear, Conv1D) or "forward" in module.__dict__:
-        return False  # with a `forward` of its own, device hooks bring the weights
+        return False  # device hooks bring the weights, or an outer call has packed them
     weight = module.weight
     return type(weight) is nn.Parameter and weight.device.type == "cpu" and _computes(weight.dtype)
 
@@ -154,17 +158,17 @@ def _weight(module: Any) -> Tensor:
 
 def _pack(modules: Sequence[Any]) -> _Packed:
     parts = [p.detach() for m in modules for p in (m.weight, m.bias) if p is not None]
-    states = [(part.data_ptr(), 0 if part.is_inference() else part._version) for part in parts]
-    sample = torch.cat([_sample(part) for part in parts])
+    sums = [total for part in parts for total in _sums(part)]
     held = _PACKED.get(modules[0])
-    if held is None or held.states != states or not torch.equal(held.sample, sample):
+    if held is None or not all(map(torch.equal, held.sums, sums)):
         weight = _OPS._reorder_linear_weight(torch.cat([_weight(m) for m in modules]), 1)
         biased = modules[0].bias is not None
         bias = torch.cat([module.bias.detach() for module in modules]) if biased else None
-        held = _PACKED[modules[0]] = _Packed(weight, bias, states, sample)
+        held = _PACKED[modules[0]] = _Packed(weight, bias, sums)
     return held
 
 
-def _sample(part: Tensor) -> Tensor:
-    flat = part.reshape(-1)
-    return flat[:: max(1, flat.shape[0] // _LOOKED_AT)]
+def _sums(part: Tensor) -> list[Tensor]:
+    """Sums of the bits of a weight or bias: several numbers at a time where they fit in a word."""
+    words = part.contiguous().view(torch.int64 if part.shape[-1] % 4 == 0 else torch.int16)
+    return [words.sum(0), words.sum(1)] if words.ndim == 2 else [words.clone()]

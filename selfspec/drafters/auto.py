@@ -126,11 +126,13 @@ class Auto(Drafter):
             # Drafts are kept more often where the text repeats itself: no guess for other places.
             holds = other.pace.known and (self._where or name == "none")
             here.way(name).guess = other.rate if holds else None
-        pace = self.engine.pace(self.name, _name(self.readers[0]))
-        plain = here.way("none")
-        if plain.guess is None and pace.known and pace.fixed_seconds.value:
-            # A round of plain decoding takes no longer than one with drafts does without them.
-            plain.guess = 1 / pace.fixed_seconds.value
+        first = _name(self.readers[0])
+        times, chain = self.engine.pace(self.name, first), here.way(f"chain {first}").pace
+        if here.way("none").guess is None and chain.known and times.fixed_seconds.value:
+            # A round of plain decoding takes no longer than one with drafts does without them;
+            # what share that is holds for other batches, too.
+            share = times.fixed_seconds.value / times.round_seconds.value
+            here.way("none").guess = 1 / (share * chain.round_seconds.value)
 
     def _repeats(self, state: State) -> bool:
         """Whether the end of every row has occurred in it before."""
@@ -148,7 +150,11 @@ class Auto(Drafter):
             kept = [verified.kept[self.keep.index(layer)] for layer in reader.keep]
             seen = verified._replace(kept=kept)
             reader.verified(state, draft.levels if reader is own else 0, seen)
-        if own is not None and own.shadow is not None and not state.sampler.do_sample:
+        if (
+            own is not None
+            and own.shadow is not None
+            and not (state.sampler.do_sample or self._where)
+        ):
             # The first draft of a round is the token that its head would say; so of a tree's.
             for row, count in enumerate(accepted):
                 first = verdict.branch is None or int(verdict.branch[row, 0]) == 1

@@ -22,8 +22,8 @@ class ExitReader:
 
     Attributes:
         keep: residual streams that prefill and verification have to keep for the head.
-        shadow: learns how often the head would have drafted the text's next token while others
-            drafted; `None` where nobody asks. Only a head with a layer of its own finds out.
+        shadow: learns how often the head would have drafted the text's next token; `None` where
+            nobody asks. While others draft, only a head with a layer of its own finds out.
     """
 
     keep: tuple[int, ...] = ()
