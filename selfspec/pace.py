@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 _FAST, _SLOW = 0.03, 0.1  # weight of the newest round: in what a text brings, in what a pass costs
+_STEADY = 0.01  # weight of the newest draft in what drafts have on average
 _WILD = 2.0  # a measurement beyond that many times the estimate counts as that many
 
 
@@ -54,6 +55,7 @@ class Pace:
         tokens: emitted in a round, of a row on average.
         kept: drafts of a round that were kept.
         foreseen: how many were to be kept, by the chances that their head gave them.
+        chance: what a draft has on average, if those before it stand.
         clock: what times them, in seconds.
     """
 
@@ -63,6 +65,7 @@ class Pace:
     tokens: Mean = field(default_factory=lambda: Mean(_FAST))
     kept: Mean = field(default_factory=lambda: Mean(_FAST))
     foreseen: Mean = field(default_factory=lambda: Mean(_FAST))
+    chance: Mean = field(default_factory=lambda: Mean(_STEADY))
     clock: Callable[[], float] = field(default_factory=lambda: time.perf_counter)
 
     @property

@@ -11,11 +11,14 @@ from dataclasses import dataclass, field
 
 from selfspec.pace import Mean, Pace
 
+PLAIN = "none"  # the way that drafts nothing
+
 _FIRST = 8  # rounds of the first way, before any other is tried
 _STRETCH = 4  # rounds of a trial
 _ENOUGH = 16  # rounds from which luck no longer decides
 _SPREAD = 0.5  # of the tokens of a round: standard deviation over mean
 _WASTE = 0.01  # share of the time that trials may lose
+_AGAIN = 0.005  # share of the time without plain decoding that looking at it again may lose
 _CREDIT = 1.0  # rounds that may be lost before anything is known
 _STALE = 32  # rounds after which a way is worth another look
 _SHADOW = 0.02  # weight of a token in how often a head would have agreed
@@ -31,6 +34,7 @@ class Way:
         shadow: how often it would have agreed with the text, whoever drafted.
         agreed: `shadow` when it was last used; what it has gained since says how the text changed.
         seen: the round of the last use.
+        since: the policy's seconds then.
         guess: its rate by what is known elsewhere, for as long as it was not used here.
     """
 
@@ -38,6 +42,7 @@ class Way:
     shadow: Mean = field(default_factory=lambda: Mean(_SHADOW))
     agreed: float | None = None
     seen: int = 0
+    since: float = 0.0
     guess: float | None = None
 
     @property
@@ -92,7 +97,10 @@ class Policy:
 
     def way(self, name: str) -> Way:
         """What is known of a way."""
-        return self.ways.setdefault(name, Way())
+        found = self.ways.get(name)
+        if found is None:
+            found = self.ways[name] = Way()
+        return found
 
     def shadow(self, name: str) -> Mean:
         """How often something that several ways share would have agreed with the text."""
@@ -111,6 +119,7 @@ class Policy:
         self._current = trial or best
         if trial and self._is_stale(self.ways[trial]):
             self.ways[trial].pace.tokens.doubt(_ENOUGH)
+            self.ways[trial].pace.round_seconds.doubt(_STRETCH)  # the machine may have changed
         if trial:
             self._left = _STRETCH - 1
         elif not self.ways[best].pace.known:
@@ -144,6 +153,11 @@ class Policy:
         for name in sorted(stale, key=lambda name: self.ways[name].seen):
             if self._price(self.ways[name], top) <= budget:
                 return name
+        # Plain decoding is what must never be missed, and a few rounds tell how fast it is.
+        plain = self.ways.get(PLAIN)
+        if plain is not None and PLAIN in others and plain.known and self._is_stale(plain):
+            saved = _AGAIN * (self.seconds - plain.since)
+            return PLAIN if self._price(plain, top) <= saved else None
         return None
 
     def _is_unlucky(self, way: Way, top: Way) -> bool:
@@ -168,6 +182,7 @@ class Policy:
         self.rounds += 1
         way.seen = self.rounds
         self.seconds += seconds
+        way.since = self.seconds
         if self._trial and name == self._current:
             best = max(other.rate for other in self.ways.values())
             if best > 0:

@@ -52,9 +52,10 @@ class OptimalStop(Schedule):
     """Stops once another draft would bring less than the time it takes is worth.
 
     A draft behind others counts only if all of them are kept: it brings the product of their
-    calibrated chances, times its own, which is not known before it is drafted and taken for that of
-    the draft before it. A head that was right more often so far than its chances said (a text that
-    goes in circles) is believed more, another less. A draft costs what one has cost so far.
+    calibrated chances, times its own, which is not known before it is drafted: it is taken for the
+    middle between that of the draft before it and what drafts have on average. A head that was
+    right more often so far than its chances said (a text that goes in circles) is believed more,
+    another less. A draft costs what one has cost so far.
 
     What time is worth is the rate so far, in tokens per second, so that drafting longer pays as
     long as it would raise that rate (the marginal value rule, Charnov 1976). All is counted for a
@@ -88,7 +89,9 @@ class OptimalStop(Schedule):
         self._foreseen += sum(self._reach) / len(chance)
         if not self.pace.known:
             return self._depth < _FIRST_GUESS
-        further = [reach * own for reach, own in zip(self._reach, chance, strict=True)]
+        self.pace.chance.add(sum(chance) / len(chance))
+        usual = self.pace.chance.value
+        further = [r * (own + usual) / 2 for r, own in zip(self._reach, chance, strict=True)]
         gain = self.pace.bias * sum(further) / len(further)
         return gain > self.pace.draft_seconds.value * self.pace.rate
 

@@ -118,22 +118,65 @@ def test_a_draft_model_is_packed_too():
     assert other.model.layers[0].mlp.gate_proj in prepacked._PACKED
 
 
-@pytest.mark.parametrize("change", ["in place", "behind torch's back", "another tensor"])
+def all_but_a_column(weight):
+    weight.data[:, 1:] = 0  # torch does not count what goes through .data
+
+
+def one_number(weight):
+    weight.data[3, 5] += 2
+
+
+def two_numbers_changed_places(weight):
+    weight.data[3] = weight.data[3].flip(0)
+
+
+def a_step_of_a_fused_optimizer(weight):
+    optimizer = torch.optim.AdamW([weight], lr=1e-2, fused=True)  # nor does it count these
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+
+
+def another_tensor(weight):
+    weight.set_(weight * 2)
+
+
+CHANGES = (
+    all_but_a_column,
+    one_number,
+    two_numbers_changed_places,
+    a_step_of_a_fused_optimizer,
+    another_tensor,
+)
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_weights_that_change_between_calls_are_packed_anew(change):
     model = tiny_llama("sometimes", dtype=HALF)
     spec = SelfSpecModel(model, kernels="prepacked")
     before = logits(spec, 6, vocab=64)
-    weight = model.model.layers[1].mlp.up_proj.weight
-    if change == "in place":
-        with torch.no_grad():
-            weight[3, 5] += 2  # one number: torch counts it
-    elif change == "behind torch's back":
-        weight.data.mul_(0.5)  # as adapters are merged
-    else:
-        model.model.layers[1].mlp.up_proj.weight = torch.nn.Parameter(weight.detach() * 2)
+    with torch.no_grad():
+        change(model.model.layers[1].mlp.up_proj.weight)
     after = logits(spec, 6, vocab=64)
     assert not torch.equal(before, after)
     assert torch.equal(after, logits(SelfSpecModel(model), 6, vocab=64))
+
+
+def test_an_interrupt_while_packing_leaves_the_model_as_it_was(monkeypatch):
+    model, seen = tiny_llama("sometimes", dtype=HALF), []
+    names = [set(vars(module)) for module in model.modules()]
+    spec, pack = SelfSpecModel(model, kernels="prepacked"), prepacked._pack
+
+    def interrupted(modules):
+        seen.append(modules)
+        if len(seen) == 5:
+            raise KeyboardInterrupt
+        return pack(modules)
+
+    monkeypatch.setattr(prepacked, "_pack", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        logits(spec, 6, vocab=64)
+    assert [set(vars(module)) for module in model.modules()] == names
+    assert torch.equal(logits(spec, 6, vocab=64), logits(SelfSpecModel(model), 6, vocab=64))
 
 
 def test_adapters_are_merged_and_taken_out():

@@ -13,7 +13,7 @@ from selfspec.engine import Engine, State, Verified
 from selfspec.growth import ExitGrowth, share
 from selfspec.heads import ExitHead
 from selfspec.lookup import Lookup
-from selfspec.policy import Policy
+from selfspec.policy import PLAIN, Policy
 from selfspec.reading import ExitReader, make_reader
 from selfspec.schedule import OptimalStop
 
@@ -77,7 +77,7 @@ class Auto(Drafter):
             self._chains[f"chain {exit_name}"] = chain
             self.ways[f"chain {exit_name}"] = chain.propose
             self._of[f"chain {exit_name}"] = reader
-            self.ways.setdefault("none", self._draft_nothing)
+            self.ways.setdefault(PLAIN, self._draft_nothing)
             if not self.engine.decoder.counts_keys:
                 self.ways[f"tree {exit_name}"] = ExitGrowth(reader, widths).propose
                 self._of[f"tree {exit_name}"] = reader
@@ -124,15 +124,15 @@ class Auto(Drafter):
         for name in self.ways:
             other = elsewhere.way(name)
             # Drafts are kept more often where the text repeats itself: no guess for other places.
-            holds = other.pace.known and (self._where or name == "none")
+            holds = other.pace.known and (self._where or name == PLAIN)
             here.way(name).guess = other.rate if holds else None
         first = _name(self.readers[0])
         times, chain = self.engine.pace(self.name, first), here.way(f"chain {first}").pace
-        if here.way("none").guess is None and chain.known and times.fixed_seconds.value:
+        if here.way(PLAIN).guess is None and chain.known and times.fixed_seconds.value:
             # A round of plain decoding takes no longer than one with drafts does without them;
             # what share that is holds for other batches, too.
             share = times.fixed_seconds.value / times.round_seconds.value
-            here.way("none").guess = 1 / (share * chain.round_seconds.value)
+            here.way(PLAIN).guess = 1 / (share * chain.round_seconds.value)
 
     def _repeats(self, state: State) -> bool:
         """Whether the end of every row has occurred in it before."""
