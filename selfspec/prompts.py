@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from selfspec.engine import Engine, State
 from selfspec.sampling import Context, Sampler
-from selfspec.slots import SlotCache
+from selfspec.slots import RowStates, SlotCache, join_rows, take_row
 from selfspec.stats import Stats
 
 
@@ -41,7 +41,7 @@ class Prompt:
         self.engine, self.tokens = engine, tokens.to(engine.decoder.device)
         self.rows, self.width = tokens.shape
         self.cache, self.keep_cache = cache, keep_cache or cache is not None
-        self.retired: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self.retired: dict[int, RowStates] = {}
         mask = torch.ones_like(tokens) if mask is None else mask
         self.lengths = _real_lengths(tokens, mask)
         self.known = _known_lengths(cache, self.rows, padded=bool((mask == 0).any()))
@@ -97,7 +97,7 @@ class Prompt:
     def retire(self, slots: SlotCache, leaving: Mapping[int, int]) -> None:
         """Keep the KV of rows (row of the call: place in `slots`) that leave the batch."""
         if self.keep_cache and self.rows > 1:
-            self.retired |= {row: slots.row(place) for row, place in leaving.items()}
+            self.retired |= {row: take_row(slots, place) for row, place in leaving.items()}
 
     def final_cache(self, slots: SlotCache) -> Cache | None:
         """The cache that the caller gets back: the one it passed in, or a `SlotCache`."""
@@ -110,7 +110,7 @@ class Prompt:
         if self.rows == 1:
             return slots
         states = [self.retired[row] for row in range(self.rows)]
-        whole = SlotCache.from_rows(states, self.engine.decoder.windows, slots.device)
+        whole = join_rows(states, self.engine.decoder.windows, slots.device)
         if isinstance(self.cache, SlotCache):
             self.cache.take(whole)
             return self.cache

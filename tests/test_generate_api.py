@@ -18,7 +18,7 @@ from transformers.generation.logits_process import TemperatureLogitsWarper
 
 from selfspec import DraftConfig, SelfSpecModel
 from selfspec.decoding import SpecOutput
-from selfspec.slots import SlotCache
+from selfspec.slots import SlotCache, take_row
 from selfspec.stats import Stats, Trace
 
 DRAFT = DraftConfig(exit_layer=EXIT, num_draft_tokens=4)
@@ -98,7 +98,7 @@ def test_the_cache_that_comes_back_holds_what_a_plain_pass_would(lengths):
     for row, length in enumerate(lengths):
         text = out.sequences[row, ids.shape[1] - length : -1][None]
         plain = target(text, use_cache=True).past_key_values
-        for (keys, values), layer in zip(cache.row(row), plain.layers, strict=True):
+        for (keys, values), layer in zip(take_row(cache, row), plain.layers, strict=True):
             torch.testing.assert_close(keys, layer.keys[0])
             torch.testing.assert_close(values, layer.values[0])
 

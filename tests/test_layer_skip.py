@@ -17,6 +17,7 @@ from selfspec import DraftConfig, SelfSpecModel
 from selfspec.decoder import Decoder, Skips, Span
 from selfspec.engine import Engine
 from selfspec.skipping import middle_layers, similar_layers
+from selfspec.slots import take_row
 
 ALL = Span(0, LAYERS)
 TOKENS = torch.randint(2, 61, (2, 9), generator=torch.Generator().manual_seed(5))
@@ -180,7 +181,7 @@ def test_approximate_states_are_overwritten(search: str) -> None:
     )
     assert spec.last_stats.acceptance_rate < 1
     own = model(out.sequences[:, :-1], use_cache=True).past_key_values
-    for ours, theirs in zip(out.past_key_values.row(0), own, strict=True):
+    for ours, theirs in zip(take_row(out.past_key_values, 0), own, strict=True):
         for states, expected in zip(ours, theirs[:2], strict=True):
             torch.testing.assert_close(states, expected[0], rtol=1e-9, atol=1e-9)
 
@@ -238,7 +239,7 @@ def test_clasp_carries_the_states_that_skipping_leaves(family: str) -> None:
     slots.commit([text.shape[1] - 2, text.shape[1]])  # rows of different lengths
     full = decoder.run(last, ALL, slots, keep=tuple(range(LAYERS + 1)))
     slots.commit([1, 1])
-    before = slots.row(0)
+    before = take_row(slots, 0)
     carried: list[torch.Tensor] = []
     run_span = decoder.run
 
@@ -250,7 +251,7 @@ def test_clasp_carries_the_states_that_skipping_leaves(family: str) -> None:
     decoder.run = noting  # pyright: ignore[reportAttributeAccessIssue]
     layers = similar_layers(decoder, slots, full.kept, 2)
     assert len(layers) == 2
-    for layer, held in zip(slots.row(0), before, strict=True):
+    for layer, held in zip(take_row(slots, 0), before, strict=True):
         assert torch.equal(layer[0], held[0]) and torch.equal(layer[1], held[1])
     slots.crop(-1)
     real = run_span(last, ALL, slots, skips=Skips.of(layers, layers))

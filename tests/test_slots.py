@@ -7,7 +7,7 @@ from transformers import DynamicCache, LlamaConfig, MistralConfig
 
 from selfspec import DraftConfig, SelfSpecModel
 from selfspec.draft import Tree
-from selfspec.slots import SlotCache
+from selfspec.slots import SlotCache, join_rows, take_row
 
 HEADS, DIM = 2, 4
 
@@ -161,20 +161,20 @@ def test_a_pass_in_steps_writes_what_one_pass_writes():
     for cache in (whole, steps):
         cache.commit([3, 3, 3])
     for row in range(3):
-        for (one, _), (other, _) in zip(whole.row(row), steps.row(row), strict=True):
+        for (one, _), (other, _) in zip(take_row(whole, row), take_row(steps, row), strict=True):
             assert torch.equal(one, other)
 
 
 def test_growth_keeps_what_is_there():
     slots = ragged()
-    kept = [slots.row(row) for row in range(3)]
+    kept = [take_row(slots, row) for row in range(3)]
     capacities = {slots.layers[0].capacity}
     put(slots, *([7] * 700 for _ in range(3)))
     assert slots.layers[0].capacity >= 704
     capacities.add(slots.layers[0].capacity)
     assert len(capacities) == 2
     for row in range(3):
-        for (keys, values), (k, v) in zip(slots.row(row), kept[row], strict=True):
+        for (keys, values), (k, v) in zip(take_row(slots, row), kept[row], strict=True):
             assert torch.equal(keys, k) and torch.equal(values, v)
 
 
@@ -229,7 +229,8 @@ def test_a_branch_is_gathered_into_place():
     put(slots, *([100 * (row + 1) + i for i in range(5)] for row in range(3)))
     slots.gather(torch.tensor([[0, 2, 4], [0, 1, 3], [1, 3, 4]]))
     slots.commit([3, 3, 2])
-    kept = [[layer[0][0, :, 0].long().tolist() for layer in slots.row(row)] for row in range(3)]
+    rows = [take_row(slots, row) for row in range(3)]
+    kept = [[keys[0, :, 0].long().tolist() for keys, _ in row] for row in rows]
     assert kept[0] == [[0, 1, 100, 102, 104]] * 2
     assert kept[1] == [[10, 11, 12, 13, 200, 201, 203]] * 2
     assert kept[2] == [[20, 21, 22, 301, 303]] * 2
@@ -275,23 +276,23 @@ def test_the_branch_of_a_chain_moves_nothing():
 @pytest.mark.parametrize("rows", [[2], [0, 2], [2, 0, 1], [1]], ids=str)
 def test_select_keeps_rows_in_order(rows):
     slots = ragged()
-    before = [slots.row(row) for row in range(3)]
+    before = [take_row(slots, row) for row in range(3)]
     slots.select(rows)
     assert slots.rows == len(rows)
     assert slots.lengths == [(2, 4, 3)[row] for row in rows]
     for place, row in enumerate(rows):
-        for now, then in zip(slots.row(place), before[row], strict=True):
+        for now, then in zip(take_row(slots, place), before[row], strict=True):
             assert torch.equal(now[0], then[0]) and torch.equal(now[1], then[1])
 
 
 def test_rows_make_a_cache_and_a_cache_makes_rows():
     slots = ragged()
-    rows = [slots.row(row) for row in (2, 0, 1)]
-    again = SlotCache.from_rows(rows, (None, 3), "cpu")
+    rows = [take_row(slots, row) for row in (2, 0, 1)]
+    again = join_rows(rows, (None, 3), "cpu")
     assert again.lengths == [3, 2, 4]
     assert [layer.window for layer in again.layers] == [None, 3]
     for place, row in enumerate(rows):
-        for now, then in zip(again.row(place), row, strict=True):
+        for now, then in zip(take_row(again, place), row, strict=True):
             assert torch.equal(now[0], then[0]) and torch.equal(now[1], then[1])
     ((keys, _), *_) = put(again, [5], [6], [7])
     assert numbers(keys)[1][:3] == [0, 1, 6]
@@ -299,7 +300,7 @@ def test_rows_make_a_cache_and_a_cache_makes_rows():
 
 def test_a_row_is_a_copy():
     slots = ragged()
-    row = slots.row(0)
+    row = take_row(slots, 0)
     slots.layers[0].keys.zero_()
     assert numbers(row[0][0][None])[0] == [0, 1]
 
@@ -351,7 +352,7 @@ def test_a_dynamic_cache_is_loaded_to_its_positions(kind, width):
     slots = SlotCache([window] * 2, 1)
     slots.load(filled(CONFIGS[kind], width))
     assert slots.lengths == [width]
-    for keys, values in slots.row(0):
+    for keys, values in take_row(slots, 0):
         # A sliding cache has dropped what no later token can see.
         first = max(0, width - 3) if window else 0
         assert keys[0, first:, 0].tolist() == list(range(first, width))

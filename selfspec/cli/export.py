@@ -17,6 +17,37 @@ export = typer.Typer(
 )
 
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make.", show_default=False)]
+ExitLayer = Annotated[
+    int | None,
+    typer.Option(
+        "--exit-layer",
+        "-e",
+        metavar="N",
+        help="Layers below the exit that is folded.",
+        show_default="the heads' own",
+        rich_help_panel="Draft",
+    ),
+]
+HeadKind = Annotated[
+    str | None,
+    typer.Option(
+        "--head",
+        help="Kind of the exit head: block, lora, lens or shared.",
+        show_default="the one fitted at that exit",
+        rich_help_panel="Draft",
+    ),
+]
+NumDraftTokens = Annotated[
+    int,
+    typer.Option(
+        "--num-draft-tokens",
+        "-k",
+        min=1,
+        metavar="K",
+        help="Drafts a round, in the launch lines.",
+        rich_help_panel="Draft",
+    ),
+]
 
 
 @export.command("hf-draft", epilog=examples("export hf-draft"))
@@ -25,36 +56,9 @@ def hf_draft(
     model: opt.Model = None,
     heads: opt.Heads = None,
     dtype: opt.DtypeOption = opt.Dtype.auto,
-    exit_layer: Annotated[
-        int | None,
-        typer.Option(
-            "--exit-layer",
-            "-e",
-            metavar="N",
-            help="Layers below the exit that is folded.",
-            show_default="the heads' own",
-            rich_help_panel="Draft",
-        ),
-    ] = None,
-    head: Annotated[
-        str | None,
-        typer.Option(
-            help="Kind of the exit head: block, lora, lens or shared.",
-            show_default="the one fitted at that exit",
-            rich_help_panel="Draft",
-        ),
-    ] = None,
-    num_draft_tokens: Annotated[
-        int,
-        typer.Option(
-            "--num-draft-tokens",
-            "-k",
-            min=1,
-            metavar="K",
-            help="Drafts a round, in the launch lines.",
-            rich_help_panel="Draft",
-        ),
-    ] = 4,
+    exit_layer: ExitLayer = None,
+    head: HeadKind = None,
+    num_draft_tokens: NumDraftTokens = 4,
     as_json: opt.AsJson = False,
 ) -> None:
     """Fold an exit into a stock checkpoint, a draft model for any engine that takes one."""

@@ -32,40 +32,53 @@ class Format(str, Enum):
     trace = "trace"
 
 
+PromptText = Annotated[
+    str | None, typer.Argument(help="Text to go on from; - reads stdin.", show_default="stdin")
+]
+File = Annotated[
+    Path | None,
+    typer.Option(
+        "--file",
+        "-f",
+        help='Prompts: JSON lines with a "prompt" each, or one plain text; - reads stdin.',
+    ),
+]
+JobPrompts = Annotated[
+    Path | None,
+    typer.Option(
+        "--prompts",
+        metavar="FILE",
+        help="A job: prompts as of --file, answered into --output. Stopped, the same command "
+        "goes on where it was.",
+        rich_help_panel=_JOB,
+    ),
+]
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        help="JSON lines to make, one for each prompt, in their order.",
+        rich_help_panel=_JOB,
+    ),
+]
+Processes = Annotated[int, typer.Option(min=1, help="How many run at once.", rich_help_panel=_JOB)]
+FormatOption = Annotated[
+    Format,
+    typer.Option(
+        "--format",
+        help="text: the continuation. jsonl: an object per prompt. trace: the continuation "
+        "with accepted, corrected and bonus tokens told apart.",
+    ),
+]
+
+
 def generate(
-    prompt: Annotated[
-        str | None, typer.Argument(help="Text to go on from; - reads stdin.", show_default="stdin")
-    ] = None,
-    file: Annotated[
-        Path | None,
-        typer.Option(
-            "--file",
-            "-f",
-            help='Prompts: JSON lines with a "prompt" each, or one plain text; - reads stdin.',
-        ),
-    ] = None,
-    prompts_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--prompts",
-            metavar="FILE",
-            help="A job: prompts as of --file, answered into --output. Stopped, the same command "
-            "goes on where it was.",
-            rich_help_panel=_JOB,
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            help="JSON lines to make, one for each prompt, in their order.",
-            rich_help_panel=_JOB,
-        ),
-    ] = None,
-    processes: Annotated[
-        int, typer.Option(min=1, help="How many run at once.", rich_help_panel=_JOB)
-    ] = 1,
+    prompt: PromptText = None,
+    file: File = None,
+    prompts_file: JobPrompts = None,
+    output: Output = None,
+    processes: Processes = 1,
     model: opt.Model = None,
     heads: opt.Heads = None,
     dtype: opt.DtypeOption = opt.Dtype.auto,
@@ -79,14 +92,7 @@ def generate(
     top_k: opt.TopK = None,
     top_p: opt.TopP = None,
     seed: opt.Seed = 0,
-    form: Annotated[
-        Format,
-        typer.Option(
-            "--format",
-            help="text: the continuation. jsonl: an object per prompt. trace: the continuation "
-            "with accepted, corrected and bonus tokens told apart.",
-        ),
-    ] = Format.text,
+    form: FormatOption = Format.text,
     as_json: opt.AsJson = False,
 ) -> None:
     """Write prompts on: the text that the model's own decoding would write, sooner."""

@@ -72,7 +72,7 @@ class Decoder:
         words = self.causal_lm.get_input_embeddings()
         tables = [m for m in self.base.children() if isinstance(m, nn.Embedding) and m is not words]
         self.learned_positions = self.max_positions if tables else None
-        self._inputs = Inputs(type(self.base), self.learned_positions)
+        self._inputs = Inputs(type(self.base), self.learned_positions, not self._alibi)
 
     @property
     def depth(self) -> int:
@@ -127,6 +127,10 @@ class Decoder:
         """
         tail = (self.final_norm, self.lm_head)
         return not any(part is None or hasattr(part, "_hf_hook") for part in tail)
+
+    def include(self, *modules: nn.Module) -> None:
+        """Count modules of heads among those that run in passes, and that kernels are for."""
+        self.gates.others += modules
 
     def copy_layer(self, index: int) -> nn.Module:
         """A trainable copy of a layer, to be run in its place with KV of its own.
@@ -212,8 +216,7 @@ class Decoder:
             active = ActivePass(span, window, hidden, masks, self._alibi, tuple(keep), own)
             if skips is not None:
                 active.skips = skips
-            shown = None if self._alibi else masks
-            inputs = self._inputs(tokens, slots, window.positions, shown)
+            inputs = self._inputs(tokens, slots, window.positions, masks)
             return self._pass(active, inputs, unembed)
 
     def run_packed(
@@ -242,8 +245,7 @@ class Decoder:
         with self:
             masks = self._packed_masks(packing, tokens if hidden is None else hidden, step)
             active = ActivePass(span, None, hidden, masks, self._alibi, tuple(keep), own)
-            shown = None if self._alibi else masks
-            inputs = self._inputs(tokens, memory, packing.positions, shown)
+            inputs = self._inputs(tokens, memory, packing.positions, masks)
             return self._pass(active, inputs)
 
     def _pass(self, active: ActivePass, inputs: dict[str, Any], unembed: bool = False) -> Pass:

@@ -16,18 +16,20 @@ class Inputs:
     Args:
         body: its class.
         learned_positions: rows of its table of learned positions; `None` without such a table.
+        takes_masks: whether it takes a mask for every query and key.
     """
 
-    def __init__(self, body: type[nn.Module], learned_positions: int | None):
+    def __init__(self, body: type[nn.Module], learned_positions: int | None, takes_masks: bool):
         self._takes = set(inspect.signature(body.forward).parameters)
         self._limit = learned_positions
+        self._takes_masks = takes_masks
 
     def __call__(
         self,
         tokens: Tensor,
         slots: SlotCache | None,
         positions: Tensor,
-        masks: dict[int | None, Tensor] | None,
+        masks: dict[int | None, Tensor],
     ) -> dict[str, Any]:
         """Arguments of the body's `forward`.
 
@@ -44,7 +46,7 @@ class Inputs:
         }
         if "return_dict" in self._takes:
             inputs["return_dict"] = True
-        if masks:
+        if masks and self._takes_masks:
             inputs["attention_mask"] = masks[None]
         if "position_ids" in self._takes:
             # Behind a row's last token a block may reach past a table of learned positions.

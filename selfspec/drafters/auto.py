@@ -150,17 +150,17 @@ class Auto(Drafter):
             kept = [verified.kept[self.keep.index(layer)] for layer in reader.keep]
             seen = verified._replace(kept=kept)
             reader.verified(state, draft.levels if reader is own else 0, seen)
-        if (
-            own is not None
-            and own.shadow is not None
-            and not (state.sampler.do_sample or self._where)
-        ):
-            # The first draft of a round is the token that its head would say; so of a tree's.
-            for row, count in enumerate(accepted):
-                first = verdict.branch is None or int(verdict.branch[row, 0]) == 1
-                own.shadow.add(float(count > 0 and first))
+        if own is not None and not (state.sampler.do_sample or self._where):
+            self._show(own, verdict, accepted)
         if self._used in self._chains and draft.levels:
             self._chains[self._used].schedule.end(draft.length, accepted)
+
+    def _show(self, own: ExitReader, verdict: Verdict, accepted: Sequence[int]) -> None:
+        """How often a head is right: the first draft of a greedy round is what it would say."""
+        assert own.shadow is not None
+        for row, count in enumerate(accepted):
+            first = verdict.branch is None or int(verdict.branch[row, 0]) == 1
+            own.shadow.add(float(count > 0 and first))
 
     def select(self, rows: Sequence[int]) -> None:
         """Go on with some rows only."""

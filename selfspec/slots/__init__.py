@@ -11,7 +11,18 @@ This package alone knows transformers' cache API.
 from selfspec.slots.cache import SlotCache
 from selfspec.slots.layer import SlotLayer, Window
 from selfspec.slots.masks import WIDEST
+from selfspec.slots.rows import RowStates, join_rows, take_row
 from selfspec.slots.steps import StepCache
 from selfspec.slots.strip import Strip
 
-__all__ = ["WIDEST", "SlotCache", "SlotLayer", "StepCache", "Strip", "Window"]
+__all__ = [
+    "WIDEST",
+    "RowStates",
+    "SlotCache",
+    "SlotLayer",
+    "StepCache",
+    "Strip",
+    "Window",
+    "join_rows",
+    "take_row",
+]

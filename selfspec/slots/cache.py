@@ -214,33 +214,6 @@ class SlotCache(Cache):
                 layer.keys = layer.keys[list(rows)]
                 layer.values = layer.values[list(rows)]
 
-    def row(self, index: int) -> list[tuple[Tensor, Tensor]]:
-        """Copies of one row's settled keys and values, `[heads, length, dim]` per layer."""
-        length = self.lengths[index]
-        states = []
-        for layer in self.layers[: self.depth]:
-            assert layer.keys is not None and layer.values is not None
-            kv = layer.keys[index, :, :length].clone(), layer.values[index, :, :length].clone()
-            states.append(kv)
-        return states
-
-    @classmethod
-    def from_rows(
-        cls,
-        states: Sequence[Sequence[tuple[Tensor, Tensor]]],
-        windows: Sequence[int | None],
-        device: torch.device | str,
-    ) -> SlotCache:
-        """A cache of rows as `row` returns them."""
-        lengths = [row[0][0].shape[1] for row in states]
-        slots = cls(windows, len(states), device=device)
-        for index, layer in enumerate(slots.layers):
-            keys, values = ([row[index][part] for row in states] for part in (0, 1))
-            layer.keys, layer.values = (_stack(part, max(lengths)) for part in (keys, values))
-            layer.is_initialized = True
-        slots.lengths = lengths
-        return slots
-
     def take(self, other: SlotCache) -> None:
         """Become a cache of other rows."""
         self.layers, self.lengths = other.layers, other.lengths
@@ -301,9 +274,3 @@ class SlotCache(Cache):
             yield
         finally:
             self._window = None
-
-
-def _stack(states: Sequence[Tensor], length: int) -> Tensor:
-    """Rows `[heads, n, dim]` of different n as one buffer `[rows, heads, length, dim]`."""
-    padded = [torch.nn.functional.pad(s, (0, 0, 0, length - s.shape[1])) for s in states]
-    return torch.stack(padded)
