@@ -30,7 +30,7 @@ from selfspec.drafters import Drafter
 from selfspec.engine import Engine, State
 from selfspec.prompts import Prompt
 from selfspec.records import StepRecord
-from selfspec.rounds import RowRound, read_rounds
+from selfspec.rounds import RowRound, broken_rows, read_rounds
 from selfspec.sampling import Sampler
 from selfspec.stats import Stats, Trace
 from selfspec.stopping import Stops
@@ -112,8 +112,8 @@ class Session:
             # Every token written settles one slot: here that of the prompt's last token.
             state.slots.commit([count - 1 for count in counts])
             nothing = Draft.empty(state.rows, tokens.device)
-            verdict = self._accept(state, nothing, logits)
-            self._settle(state, verdict, self._read(nothing, verdict, logits))
+            verdict, broken = self._accept(state, nothing, logits)
+            self._settle(state, verdict, read_rounds(nothing, verdict, broken))
         self.stats.prefilled = self.stats.emitted
         self.stats.rounds = 0
         return state
@@ -128,15 +128,19 @@ class Session:
             draft = Draft.empty(state.rows, state.pending.device)
         verified = self.engine.verify(state, draft)
         with self.stats.clock("sampling"):
-            verdict = self._accept(state, draft, verified.logits)
-        rounds = self._read(draft, verdict, verified.logits)
+            verdict, broken = self._accept(state, draft, verified.logits)
+        rounds = read_rounds(draft, verdict, broken)  # the one synchronisation of a round
         if verdict.branch is not None and any(step.moved for step in rounds):
             state.slots.gather(torch.nn.functional.pad(verdict.branch, (1, 0)))
         self.drafter.commit(state, draft, verified, verdict)
         self._settle(state, verdict, rounds)
 
-    def _accept(self, state: State, draft: Draft, logits: Tensor) -> Verdict:
-        """Compare the drafts with the target's logits behind pending and drafted tokens."""
+    def _accept(self, state: State, draft: Draft, logits: Tensor) -> tuple[Verdict, Tensor]:
+        """Compare the drafts with the target's logits behind pending and drafted tokens.
+
+        Returns:
+            The verdict, and `[rows, 1]` of which rows nothing can be decided.
+        """
         if draft.tree is None:
             if state.sampler.reads_prefix:
                 state.context.write(draft.tokens)
@@ -146,7 +150,7 @@ class Session:
         verdict = accept(draft, scores, state.sampler, self.drafter.rule)
         self.logits.begin(logits, verdict.branch)
         self.scores.begin(scores, verdict.branch)
-        return verdict
+        return verdict, broken_rows(verdict, logits, self.sampler.do_sample)
 
     def _check_positions(self, state: State) -> None:
         positions = self.engine.decoder.learned_positions
@@ -164,10 +168,6 @@ class Session:
         if positions is not None:
             limit = min(limit, positions - 1 - max(state.slots.lengths))
         return limit
-
-    def _read(self, draft: Draft, verdict: Verdict, logits: Tensor) -> list[RowRound]:
-        """Bring the round to the host: the one synchronisation of a round."""
-        return read_rounds(draft, verdict, logits, self.sampler.do_sample)
 
     def _settle(self, state: State, verdict: Verdict, rounds: list[RowRound]) -> None:
         """Cut the new tokens at their stops, then commit what stands."""

@@ -42,48 +42,51 @@ class RowRound(NamedTuple):
         return Round(tuple(self.drafted[:count]), count, None, self.proposed)
 
 
-def read_rounds(draft: Draft, verdict: Verdict, logits: Tensor, sampled: bool) -> list[RowRound]:
-    """Bring what was drafted and decided to the host.
+def broken_rows(verdict: Verdict, logits: Tensor, sampled: bool) -> Tensor:
+    """`[rows, 1]` whether no token can be told from the logits behind what was kept.
 
     Args:
-        draft: the proposal.
         verdict: what was decided.
         logits: `[rows, n + 1, vocab]` what it was decided from.
-        sampled: whether tokens were drawn.
-
-    Raises:
-        ValueError: the logits are NaN, or infinite where tokens are drawn from them.
+        sampled: whether tokens were drawn, which bears no infinity either.
     """
-    broken = _broken(verdict, logits, sampled)
-    if draft.tree is None or verdict.branch is None:
-        places = draft.tokens[:, :0]
-        drafted = draft.tokens
-        count = torch.full_like(verdict.accepted, draft.length)
-        proposed = count = count if draft.counts is None else draft.counts
-    else:
-        places = verdict.branch
-        drafted = draft.tokens.gather(1, (places - 1).clamp_min(0))
-        count = (places > 0).sum(-1)
-        proposed = (draft.tree.parents >= 0).sum(-1)
-    numbers = torch.stack([verdict.accepted, count, proposed], dim=1)
-    rows = torch.cat([broken, numbers, places, drafted, verdict.tokens], dim=1).tolist()
-    if any(row[0] for row in rows):
-        raise ValueError(
-            "the model's logits are NaN or infinite; check its weights and dtype (float16 "
-            "overflows where bfloat16 and float32 do not)"
-        )
-    return [_taken_apart(row[1:], places.shape[1], drafted.shape[1]) for row in rows]
-
-
-def _broken(verdict: Verdict, logits: Tensor, sampled: bool) -> Tensor:
-    """`[rows, 1]` whether no token can be told from the logits behind what was kept."""
-    # The maximum is NaN where any logit is; a draw bears no infinity either.
-    top = logits.amax(-1)
+    top = logits.amax(-1)  # NaN where any logit is
     if verdict.branch is not None:
         top = top.gather(1, torch.nn.functional.pad(verdict.branch, (1, 0)))
     bad = ~(top < torch.inf) if sampled else top.isnan()
     behind = torch.arange(top.shape[1], device=top.device) > verdict.accepted[:, None]
     return (bad & ~behind).any(-1, keepdim=True)
+
+
+def read_rounds(draft: Draft, verdict: Verdict, broken: Tensor) -> list[RowRound]:
+    """Bring what was drafted and decided to the host.
+
+    Args:
+        draft: the proposal.
+        verdict: what was decided.
+        broken: `[rows, 1]` of which rows nothing could be.
+
+    Raises:
+        ValueError: some row is broken: the logits are NaN, or infinite where tokens are drawn.
+    """
+    places, drafted = draft.tokens[:, :0], draft.tokens
+    numbers = [verdict.accepted]
+    if draft.tree is not None and verdict.branch is not None:
+        places = verdict.branch
+        drafted = draft.tokens.gather(1, (places - 1).clamp_min(0))
+        numbers += [(places > 0).sum(-1), (draft.tree.parents >= 0).sum(-1)]
+    elif draft.counts is not None:
+        numbers += [draft.counts, draft.counts]
+    columns = [number[:, None] for number in numbers]
+    rows = torch.cat([broken, *columns, places, drafted, verdict.tokens], dim=1).tolist()
+    if any(row[0] for row in rows):
+        raise ValueError(
+            "the model's logits are NaN or infinite; check its weights and dtype (float16 "
+            "overflows where bfloat16 and float32 do not)"
+        )
+    if len(numbers) == 1:  # all drafts are real
+        rows = [[*row[:2], draft.length, draft.length, *row[2:]] for row in rows]
+    return [_taken_apart(row[1:], places.shape[1], drafted.shape[1]) for row in rows]
 
 
 def _taken_apart(row: list[int], places: int, drafted: int) -> RowRound:

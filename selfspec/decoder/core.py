@@ -15,6 +15,7 @@ from selfspec.decoder.layers import trainable
 from selfspec.decoder.packing import Packing
 from selfspec.decoder.passes import ActivePass, Own, Pass, Skips, Span
 from selfspec.decoder.placement import bare_copy, device_of
+from selfspec.decoder.route import Route, Survey
 from selfspec.decoder.support import (
     find_layers,
     layer_windows,
@@ -72,6 +73,7 @@ class Decoder:
         words = self.causal_lm.get_input_embeddings()
         tables = [m for m in self.base.children() if isinstance(m, nn.Embedding) and m is not words]
         self.learned_positions = self.max_positions if tables else None
+        self._routes: dict[tuple[bool, ...], Route | None] = {}
         self._inputs = Inputs(type(self.base), self.learned_positions, not self._alibi)
 
     @property
@@ -169,6 +171,8 @@ class Decoder:
     def __enter__(self) -> Decoder:
         """Put the gates in; passes inside a `with decoder:` do not have to."""
         self.gates.__enter__()
+        if self.gates.entered == 1:
+            self._routes.clear()  # in between the model may have been changed
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -217,7 +221,10 @@ class Decoder:
             if skips is not None:
                 active.skips = skips
             inputs = self._inputs(tokens, slots, window.positions, masks)
-            return self._pass(active, inputs, unembed)
+            # Where the body makes its own masks, one token needs none, wherever it stands.
+            plain = window.width == 1 and any(window.starts) and self._mask_kinds == {None}
+            routed = self.gates.bare and (bool(masks) or plain)
+            return self._pass(active, inputs, unembed, routed)
 
     def run_packed(
         self,
@@ -248,15 +255,36 @@ class Decoder:
             inputs = self._inputs(tokens, memory, packing.positions, masks)
             return self._pass(active, inputs)
 
-    def _pass(self, active: ActivePass, inputs: dict[str, Any], unembed: bool = False) -> Pass:
-        through_tail = unembed and self._tail.takes >= inputs.keys()
+    def _pass(
+        self,
+        active: ActivePass,
+        inputs: dict[str, Any],
+        unembed: bool = False,
+        routed: bool = False,
+    ) -> Pass:
         ends = active.span.stop == self.depth and active.own is None
         active.normed = unembed or ends
+        key = bool(active.masks), active.normed, unembed
         with self.gates.passing(active):
-            result = self._tail.run(inputs) if through_tail else self._run_body(inputs)
-            if unembed and not through_tail:
-                result = self.unembed(result, None if active.own is None else active.own.readout)
+            route = self._routes.get(key) if routed else None
+            if route is not None:
+                result = route.run(active, inputs)
+            elif routed and key not in self._routes:
+                with Survey(self.gates, inputs) as survey:
+                    result = self._run_whole(active, inputs, unembed)
+                self._routes[key] = survey.route(result)
+            else:
+                result = self._run_whole(active, inputs, unembed)
         return active.done(result)
+
+    def _run_whole(self, active: ActivePass, inputs: dict[str, Any], unembed: bool) -> Tensor:
+        """The pass through the model's own code."""
+        if unembed and self._tail.takes >= inputs.keys():
+            return self._tail.run(inputs)
+        result = self._run_body(inputs)
+        if unembed:
+            result = self.unembed(result, None if active.own is None else active.own.readout)
+        return result
 
     def _packed_masks(self, packing: Packing, like: Tensor, step: int) -> dict[int | None, Tensor]:
         if packing.whole and step == 0 and not self.gates.own_masks:

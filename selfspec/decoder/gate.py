@@ -37,6 +37,7 @@ class Gate:
         if active is None or gates.owner != threading.get_ident():
             # Plain use of the model, from a streamer or from another thread.
             return self.layer(hidden_states, *args, **kwargs)
+        handed = hidden_states
         start, stop = active.span
         if self.index == stop:
             active.result = hidden_states
@@ -51,6 +52,8 @@ class Gate:
         if self.index == stop - 1 and stop == len(gates.layers):
             left = output[0] if isinstance(output, tuple) else output
             active.result = active.kept[stop] = left
+        if gates.survey is not None:
+            gates.survey.layer(self.layer, (handed, *args), kwargs, output)
         return output
 
     def _run(

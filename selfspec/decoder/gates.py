@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,6 +27,9 @@ from selfspec.decoder.prepacked import PrepackedLinears
 from selfspec.decoder.rotary import RotaryTables, is_static
 from selfspec.decoder.sublayers import Skipped, Sublayers
 from selfspec.decoder.support import causal_tables
+
+if TYPE_CHECKING:
+    from selfspec.decoder.route import Survey
 
 # One model may have several wrappers; only one at a time may have its gates in.
 _LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
@@ -54,6 +57,8 @@ class Gates:
         compiled: how layers are called; `None` for as they are.
         prepacked: how linear maps are called; `None` for as they are.
         others: modules of heads, which run in passes beside the model's own.
+        survey: what watches the pass in progress, if anything does.
+        bare: whether nobody but the gates hangs on the forward of the model and of its body.
     """
 
     def __init__(
@@ -83,6 +88,8 @@ class Gates:
         packs = kernels == "prepacked"
         self.prepacked = PrepackedLinears(type(model).__name__) if packs else None
         self.others: list[nn.Module] = []
+        self.survey: Survey | None = None
+        self.bare = False
         self._shadows: list[tuple[dict[str, Any], str, Any]] = []
 
     def __enter__(self) -> Gates:
@@ -106,6 +113,7 @@ class Gates:
                 self.shadow(module.__dict__, "forward", forward)
         gates = [Gate(self, index, layer) for index, layer in enumerate(self.layers)]
         self.shadow(self.base.__dict__, self.layers_name, gates)
+        self.bare = not any(map(_is_hung_on, (self.base, self.model)))
         for module in (self.base, self.model):
             if "forward" not in module.__dict__:  # else device hooks have one of their own
                 self.shadow(module.__dict__, "forward", self._lean(module))
@@ -228,3 +236,8 @@ class Gates:
             return tables.view(x, window, *args, **kwargs)
 
         return tabled
+
+
+def _is_hung_on(module: nn.Module) -> bool:
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return bool(hooks) or "forward" in module.__dict__

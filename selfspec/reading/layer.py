@@ -17,7 +17,7 @@ from selfspec.draft import Tree
 from selfspec.engine import Engine, State, Verified
 from selfspec.heads import ExitHead
 from selfspec.reading.exit import ExitReader
-from selfspec.reading.places import column, newest, pick
+from selfspec.reading.places import column, newest, pick, pick_from
 
 _DEFERRED = 128  # tokens that a head's own layer may be behind while others draft
 _COMPARED = 32  # of these, the last ones, whose next token the head says: the LM head is wide
@@ -115,8 +115,7 @@ class LayerReader(ExitReader):
         """Joined features `[rows, 1, hidden]` of the token before each position."""
         if not self._joins:
             return self._known
-        places = [position - base for position, base in zip(positions, self._base, strict=True)]
-        return pick(self._known, column(places, self._known))
+        return pick_from(self._known, self._since_base(positions))
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep some rows."""
@@ -208,14 +207,13 @@ class LayerReader(ExitReader):
             for row, start, end in zip(state.context.rows, starts, ends, strict=True)
         ]
         block = torch.tensor(tokens, device=state.pending.device)
-        features = (
-            pick(self._known, self._places(starts, block.shape[1], block)) if self._joins else None
-        )
+        features = None
+        if self._joins:
+            features = pick_from(self._known, self._since_base(starts), block.shape[1])
         offsets = [-end for end in ends]
         left = self.engine.shallow(state, block, 0, offsets, own=self._own(features))
-        end = column(ends, left.hidden)
-        self._last = pick(left.hidden, end)
-        return pick(left.kept[0], end)
+        self._last = pick_from(left.hidden, ends)
+        return pick_from(left.kept[0], ends)
 
     def _behind(self, state: State) -> tuple[list[int], list[int]]:
         """Of each row, the first token that the layer has not seen right, and how far back it is.
@@ -227,10 +225,9 @@ class LayerReader(ExitReader):
         starts = [min(right, n) for right, n in zip(self._right, lengths, strict=True)]
         return starts, [n - start for n, start in zip(lengths, starts, strict=True)]
 
-    def _places(self, starts: Sequence[int], width: int, like: Tensor) -> Tensor:
-        """`[rows, width]` where the tokens from `starts` on are in what was kept."""
-        from_base = [start - base for start, base in zip(starts, self._base, strict=True)]
-        return column(from_base, like) + torch.arange(width, device=like.device)
+    def _since_base(self, positions: Sequence[int]) -> list[int]:
+        """Where tokens at these positions, one a row, are in what was kept."""
+        return [position - base for position, base in zip(positions, self._base, strict=True)]
 
     def _looked_at(self, state: State, pending: Tensor) -> tuple[Tensor, Tensor]:
         """Run the layer from the first token it has not seen right up to the pending one.
@@ -242,7 +239,7 @@ class LayerReader(ExitReader):
         width = max(ends) + 1
         if width == 1 and not self._joins:
             return self._run(state, self._enter(state, pending, None), 0), column(ends, pending)
-        at = self._places(starts, width, pending)
+        at = column(self._since_base(starts), pending) + torch.arange(width, device=pending.device)
         end = column(ends, pending)
         hidden = pick(torch.cat([self._hidden, pending], dim=1), at)
         hidden = hidden.scatter(1, end[..., None].expand_as(pending), pending)

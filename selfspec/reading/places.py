@@ -41,3 +41,14 @@ def pick(states: Tensor, places: Tensor) -> Tensor:
     """`[rows, n, hidden]` the states at `[rows, n]` places; beyond the last it is the last."""
     places = places.to(states.device).clamp(max=states.shape[1] - 1)
     return states.gather(1, places[..., None].expand(-1, -1, states.shape[2]))
+
+
+def pick_from(states: Tensor, starts: Sequence[int], width: int = 1) -> Tensor:
+    """`[rows, width, hidden]` the states from one place a row on; beyond the last it is the last.
+
+    A view where all rows begin at one place.
+    """
+    first = starts[0]
+    if first + width <= states.shape[1] and all(start == first for start in starts):
+        return states.narrow(1, first, width)
+    return pick(states, column(starts, states) + torch.arange(width, device=states.device))

@@ -93,11 +93,11 @@ class SlotCache(Cache):
         `added` layer none before `added_from`.
         """
         active = self._active()
-        slots = self._counted[: active.end]
         partial = added and any(self.added_from)
         if active.uniform and active.width <= WIDEST and active.tree is None and not partial:
             view = self._stairs.view(active, window, dtype)
             return view.expand(self.rows, 1, *view.shape)
+        slots = self._counted[: active.end]
         if active.tree is None:
             mask = hide(slots, active.positions, window, dtype)
         else:

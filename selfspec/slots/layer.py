@@ -39,7 +39,7 @@ class Window:
         self.end = last + width
         self.uniform = first == last
         if self.uniform:
-            self.slots = counted[first : self.end].expand(len(starts), -1)
+            self.slots = counted.narrow(0, first, width).expand(len(starts), -1)
         else:
             rows = torch.tensor(starts, device=counted.device)
             self.slots = rows[:, None] + counted[:width]

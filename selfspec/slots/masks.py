@@ -74,7 +74,7 @@ class Stairs:
         """`[width, end]` the mask of a pass of at most `WIDEST` tokens."""
         table = self._table(window, dtype, active.end)
         start = table.shape[1] // 2 - active.starts[0]
-        return table[: active.width, start : start + active.end]
+        return table.narrow(0, 0, active.width).narrow(1, start, active.end)
 
     def _table(self, window: int | None, dtype: torch.dtype, end: int) -> Tensor:
         table = self._tables.get((window, dtype))

@@ -1,0 +1,279 @@
+"""The short way through a model whose body does nothing but hand tokens from layer to layer.
+
+Most bodies look tokens up, pass the result through their layers one by one, and hand each of them
+the same few things. What else their code does, in every pass, finds out what a pass knows anyway. A
+`Survey` watches one pass through the model's own code and notes, by identity, where every argument
+of every layer came from. If nothing is left unexplained, there is a `Route`: the same calls of the
+same modules with the same arguments, and nothing in between. If anything is, passes go on through
+the model's own code.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from selfspec.decoder.gates import Gates
+from selfspec.decoder.passes import ActivePass
+
+_HIDDEN = object()  # what the first layer starts from, among the values of a pass
+
+# Values of a pass, and the keys of those that a module is called with.
+Values = dict[Hashable, Any]
+
+
+class _Arguments(NamedTuple):
+    """Keys of the values that a module is called with."""
+
+    args: tuple[Hashable, ...]
+    kwargs: tuple[tuple[str, Hashable], ...]
+
+    def bind(self, values: Mapping[Hashable, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """The values."""
+        return [values[key] for key in self.args], {n: values[key] for n, key in self.kwargs}
+
+
+class _Step(NamedTuple):
+    """A call of a module beside the layers: of the embedding, of a rotary table."""
+
+    key: int
+    module: nn.Module
+    arguments: _Arguments
+
+    def run(self, values: Values) -> None:
+        """Call it, and add what it returns."""
+        args, kwargs = self.arguments.bind(values)
+        values[self.key] = self.module(*args, **kwargs)
+
+
+class _Seen(NamedTuple):
+    """A call that was watched.
+
+    Attributes:
+        left: the hidden states that it returned, as they were then: code may write in place.
+    """
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+    left: Tensor | None
+
+
+class Route:
+    """What a pass through a model's own code comes down to.
+
+    Args:
+        gates: the model's gates, which are in.
+        first: the key of what the first layer starts from.
+        into: the calls that lead there.
+        beside: the calls that lead to other arguments of layers.
+        layers: what each layer is called with.
+        constants: arguments that are always the same.
+        tail: what follows on the last layer.
+    """
+
+    def __init__(
+        self,
+        gates: Gates,
+        first: Hashable,
+        into: list[_Step],
+        beside: list[_Step],
+        layers: list[_Arguments],
+        constants: Values,
+        tail: list[nn.Module],
+    ):
+        self._gates = getattr(gates.base, gates.layers_name)
+        self._first, self._into, self._beside, self._tail = first, into, beside, tail
+        self._kinds = list(dict.fromkeys(layers))
+        self._kind_of = [self._kinds.index(arguments) for arguments in layers]
+        self._constants = constants
+
+    def run(self, active: ActivePass, inputs: Mapping[str, Any]) -> Tensor:
+        """What the model's own code would return.
+
+        Args:
+            active: the pass.
+            inputs: what the body would be called with.
+        """
+        values: Values = {**self._constants, **inputs}
+        hidden = active.hidden
+        if hidden is None:
+            for step in self._into:
+                step.run(values)
+            hidden = values[self._first]
+        values[_HIDDEN] = hidden
+        for step in self._beside:
+            step.run(values)
+        bound = [arguments.bind(values) for arguments in self._kinds]
+        start, stop = active.span
+        for index in range(start, min(stop + 1, len(self._gates))):
+            args, kwargs = bound[self._kind_of[index]]
+            hidden = _first(self._gates[index](hidden, *args, **kwargs))
+        for module in self._tail:
+            hidden = module(hidden)
+        return hidden
+
+
+class Survey:
+    """Watches a pass through the model's own code.
+
+    Args:
+        gates: the model's gates, which are in.
+        inputs: what the body is called with.
+    """
+
+    def __init__(self, gates: Gates, inputs: Mapping[str, Any]):
+        self._gates, self._inputs = gates, inputs
+        self._layers: list[_Seen] = []
+        self._others: list[_Seen] = []
+        self._before = 0  # of these, how many were called before the last layer
+
+    def __enter__(self) -> Survey:
+        """Watch."""
+        model, base = self._gates.model, self._gates.base
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        apart = [m for m in base.children() if m is not self._gates.layers]
+        watched = dict.fromkeys(m for m in (*ends, *apart) if m is not None)
+        self._hooks = [
+            module.register_forward_hook(self._note, with_kwargs=True) for module in watched
+        ]
+        self._gates.survey = self
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Leave no trace."""
+        self._gates.survey = None
+        for hook in self._hooks:
+            hook.remove()
+
+    def _note(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        if self._gates.gated:
+            self._others.append(_Seen(module, args, kwargs, output, _copied(output)))
+
+    def layer(
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """A layer was called with `args`, its hidden states first, or skipped."""
+        self._layers.append(_Seen(layer, args, kwargs, output, _copied(output)))
+        self._before = len(self._others)
+
+    def route(self, result: Tensor) -> Route | None:
+        """How to `result`, what the pass returned; `None` where something is unexplained."""
+        calls, gates = self._layers, self._gates
+        if [seen.module for seen in calls] != list(gates.layers):
+            return None
+        if any(_has_changed(seen) for seen in (*calls, *self._others)):
+            return None
+        for before, seen in itertools.pairwise(calls):
+            if not seen.args or seen.args[0] is not _first(before.output):
+                return None
+        tail = self._tail(_first(calls[-1].output), result)
+        if tail is None or not calls[0].args:
+            return None
+        first = calls[0].args[0]
+        into = _Origins(self._inputs, self._others)
+        beside = _Origins(self._inputs, self._others, first)
+        try:
+            begin = into.key(first)
+            layers = [beside.arguments(seen.args[1:], seen.kwargs) for seen in calls]
+        except LookupError:
+            return None
+        constants = into.constants | beside.constants
+        return Route(gates, begin, into.steps, beside.steps, layers, constants, tail)
+
+    def _tail(self, last: Tensor, result: Tensor) -> list[nn.Module] | None:
+        """The modules between the last layer's output and the result."""
+        tail: list[nn.Module] = []
+        for seen in self._others[self._before :]:
+            # An LM head reads a slice of its body's output: all of it, as another object.
+            if len(seen.args) != 1 or seen.kwargs or not _is_same(seen.args[0], last):
+                return None
+            tail.append(seen.module)
+            last = seen.output
+        return tail if last is result else None
+
+
+class _Origins:
+    """Where what layers are called with comes from.
+
+    Args:
+        inputs: what the body was called with.
+        calls: of modules beside the layers.
+        first: what the first layer starts from, where that may be an argument.
+
+    Attributes:
+        steps: the calls that are needed, in order.
+        constants: arguments that are the same in every pass.
+    """
+
+    def __init__(self, inputs: Mapping[str, Any], calls: list[_Seen], first: Any = None):
+        self._inputs, self._calls, self._first = inputs, calls, first
+        self.steps: list[_Step] = []
+        self.constants: Values = {}
+
+    def arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], before: int | None = None
+    ) -> _Arguments:
+        """The keys of what a module was called with, before the call of that number.
+
+        Raises:
+            LookupError: something comes from nowhere.
+        """
+        named = tuple((name, self.key(value, before)) for name, value in kwargs.items())
+        return _Arguments(tuple(self.key(value, before) for value in args), named)
+
+    def key(self, value: Any, before: int | None = None) -> Hashable:
+        """The key of a value; the call that made it is added to the steps.
+
+        Raises:
+            LookupError: it comes from nowhere.
+        """
+        if value is None or isinstance(value, bool | str):
+            constant = type(value), value
+            self.constants[constant] = value
+            return constant
+        if value is self._first:
+            return _HIDDEN
+        for name, given in self._inputs.items():
+            if value is given:
+                return name
+        for index, seen in enumerate(self._calls[:before]):
+            if value is seen.output:
+                if all(step.key != index for step in self.steps):
+                    arguments = self.arguments(seen.args, seen.kwargs, index)
+                    self.steps.append(_Step(index, seen.module, arguments))
+                return index
+        raise LookupError
+
+
+def _first(output: Any) -> Tensor:
+    """The hidden states of what a layer returns."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _copied(output: Any) -> Tensor | None:
+    left = output[0] if isinstance(output, tuple) else output
+    return left.clone() if isinstance(left, Tensor) else None
+
+
+def _has_changed(seen: _Seen) -> bool:
+    return seen.left is None or not torch.equal(seen.left, _first(seen.output))
+
+
+def _is_same(one: Any, other: Tensor) -> bool:
+    """Whether these are the same numbers in the same place."""
+    if one is other:
+        return True
+    return (
+        isinstance(one, Tensor)
+        and one.data_ptr() == other.data_ptr()
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+    )

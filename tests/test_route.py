@@ -1,0 +1,155 @@
+"""A route makes the same calls as the model's own code, or there is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import gates, prompt, tiny_llama
+from families import FAMILIES, LAYERS
+from test_families import CASES_BY_FAMILY, model_of
+from torch import Tensor
+from transformers import LlamaModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from selfspec import SelfSpecModel
+from selfspec.decoder import Decoder, Span
+
+ALL = Span(0, LAYERS)
+TOKENS = torch.randint(2, 60, (2, 24), generator=torch.Generator().manual_seed(7))
+
+# Bodies that do more than hand things on: they add learned positions, make a position bias, scale
+# what they looked up, or scale logits behind the LM head.
+WITHOUT = {"bloom", "falcon_alibi", "gpt2", "gpt_neo", "gpt_bigcode", "mpt", "opt", "xglm"}
+WITHOUT |= {"biogpt", "granite", "granitemoe"}
+
+
+def several_passes(decoder: Decoder, routed: bool) -> list[Tensor]:
+    """What passes of all kinds leave behind a prefill, each kind twice."""
+    slots = decoder.new_slots(2)
+    left: list[Tensor] = []
+    with torch.no_grad(), decoder:
+        decoder.gates.bare = decoder.gates.bare and routed
+        decoder.run(TOKENS[:, :20], ALL, slots)
+        slots.commit([20, 20])
+        for width in (1, 3) * 2:
+            tokens = TOKENS[:, 20 : 20 + width]
+            below = decoder.run(tokens, Span(0, 2), slots)
+            read = decoder.run(tokens, Span(0, 2), slots, unembed=True)
+            above = decoder.run(tokens, Span(2, LAYERS), slots, below.hidden, unembed=True)
+            whole = decoder.run(tokens, ALL, slots, keep=(0, 1, LAYERS))
+            left += [below.hidden, read.output, above.output, whole.output, *whole.kept]
+        found = [route is not None for route in decoder._routes.values()]
+    assert bool(found) == routed or not decoder.gates.bare
+    return left
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_route_is_the_models_own_code_to_the_bit(family: str) -> None:
+    decoder = Decoder(model_of(family, CASES_BY_FAMILY[family]))
+    routed, plain = several_passes(decoder, True), several_passes(decoder, False)
+    assert all(map(torch.equal, routed, plain))
+    assert not gates(decoder.causal_lm)
+
+
+@pytest.mark.parametrize("family", sorted({*FAMILIES} - WITHOUT))
+def test_most_families_have_a_route(family: str) -> None:
+    decoder = Decoder(model_of(family, CASES_BY_FAMILY[family]))
+    assert any(routes_of(decoder))
+
+
+@pytest.mark.parametrize("family", sorted(WITHOUT))
+def test_a_body_that_does_more_has_none_from_its_tokens(family: str) -> None:
+    decoder = Decoder(model_of(family, CASES_BY_FAMILY[family]))
+    assert not all(routes_of(decoder))
+
+
+def routes_of(decoder: Decoder) -> list[bool]:
+    """Whether there is a route, for each kind of pass."""
+    slots = decoder.new_slots(1)
+    with torch.no_grad(), decoder:
+        decoder.run(TOKENS[:1, :20], ALL, slots)
+        slots.commit([20])
+        for width in (1, 3):
+            for unembed in (False, True):
+                decoder.run(TOKENS[:1, 20 : 20 + width], ALL, slots, unembed=unembed)
+        return [route is not None for route in decoder._routes.values()]
+
+
+class Meddling(LlamaModel):
+    """A body that does more than hand things on."""
+
+    meddle = ""
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        past_key_values: Any = None,
+        use_cache: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        hidden = self.embed_tokens(input_ids)
+        if self.meddle == "first":
+            hidden = hidden * 2
+        turned = self.rotary_emb(hidden, position_ids=position_ids)
+        for index, layer in enumerate(self.layers):
+            hidden = layer(
+                hidden,
+                attention_mask=attention_mask,
+                position_embeddings=tuple(turned) if self.meddle != "copies" else [*turned],
+                past_key_values=past_key_values,
+            )
+            if self.meddle == "between" and index == 1:
+                hidden = hidden + 1
+            if self.meddle == "in place" and index == 1:
+                hidden.mul_(2)
+        hidden = self.norm(hidden)
+        if self.meddle == "last":
+            hidden.neg_()
+        return BaseModelOutputWithPast(last_hidden_state=hidden)
+
+
+@pytest.mark.parametrize("meddle", ["", "first", "copies", "between", "in place", "last"])
+def test_what_a_body_does_by_itself_leaves_no_route(meddle: str) -> None:
+    model = tiny_llama(num_hidden_layers=LAYERS)
+    model.model.__class__ = Meddling
+    model.model.meddle = meddle  # pyright: ignore[reportAttributeAccessIssue]
+    decoder = Decoder(model)
+    assert any(routes_of(decoder)) == (meddle == "")
+    routed, plain = several_passes(decoder, True), several_passes(decoder, False)
+    assert all(map(torch.equal, routed, plain))
+
+
+def test_hooks_on_the_body_are_called_in_every_pass() -> None:
+    model, calls = tiny_llama(), []
+    model.model.register_forward_hook(lambda *_: calls.append(1))
+    spec = SelfSpecModel(model)
+    ids, mask = prompt(6)
+    spec.generate(ids, attention_mask=mask, max_new_tokens=9, do_sample=False, draft="none")
+    assert len(calls) >= 9  # prefill reads its logits in a call of its own
+    assert not spec.engine.decoder._routes
+
+
+def test_a_route_lasts_one_call() -> None:
+    """In between the model may have been changed: cast, or given another attention."""
+    spec = SelfSpecModel(tiny_llama(dtype=torch.float32))
+    ids, mask = prompt(6)
+    for attention in ("sdpa", "eager"):
+        spec.causal_lm.set_attn_implementation(attention)
+        options = {"attention_mask": mask, "max_new_tokens": 9, "do_sample": False}
+        own = spec.causal_lm.generate(ids, **options)
+        assert torch.equal(spec.generate(ids, **options), own)
+        before = dict(spec.engine.decoder._routes)
+        assert any(before.values())
+        with spec.engine.decoder:
+            assert not spec.engine.decoder._routes
+
+
+def test_a_survey_leaves_no_hooks() -> None:
+    model = tiny_llama(num_hidden_layers=LAYERS)
+    routes_of(Decoder(model))
+    hooks = [m._forward_hooks or m._forward_pre_hooks for m in model.modules()]
+    assert not any(hooks) and not gates(model)
