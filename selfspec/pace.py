@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 _FAST, _SLOW = 0.03, 0.1  # weight of the newest round: in what a text brings, in what a pass costs
 _STEADY = 0.01  # weight of the newest draft in what drafts have on average
+_DOUBT = 3.0  # drafts that fell as feared, taken for seen before any were
 _WILD = 2.0  # a measurement beyond that many times the estimate counts as that many
 
 
@@ -53,8 +54,8 @@ class Pace:
         draft_seconds: of one more draft in a chain.
         fixed_seconds: of a round without its drafts.
         tokens: emitted in a round, of a row on average.
-        kept: drafts of a round that were kept.
-        foreseen: how many were to be kept, by the chances that their head gave them.
+        falls: of the drafts that were reached, the share that fell.
+        feared: the share that was to fall, by the chances that their head gave them.
         chance: what a draft has on average, if those before it stand.
         clock: what times them, in seconds.
     """
@@ -63,8 +64,8 @@ class Pace:
     fixed_seconds: Mean = field(default_factory=lambda: Mean(_SLOW, clipped=True))
     round_seconds: Mean = field(default_factory=lambda: Mean(_SLOW, clipped=True))
     tokens: Mean = field(default_factory=lambda: Mean(_FAST))
-    kept: Mean = field(default_factory=lambda: Mean(_FAST))
-    foreseen: Mean = field(default_factory=lambda: Mean(_FAST))
+    falls: Mean = field(default_factory=lambda: Mean(_FAST))
+    feared: Mean = field(default_factory=lambda: Mean(_FAST))
     chance: Mean = field(default_factory=lambda: Mean(_STEADY))
     clock: Callable[[], float] = field(default_factory=lambda: time.perf_counter)
 
@@ -74,9 +75,10 @@ class Pace:
         return self.round_seconds.count >= 2
 
     @property
-    def bias(self) -> float:
-        """How many times as many drafts are kept as their head foresees."""
-        return self.kept.value / self.foreseen.value if self.foreseen.value > 0 else 1.0
+    def risk(self) -> float:
+        """How many times as many drafts fall as their head fears."""
+        seen = min(self.falls.count, 1 / _FAST)
+        return (self.falls.value * seen + _DOUBT) / (self.feared.value * seen + _DOUBT)
 
     @property
     def rate(self) -> float:

@@ -99,14 +99,12 @@ class Sampler:
     def scores(self, logits: Tensor, context: Context, offset: int = 0) -> Tensor:
         """Processed scores `[batch, n, vocab]`, as plain decoding would have them in float32.
 
-        Where only their order matters (greedy, no processors) they are the logits as they are.
-
         Position j of a row sees `context` up to that row's length plus `offset + j`, so drafts must
         have been written behind the settled tokens when a processor reads the prefix.
         """
         batch, width, vocab = logits.shape
         if not self.processors:
-            return logits.float() if self.do_sample else logits
+            return logits.float()
         scores = logits.to(torch.float32, copy=True)
         if not self.reads_prefix:
             # Pointwise processors read nothing of the tokens but their number of rows.

@@ -52,10 +52,10 @@ class OptimalStop(Schedule):
     """Stops once another draft would bring less than the time it takes is worth.
 
     A draft behind others counts only if all of them are kept: it brings the product of their
-    calibrated chances, times its own, which is not known before it is drafted: it is taken for the
-    middle between that of the draft before it and what drafts have on average. A head that was
-    right more often so far than its chances said (a text that goes in circles) is believed more,
-    another less. A draft costs what one has cost so far.
+    chances, times its own, which is not known before it is drafted and taken for what drafts have
+    on average. Chances are those that the head's calibrator gives, but for how often drafts have
+    fallen so far: where fewer fell than it feared (a text that goes in circles), each is feared
+    less. A draft costs what one has cost so far.
 
     What time is worth is the rate so far, in tokens per second, so that drafting longer pays as
     long as it would raise that rate (the marginal value rule, Charnov 1976). All is counted for a
@@ -69,39 +69,37 @@ class OptimalStop(Schedule):
         self.pace = pace
         self._clock = RoundClock(pace)
         self._judge: Judge | None = None
+        self._chances: list[list[float]] = []  # of each draft so far, for each row
         self._reach: list[float] = []  # of each row, how likely all drafts so far are kept
-        self._foreseen = 0.0
-        self._depth = 0
 
     def begin(self, judge: Judge) -> None:
         """Time the round from here."""
         self._clock.begin()
-        self._judge, self._reach, self._foreseen, self._depth = judge, [], 0.0, 0
+        self._judge, self._chances, self._reach = judge, [], []
 
     def goes_on(self, scores: Tensor, tokens: Tensor) -> bool:
         """Whether a row on average gains enough."""
         self._clock.mark()
         assert self._judge is not None
-        chance = self._judge(scores, self._depth)
-        before = self._reach or [1.0] * len(chance)
-        self._reach = [reach * own for reach, own in zip(before, chance, strict=True)]
-        self._depth += 1
-        self._foreseen += sum(self._reach) / len(chance)
-        if not self.pace.known:
-            return self._depth < _FIRST_GUESS
-        self.pace.chance.add(sum(chance) / len(chance))
-        usual = self.pace.chance.value
-        further = [r * (own + usual) / 2 for r, own in zip(self._reach, chance, strict=True)]
-        gain = self.pace.bias * sum(further) / len(further)
-        return gain > self.pace.draft_seconds.value * self.pace.rate
+        pace, given = self.pace, self._judge(scores, len(self._chances))
+        risk = pace.risk
+        chances = [1 - min(1.0, risk * (1 - chance)) for chance in given]
+        before = self._reach or [1.0] * len(given)
+        self._reach = [reach * own for reach, own in zip(before, chances, strict=True)]
+        self._chances.append(given)
+        pace.chance.add(sum(chances) / len(chances))
+        if not pace.known:
+            return len(self._chances) < _FIRST_GUESS
+        gain = pace.chance.value * sum(self._reach) / len(self._reach)
+        return gain > pace.draft_seconds.value * pace.rate
 
     def end(self, drafted: int, accepted: Sequence[int]) -> None:
         """Learn from the round."""
-        kept = sum(accepted) / len(accepted)
-        self._clock.end(1 + kept)
-        if drafted:
-            self.pace.kept.add(kept)
-            self.pace.foreseen.add(self._foreseen)
+        self._clock.end(1 + sum(accepted) / len(accepted))
+        for row, kept in enumerate(accepted):
+            for place, chances in enumerate(self._chances[: min(drafted, kept + 1)]):
+                self.pace.falls.add(float(place == kept))
+                self.pace.feared.add(1 - chances[row])
 
 
 def make_schedule(config: DraftConfig, pace: Pace | None = None) -> Schedule:

@@ -161,8 +161,8 @@ def test_a_disturbed_estimate_does_not_end_drafting_for_ever(clock):
         pace.draft_seconds.add(1000.0)  # a draft that seems never to be worth its time
         pace.round_seconds.add(2.0)
         pace.tokens.add(1.5)
-    pace.kept.add(0.01)
-    pace.foreseen.add(1.0)
+    pace.falls.add(1.0)
+    pace.feared.add(0.1)
     _, drafted = play(OptimalStop(pace), clock, lambda source: 0.9, 0.1, 1.0, 1000)
     assert drafted[0] == 1
     assert sum(drafted[-50:]) / 50 > 4

@@ -62,11 +62,8 @@ class Calibrator(nn.Module):
                 where it could not be.
             depth: tokens drafted before it in the round.
         """
-        log_probs = scores.float().log_softmax(-1)
-        first, second = log_probs.topk(2).values.unbind(-1)
+        first, second, entropy = _summary(scores).unbind(-1)
         margin = (first - second).clamp(max=_WIDEST_MARGIN)
-        # Without -inf, whose product with 0 is no number; torch.special.entr takes thrice as long.
-        entropy = -torch.linalg.vecdot(log_probs.exp(), log_probs.clamp(min=_LEAST))
         return torch.stack([first, margin, entropy, torch.full_like(first, depth)], dim=-1)
 
     def probability(self, features: Tensor) -> Tensor:
@@ -81,13 +78,15 @@ class Calibrator(nn.Module):
         """`forward` for few rows, sooner: reads the buffers once, and counts without tensors."""
         constants = cache(self._constants)
 
-        def chance(features: list[float]) -> float:
+        def chance(summary: list[float], depth: int) -> float:
+            first, second, entropy = summary
             fit, logit = constants()
+            features = first, min(first - second, _WIDEST_MARGIN), entropy, depth
             for value, (low, high, mean, std, weight) in zip(features, fit, strict=True):
                 logit += weight * (min(max(value, low), high) - mean) / std
             return 1 / (1 + math.exp(-min(max(logit, -_SUREST), _SUREST)))
 
-        return lambda scores, depth: list(map(chance, self.features(scores, depth).tolist()))
+        return lambda scores, depth: [chance(row, depth) for row in _summary(scores).tolist()]
 
     def _constants(self) -> tuple[list[tuple[float, ...]], float]:
         """The buffers, feature by feature, and the bias."""
@@ -98,3 +97,11 @@ class Calibrator(nn.Module):
     def forward(self, scores: Tensor, depth: int) -> Tensor:
         """P(accepted) `[rows]` of a token drafted from `scores` `[rows, vocab]`, `depth` deep."""
         return self.probability(self.features(scores, depth))
+
+
+def _summary(scores: Tensor) -> Tensor:
+    """`[rows, 3]` logs of the first and second probability, and the entropy in nats."""
+    log_probs = scores.float().log_softmax(-1)
+    # Without -inf, whose product with 0 is no number; torch.special.entr takes thrice as long.
+    entropy = -torch.linalg.vecdot(log_probs.exp(), log_probs.clamp(min=_LEAST))
+    return torch.cat([log_probs.topk(2).values, entropy[:, None]], dim=-1)
