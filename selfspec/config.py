@@ -19,7 +19,7 @@ Kernels = Literal["eager", "prepacked", "compiled"]
 
 # Drafts of a round where none are asked for: what a schedule may go up to, and what others take.
 _LONGEST = 12
-_LENGTHS = {"prompt_lookup": 10}
+_LENGTHS = {"prompt_lookup": 40}
 
 
 class StrictConfig(BaseModel):
@@ -149,7 +149,9 @@ class DraftConfig(StrictConfig):
         head: kind of the exit head, or `None` for the one fitted at `exit_layer` (`"shared"`
             when there is none).
         num_draft_tokens: the most tokens drafted in a round, one behind the other (γ in Leviathan
-            et al. 2023). `None` takes what suits the drafter and the schedule (`most_tokens`).
+            et al. 2023); of a cascade, by its exit. `None` takes what suits the drafter and the
+            schedule (`most_tokens`); a lookup then copies as many as its match is long, from 10
+            to 40.
         schedule: `"fixed"` drafts that many each round; `"confidence"` stops a round's draft once
             the draft's own probability of its token falls below `confidence` in every row;
             `"optimal"` stops once another draft is not worth its measured time. For drafters that
@@ -179,14 +181,10 @@ class DraftConfig(StrictConfig):
 
     @property
     def most_tokens(self) -> int:
-        """The most tokens drafted in a round, one behind the other."""
-        return self.most_tokens_of(self.drafter)
-
-    def most_tokens_of(self, drafter: str) -> int:
-        """The most tokens that a drafter proposes, which may be a part of the one named here."""
+        """The most tokens drafted in a round, one behind the other; of a cascade, by its exit."""
         if self.num_draft_tokens is not None:
             return self.num_draft_tokens
-        return _LONGEST if self.schedule == "optimal" else _LENGTHS.get(drafter, 4)
+        return _LONGEST if self.schedule == "optimal" else _LENGTHS.get(self.drafter, 4)
 
     @model_validator(mode="after")
     def _drafts_are_wanted(self) -> Self:

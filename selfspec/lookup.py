@@ -17,6 +17,10 @@ from selfspec.draft import Draft
 from selfspec.sampling import Context
 
 
+# Tokens that are copied at a time, where no number is asked for.
+_FEWEST, _MOST = 10, 40
+
+
 class Match(NamedTuple):
     """A suffix of the text that occurred before.
 
@@ -154,10 +158,12 @@ class Lookup:
 
     Args:
         config: which index, and the shortest match that is followed.
+        length: tokens copied at a time; `None` for as many as the match is long, from 10 to 40: a
+            text that has followed another for long follows it on.
     """
 
-    def __init__(self, config: LookupConfig):
-        self._config = config
+    def __init__(self, config: LookupConfig, length: int | None = None):
+        self._config, self._length = config, length
         self._indexes: dict[int, TextIndex] = {}
 
     def read(self, context: Context) -> list[TextIndex]:
@@ -168,16 +174,21 @@ class Lookup:
             index.read(context.text[row])
         return list(self._indexes.values())
 
-    def draft(self, context: Context, length: int) -> Draft:
-        """In each row the `length` tokens that followed its match; none in rows without one."""
+    def draft(self, context: Context, limit: int) -> Draft:
+        """In each row the tokens that followed its match, `limit` at most; none without one."""
         indexes = self.read(context)
         device = context.tokens.device
-        counts = [length * (index.match.length >= self._config.shortest) for index in indexes]
+        counts = [min(limit, self._copied(index.match.length)) for index in indexes]
         if not any(counts):
             return Draft.empty(len(counts), device)
-        padding = [0] * length
         rows = zip(indexes, counts, strict=True)
-        tokens = [index.continuation(length) if count else padding for index, count in rows]
+        tokens = [index.continuation(n) + [0] * (max(counts) - n) for index, n in rows]
         return Draft(
             torch.tensor(tokens, device=device), counts=torch.tensor(counts, device=device)
         )
+
+    def _copied(self, match: int) -> int:
+        """How many tokens to copy behind a match of that length."""
+        if match < self._config.shortest:
+            return 0
+        return self._length or min(max(match, _FEWEST), _MOST)

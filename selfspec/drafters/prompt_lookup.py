@@ -20,18 +20,17 @@ class PromptLookup(Drafter):
 
     Args:
         lookup: the index of each row.
-        num_draft_tokens: tokens proposed where there is a match.
     """
 
     name = "prompt_lookup"
 
-    def __init__(self, lookup: Lookup, num_draft_tokens: int):
-        self.lookup, self.num_draft_tokens = lookup, num_draft_tokens
+    def __init__(self, lookup: Lookup):
+        self.lookup = lookup
 
     @classmethod
     def from_config(cls, engine: Engine, config: DraftConfig) -> PromptLookup:
         """Nothing of the model is needed."""
-        return cls(Lookup(config.lookup), config.most_tokens)
+        return cls(Lookup(config.lookup, config.num_draft_tokens))
 
     def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
         """Index the prompt, beside a device that may still be at work on it."""
@@ -39,4 +38,4 @@ class PromptLookup(Drafter):
 
     def propose(self, state: State, limit: int) -> Draft:
         """Copy what followed each row's match; rows without one draft nothing."""
-        return self.lookup.draft(state.context, min(self.num_draft_tokens, limit))
+        return self.lookup.draft(state.context, limit)
