@@ -17,6 +17,9 @@ ConfigT = TypeVar("ConfigT", bound="StrictConfig")
 # layout of oneDNN; `torch.compile`.
 Kernels = Literal["eager", "prepacked", "compiled"]
 
+# What keys and values are kept in: the dtype that layers compute in, or 8 bits a number.
+KVCacheDtype = Literal["auto", "int8"]
+
 # Drafts of a round where none are asked for: what a schedule may go up to, and what others take.
 _LONGEST = 12
 _LENGTHS = {"prompt_lookup": 40}

@@ -61,9 +61,9 @@ def refuse_other_loops(options: Mapping[str, Any], *configs: GenerationConfig | 
     for name in named:
         if name not in (None, "dynamic"):
             raise ValueError(
-                f"cache_implementation={name!r}: selfspec brings its own cache, in the dtype of "
-                "the model, from which rejected drafts are taken back; leave it unset, or call "
-                "the model's own generate"
+                f"cache_implementation={name!r}: selfspec brings its own cache, from which "
+                "rejected drafts are taken back; leave it unset (for 8-bit keys and values pass "
+                "kv_cache_dtype='int8' to SelfSpecModel), or call the model's own generate"
             )
 
 

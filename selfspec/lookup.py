@@ -16,7 +16,6 @@ from selfspec.config import LookupConfig
 from selfspec.draft import Draft
 from selfspec.sampling import Context
 
-
 # Tokens that are copied at a time, where no number is asked for.
 _FEWEST, _MOST = 10, 40
 

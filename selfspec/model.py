@@ -19,7 +19,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from selfspec.config import DraftConfig, Kernels
+from selfspec.config import DraftConfig, Kernels, KVCacheDtype
 from selfspec.coverage import refuse_other_loops
 from selfspec.decoder import Decoder
 from selfspec.decoding import Call, SpecOutput, speculate
@@ -60,6 +60,9 @@ class SelfSpecModel:
             second time. `"compiled"`: through `torch.compile`
             where passes are over few tokens; the first ones wait for the compiler. What cannot be
             packed or compiled runs as it is, with a warning.
+        kv_cache_dtype: what keys and values are kept in. `"auto"`: the dtype that layers compute
+            in. `"int8"`: 8 bits a number and a scale for every token and head, half the memory of
+            half precision; texts are those of the model over a cache that rounds alike.
 
     Attributes:
         model: the model as it was given.
@@ -80,9 +83,10 @@ class SelfSpecModel:
         draft_model: nn.Module | str | Path | None = None,
         profile: Profile | str | Path | None = None,
         kernels: Kernels = "eager",
+        kv_cache_dtype: KVCacheDtype = "auto",
     ):
         self.model = model
-        decoder = Decoder(model, kernels)
+        decoder = Decoder(model, kernels, kv_cache_dtype)
         if isinstance(heads, (str, Path)):
             heads = load_heads(decoder, find_heads(heads))
         self.engine = Engine(decoder, heads or (), draft_model)
@@ -100,6 +104,7 @@ class SelfSpecModel:
         draft_model: nn.Module | str | Path | None = None,
         profile: Profile | str | Path | None = None,
         kernels: Kernels = "eager",
+        kv_cache_dtype: KVCacheDtype = "auto",
         **kwargs: Any,
     ) -> SelfSpecModel:
         """Load a checkpoint with `AutoModelForCausalLM.from_pretrained` and wrap it.
@@ -113,6 +118,7 @@ class SelfSpecModel:
             profile: what `selfspec tune` found, or its file; `None` takes the one beside the heads
                 or the checkpoint, or in the user's cache, if there is one.
             kernels: what computes the layers.
+            kv_cache_dtype: what keys and values are kept in.
             **kwargs: go to `AutoModelForCausalLM.from_pretrained`.
 
         Raises:
@@ -122,7 +128,7 @@ class SelfSpecModel:
         model = load_causal_lm(path, **kwargs)
         if heads is None and (Path(path) / CONFIG_NAME).is_file():
             heads = path
-        spec = cls(model, heads, draft_model, profile, kernels)
+        spec = cls(model, heads, draft_model, profile, kernels, kv_cache_dtype)
         if profile is None:
             folders = [at for at in (heads, path) if isinstance(at, (str, Path))]
             spec.profile = spec._found(find_profile(spec.engine.decoder, folders))

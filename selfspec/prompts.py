@@ -110,7 +110,7 @@ class Prompt:
         if self.rows == 1:
             return slots
         states = [self.retired[row] for row in range(self.rows)]
-        whole = join_rows(states, self.engine.decoder.windows, slots.device)
+        whole = join_rows(states, slots)
         if isinstance(self.cache, SlotCache):
             self.cache.take(whole)
             return self.cache

@@ -12,6 +12,7 @@ from test_cli_demo import altered
 
 from selfspec import DraftConfig, SelfSpecModel
 from selfspec.app import Offer, SideBySide, view
+from selfspec.app.offer import LONGEST_DRAFT
 from selfspec.demo import DemoOptions, Writer
 from selfspec.display import pieces
 from selfspec.heads import head_class

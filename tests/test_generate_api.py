@@ -401,7 +401,7 @@ UNCOVERED = [
     ({"output_hidden_states": True, "return_dict_in_generate": True}, "hidden_states"),
     ({"cache_implementation": "static"}, "cache_implementation"),
     ({"cache_implementation": "paged"}, "cache_implementation"),
-    ({"cache_implementation": "quantized"}, "in the dtype of the model"),
+    ({"cache_implementation": "quantized"}, "kv_cache_dtype='int8'"),
     ({"generation_config": GenerationConfig(cache_implementation="quantized")}, "leave it unset"),
     ({"inputs_embeds": torch.zeros(2, 6, 32, dtype=torch.float64)}, "inputs_embeds"),
     ({"position_ids": torch.arange(6)[None].expand(2, -1) + 3}, "position_ids"),

@@ -288,7 +288,7 @@ def test_select_keeps_rows_in_order(rows):
 def test_rows_make_a_cache_and_a_cache_makes_rows():
     slots = ragged()
     rows = [take_row(slots, row) for row in (2, 0, 1)]
-    again = join_rows(rows, (None, 3), "cpu")
+    again = join_rows(rows, slots)
     assert again.lengths == [3, 2, 4]
     assert [layer.window for layer in again.layers] == [None, 3]
     for place, row in enumerate(rows):

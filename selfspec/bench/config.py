@@ -10,7 +10,14 @@ from typing import Any, Literal
 from pydantic import Field, PositiveInt, field_validator, model_validator
 from typing_extensions import Self
 
-from selfspec.config import DraftConfig, Kernels, StrictConfig, load_config, unknown_name
+from selfspec.config import (
+    DraftConfig,
+    Kernels,
+    KVCacheDtype,
+    StrictConfig,
+    load_config,
+    unknown_name,
+)
 
 Reader = Literal["text", "random", "gsm8k", "humaneval", "mbpp", "mt_bench", "spec_bench"]
 Peer = Literal["plain", "assistant_early_exit", "prompt_lookup_num_tokens", "assistant_model"]
@@ -174,6 +181,8 @@ class BenchConfig(StrictConfig):
         device: where to run; `None` takes a GPU where there is one.
         kernels: what computes the layers where selfspec writes; the model's own `generate` and
             other peers run as they are.
+        kv_cache_dtype: what keys and values are kept in; with `int8` the model's own `generate`
+            and other peers round theirs alike, without saving memory.
         threads: of the CPU; `None` leaves them as they are.
         prompts: the prompt sets.
         methods: what is compared; an entry may be the path of a YAML file with one method, or a
@@ -195,6 +204,7 @@ class BenchConfig(StrictConfig):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str | None = None
     kernels: Kernels = "eager"
+    kv_cache_dtype: KVCacheDtype = "auto"
     threads: int | None = Field(default=None, ge=1)
     prompts: tuple[PromptSetConfig, ...] = (PromptSetConfig(name="novels", count=4),)
     methods: tuple[MethodConfig, ...] = _METHODS

@@ -70,6 +70,7 @@ def _scores(
         attention_mask=torch.cat([prompt.mask, torch.ones_like(behind)], dim=1),
         return_dict_in_generate=True,
         output_scores=True,
+        past_key_values=spec.engine.decoder.own_cache(),
         **{**options, "max_new_tokens": 1},
     )
     return output.scores[0][0].float()

@@ -206,6 +206,7 @@ def _next(spec: SelfSpecModel, texts: Tensor, options: dict[str, Any]) -> Tensor
             max_new_tokens=1,
             return_dict_in_generate=True,
             output_scores=True,
+            past_key_values=spec.engine.decoder.own_cache(),
             **options,
         )
     return output.scores[0].double().softmax(-1)

@@ -177,6 +177,7 @@ class _Own:
                 batch.tokens,
                 attention_mask=batch.mask,
                 streamer=arrivals,
+                past_key_values=self.spec.engine.decoder.own_cache(),
                 **self.options,
                 **options,
             )

@@ -195,8 +195,9 @@ def _loaded(config: BenchConfig) -> tuple[Loaded, dict[str, Any]]:
 
     _set_threads(config)
     dtype = opt.Dtype(config.dtype)
-    options = {"profile": config.profile, "kernels": opt.Kernels(config.kernels)}
-    target = load(config.target, config.heads, dtype, config.device, **options)
+    kernels, kv_cache = opt.Kernels(config.kernels), opt.KVCache(config.kv_cache_dtype)
+    place = config.heads, dtype, config.device, config.profile
+    target = load(config.target, *place, kernels=kernels, kv_cache=kv_cache)
     processor = device_name(target.spec.engine.decoder.device)
     return target, {**target.to_dict(), "processor": processor, **_versions()}
 

@@ -33,6 +33,7 @@ def check(
     dtype: opt.DtypeOption = opt.Dtype.auto,
     device: opt.Device = None,
     kernels: opt.KernelsOption = opt.Kernels.eager,
+    kv_cache: opt.KVCacheOption = opt.KVCache.auto,
     profile: opt.Profile = None,
     config: opt.Config = None,
     draft: opt.Draft = None,
@@ -52,7 +53,7 @@ def check(
 
     drafting = opt.draft_config(config, draft)
     with reporting(as_json) as console:
-        target = load(model, heads, dtype, device, profile, kernels)
+        target = load(model, heads, dtype, device, profile, kernels, kv_cache)
         drafting = drafting or target.spec.default_draft
         prompts = _prompts(target, file)
         sampling = Sampling(samples=samples) if samples else None

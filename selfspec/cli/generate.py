@@ -84,6 +84,7 @@ def generate(
     dtype: opt.DtypeOption = opt.Dtype.auto,
     device: opt.Device = None,
     kernels: opt.KernelsOption = opt.Kernels.eager,
+    kv_cache: opt.KVCacheOption = opt.KVCache.auto,
     config: opt.Config = None,
     draft: opt.Draft = None,
     profile: opt.Profile = None,
@@ -104,11 +105,12 @@ def generate(
     drafting = opt.draft_config(config, draft)
     options = {"max_new_tokens": max_new_tokens, **opt.sampling(temperature, top_k, top_p)}
     if output is not None:
-        job = _Job(model, heads, dtype, device, profile, kernels, drafting, options, seed)
+        place = model, heads, dtype, device, profile, kernels, kv_cache
+        job = _Job(*place, drafting, options, seed)
         job.run(prompts, output, processes, as_json)
         return
     with reporting(as_json) as console:
-        target = load(model, heads, dtype, device, profile, kernels)
+        target = load(model, heads, dtype, device, profile, kernels, kv_cache)
         drafting = drafting or target.spec.default_draft
         writer = _Writer(target, drafting, options, seed)
         results = [writer.write(text, form, console) for text in prompts]
@@ -189,6 +191,7 @@ class _Job:
     device: str | None
     profile: Path | None
     kernels: opt.Kernels
+    kv_cache: opt.KVCache
     draft: DraftConfig | None
     options: dict[str, Any]
     seed: int
@@ -216,7 +219,8 @@ class _Job:
             device = f"cuda:{worker % torch.cuda.device_count()}"
         if workers > 1:
             torch.set_num_threads(max(1, torch.get_num_threads() // workers))
-        target = load(self.model, self.heads, self.dtype, device, self.profile, self.kernels)
+        place = self.heads, self.dtype, device, self.profile, self.kernels, self.kv_cache
+        target = load(self.model, *place)
         draft = self.draft or target.spec.default_draft
         writer = _Writer(target, draft, self.options, self.seed)
         return lambda prompt: writer.write(prompt, Format.jsonl, Console(quiet=True))

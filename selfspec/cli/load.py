@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selfspec.assets import DEMO_MODEL
-from selfspec.cli.options import Dtype, Kernels
+from selfspec.cli.options import Dtype, Kernels, KVCache
 from selfspec.cli.output import progress
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class Loaded:
             "dtype": str(decoder.dtype).removeprefix("torch."),
             "device": str(decoder.device),
             "kernels": decoder.kernels,
+            "kv_cache_dtype": decoder.kv_cache_dtype,
             "threads": torch.get_num_threads(),
         }
 
@@ -74,6 +75,7 @@ def load(
     device: str | None,
     profile: Path | None = None,
     kernels: Kernels = Kernels.eager,
+    kv_cache: KVCache = KVCache.auto,
 ) -> Loaded:
     """Load a target and its tokenizer.
 
@@ -90,7 +92,7 @@ def load(
 
         stored = "float32" if model is None else "auto"
         options = {"dtype": stored if dtype is Dtype.auto else dtype.value, **_placed(device)}
-        options |= {"profile": profile, "kernels": kernels.value}
+        options |= {"profile": profile, "kernels": kernels.value, "kv_cache_dtype": kv_cache.value}
         spec = SelfSpecModel.from_pretrained(path, heads, **options)
         return Loaded(name, model is None, spec, AutoTokenizer.from_pretrained(path))
 

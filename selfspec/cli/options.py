@@ -30,6 +30,13 @@ class Kernels(str, Enum):
     compiled = "compiled"
 
 
+class KVCache(str, Enum):
+    """What `--kv-cache-dtype` takes."""
+
+    auto = "auto"
+    int8 = "int8"
+
+
 _TARGET = "Target"
 _DRAFT = "Draft"
 _TEXT = "Text"
@@ -75,6 +82,15 @@ KernelsOption = Annotated[
         "--kernels",
         help="How layers are computed: as transformers does, with linear maps packed once for a "
         "CPU in half precision (twice the weights' memory), or through torch.compile.",
+        rich_help_panel=_TARGET,
+    ),
+]
+KVCacheOption = Annotated[
+    KVCache,
+    typer.Option(
+        "--kv-cache-dtype",
+        help="What keys and values are kept in: the dtype of the layers, or 8 bits a number, "
+        "which rounds them.",
         rich_help_panel=_TARGET,
     ),
 ]

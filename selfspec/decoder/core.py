@@ -7,8 +7,9 @@ from typing import Any, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
-from selfspec.config import Kernels
+from selfspec.config import Kernels, KVCacheDtype
 from selfspec.decoder.gates import Gates
 from selfspec.decoder.inputs import Inputs
 from selfspec.decoder.layers import trainable
@@ -25,7 +26,7 @@ from selfspec.decoder.support import (
 )
 from selfspec.decoder.tail import Tail
 from selfspec.draft import Tree
-from selfspec.slots import SlotCache, StepCache, Window
+from selfspec.slots import RoundedCache, SlotCache, StepCache, Window
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -36,9 +37,11 @@ class Decoder:
     Args:
         model: any decoder-only causal LM of transformers, PEFT-wrapped or not.
         kernels: what computes the layers in passes.
+        kv_cache_dtype: what keys and values are kept in.
 
     Attributes:
         kernels: what computes the layers in passes.
+        kv_cache_dtype: what keys and values are kept in.
         causal_lm: the transformers model inside.
         base: its body, which owns the layers.
         layers: the decoder layers.
@@ -49,14 +52,29 @@ class Decoder:
 
     Raises:
         TypeError: `model` is no transformers model.
-        ValueError: the model cannot be run in spans, or there are no such kernels; the message
-            says what to do.
+        ValueError: the model cannot be run in spans, or there are no such kernels, or no such
+            cache; the message says what to do.
     """
 
-    def __init__(self, model: nn.Module, kernels: Kernels = "eager"):
+    def __init__(
+        self,
+        model: nn.Module,
+        kernels: Kernels = "eager",
+        kv_cache_dtype: KVCacheDtype = "auto",
+    ):
         if kernels not in get_args(Kernels):
             raise ValueError(f"kernels must be one of {get_args(Kernels)}, got {kernels!r}")
+        if kv_cache_dtype not in get_args(KVCacheDtype):
+            raise ValueError(
+                f"kv_cache_dtype must be one of {get_args(KVCacheDtype)}, got {kv_cache_dtype!r}"
+            )
+        if kernels == "compiled" and kv_cache_dtype != "auto":
+            raise ValueError(
+                f"compiled layers write keys and values as they are, not as {kv_cache_dtype}; "
+                "choose other kernels, or leave kv_cache_dtype out"
+            )
         self.kernels: Kernels = kernels
+        self.kv_cache_dtype: KVCacheDtype = kv_cache_dtype
         self.causal_lm = unwrap(model)
         self.config = self.causal_lm.config.get_text_config(decoder=True)
         refuse_unsupported(self.causal_lm)
@@ -166,7 +184,14 @@ class Decoder:
 
     def new_slots(self, rows: int, capacity: int = 0) -> SlotCache:
         """An empty KV cache for `rows` rows."""
-        return SlotCache(self.windows, rows, capacity, self.device)
+        return SlotCache(self.windows, rows, capacity, self.device, self.kv_cache_dtype)
+
+    def own_cache(self) -> Cache | None:
+        """What the model's own `generate` needs as `past_key_values` to round as slots do.
+
+        `None` where they do not.
+        """
+        return None if self.kv_cache_dtype == "auto" else RoundedCache(config=self.config)
 
     def __enter__(self) -> Decoder:
         """Put the gates in; passes inside a `with decoder:` do not have to."""

@@ -54,14 +54,15 @@ class _Seen(NamedTuple):
     """A call that was watched.
 
     Attributes:
-        left: the hidden states that it returned, as they were then: code may write in place.
+        left: what shows whether code wrote into the hidden states that it returned: their
+            version, or a copy in inference mode, where they have none.
     """
 
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Any
-    left: Tensor | None
+    left: Tensor | int | None
 
 
 class Route:
@@ -155,13 +156,13 @@ class Survey:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         if self._gates.gated:
-            self._others.append(_Seen(module, args, kwargs, output, _copied(output)))
+            self._others.append(_Seen(module, args, kwargs, output, _mark(output)))
 
     def layer(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         """A layer was called with `args`, its hidden states first, or skipped."""
-        self._layers.append(_Seen(layer, args, kwargs, output, _copied(output)))
+        self._layers.append(_Seen(layer, args, kwargs, output, _mark(output)))
         self._before = len(self._others)
 
     def route(self, result: Tensor) -> Route | None:
@@ -258,22 +259,22 @@ def _first(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-def _copied(output: Any) -> Tensor | None:
-    left = output[0] if isinstance(output, tuple) else output
-    return left.clone() if isinstance(left, Tensor) else None
+def _mark(output: Any) -> Tensor | int | None:
+    states = _first(output)
+    if not isinstance(states, Tensor):
+        return None
+    return states.clone() if states.is_inference() else states._version
 
 
 def _has_changed(seen: _Seen) -> bool:
-    return seen.left is None or not torch.equal(seen.left, _first(seen.output))
+    if seen.left is None:
+        return True
+    states = _first(seen.output)
+    if isinstance(seen.left, int):
+        return states._version != seen.left
+    return not torch.equal(states, seen.left)
 
 
 def _is_same(one: Any, other: Tensor) -> bool:
     """Whether these are the same numbers in the same place."""
-    if one is other:
-        return True
-    return (
-        isinstance(one, Tensor)
-        and one.data_ptr() == other.data_ptr()
-        and one.shape == other.shape
-        and one.stride() == other.stride()
-    )
+    return one is other or (isinstance(one, Tensor) and one.is_set_to(other))

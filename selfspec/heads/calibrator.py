@@ -14,7 +14,7 @@ Judge = Callable[[Tensor, int], list[float]]
 
 # Beyond this many nats the second token is as good as impossible (top-k 1 leaves infinitely many).
 _WIDEST_MARGIN = 20.0
-_LEAST = -1e4  # a log below which float32 knows no probability
+_LEAST = 1e-30  # a probability that has a log, further from any other than that margin
 # Keeps probabilities in float32 apart from 0 and 1.
 _SUREST = 15.0
 
@@ -62,7 +62,8 @@ class Calibrator(nn.Module):
                 where it could not be.
             depth: tokens drafted before it in the round.
         """
-        first, second, entropy = _summary(scores).unbind(-1)
+        *likeliest, entropy = _summary(scores).unbind(-1)
+        first, second = (chance.clamp(min=_LEAST).log() for chance in likeliest)
         margin = (first - second).clamp(max=_WIDEST_MARGIN)
         return torch.stack([first, margin, entropy, torch.full_like(first, depth)], dim=-1)
 
@@ -79,7 +80,8 @@ class Calibrator(nn.Module):
         constants = cache(self._constants)
 
         def chance(summary: list[float], depth: int) -> float:
-            first, second, entropy = summary
+            *likeliest, entropy = summary
+            first, second = (math.log(max(chance, _LEAST)) for chance in likeliest)
             fit, logit = constants()
             features = first, min(first - second, _WIDEST_MARGIN), entropy, depth
             for value, (low, high, mean, std, weight) in zip(features, fit, strict=True):
@@ -100,8 +102,10 @@ class Calibrator(nn.Module):
 
 
 def _summary(scores: Tensor) -> Tensor:
-    """`[rows, 3]` logs of the first and second probability, and the entropy in nats."""
-    log_probs = scores.float().log_softmax(-1)
-    # Without -inf, whose product with 0 is no number; torch.special.entr takes thrice as long.
-    entropy = -torch.linalg.vecdot(log_probs.exp(), log_probs.clamp(min=_LEAST))
-    return torch.cat([log_probs.topk(2).values, entropy[:, None]], dim=-1)
+    """`[rows, 3]` the first and second probability, and the entropy in nats.
+
+    In few steps: between a model's matrix products each of them takes longer than its arithmetic.
+    """
+    probs = scores.float().softmax(-1)
+    entropy = torch.special.entr(probs).sum(-1, keepdim=True)
+    return torch.cat([probs.topk(2).values, entropy], dim=-1)

@@ -9,6 +9,7 @@ This package alone knows transformers' cache API.
 """
 
 from selfspec.slots.cache import SlotCache
+from selfspec.slots.int8 import RoundedCache
 from selfspec.slots.layer import SlotLayer, Window
 from selfspec.slots.masks import WIDEST
 from selfspec.slots.rows import RowStates, join_rows, take_row
@@ -17,6 +18,7 @@ from selfspec.slots.strip import Strip
 
 __all__ = [
     "WIDEST",
+    "RoundedCache",
     "RowStates",
     "SlotCache",
     "SlotLayer",

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
+from selfspec.config import KVCacheDtype
 from selfspec.draft import Tree
+from selfspec.slots.int8 import Int8Layer
 from selfspec.slots.layer import SlotLayer, Window
 from selfspec.slots.masks import WIDEST, Stairs, hide, tree_mask
 
@@ -24,6 +26,7 @@ class SlotCache(Cache):
         rows: number of rows.
         capacity: slots reserved at the first write (buffers double when more is needed).
         device: where positions and masks are made.
+        kv_cache_dtype: what keys and values are kept in.
 
     Attributes:
         lengths: tokens of each row that are settled in every layer.
@@ -36,9 +39,13 @@ class SlotCache(Cache):
         rows: int,
         capacity: int = 0,
         device: torch.device | str = "cpu",
+        kv_cache_dtype: KVCacheDtype = "auto",
     ):
-        super().__init__(layers=[SlotLayer(window) for window in windows])
+        self._layer_class = Int8Layer if kv_cache_dtype == "int8" else SlotLayer
+        super().__init__(layers=[self._layer_class(window) for window in windows])
         self.layers: list[SlotLayer]
+        self._windows = windows
+        self._kv_cache_dtype: KVCacheDtype = kv_cache_dtype
         self.lengths = [0] * rows
         self.added_from = [0] * rows
         self.depth = len(windows)
@@ -184,11 +191,10 @@ class SlotCache(Cache):
         capacity = max(layer.capacity for layer in self.layers)
         for layer in self.layers:
             layer.grow(capacity)
-            for buffer in (layer.keys, layer.values):
-                if buffer is not None:
-                    rows = torch.arange(buffer.shape[0], device=buffer.device)[:, None]
-                    source = (starts + branch).to(buffer.device)
-                    buffer[rows, :, target.to(buffer.device)] = buffer[rows, :, source]
+            for buffer in layer.buffers:
+                rows = torch.arange(buffer.shape[0], device=buffer.device)[:, None]
+                source = (starts + branch).to(buffer.device)
+                buffer[rows, :, target.to(buffer.device)] = buffer[rows, :, source]
 
     def add_layer(self, window: int | None) -> int:
         """Make room for the KV of one layer more, which has not seen what is settled.
@@ -196,7 +202,7 @@ class SlotCache(Cache):
         Returns:
             Which added layer it is, from 1.
         """
-        self.layers.append(SlotLayer(window))
+        self.layers.append(self._layer_class(window))
         self.added_from = list(self.lengths)
         return len(self.layers) - self.depth
 
@@ -210,9 +216,11 @@ class SlotCache(Cache):
         self.lengths = [self.lengths[row] for row in rows]
         self.added_from = [self.added_from[row] for row in rows]
         for layer in self.layers:
-            if layer.keys is not None and layer.values is not None:
-                layer.keys = layer.keys[list(rows)]
-                layer.values = layer.values[list(rows)]
+            layer.change(lambda buffer: buffer[list(rows)])
+
+    def empty(self, rows: int) -> SlotCache:
+        """A cache like this one, for other rows."""
+        return SlotCache(self._windows, rows, 0, self.device, self._kv_cache_dtype)
 
     def take(self, other: SlotCache) -> None:
         """Become a cache of other rows."""
@@ -262,9 +270,8 @@ class SlotCache(Cache):
     def store(self, cache: DynamicCache, beyond: int) -> None:
         """Append the one row's tokens from position `beyond` on to a `DynamicCache`."""
         for index, layer in enumerate(self.layers):
-            assert layer.keys is not None and layer.values is not None
-            new = slice(beyond, self.lengths[0])
-            cache.update(layer.keys[:, :, new], layer.values[:, :, new], index)
+            keys, values = layer.seen(self.lengths[0])
+            cache.update(keys[:, :, beyond:], values[:, :, beyond:], index)
 
     @contextmanager
     def _only(self, start: int, width: int) -> Iterator[None]:

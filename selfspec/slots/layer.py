@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
@@ -48,9 +50,20 @@ class Window:
             block = slice(place, place + width)
             self.positions = self.slots - counted[block] + tree.depths[:, block]
 
+    def put(self, states: Tensor, buffer: Tensor) -> None:
+        """Write `[rows, heads, width, any]` to these slots of `[rows, heads, slots, any]`."""
+        if self.uniform:
+            buffer.narrow(2, self.starts[0], self.width).copy_(states)
+        else:
+            slots = self.slots.to(states.device)
+            rows = torch.arange(states.shape[0], device=states.device)[:, None]
+            buffer[rows, :, slots] = states.transpose(1, 2)
+
 
 class SlotLayer(CacheLayerMixin):
-    """One layer's keys and values."""
+    """One layer's keys and values, as they are."""
+
+    names: tuple[str, ...] = ("keys", "values")  # of its buffers
 
     def __init__(self, window: int | None = None):
         super().__init__()
@@ -63,22 +76,35 @@ class SlotLayer(CacheLayerMixin):
         return self.keys.shape[2] if self.keys is not None else 0
 
     @property
+    def buffers(self) -> list[Tensor]:
+        """All that is held, `[rows, heads, slots, any]` each; nothing before the first write."""
+        return [getattr(self, name) for name in self.names] if self.is_initialized else []
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of both buffers."""
-        return sum(b.nbytes for b in (self.keys, self.values) if b is not None)
+        """Bytes of all buffers."""
+        return sum(buffer.nbytes for buffer in self.buffers)
+
+    def hold(self, buffers: Sequence[Tensor]) -> None:
+        """Put others in place of the buffers."""
+        for name, buffer in zip(self.names, buffers, strict=True):
+            setattr(self, name, buffer)
+        self.is_initialized = True
+
+    def change(self, how: Callable[[Tensor], Tensor]) -> None:
+        """Put what `how` makes of each buffer in its place."""
+        if self.is_initialized:
+            self.hold([how(buffer) for buffer in self.buffers])
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Take dtype, device and widths from the first states that arrive."""
-        self.keys = key_states.new_zeros(*key_states.shape[:2], 0, key_states.shape[3])
-        self.values = value_states.new_zeros(*value_states.shape[:2], 0, value_states.shape[3])
-        self.is_initialized = True
+        self.hold([part[:, :, :0] for part in self._kept(key_states, value_states)])
 
     def grow(self, capacity: int) -> None:
         """Make room for `capacity` slots, keeping what is there."""
-        if self.keys is not None and self.values is not None and self.capacity < capacity:
-            room = max(capacity - self.capacity, 0)
-            self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, room))
-            self.values = torch.nn.functional.pad(self.values, (0, 0, 0, room))
+        room = capacity - self.capacity
+        if room > 0:
+            self.change(lambda buffer: torch.nn.functional.pad(buffer, (0, 0, 0, room)))
 
     def make_room(self, window: Window) -> None:
         """Grow, by doubling, where the window reaches beyond the buffers."""
@@ -94,17 +120,19 @@ class SlotLayer(CacheLayerMixin):
             The keys and values up to the window's end.
         """
         self.make_room(window)
-        keys, values = self.keys, self.values
-        assert keys is not None and values is not None
-        if window.uniform:
-            keys.narrow(2, window.starts[0], window.width).copy_(key_states)
-            values.narrow(2, window.starts[0], window.width).copy_(value_states)
-        else:
-            slots = window.slots.to(key_states.device)
-            rows = torch.arange(key_states.shape[0], device=key_states.device)[:, None]
-            keys[rows, :, slots] = key_states.transpose(1, 2)
-            values[rows, :, slots] = value_states.transpose(1, 2)
-        return keys.narrow(2, 0, window.end), values.narrow(2, 0, window.end)
+        kept = self._kept(key_states, value_states)
+        for states, buffer in zip(kept, self.buffers, strict=True):
+            window.put(states, buffer)
+        return self.seen(window.end)
+
+    def seen(self, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the first `end` slots, as layers read them."""
+        assert self.keys is not None and self.values is not None
+        return self.keys.narrow(2, 0, end), self.values.narrow(2, 0, end)
+
+    def _kept(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, ...]:
+        """What the buffers hold of states."""
+        return key_states, value_states
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
         """Refused: the cache that owns this layer knows where states go."""
