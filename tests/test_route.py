@@ -40,7 +40,7 @@ def several_passes(decoder: Decoder, routed: bool) -> list[Tensor]:
             above = decoder.run(tokens, Span(2, LAYERS), slots, below.hidden, unembed=True)
             whole = decoder.run(tokens, ALL, slots, keep=(0, 1, LAYERS))
             left += [below.hidden, read.output, above.output, whole.output, *whole.kept]
-        found = [route is not None for route in decoder._routes.values()]
+        found = [route is not None for route in decoder._runner.routes.values()]
     assert bool(found) == routed or not decoder.gates.bare
     return left
 
@@ -74,7 +74,7 @@ def routes_of(decoder: Decoder) -> list[bool]:
         for width in (1, 3):
             for unembed in (False, True):
                 decoder.run(TOKENS[:1, 20 : 20 + width], ALL, slots, unembed=unembed)
-        return [route is not None for route in decoder._routes.values()]
+        return [route is not None for route in decoder._runner.routes.values()]
 
 
 class Meddling(LlamaModel):
@@ -132,7 +132,7 @@ def test_hooks_on_the_body_are_called_in_every_pass() -> None:
     ids, mask = prompt(6)
     spec.generate(ids, attention_mask=mask, max_new_tokens=9, do_sample=False, draft="none")
     assert len(calls) >= 9  # prefill reads its logits in a call of its own
-    assert not spec.engine.decoder._routes
+    assert not spec.engine.decoder._runner.routes
 
 
 def test_a_route_lasts_one_call() -> None:
@@ -144,10 +144,10 @@ def test_a_route_lasts_one_call() -> None:
         options = {"attention_mask": mask, "max_new_tokens": 9, "do_sample": False}
         own = spec.causal_lm.generate(ids, **options)
         assert torch.equal(spec.generate(ids, **options), own)
-        before = dict(spec.engine.decoder._routes)
+        before = dict(spec.engine.decoder._runner.routes)
         assert any(before.values())
         with spec.engine.decoder:
-            assert not spec.engine.decoder._routes
+            assert not spec.engine.decoder._runner.routes
 
 
 def test_a_survey_leaves_no_hooks() -> None:

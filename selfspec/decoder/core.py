@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar, get_args
+from typing import TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,11 @@ from selfspec.config import Kernels, KVCacheDtype
 from selfspec.decoder.gates import Gates
 from selfspec.decoder.inputs import Inputs
 from selfspec.decoder.layers import trainable
+from selfspec.decoder.masks import Masks
 from selfspec.decoder.packing import Packing
 from selfspec.decoder.passes import ActivePass, Own, Pass, Skips, Span
 from selfspec.decoder.placement import bare_copy, device_of
-from selfspec.decoder.route import Route, Survey
+from selfspec.decoder.runner import Runner
 from selfspec.decoder.support import (
     find_layers,
     layer_windows,
@@ -24,9 +25,8 @@ from selfspec.decoder.support import (
     refuse_unsupported,
     unwrap,
 )
-from selfspec.decoder.tail import Tail
 from selfspec.draft import Tree
-from selfspec.slots import RoundedCache, SlotCache, StepCache, Window
+from selfspec.slots import RoundedCache, SlotCache, StepCache
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -80,9 +80,9 @@ class Decoder:
         refuse_unsupported(self.causal_lm)
         self.base, name, self.layers = find_layers(self.causal_lm, self.config.num_hidden_layers)
         self.windows = layer_windows(self.config, len(self.layers))
-        self._mask_kinds = {None, *self.windows}
         self.gates = Gates(self.causal_lm, self.base, name, self.layers, self.windows, kernels)
-        self._tail = Tail(self.causal_lm, self.base, self.gates)
+        self._runner = Runner(self.causal_lm, self.base, self.gates)
+        self._masks = Masks(self.causal_lm, self.gates, self.windows)
         kind = self.config.model_type
         # These size their position bias from a 2-D mask and refuse a 4-D one.
         self._alibi = kind == "bloom" or getattr(self.config, "alibi", False)
@@ -91,7 +91,6 @@ class Decoder:
         words = self.causal_lm.get_input_embeddings()
         tables = [m for m in self.base.children() if isinstance(m, nn.Embedding) and m is not words]
         self.learned_positions = self.max_positions if tables else None
-        self._routes: dict[tuple[bool, ...], Route | None] = {}
         self._inputs = Inputs(type(self.base), self.learned_positions, not self._alibi)
 
     @property
@@ -197,7 +196,7 @@ class Decoder:
         """Put the gates in; passes inside a `with decoder:` do not have to."""
         self.gates.__enter__()
         if self.gates.entered == 1:
-            self._routes.clear()  # in between the model may have been changed
+            self._runner.routes.clear()  # in between the model may have been changed
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -239,17 +238,15 @@ class Decoder:
             raise ValueError(f"a span from layer {span.start} needs the hidden states below it")
         added = {} if own is None else {span.stop - 1: own.added}
         with self, slots.writing(tokens.shape[1], offset, added, tree) as window:
-            masks = self._masks(slots, window, hidden, added=own is not None)
+            masks = self._masks.of_slots(slots, window, hidden, added=own is not None)
             if (span.start > 0 or skips is not None) and self.gates.returns_tuple is None:
                 raise RuntimeError("run all layers once before a pass that leaves some of them out")
             active = ActivePass(span, window, hidden, masks, self._alibi, tuple(keep), own)
             if skips is not None:
                 active.skips = skips
             inputs = self._inputs(tokens, slots, window.positions, masks)
-            # Where the body makes its own masks, one token needs none, wherever it stands.
-            plain = window.width == 1 and any(window.starts) and self._mask_kinds == {None}
-            routed = self.gates.bare and (bool(masks) or plain)
-            return self._pass(active, inputs, unembed, routed)
+            routed = self.gates.bare and (bool(masks) or self._masks.needs_none(window))
+            return self._runner.run(active, inputs, unembed, routed)
 
     def run_packed(
         self,
@@ -275,47 +272,10 @@ class Decoder:
             step: number of earlier readings.
         """
         with self:
-            masks = self._packed_masks(packing, tokens if hidden is None else hidden, step)
+            masks = self._masks.of_packing(packing, hidden, step)
             active = ActivePass(span, None, hidden, masks, self._alibi, tuple(keep), own)
             inputs = self._inputs(tokens, memory, packing.positions, masks)
-            return self._pass(active, inputs)
-
-    def _pass(
-        self,
-        active: ActivePass,
-        inputs: dict[str, Any],
-        unembed: bool = False,
-        routed: bool = False,
-    ) -> Pass:
-        ends = active.span.stop == self.depth and active.own is None
-        active.normed = unembed or ends
-        key = bool(active.masks), active.normed, unembed
-        with self.gates.passing(active):
-            route = self._routes.get(key) if routed else None
-            if route is not None:
-                result = route.run(active, inputs)
-            elif routed and key not in self._routes:
-                with Survey(self.gates, inputs) as survey:
-                    result = self._run_whole(active, inputs, unembed)
-                self._routes[key] = survey.route(result)
-            else:
-                result = self._run_whole(active, inputs, unembed)
-        return active.done(result)
-
-    def _run_whole(self, active: ActivePass, inputs: dict[str, Any], unembed: bool) -> Tensor:
-        """The pass through the model's own code."""
-        if unembed and self._tail.takes >= inputs.keys():
-            return self._tail.run(inputs)
-        result = self._run_body(inputs)
-        if unembed:
-            result = self.unembed(result, None if active.own is None else active.own.readout)
-        return result
-
-    def _packed_masks(self, packing: Packing, like: Tensor, step: int) -> dict[int | None, Tensor]:
-        if packing.whole and step == 0 and not self.gates.own_masks:
-            return {}  # the family's own causal mask is right
-        dtype = like.dtype if like.is_floating_point() else self.dtype
-        return {window: packing.mask(window, dtype, step) for window in self._mask_kinds}
+            return self._runner.run(active, inputs, unembed=False)
 
     def check_trees(self) -> None:
         """Raise ValueError where a pass over a tree would put drafts in the wrong places."""
@@ -325,25 +285,6 @@ class Decoder:
                 "siblings cannot stand at one position; use a drafter that makes chains"
             )
 
-    def _run_body(self, inputs: dict[str, Any]) -> Tensor:
-        output = self.base(**inputs)
-        self._tail.output_class = type(output)
-        return output[0]
-
-    def _masks(
-        self, slots: SlotCache, window: Window, hidden: Tensor | None, added: bool
-    ) -> dict[int | None, Tensor]:
-        # A prefill from nothing is causal in every row, and one token of rows of equal length sees
-        # all there is: the family's own mask is right then, and may be none at all. Anywhere else
-        # masks come from the rows' lengths.
-        fresh = not any(window.starts)
-        partial = added and any(slots.added_from)  # the head has not seen an earlier turn
-        simple = fresh or (window.uniform and window.width == 1)
-        if simple and window.tree is None and not partial and not self.gates.own_masks:
-            return {}
-        dtype = self.dtype if hidden is None else hidden.dtype  # a model looks its own up slowly
-        return {kind: slots.mask(kind, dtype, added) for kind in self._mask_kinds}
-
     def unembed(self, normed: Tensor, readout: nn.Module | None = None) -> Tensor:
         """Logits `[rows, width, vocab]` of final-norm outputs, by the model's own tail.
 
@@ -351,4 +292,4 @@ class Decoder:
             normed: `[rows, width, hidden]` inputs of the LM head.
             readout: what stands in for the LM head.
         """
-        return self._tail.unembed(normed, readout).to(self.device)
+        return self._runner.tail.unembed(normed, readout).to(self.device)

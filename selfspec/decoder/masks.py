@@ -1,0 +1,71 @@
+"""Which masks a pass brings, and when the family's own are right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from selfspec.decoder.gates import Gates
+from selfspec.decoder.packing import Packing
+from selfspec.slots import SlotCache, Window
+
+
+class Masks:
+    """Additive masks of passes, one for each sliding window.
+
+    Args:
+        causal_lm: the model.
+        gates: its gates.
+        windows: per layer, the sliding window in tokens, or `None`.
+    """
+
+    def __init__(self, causal_lm: PreTrainedModel, gates: Gates, windows: Sequence[int | None]):
+        self._causal_lm, self._gates = causal_lm, gates
+        self._kinds = {None, *windows}
+
+    def of_slots(
+        self, slots: SlotCache, window: Window, hidden: Tensor | None, added: bool
+    ) -> dict[int | None, Tensor]:
+        """Masks of a pass over slots; none where the family's own are right.
+
+        Args:
+            slots: the KV cache.
+            window: what the pass writes.
+            hidden: what it resumes from, if that is not its tokens.
+            added: whether a head's own layer runs, which has not seen an earlier turn.
+        """
+        # A prefill from nothing is causal in every row, and one token of rows of equal length sees
+        # all there is: the family's own mask is right then, and may be none at all. Anywhere else
+        # masks come from the rows' lengths.
+        fresh = not any(window.starts)
+        simple = fresh or (window.uniform and window.width == 1)
+        partial = added and any(slots.added_from)
+        if simple and window.tree is None and not partial and not self._gates.own_masks:
+            return {}
+        dtype = self._dtype(hidden)
+        return {kind: slots.mask(kind, dtype, added) for kind in self._kinds}
+
+    def of_packing(
+        self, packing: Packing, hidden: Tensor | None, step: int
+    ) -> dict[int | None, Tensor]:
+        """Masks of a pass over packed text; none where the family's own are right.
+
+        Args:
+            packing: which tokens belong together.
+            hidden: what the pass resumes from, if that is not its tokens.
+            step: earlier readings of the text.
+        """
+        if packing.whole and step == 0 and not self._gates.own_masks:
+            return {}
+        dtype = self._dtype(hidden)
+        return {window: packing.mask(window, dtype, step) for window in self._kinds}
+
+    def _dtype(self, hidden: Tensor | None) -> torch.dtype:
+        return self._causal_lm.dtype if hidden is None else hidden.dtype  # its own is slow to find
+
+    def needs_none(self, window: Window) -> bool:
+        """Whether a family that makes its own masks makes none, wherever the tokens stand."""
+        return window.width == 1 and any(window.starts) and self._kinds == {None}

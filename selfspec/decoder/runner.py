@@ -1,0 +1,71 @@
+"""One pass through a model: along its route where there is one, else through its own code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from selfspec.decoder.gates import Gates
+from selfspec.decoder.passes import ActivePass, Pass
+from selfspec.decoder.route import Route, Survey
+from selfspec.decoder.tail import Tail
+
+
+class Runner:
+    """Runs passes.
+
+    Args:
+        causal_lm: the model.
+        base: its body, which owns the layers.
+        gates: the model's gates.
+
+    Attributes:
+        tail: from the body's output to logits.
+        routes: what a pass comes down to, by whether it has masks, is normed, and goes on to
+            logits; `None` where only the model's own code will do.
+    """
+
+    def __init__(self, causal_lm: PreTrainedModel, base: nn.Module, gates: Gates):
+        self.base, self.gates = base, gates
+        self.tail = Tail(causal_lm, base, gates)
+        self.routes: dict[tuple[bool, ...], Route | None] = {}
+
+    def run(
+        self, active: ActivePass, inputs: dict[str, Any], unembed: bool, routed: bool = False
+    ) -> Pass:
+        """Run a pass.
+
+        Args:
+            active: the pass.
+            inputs: what the body is called with.
+            unembed: whether to go on to logits.
+            routed: whether a route of such a pass would hold for this one. The first that may have
+                one is surveyed.
+        """
+        ends = active.span.stop == len(self.gates.layers) and active.own is None
+        active.normed = unembed or ends
+        key = bool(active.masks), active.normed, unembed
+        with self.gates.passing(active):
+            route = self.routes.get(key) if routed else None
+            if route is not None:
+                result = route.run(active, inputs)
+            elif routed and key not in self.routes:
+                with Survey(self.gates, inputs) as survey:
+                    result = self._run_whole(active, inputs, unembed)
+                self.routes[key] = survey.route(result)
+            else:
+                result = self._run_whole(active, inputs, unembed)
+        return active.done(result)
+
+    def _run_whole(self, active: ActivePass, inputs: dict[str, Any], unembed: bool) -> Tensor:
+        """The pass through the model's own code."""
+        if unembed and self.tail.takes >= inputs.keys():
+            return self.tail.run(inputs)
+        output = self.base(**inputs)
+        self.tail.output_class = type(output)
+        if not unembed:
+            return output[0]
+        logits = self.tail.unembed(output[0], None if active.own is None else active.own.readout)
+        return logits.to(inputs["input_ids"].device)
