@@ -277,4 +277,10 @@ def _has_changed(seen: _Seen) -> bool:
 
 def _is_same(one: Any, other: Tensor) -> bool:
     """Whether these are the same numbers in the same place."""
-    return one is other or (isinstance(one, Tensor) and one.is_set_to(other))
+    return isinstance(one, Tensor) and (one is other or _place(one) == _place(other))
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    """Which memory a tensor is a view of, and how."""
+    memory = tensor.untyped_storage()._cdata  # `is_set_to`, but for tensors without memory, too
+    return memory, tensor.storage_offset(), tensor.shape, tensor.stride()
