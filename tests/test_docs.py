@@ -6,6 +6,7 @@ import runpy
 import sys
 
 import pytest
+import torch
 import transformers
 from conftest import tiny_llama
 from doc_tools import PAGES, ROOT, inline_commands, links, name_of, parse, steps, unknown_words
@@ -177,7 +178,9 @@ def run_small(words):
     small = SMALL.get(words[0], ())
     if words[:2] == ["tune", "skip"]:
         small = ("--trials", "2", "--max-new-tokens", "4")
+    threads = torch.get_num_threads()  # a command has a process to itself elsewhere
     result = CliRunner().invoke(commands, [*words, *small])
+    torch.set_num_threads(threads)
     assert result.exit_code == 0, (words, result.output, result.exception)
 
 
