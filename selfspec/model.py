@@ -57,9 +57,9 @@ class SelfSpecModel:
         kernels: what computes the layers of target, heads and draft models. `"eager"`: as
             transformers runs them. `"prepacked"`: linear maps in half precision on a CPU keep their
             weights in oneDNN's layout beside the model's own, which takes the weights' memory a
-            second time. `"compiled"`: through `torch.compile`
-            where passes are over few tokens; the first ones wait for the compiler. What cannot be
-            packed or compiled runs as it is, with a warning.
+            second time. `"compiled"`: through `torch.compile` where passes are over few tokens; the
+            first ones wait for the compiler. What cannot be packed or compiled runs as it is, with
+            a warning.
         kv_cache_dtype: what keys and values are kept in. `"auto"`: the dtype that layers compute
             in. `"int8"`: 8 bits a number and a scale for every token and head, half the memory of
             half precision; texts are those of the model over a cache that rounds alike.
@@ -233,11 +233,7 @@ class SelfSpecModel:
                 make, or a prompt that cannot be decoded; nothing has run then.
         """
         refuse_other_loops(kwargs, generation_config, self.causal_lm.generation_config)
-        engine, drafting = self.engine, DraftConfig.of(draft)
-        if assistant_model is not None:
-            engine, drafting = engine.beside(assistant_model), _assisted(drafting)
-        elif draft is None:
-            drafting = self.default_draft
+        engine, drafting = self._drafting(draft, assistant_model)
         call = Call(
             engine,
             make_drafter(engine, drafting),
@@ -263,6 +259,14 @@ class SelfSpecModel:
             if call.session is not None:
                 self.last_stats, self.last_trace = call.session.stats, call.session.trace
         return restore(output)
+
+    def _drafting(
+        self, draft: DraftConfig | Mapping[str, Any] | str | None, assistant: nn.Module | None
+    ) -> tuple[Engine, DraftConfig]:
+        """What drafts in a call, and how."""
+        if assistant is not None:
+            return self.engine.beside(assistant), _assisted(DraftConfig.of(draft))
+        return self.engine, self.default_draft if draft is None else DraftConfig.of(draft)
 
     def _without_stop_strings(
         self,
