@@ -85,6 +85,8 @@ class Session:
         self.trace = Trace([*map(list, empty)])
         self.stats = Stats(lossless=not sampler.do_sample or drafter.rule in LOSSLESS_RULES)
 
+    # What this makes is not for gradients: operations skip what would count its changes.
+    @torch.inference_mode()
     def run(self) -> State:
         """Write every row to its stop."""
         with held(self.engine.decoder, *self.drafter.decoders), self.stats.clock("total"):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from selfspec import SelfSpecModel
 from selfspec.decoder import Decoder
+from selfspec.heads import BlockHead
 
 # Their expert kernels, or constants, have no double precision.
 FLOAT32 = {"mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "granitemoe", "olmoe", "phimoe"} | {
@@ -97,6 +98,22 @@ def test_greedy_text_is_the_models_own(family: str, attention: str) -> None:
 @pytest.mark.parametrize(("family", "attention"), CASES)
 def test_every_combination_gives_the_models_own_text(family: str, attention: str) -> None:
     check_equality(family, attention, list(product(EXITS, DRAFTS, SIDES, (ALL_ROWS, LONG_ROW))))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_can_be_trained_after_it_has_written(family: str) -> None:
+    # Passes make tensors that gradients refuse; none may stay in the model.
+    model = model_of(family, CASES_BY_FAMILY[family])
+    spec = SelfSpecModel(model, heads=[BlockHead.build(Decoder(model), 1)])
+    tokens, _ = prompts("left")
+    text = spec.generate(tokens[LONG_ROW], max_new_tokens=NEW_TOKENS, do_sample=False)
+    model.train()
+    model(text, labels=text).loss.backward()
+    reached = [p.grad is not None for p in model.get_input_embeddings().parameters()]
+    assert all(reached)
+    for part in (*model.modules(), *(m for head in spec.heads for m in head.modules())):
+        held = [*vars(part).values(), *part._parameters.values(), *part._buffers.values()]
+        assert not any(isinstance(value, Tensor) and value.is_inference() for value in held)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

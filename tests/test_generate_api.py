@@ -103,6 +103,17 @@ def test_the_cache_that_comes_back_holds_what_a_plain_pass_would(lengths):
             torch.testing.assert_close(values, layer.values[0])
 
 
+def test_what_comes_back_may_be_changed_in_place_and_go_through_autograd():
+    ids, _ = prompt(5)
+    cache = DynamicCache(config=target.config)
+    options = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    out = ours(ids, max_new_tokens=9, past_key_values=cache, **options)
+    held = [part for keys, values, _ in cache for part in (keys, values)]
+    for tensor in (out.sequences, *out.scores, *out.logits, *held):
+        tensor.zero_()
+    (out.scores[0] * torch.ones(VOCAB, requires_grad=True)).sum().backward()
+
+
 def test_rows_that_ended_early_get_their_cache_back_too():
     ids, mask = prompt(4, 1, 9)
     text = greedy(target, ids, mask, max_new_tokens=20)[:, 9:]

@@ -175,7 +175,7 @@ def measure_scaling(
     return Scaling(points)
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def _measure(shape: Shape, device: torch.device) -> dict[str, list[float]]:
     """Seconds of rounds behind a random text."""
     spec = tiny_target(_WIDTH, shape.depth, shape.context + _ROOM)

@@ -64,7 +64,7 @@ class Measured(NamedTuple):
     inside: Times
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def measure_times(
     engine: Engine,
     heads: Sequence[ExitHead],
