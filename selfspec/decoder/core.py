@@ -241,9 +241,9 @@ class Decoder:
             masks = self._masks.of_slots(slots, window, hidden, added=own is not None)
             if (span.start > 0 or skips is not None) and self.gates.returns_tuple is None:
                 raise RuntimeError("run all layers once before a pass that leaves some of them out")
-            active = ActivePass(span, window, hidden, masks, self._alibi, tuple(keep), own)
-            if skips is not None:
-                active.skips = skips
+            active = ActivePass(
+                span, window, hidden, masks, self._alibi, tuple(keep), own, skips=skips
+            )
             inputs = self._inputs(tokens, slots, window.positions, masks)
             routed = self.gates.bare and (bool(masks) or self._masks.needs_none(window))
             return self._runner.run(active, inputs, unembed, routed)

@@ -45,8 +45,8 @@ class Gate:
             hidden_states = active.hidden
         if self.index in active.keep:
             active.kept[self.index] = hidden_states
-        if start <= self.index < stop and self.index not in active.skips.layers:
-            output = self._run(active, hidden_states, args, kwargs)
+        if start <= self.index < stop and not self.is_skipped(active):
+            output = self.run(active, hidden_states, *self._masked(active, args, kwargs))
         else:
             output = (hidden_states,) if gates.returns_tuple else hidden_states
         if self.index == stop - 1 and stop == len(gates.layers):
@@ -56,21 +56,25 @@ class Gate:
             gates.survey.layer(self.layer, (handed, *args), kwargs, output)
         return output
 
-    def _run(
+    def is_skipped(self, active: ActivePass) -> bool:
+        """Whether the pass leaves out the whole layer."""
+        return active.skips is not None and self.index in active.skips.layers
+
+    def run(
         self,
         active: ActivePass,
         hidden_states: Tensor,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
+        """Run the layer, or a head's own in its place, with what it is to be handed."""
         gates = self.gates
-        if active.masks:
-            args, kwargs = _with_mask(args, kwargs, active, self.window)
         own = active.own if self.index == active.span.stop - 1 else None
         if own is not None:
             return self._run_own(own, active, hidden_states, args, kwargs)
         layer = self.layer
-        skipped = gates.sublayers.skipped(self.index, active.skips)
+        skips = active.skips
+        skipped = gates.sublayers.skipped(self.index, skips) if skips is not None else ()
         began = time.perf_counter()
         if skipped:
             with gates.skipping(skipped):
@@ -111,20 +115,21 @@ class Gate:
             return layer(hidden_states, *args, **kwargs)
         return compiled(layer, self.index, hidden_states, args, kwargs)
 
-
-def _with_mask(
-    args: tuple[Any, ...], kwargs: dict[str, Any], active: ActivePass, window: int | None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The layer's arguments with the slots' mask for its window."""
-    mask, full = active.masks[window], active.masks[None]
-    if active.add_masks:
-        kwargs = dict(kwargs)
-        kwargs["attention_mask"] = _added(kwargs.get("attention_mask"), mask)
-        return args, kwargs
-    if mask is full:
-        return args, kwargs
-    args = tuple(mask if arg is full else arg for arg in args)
-    return args, {name: mask if arg is full else arg for name, arg in kwargs.items()}
+    def _masked(
+        self, active: ActivePass, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The layer's arguments with the slots' mask for its window."""
+        if not active.masks:
+            return args, kwargs
+        mask, full = active.masks[self.window], active.masks[None]
+        if active.add_masks:
+            kwargs = dict(kwargs)
+            kwargs["attention_mask"] = _added(kwargs.get("attention_mask"), mask)
+            return args, kwargs
+        if mask is full:
+            return args, kwargs
+        args = tuple(mask if arg is full else arg for arg in args)
+        return args, {name: mask if arg is full else arg for name, arg in kwargs.items()}
 
 
 def _added(own: Tensor | None, mask: Tensor) -> Tensor:

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from selfspec.slots import SlotCache
 
 
+MASK = "attention_mask"
+
+
 class Inputs:
     """Names that a family's body takes, and values for them.
 
@@ -47,7 +50,7 @@ class Inputs:
         if "return_dict" in self._takes:
             inputs["return_dict"] = True
         if masks and self._takes_masks:
-            inputs["attention_mask"] = masks[None]
+            inputs[MASK] = masks[None]
         if "position_ids" in self._takes:
             # Behind a row's last token a block may reach past a table of learned positions.
             limit = self._limit

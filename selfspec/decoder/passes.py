@@ -78,7 +78,7 @@ class Pass(NamedTuple):
     kept: list[Tensor]
 
 
-@dataclass
+@dataclass(slots=True)
 class ActivePass:
     """A pass in progress, as the gates see it.
 
@@ -92,7 +92,7 @@ class ActivePass:
         keep: residual streams to keep, by the number of layers below.
         own: what runs in place of the span's last layer, or `None`.
         normed: whether anyone reads what comes behind the final norm; without, it is left out.
-        skips: the sublayers that are left out.
+        skips: the sublayers that are left out; `None` where nothing is.
         kept: the residual streams that were kept, by the number of layers below.
         result: residual stream after the span, once it is there.
         layer_seconds: wall time inside layers so far.
@@ -107,7 +107,7 @@ class ActivePass:
     keep: tuple[int, ...] = ()
     own: Own | None = None
     normed: bool = True
-    skips: Skips = field(default_factory=Skips)
+    skips: Skips | None = None
     kept: dict[int, Tensor] = field(default_factory=dict)
     result: Tensor | None = None
     layer_seconds: float = 0.0

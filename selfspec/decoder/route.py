@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from selfspec.decoder.gate import Gate
 from selfspec.decoder.gates import Gates
+from selfspec.decoder.inputs import MASK
 from selfspec.decoder.passes import ActivePass
 
 _HIDDEN = object()  # what the first layer starts from, among the values of a pass
@@ -32,9 +34,9 @@ class _Arguments(NamedTuple):
     args: tuple[Hashable, ...]
     kwargs: tuple[tuple[str, Hashable], ...]
 
-    def bind(self, values: Mapping[Hashable, Any]) -> tuple[list[Any], dict[str, Any]]:
+    def bind(self, values: Mapping[Hashable, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The values."""
-        return [values[key] for key in self.args], {n: values[key] for n, key in self.kwargs}
+        return tuple([values[key] for key in self.args]), {n: values[k] for n, k in self.kwargs}
 
 
 class _Step(NamedTuple):
@@ -88,10 +90,12 @@ class Route:
         constants: Values,
         tail: list[nn.Module],
     ):
-        self._gates = getattr(gates.base, gates.layers_name)
+        self._gates: list[Gate] = getattr(gates.base, gates.layers_name)
         self._first, self._into, self._beside, self._tail = first, into, beside, tail
-        self._kinds = list(dict.fromkeys(layers))
-        self._kind_of = [self._kinds.index(arguments) for arguments in layers]
+        # What a layer is called with, and its window: few kinds, each worked out once a pass.
+        called = list(zip(layers, gates.windows, strict=True))
+        self._kinds = list(dict.fromkeys(called))
+        self._kind_of = [self._kinds.index(kind) for kind in called]
         self._constants = constants
 
     def run(self, active: ActivePass, inputs: Mapping[str, Any]) -> Tensor:
@@ -110,11 +114,20 @@ class Route:
         values[_HIDDEN] = hidden
         for step in self._beside:
             step.run(values)
-        bound = [arguments.bind(values) for arguments in self._kinds]
+        bound = []
+        for arguments, window in self._kinds:
+            if active.masks:
+                values[MASK] = active.masks[window]
+            bound.append(arguments.bind(values))
         start, stop = active.span
-        for index in range(start, min(stop + 1, len(self._gates))):
-            args, kwargs = bound[self._kind_of[index]]
-            hidden = _first(self._gates[index](hidden, *args, **kwargs))
+        for index in range(start, stop):
+            if index in active.keep:
+                active.kept[index] = hidden
+            gate = self._gates[index]
+            if not gate.is_skipped(active):
+                args, kwargs = bound[self._kind_of[index]]
+                hidden = _first(gate.run(active, hidden, args, kwargs))
+        active.result = active.kept[stop] = hidden
         for module in self._tail:
             hidden = module(hidden)
         return hidden
@@ -168,6 +181,8 @@ class Survey:
     def route(self, result: Tensor) -> Route | None:
         """How to `result`, what the pass returned; `None` where something is unexplained."""
         calls, gates = self._layers, self._gates
+        if gates.active is None or gates.active.add_masks:  # each layer has a bias of its own
+            return None
         if [seen.module for seen in calls] != list(gates.layers):
             return None
         if any(_has_changed(seen) for seen in (*calls, *self._others)):
