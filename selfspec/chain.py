@@ -47,7 +47,7 @@ def draft_chain(
         if state.sampler.reads_prefix:
             state.context.write(token, offset=step)
         tokens.append(token)
-        if left is not None:
+        if left is not None and depth:  # from the embedding every pass begins anyway
             hidden.append(left)
         if drawn_from is not None:
             probs.append(drawn_from)
@@ -57,7 +57,7 @@ def draft_chain(
         tokens=torch.cat(tokens, dim=1),
         probs=torch.stack(probs, dim=1) if probs else None,
         depth=depth,
-        hidden=torch.cat(hidden, dim=1) if hidden else None,
+        hidden=torch.cat(hidden, dim=1) if depth else None,
     )
 
 

@@ -221,7 +221,7 @@ class Engine:
             state.below.setdefault(layer, []).append(kept)
         state.stats.seconds["shallow"] += left.layer_seconds
         state.stats.seconds["head"] += left.head_seconds
-        return left._replace(kept=left.kept[len(below) :])
+        return left._replace(kept=left.kept[len(below) :]) if below else left
 
     def verify(self, state: State, draft: Draft) -> Verified:
         """Run the target over the pending token and every draft.
@@ -230,8 +230,7 @@ class Engine:
         tokens that the drafter has not run (the last drafts), the rest run over all n + 1.
         """
         tokens = torch.cat([state.pending, draft.tokens], dim=1)
-        # At the embedding there is nothing to resume from: a pass begins there anyway.
-        hidden = draft.hidden if draft.depth else None
+        hidden = draft.hidden
         if hidden is not None and hidden.shape[1] < tokens.shape[1]:
             # The last drafts have no KV until this pass.
             done = hidden.shape[1]

@@ -79,19 +79,20 @@ class ExitGrowth:
 
     def propose(self, state: State, limit: int) -> Draft:
         """Grow the tree level by level."""
-        growth = _Growth.of(state.pending)
+        growth, depth = _Growth.of(state.pending), self.reader.head.exit_layer
         tokens, parents, tree = state.pending, None, None
         for width in self.widths[:limit]:
             logits, at_exit = self.reader.read(state, tokens, growth.last, tree, parents)
-            growth.hidden.append(at_exit)
+            if depth:  # from the embedding every pass begins anyway
+                growth.hidden.append(at_exit)
             with state.stats.clock("sampling"):
                 tokens, parents = self._extend(state, logits, growth, width)
             tree = growth.tree
         return Draft(
             tokens=growth.tokens,
             probs=torch.cat(growth.probs, dim=1) if growth.probs else None,
-            depth=self.reader.head.exit_layer,
-            hidden=torch.cat(growth.hidden, dim=1),
+            depth=depth,
+            hidden=torch.cat(growth.hidden, dim=1) if depth else None,
             tree=tree,
         )
 

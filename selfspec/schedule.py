@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 from torch import Tensor
 
@@ -111,6 +112,7 @@ def make_schedule(config: DraftConfig, pace: Pace | None = None) -> Schedule:
     return Schedule()
 
 
+@cache
 def plain_judge() -> Judge:
     """What to go by where nothing was calibrated."""
     return Calibrator().judge()

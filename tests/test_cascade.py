@@ -39,7 +39,7 @@ def written(spec, **draft):
 
 def looked_up(drafts):
     """Whether each draft is a copy; rounds without one left out."""
-    return [draft.hidden is None for draft in drafts if draft.length]
+    return [draft.counts is not None for draft in drafts if draft.length]
 
 
 def test_a_text_that_every_row_foresees_is_looked_up(model, own, monkeypatch):

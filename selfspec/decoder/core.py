@@ -82,7 +82,7 @@ class Decoder:
         self.windows = layer_windows(self.config, len(self.layers))
         self.gates = Gates(self.causal_lm, self.base, name, self.layers, self.windows, kernels)
         self._runner = Runner(self.causal_lm, self.base, self.gates)
-        self._masks = Masks(self.causal_lm, self.gates, self.windows)
+        self._masks = Masks(self.gates, self.windows)
         kind = self.config.model_type
         # These size their position bias from a 2-D mask and refuse a 4-D one.
         self._alibi = kind == "bloom" or getattr(self.config, "alibi", False)

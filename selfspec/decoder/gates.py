@@ -58,6 +58,7 @@ class Gates:
         prepacked: how linear maps are called; `None` for as they are.
         others: modules of heads, which run in passes beside the model's own.
         survey: what watches the pass in progress, if anything does.
+        dtype: the model's, which takes time to find.
         bare: whether nobody but the gates hangs on the forward of the model and of its body.
     """
 
@@ -90,6 +91,8 @@ class Gates:
         self.others: list[nn.Module] = []
         self.survey: Survey | None = None
         self.bare = False
+        self.dtype = model.dtype
+        self._tables: list[nn.Module] = []
         self._shadows: list[tuple[dict[str, Any], str, Any]] = []
 
     def __enter__(self) -> Gates:
@@ -113,6 +116,7 @@ class Gates:
                 self.shadow(module.__dict__, "forward", forward)
         gates = [Gate(self, index, layer) for index, layer in enumerate(self.layers)]
         self.shadow(self.base.__dict__, self.layers_name, gates)
+        self.dtype = self.model.dtype
         self.bare = not any(map(_is_hung_on, (self.base, self.model)))
         for module in (self.base, self.model):
             if "forward" not in module.__dict__:  # else device hooks have one of their own
@@ -133,24 +137,23 @@ class Gates:
             self.unshadow()
         self.lock.release()
 
-    @contextmanager
-    def passing(self, active: ActivePass) -> Iterator[None]:
-        """While active, the model's forward is this pass."""
-        tables = list(self.own_masks)
-        if tables and active.own is not None:
-            tables += causal_tables(active.own.layer)
-        for module in tables:
+    def begin(self, active: ActivePass) -> None:
+        """From now on, the model's forward is this pass."""
+        self._tables = self.own_masks
+        if self._tables and active.own is not None:
+            self._tables = [*self._tables, *causal_tables(active.own.layer)]
+        for module in self._tables:
             # The pass brings the whole mask; the module's own assumes that keys end at the query.
             keys = active.masks[None].shape[-1]
             everything = torch.ones_like(module.get_buffer("bias")[..., :1, :1])
             self.shadow(module._buffers, "bias", everything.expand(-1, -1, keys, keys))
         self.active = active
-        try:
-            yield
-        finally:
-            self.active = None
-            for _ in tables:
-                self.unshadow()
+
+    def end(self) -> None:
+        """The pass is over."""
+        self.active = None
+        for _ in self._tables:
+            self.unshadow()
 
     @contextmanager
     def skipping(self, skipped: Sequence[Skipped]) -> Iterator[None]:

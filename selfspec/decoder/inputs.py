@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from selfspec.slots import SlotCache
 
-
 MASK = "attention_mask"
 
 

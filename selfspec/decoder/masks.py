@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from selfspec.decoder.gates import Gates
 from selfspec.decoder.packing import Packing
@@ -17,13 +16,12 @@ class Masks:
     """Additive masks of passes, one for each sliding window.
 
     Args:
-        causal_lm: the model.
-        gates: its gates.
+        gates: the model's gates, which are in when masks are made.
         windows: per layer, the sliding window in tokens, or `None`.
     """
 
-    def __init__(self, causal_lm: PreTrainedModel, gates: Gates, windows: Sequence[int | None]):
-        self._causal_lm, self._gates = causal_lm, gates
+    def __init__(self, gates: Gates, windows: Sequence[int | None]):
+        self._gates = gates
         self._kinds = {None, *windows}
 
     def of_slots(
@@ -64,7 +62,7 @@ class Masks:
         return {window: packing.mask(window, dtype, step) for window in self._kinds}
 
     def _dtype(self, hidden: Tensor | None) -> torch.dtype:
-        return self._causal_lm.dtype if hidden is None else hidden.dtype  # its own is slow to find
+        return self._gates.dtype if hidden is None else hidden.dtype
 
     def needs_none(self, window: Window) -> bool:
         """Whether a family that makes its own masks makes none, wherever the tokens stand."""

@@ -47,8 +47,9 @@ class Runner:
         ends = active.span.stop == len(self.gates.layers) and active.own is None
         active.normed = unembed or ends
         key = bool(active.masks), active.normed, unembed
-        with self.gates.passing(active):
-            route = self.routes.get(key) if routed else None
+        route = self.routes.get(key) if routed else None
+        self.gates.begin(active)
+        try:
             if route is not None:
                 result = route.run(active, inputs)
             elif routed and key not in self.routes:
@@ -57,6 +58,8 @@ class Runner:
                 self.routes[key] = survey.route(result)
             else:
                 result = self._run_whole(active, inputs, unembed)
+        finally:
+            self.gates.end()
         return active.done(result)
 
     def _run_whole(self, active: ActivePass, inputs: dict[str, Any], unembed: bool) -> Tensor:

@@ -145,7 +145,7 @@ class Auto(Drafter):
         self._gained = 1 + sum(accepted) / len(accepted)
         if verdict.branch is not None:
             verified = verified.along(verdict.branch)
-        own = self._of.get(self._used) if draft.hidden is not None else None
+        own = self._of.get(self._used) if draft.levels else None
         for reader in self.readers:
             kept = [verified.kept[self.keep.index(layer)] for layer in reader.keep]
             seen = verified._replace(kept=kept)

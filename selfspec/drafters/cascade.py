@@ -33,6 +33,7 @@ class Cascade(Drafter):
     def __init__(self, lookup: Lookup, confident: int, chain: ExitChain):
         self.lookup, self.confident = lookup, confident
         self.chain, self.keep = chain, chain.keep
+        self._copies = False  # whether the round's drafts are copies
 
     @classmethod
     def from_config(cls, engine: Engine, config: DraftConfig) -> Cascade:
@@ -61,18 +62,18 @@ class Cascade(Drafter):
     def propose(self, state: State, limit: int) -> Draft:
         """Copy what followed each row's match, or draft token by token."""
         indexes = self.lookup.read(state.context)
-        if min(index.match.length for index in indexes) < self.confident:
+        self._copies = min(index.match.length for index in indexes) >= self.confident
+        if not self._copies:
             return self.chain.propose(state, limit)
         self.chain.pause()
         return self.lookup.draft(state.context, limit)
 
     def commit(self, state: State, draft: Draft, verified: Verified, verdict: Verdict) -> None:
         """Show the head what the target made of the drafts, whoever's they were."""
-        # Copies leave no states of the exit to resume from.
-        if draft.hidden is None:
-            self.chain.skipped(state, verified)
-        else:
+        if draft.length and not self._copies:
             self.chain.commit(state, draft, verified, verdict)
+        else:
+            self.chain.skipped(state, verified)
 
     def select(self, rows: Sequence[int]) -> None:
         """Go on with some rows only."""

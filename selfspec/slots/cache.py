@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -60,14 +59,13 @@ class SlotCache(Cache):
 
     # What passes write and see
 
-    @contextmanager
     def writing(
         self,
         width: int,
         offset: int | Sequence[int] = 0,
         added: Mapping[int, int] | None = None,
         tree: Tree | None = None,
-    ) -> Iterator[Window]:
+    ) -> Writing:
         """While active, passes write `width` slots a row, `offset` behind its settled tokens.
 
         Args:
@@ -77,17 +75,30 @@ class SlotCache(Cache):
             tree: which drafts continue which, when the pass is over those of a tree; `offset` is
                 then the place of the first in the block.
         """
-        offsets = [offset] * self.rows if isinstance(offset, int) else offset
-        place = offset if isinstance(offset, int) else 0
-        starts = [length + more for length, more in zip(self.lengths, offsets, strict=True)]
+        if isinstance(offset, int):
+            place, starts = offset, [length + offset for length in self.lengths]
+        else:
+            place, starts = 0, [n + more for n, more in zip(self.lengths, offset, strict=True)]
+        return self._writing(starts, width, added or {}, tree, place)
+
+    def _writing(
+        self,
+        starts: list[int],
+        width: int,
+        added: Mapping[int, int],
+        tree: Tree | None = None,
+        place: int = 0,
+    ) -> Writing:
         self._count(max(starts) + width)
-        outer = self._window, self._to_added
-        window = Window(starts, width, self._counted, tree, place)
-        self._window, self._to_added = window, added or {}
-        try:
-            yield window
-        finally:
-            self._window, self._to_added = outer
+        return Writing(self, Window(starts, width, self._counted, tree, place), added)
+
+    def turn(
+        self, window: Window | None, added: Mapping[int, int]
+    ) -> tuple[Window | None, Mapping[int, int]]:
+        """Write another window, and these added layers, from now on; returns those of before."""
+        before = self._window, self._to_added
+        self._window, self._to_added = window, added
+        return before
 
     def _count(self, end: int) -> None:
         if len(self._counted) < end:
@@ -263,7 +274,7 @@ class SlotCache(Cache):
         for index, (keys, values, _) in enumerate(cache):
             assert keys is not None and values is not None
             kept = keys.shape[2]
-            with self._only(length - kept, kept):
+            with self._writing([length - kept], kept, {}):
                 self.update(keys, values, index)
         self.lengths = [length]
 
@@ -273,11 +284,24 @@ class SlotCache(Cache):
             keys, values = layer.seen(self.lengths[0])
             cache.update(keys[:, :, beyond:], values[:, :, beyond:], index)
 
-    @contextmanager
-    def _only(self, start: int, width: int) -> Iterator[None]:
-        self._count(start + width)
-        self._window = Window([start], width, self._counted)
-        try:
-            yield
-        finally:
-            self._window = None
+
+class Writing:
+    """While entered, passes write a window.
+
+    Args:
+        slots: the KV cache.
+        window: what they write of it.
+        added: which added layer states go to that a layer of some number writes.
+    """
+
+    def __init__(self, slots: SlotCache, window: Window, added: Mapping[int, int]):
+        self._slots, self._window, self._added = slots, window, added
+
+    def __enter__(self) -> Window:
+        """Begin."""
+        self._outer = self._slots.turn(self._window, self._added)
+        return self._window
+
+    def __exit__(self, *error: object) -> None:
+        """Go on with what was written before."""
+        self._slots.turn(*self._outer)
