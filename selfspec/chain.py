@@ -51,7 +51,7 @@ def draft_chain(
             hidden.append(left)
         if drawn_from is not None:
             probs.append(drawn_from)
-        if not schedule.goes_on(scores, drawn):
+        if not schedule.goes_on(scores, drawn, drawn_from):
             break
     return Draft(
         tokens=torch.cat(tokens, dim=1),

@@ -30,7 +30,7 @@ from selfspec.drafters import Drafter
 from selfspec.engine import Engine, State
 from selfspec.prompts import Prompt
 from selfspec.records import StepRecord
-from selfspec.rounds import RowRound, broken_rows, read_rounds
+from selfspec.rounds import RowRound, broken_places, read_rounds
 from selfspec.sampling import Sampler
 from selfspec.stats import Stats, Trace
 from selfspec.stopping import Stops
@@ -141,7 +141,7 @@ class Session:
         """Compare the drafts with the target's logits behind pending and drafted tokens.
 
         Returns:
-            The verdict, and `[rows, 1]` of which rows nothing can be decided.
+            The verdict, and `[rows, m + 1]` behind which of the places nothing can be decided.
         """
         if draft.tree is None:
             if state.sampler.reads_prefix:
@@ -152,7 +152,7 @@ class Session:
         verdict = accept(draft, scores, state.sampler, self.drafter.rule)
         self.logits.begin(logits, verdict.branch)
         self.scores.begin(scores, verdict.branch)
-        return verdict, broken_rows(verdict, logits, self.sampler.do_sample)
+        return verdict, broken_places(logits, verdict.branch, self.sampler.do_sample)
 
     def _check_positions(self, state: State) -> None:
         positions = self.engine.decoder.learned_positions

@@ -42,20 +42,18 @@ class RowRound(NamedTuple):
         return Round(tuple(self.drafted[:count]), count, None, self.proposed)
 
 
-def broken_rows(verdict: Verdict, logits: Tensor, sampled: bool) -> Tensor:
-    """`[rows, 1]` whether no token can be told from the logits behind what was kept.
+def broken_places(logits: Tensor, branch: Tensor | None, sampled: bool) -> Tensor:
+    """`[rows, m + 1]` behind which places of a row's branch no token can be told.
 
     Args:
-        verdict: what was decided.
-        logits: `[rows, n + 1, vocab]` what it was decided from.
-        sampled: whether tokens were drawn, which bears no infinity either.
+        logits: `[rows, n + 1, vocab]` what tokens are told from.
+        branch: `[rows, m]` the places that count, of a tree.
+        sampled: whether tokens are drawn, which bears no infinity either.
     """
     top = logits.amax(-1)  # NaN where any logit is
-    if verdict.branch is not None:
-        top = top.gather(1, torch.nn.functional.pad(verdict.branch, (1, 0)))
-    bad = ~(top < torch.inf) if sampled else top.isnan()
-    behind = torch.arange(top.shape[1], device=top.device) > verdict.accepted[:, None]
-    return (bad & ~behind).any(-1, keepdim=True)
+    if branch is not None:
+        top = top.gather(1, torch.nn.functional.pad(branch, (1, 0)))
+    return ~(top < torch.inf) if sampled else top.isnan()
 
 
 def read_rounds(draft: Draft, verdict: Verdict, broken: Tensor) -> list[RowRound]:
@@ -64,10 +62,10 @@ def read_rounds(draft: Draft, verdict: Verdict, broken: Tensor) -> list[RowRound
     Args:
         draft: the proposal.
         verdict: what was decided.
-        broken: `[rows, 1]` of which rows nothing could be.
+        broken: `[rows, m + 1]` behind which places nothing could be.
 
     Raises:
-        ValueError: some row is broken: the logits are NaN, or infinite where tokens are drawn.
+        ValueError: one of these counts: the logits are NaN, or infinite where tokens are drawn.
     """
     places, drafted = draft.tokens[:, :0], draft.tokens
     numbers = [verdict.accepted]
@@ -78,15 +76,16 @@ def read_rounds(draft: Draft, verdict: Verdict, broken: Tensor) -> list[RowRound
     elif draft.counts is not None:
         numbers += [draft.counts, draft.counts]
     columns = [number[:, None] for number in numbers]
-    rows = torch.cat([broken, *columns, places, drafted, verdict.tokens], dim=1).tolist()
-    if any(row[0] for row in rows):
+    rows = torch.cat([*columns, places, drafted, verdict.tokens, broken], dim=1).tolist()
+    first = len(rows[0]) - broken.shape[1]
+    if any(any(row[first : first + row[0] + 1]) for row in rows):
         raise ValueError(
             "the model's logits are NaN or infinite; check its weights and dtype (float16 "
             "overflows where bfloat16 and float32 do not)"
         )
     if len(numbers) == 1:  # all drafts are real
-        rows = [[*row[:2], draft.length, draft.length, *row[2:]] for row in rows]
-    return [_taken_apart(row[1:], places.shape[1], drafted.shape[1]) for row in rows]
+        rows = [[row[0], draft.length, draft.length, *row[1:]] for row in rows]
+    return [_taken_apart(row, places.shape[1], drafted.shape[1]) for row in rows]
 
 
 def _taken_apart(row: list[int], places: int, drafted: int) -> RowRound:

@@ -193,7 +193,8 @@ def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     edges = probs.cumsum(-1, dtype=wide)
     total = edges[..., -1:]
     coin = torch.rand(total.shape, dtype=wide, device=probs.device, generator=generator)
-    at = torch.minimum(coin * total, total.nextafter(torch.zeros_like(total)))
+    # Below the total, which rounding might reach otherwise.
+    at = coin.mul_(total).mul_(1 - torch.finfo(wide).eps)
     found = torch.searchsorted(edges, at, right=True).squeeze(-1)
     # NaN and zeros lie behind every edge: some token then, which verification will not keep.
-    return found.clamp(max=probs.shape[-1] - 1)
+    return found.clamp_(max=probs.shape[-1] - 1)

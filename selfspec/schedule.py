@@ -20,12 +20,13 @@ class Schedule:
     def begin(self, judge: Judge) -> None:
         """A round begins, with what says how likely a draft is kept."""
 
-    def goes_on(self, scores: Tensor, tokens: Tensor) -> bool:
+    def goes_on(self, scores: Tensor, tokens: Tensor, probs: Tensor | None) -> bool:
         """Whether to draft on.
 
         Args:
             scores: `[rows, vocab]` processed draft scores.
             tokens: `[rows]` the tokens just drafted from them.
+            probs: `[rows, vocab]` their probabilities, where tokens are drawn.
         """
         return True
 
@@ -43,9 +44,9 @@ class ConfidenceStop(Schedule):
     def __init__(self, threshold: float):
         self.threshold = threshold
 
-    def goes_on(self, scores: Tensor, tokens: Tensor) -> bool:
+    def goes_on(self, scores: Tensor, tokens: Tensor, probs: Tensor | None) -> bool:
         """Whether some row's token has at least the threshold's probability."""
-        confidence = scores.float().softmax(-1).gather(-1, tokens[:, None])
+        confidence = _known(probs, scores).gather(-1, tokens[:, None])
         return bool((confidence >= self.threshold).any())
 
 
@@ -78,11 +79,11 @@ class OptimalStop(Schedule):
         self._clock.begin()
         self._judge, self._chances, self._reach = judge, [], []
 
-    def goes_on(self, scores: Tensor, tokens: Tensor) -> bool:
+    def goes_on(self, scores: Tensor, tokens: Tensor, probs: Tensor | None) -> bool:
         """Whether a row on average gains enough."""
         self._clock.mark()
         assert self._judge is not None
-        pace, given = self.pace, self._judge(scores, len(self._chances))
+        pace, given = self.pace, self._judge(_known(probs, scores), len(self._chances))
         risk = pace.risk
         chances = [1 - min(1.0, risk * (1 - chance)) for chance in given]
         before = self._reach or [1.0] * len(given)
@@ -101,6 +102,10 @@ class OptimalStop(Schedule):
             for place, chances in enumerate(self._chances[: min(drafted, kept + 1)]):
                 self.pace.falls.add(float(place == kept))
                 self.pace.feared.add(1 - chances[row])
+
+
+def _known(probs: Tensor | None, scores: Tensor) -> Tensor:
+    return scores.softmax(-1) if probs is None else probs
 
 
 def make_schedule(config: DraftConfig, pace: Pace | None = None) -> Schedule:

@@ -90,7 +90,8 @@ def test_a_judge_says_what_the_calibrator_says(depth):
     for calibrator in (Calibrator(), fit_calibrator(*drafts())):
         drafted_from = torch.cat([scores(), scores(spread=300.0), scores(spread=0.01)])
         expected = calibrator(drafted_from, depth)
-        torch.testing.assert_close(torch.tensor(calibrator.judge()(drafted_from, depth)), expected)
+        said = calibrator.judge()(drafted_from.softmax(-1), depth)
+        torch.testing.assert_close(torch.tensor(said), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

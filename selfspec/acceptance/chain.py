@@ -53,7 +53,7 @@ def rejection_sample(
     p, q = _of_drafts(tokens, draft_probs, target_probs)
     coins = _coins(p, generator)
     accepted = ((coins * q < p) & real).cumprod(-1).sum(-1)
-    at_end = residual(_at(target_probs, accepted), _at(_behind(draft_probs, real), accepted))
+    at_end = residual(_at(target_probs, accepted), _at(_behind(draft_probs, counts), accepted))
     return _end(tokens, accepted, draw(at_end, generator))
 
 
@@ -82,12 +82,13 @@ def block_verify(
     real = _real(tokens, counts)
     p, q = _of_drafts(tokens, draft_probs, target_probs)
     ratios = torch.where(real, p / q.clamp_min(torch.finfo(q.dtype).tiny), 0.0)
-    weights = [p.new_ones(len(p), 1)]
-    for i in range(tokens.shape[1]):
-        weights.append((weights[-1] * ratios[:, i : i + 1]).clamp(max=1))
-    weight = torch.cat(weights, dim=1)
-    rest = (weight[..., None] * target_probs - _behind(draft_probs, real)).clamp_min(0)
-    mass = rest.sum(-1)[:, 1:]
+    weights = [p.new_ones(len(p))]
+    for ratio in ratios.unbind(1):
+        weights.append((weights[-1] * ratio).clamp_(max=1))
+    weight = torch.stack(weights, dim=1)
+    rest = weight[..., None] * target_probs
+    rest[:, :-1].sub_(_of_real(draft_probs, counts))
+    mass = rest.clamp_min_(0).sum(-1)[:, 1:]
     hold = mass / (mass + 1 - weight[:, 1:]).clamp_min(torch.finfo(mass.dtype).tiny)
     places = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
     stands = (_coins(p, generator) < hold) & real
@@ -149,9 +150,16 @@ def _of_drafts(tokens: Tensor, draft_probs: Tensor, target_probs: Tensor) -> tup
     return p, draft_probs.gather(-1, chosen).squeeze(-1)
 
 
-def _behind(draft_probs: Tensor, real: Tensor) -> Tensor:
+def _of_real(draft_probs: Tensor, counts: Tensor | None) -> Tensor:
+    """Q, zero where nothing was drafted."""
+    if counts is None:
+        return draft_probs
+    return draft_probs * _real(draft_probs[..., 0], counts)[..., None]
+
+
+def _behind(draft_probs: Tensor, counts: Tensor | None) -> Tensor:
     """Q at every place of the block: zero where nothing was drafted behind it."""
-    return torch.nn.functional.pad(draft_probs * real[..., None], (0, 0, 0, 1))
+    return torch.nn.functional.pad(_of_real(draft_probs, counts), (0, 0, 0, 1))
 
 
 def _at(probs: Tensor, places: Tensor) -> Tensor:

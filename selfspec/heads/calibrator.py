@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-# For each row, how likely a token drafted from scores `[rows, vocab]`, that deep, is kept.
+# For each row, how likely a token drafted with probabilities `[rows, vocab]`, that deep, is kept.
 Judge = Callable[[Tensor, int], list[float]]
 
 # Beyond this many nats the second token is as good as impossible (top-k 1 leaves infinitely many).
@@ -62,7 +62,7 @@ class Calibrator(nn.Module):
                 where it could not be.
             depth: tokens drafted before it in the round.
         """
-        *likeliest, entropy = _summary(scores).unbind(-1)
+        *likeliest, entropy = _summary(scores.float().softmax(-1)).unbind(-1)
         first, second = (chance.clamp(min=_LEAST).log() for chance in likeliest)
         margin = (first - second).clamp(max=_WIDEST_MARGIN)
         return torch.stack([first, margin, entropy, torch.full_like(first, depth)], dim=-1)
@@ -88,7 +88,7 @@ class Calibrator(nn.Module):
                 logit += weight * (min(max(value, low), high) - mean) / std
             return 1 / (1 + math.exp(-min(max(logit, -_SUREST), _SUREST)))
 
-        return lambda scores, depth: [chance(row, depth) for row in _summary(scores).tolist()]
+        return lambda probs, depth: [chance(row, depth) for row in _summary(probs).tolist()]
 
     def _constants(self) -> tuple[list[tuple[float, ...]], float]:
         """The buffers, feature by feature, and the bias."""
@@ -101,11 +101,12 @@ class Calibrator(nn.Module):
         return self.probability(self.features(scores, depth))
 
 
-def _summary(scores: Tensor) -> Tensor:
+def _summary(probs: Tensor) -> Tensor:
     """`[rows, 3]` the first and second probability, and the entropy in nats.
 
     In few steps: between a model's matrix products each of them takes longer than its arithmetic.
     """
-    probs = scores.float().softmax(-1)
-    entropy = torch.special.entr(probs).sum(-1, keepdim=True)
+    # `torch.special.entr` is not vectorized on CPUs. Nothing is lost of a probability below that.
+    logs = probs.clamp_min(_LEAST).log_()
+    entropy = -torch.linalg.vecdot(probs, logs)[..., None]
     return torch.cat([probs.topk(2).values, entropy], dim=-1)
