@@ -6,6 +6,7 @@ Estimates outlive a call, for times belong to a device and not to a text.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -57,6 +58,9 @@ class Pace:
         falls: of the drafts that were reached, the share that fell.
         feared: the share that was to fall, by the chances that their head gave them.
         chance: what a draft has on average, if those before it stand.
+        judge_seconds: of asking how likely drafts are kept.
+        saved: by the number of drafts, the seconds that a stop there saves: what one draft more
+            takes beyond what it brings, and nothing where it brings more.
         clock: what times them, in seconds.
     """
 
@@ -67,6 +71,8 @@ class Pace:
     falls: Mean = field(default_factory=lambda: Mean(_FAST))
     feared: Mean = field(default_factory=lambda: Mean(_FAST))
     chance: Mean = field(default_factory=lambda: Mean(_STEADY))
+    judge_seconds: Mean = field(default_factory=lambda: Mean(_SLOW, clipped=True))
+    saved: dict[int, Mean] = field(default_factory=lambda: defaultdict(lambda: Mean(_SLOW)))
     clock: Callable[[], float] = field(default_factory=lambda: time.perf_counter)
 
     @property

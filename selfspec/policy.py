@@ -36,6 +36,7 @@ class Way:
         seen: the round of the last use.
         since: the policy's seconds then.
         guess: its rate by what is known elsewhere, for as long as it was not used here.
+        levels: the most drafts that a round can keep.
     """
 
     pace: Pace = field(default_factory=Pace)
@@ -44,6 +45,7 @@ class Way:
     seen: int = 0
     since: float = 0.0
     guess: float | None = None
+    levels: int = 1
 
     @property
     def known(self) -> bool:
@@ -57,17 +59,17 @@ class Way:
             return self.guess
         if self.agreed is None or not self.shadow.count:
             return self.pace.rate
-        return self.pace.rate * _length(self.shadow.value) / _length(self.agreed)
+        now, then = (self._length(agreed) for agreed in (self.shadow.value, self.agreed))
+        return self.pace.rate * now / then
+
+    def _length(self, agreement: float) -> float:
+        """Tokens of a round whose drafts are kept that often: a geometric series."""
+        return sum(agreement**level for level in range(self.levels + 1))
 
     @property
     def hope(self) -> float:
         """The rate that bad luck, two standard errors of it, may hide."""
         return self.rate * (1 + 2 * _SPREAD / max(1, self.pace.tokens.count) ** 0.5)
-
-
-def _length(agreement: float) -> float:
-    """Tokens of a round at that agreement: a geometric series, cut where drafts end."""
-    return 1 / (1 - min(agreement, 0.9))
 
 
 @dataclass

@@ -11,6 +11,8 @@ from selfspec.config import DraftConfig
 from selfspec.heads import Calibrator, Judge
 from selfspec.pace import Pace, RoundClock
 
+_ENOUGH = 8  # times asked that tell what it saves
+_MOST_WAITING = 4  # drafts that the calibrator is not yet asked of
 _FIRST_GUESS = 4  # drafts of the rounds that nothing is known before
 
 
@@ -59,6 +61,9 @@ class OptimalStop(Schedule):
     fallen so far: where fewer fell than it feared (a text that goes in circles), each is feared
     less. A draft costs what one has cost so far.
 
+    Asking the calibrator takes time, too. It is asked behind a draft if stops there have, on
+    average, saved more than that; if not, it is asked later, of several drafts at once.
+
     What time is worth is the rate so far, in tokens per second, so that drafting longer pays as
     long as it would raise that rate (the marginal value rule, Charnov 1976). All is counted for a
     row on average: what is known holds when other rows have ended, and for other batches.
@@ -71,29 +76,51 @@ class OptimalStop(Schedule):
         self.pace = pace
         self._clock = RoundClock(pace)
         self._judge: Judge | None = None
-        self._chances: list[list[float]] = []  # of each draft so far, for each row
-        self._reach: list[float] = []  # of each row, how likely all drafts so far are kept
+        self._chances: list[list[float]] = []  # of each draft that was asked of, for each row
+        self._reach: list[float] = []  # of each row, how likely all these are kept
+        self._waiting: list[Tensor] = []  # probabilities of the drafts that were not yet
 
     def begin(self, judge: Judge) -> None:
         """Time the round from here."""
         self._clock.begin()
-        self._judge, self._chances, self._reach = judge, [], []
+        self._judge, self._chances, self._reach, self._waiting = judge, [], [], []
 
     def goes_on(self, scores: Tensor, tokens: Tensor, probs: Tensor | None) -> bool:
         """Whether a row on average gains enough."""
         self._clock.mark()
+        pace = self.pace
+        self._waiting.append(_known(probs, scores))
+        drafted = len(self._chances) + len(self._waiting)
+        saved = pace.saved[drafted]
+        pays = saved.count < _ENOUGH or saved.value > pace.judge_seconds.value
+        if not pays and len(self._waiting) < _MOST_WAITING:
+            return True
+        lost = [self._lost_by_another(given) for given in self._ask()]
+        if not pace.known:
+            return drafted < _FIRST_GUESS
+        for place, seconds in enumerate(lost, drafted - len(lost) + 1):
+            pace.saved[place].add(max(0.0, seconds))
+        return lost[-1] < 0
+
+    def _ask(self) -> list[list[float]]:
+        """The chances of the drafts that wait, of each for each row."""
         assert self._judge is not None
-        pace, given = self.pace, self._judge(_known(probs, scores), len(self._chances))
-        risk = pace.risk
+        began = self.pace.clock()
+        given = self._judge(self._waiting, len(self._chances))
+        self.pace.judge_seconds.add(self.pace.clock() - began)
+        self._waiting = []
+        return given
+
+    def _lost_by_another(self, given: list[float]) -> float:
+        """Seconds that a draft takes beyond what it brings, behind one with these chances."""
+        pace, risk = self.pace, self.pace.risk
         chances = [1 - min(1.0, risk * (1 - chance)) for chance in given]
         before = self._reach or [1.0] * len(given)
         self._reach = [reach * own for reach, own in zip(before, chances, strict=True)]
         self._chances.append(given)
         pace.chance.add(sum(chances) / len(chances))
-        if not pace.known:
-            return len(self._chances) < _FIRST_GUESS
         gain = pace.chance.value * sum(self._reach) / len(self._reach)
-        return gain > pace.draft_seconds.value * pace.rate
+        return pace.draft_seconds.value - (gain / pace.rate if pace.rate else 0.0)
 
     def end(self, drafted: int, accepted: Sequence[int]) -> None:
         """Learn from the round."""

@@ -90,8 +90,11 @@ def test_a_judge_says_what_the_calibrator_says(depth):
     for calibrator in (Calibrator(), fit_calibrator(*drafts())):
         drafted_from = torch.cat([scores(), scores(spread=300.0), scores(spread=0.01)])
         expected = calibrator(drafted_from, depth)
-        said = calibrator.judge()(drafted_from.softmax(-1), depth)
-        torch.testing.assert_close(torch.tensor(said), expected)
+        probs = drafted_from.softmax(-1)
+        said = calibrator.judge()([probs, probs.flip(0)], depth)
+        torch.testing.assert_close(torch.tensor(said[0]), expected)
+        deeper = calibrator(drafted_from, depth + 1)
+        torch.testing.assert_close(torch.tensor(said[1]), deeper.flip(0))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -100,18 +100,34 @@ def test_a_round_that_others_follow_is_timed_to_its_end(clock):
 # How long to draft
 
 
-def play(schedule, clock, chance, draft_seconds, fixed_seconds, tokens, longest=12, seed=0, rows=1):
+def play(
+    schedule,
+    clock,
+    chance,
+    draft_seconds,
+    fixed_seconds,
+    tokens,
+    longest=12,
+    seed=0,
+    rows=1,
+    judge_seconds=0.0,
+):
     """Tokens per second of chains whose drafts are kept with `chance(step)`, on that schedule."""
     source, began, emitted, lengths = random.Random(seed), clock.now, 0, []
     scores, drawn = torch.zeros(1, 2), torch.zeros(1, dtype=torch.long)
     while emitted < tokens:
         chances = [chance(source) for _ in range(longest)]
-        schedule.begin(lambda scores, depth, c=chances: [c[depth]] * rows)
+
+        def judge(drafts, first, chances=chances):
+            clock.now += judge_seconds
+            return [[chances[first + place]] * rows for place in range(len(drafts))]
+
+        schedule.begin(judge)
         drafted = 0
         while drafted < longest:
             clock.now += draft_seconds
             drafted += 1
-            if not schedule.goes_on(scores, drawn):
+            if not schedule.goes_on(scores, drawn, None):
                 break
         kept = [0] * rows
         for row in range(rows):
@@ -131,7 +147,7 @@ class FixedStop(Schedule):
     def begin(self, judge):
         self.step = 0
 
-    def goes_on(self, scores, tokens):
+    def goes_on(self, scores, tokens, probs):
         self.step += 1
         return self.step < self.length
 
@@ -145,6 +161,24 @@ def test_optimal_stopping_is_as_good_as_the_best_fixed_length(clock, draft_secon
     fixed = [play(FixedStop(k), clock, chances, draft_seconds, 1.0, 4000)[0] for k in range(1, 13)]
     rate, _ = play(OptimalStop(Pace()), clock, chances, draft_seconds, 1.0, 4000)
     assert rate > (1.0 if chance == "mixed" else 0.97) * max(fixed)
+
+
+@pytest.mark.parametrize("chance", [0.6, 0.8])
+def test_a_calibrator_that_knows_no_more_than_the_average_is_asked_seldom(clock, chance):
+    fixed = [play(FixedStop(k), clock, lambda _: chance, 0.1, 1.0, 4000)[0] for k in range(1, 13)]
+    rate, _ = play(OptimalStop(Pace()), clock, lambda _: chance, 0.1, 1.0, 4000, judge_seconds=0.03)
+    assert rate > 0.95 * max(fixed)
+
+
+@pytest.mark.parametrize("judge_seconds", [0.01, 0.03])
+def test_a_calibrator_that_knows_is_asked_though_it_takes_time(clock, judge_seconds):
+    def chances(source):
+        return source.choice([0.05, 0.99])
+
+    fixed = [play(FixedStop(k), clock, chances, 0.2, 1.0, 4000)[0] for k in range(1, 13)]
+    costs = {"judge_seconds": judge_seconds}
+    rate, _ = play(OptimalStop(Pace()), clock, chances, 0.2, 1.0, 4000, **costs)
+    assert rate > 1.05 * max(fixed)
 
 
 def test_optimal_stopping_drafts_longer_where_drafts_are_cheap(clock):
@@ -246,6 +280,7 @@ def test_what_others_saw_of_the_text_counts():
     policy = Policy()
     policy.choose(GOOD)
     way = policy.ways["tree"]
+    way.levels = 4
     for _ in range(10):
         way.shadow.add(0.5)
         way.pace.round_seconds.add(1.0)
@@ -254,7 +289,8 @@ def test_what_others_saw_of_the_text_counts():
     before = way.rate
     for _ in range(300):
         way.shadow.add(0.8)
-    assert way.rate == pytest.approx(2.5 * before, rel=0.1)
+    geometric = [sum(agreed**level for level in range(5)) for agreed in (0.5, 0.8)]
+    assert way.rate == pytest.approx(geometric[1] / geometric[0] * before, rel=0.02)
 
 
 def test_a_guess_counts_until_the_way_is_used():

@@ -51,6 +51,7 @@ class Auto(Drafter):
         self.ways: dict[str, Propose] = {}
         self._chains: dict[str, ExitChain] = {}
         self._of: dict[str, ExitReader] = {}
+        self._levels: dict[str, int] = {}  # the most drafts that a round of theirs can keep
         self._add_ways(config)
         self._used, self._where = "", False
         self._began: float | None = None
@@ -76,11 +77,14 @@ class Auto(Drafter):
             chain = ExitChain(reader, length, schedule)
             self._chains[f"chain {exit_name}"] = chain
             self.ways[f"chain {exit_name}"] = chain.propose
-            self._of[f"chain {exit_name}"] = reader
+            self._of[f"chain {exit_name}"], self._levels[f"chain {exit_name}"] = reader, length
             self.ways.setdefault(PLAIN, self._draft_nothing)
             if not self.engine.decoder.counts_keys:
                 self.ways[f"tree {exit_name}"] = ExitGrowth(reader, widths).propose
-                self._of[f"tree {exit_name}"] = reader
+                self._of[f"tree {exit_name}"], self._levels[f"tree {exit_name}"] = (
+                    reader,
+                    len(widths),
+                )
 
     def _draft_nothing(self, state: State, limit: int) -> Draft:
         return Draft.empty(state.rows, state.pending.device)
@@ -100,6 +104,7 @@ class Auto(Drafter):
         for policy in self.policies.values():
             for name, reader in self._of.items():
                 policy.way(name).shadow = self.policies[False].shadow(_name(reader))
+                policy.way(name).levels = self._levels[name]
 
     def _seen_by(self, reader: ExitReader, block: Pass) -> Pass:
         return block._replace(kept=[block.kept[self.keep.index(layer)] for layer in reader.keep])

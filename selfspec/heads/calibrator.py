@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
 from torch import Tensor, nn
 
-# For each row, how likely a token drafted with probabilities `[rows, vocab]`, that deep, is kept.
-Judge = Callable[[Tensor, int], list[float]]
+# Of drafts of a chain, by the probabilities `[rows, vocab]` that each was drawn from and the depth
+# of the first: for each, how likely it is kept in each row.
+Judge = Callable[[Sequence[Tensor], int], list[list[float]]]
 
 # Beyond this many nats the second token is as good as impossible (top-k 1 leaves infinitely many).
 _WIDEST_MARGIN = 20.0
@@ -88,7 +89,13 @@ class Calibrator(nn.Module):
                 logit += weight * (min(max(value, low), high) - mean) / std
             return 1 / (1 + math.exp(-min(max(logit, -_SUREST), _SUREST)))
 
-        return lambda probs, depth: [chance(row, depth) for row in _summary(probs).tolist()]
+        def judge(drafts: Sequence[Tensor], first: int) -> list[list[float]]:
+            summaries = _summary(torch.stack(list(drafts))).tolist()
+            return [
+                [chance(row, depth) for row in rows] for depth, rows in enumerate(summaries, first)
+            ]
+
+        return judge
 
     def _constants(self) -> tuple[list[tuple[float, ...]], float]:
         """The buffers, feature by feature, and the bias."""
@@ -102,7 +109,7 @@ class Calibrator(nn.Module):
 
 
 def _summary(probs: Tensor) -> Tensor:
-    """`[rows, 3]` the first and second probability, and the entropy in nats.
+    """`[..., 3]` the first and second of `[..., vocab]` probabilities, and the entropy in nats.
 
     In few steps: between a model's matrix products each of them takes longer than its arithmetic.
     """
