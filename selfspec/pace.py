@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-_FAST, _SLOW = 0.03, 0.1  # weight of the newest round: in what a text brings, in what a pass costs
+FAST, _SLOW = 0.03, 0.1  # weight of the newest round: in what a text brings, in what a pass costs
 _STEADY = 0.01  # weight of the newest draft in what drafts have on average
 _DOUBT = 3.0  # drafts that fell as feared, taken for seen before any were
 _WILD = 2.0  # a measurement beyond that many times the estimate counts as that many
@@ -67,9 +67,9 @@ class Pace:
     draft_seconds: Mean = field(default_factory=lambda: Mean(_SLOW, clipped=True))
     fixed_seconds: Mean = field(default_factory=lambda: Mean(_SLOW, clipped=True))
     round_seconds: Mean = field(default_factory=lambda: Mean(_SLOW, clipped=True))
-    tokens: Mean = field(default_factory=lambda: Mean(_FAST))
-    falls: Mean = field(default_factory=lambda: Mean(_FAST))
-    feared: Mean = field(default_factory=lambda: Mean(_FAST))
+    tokens: Mean = field(default_factory=lambda: Mean(FAST))
+    falls: Mean = field(default_factory=lambda: Mean(FAST))
+    feared: Mean = field(default_factory=lambda: Mean(FAST))
     chance: Mean = field(default_factory=lambda: Mean(_STEADY))
     judge_seconds: Mean = field(default_factory=lambda: Mean(_SLOW, clipped=True))
     saved: dict[int, Mean] = field(default_factory=lambda: defaultdict(lambda: Mean(_SLOW)))
@@ -83,7 +83,7 @@ class Pace:
     @property
     def risk(self) -> float:
         """How many times as many drafts fall as their head fears."""
-        seen = min(self.falls.count, 1 / _FAST)
+        seen = min(self.falls.count, 1 / FAST)
         return (self.falls.value * seen + _DOUBT) / (self.feared.value * seen + _DOUBT)
 
     @property

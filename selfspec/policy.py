@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from selfspec.pace import Mean, Pace
+from selfspec.pace import FAST, Mean, Pace
 
 PLAIN = "none"  # the way that drafts nothing
 
@@ -32,7 +32,8 @@ class Way:
     Attributes:
         pace: its rounds' seconds, and tokens of a row.
         shadow: how often it would have agreed with the text, whoever drafted.
-        agreed: `shadow` when it was last used; what it has gained since says how the text changed.
+        agreed: `shadow` in the rounds that its pace is of; what it has gained since says how the
+            text changed.
         seen: the round of the last use.
         since: the policy's seconds then.
         guess: its rate by what is known elsewhere, for as long as it was not used here.
@@ -41,7 +42,7 @@ class Way:
 
     pace: Pace = field(default_factory=Pace)
     shadow: Mean = field(default_factory=lambda: Mean(_SHADOW))
-    agreed: float | None = None
+    agreed: Mean = field(default_factory=lambda: Mean(FAST))
     seen: int = 0
     since: float = 0.0
     guess: float | None = None
@@ -57,9 +58,9 @@ class Way:
         """Tokens per second and row, as far as can be told."""
         if self.guess is not None and not self.pace.known:
             return self.guess
-        if self.agreed is None or not self.shadow.count:
+        if not self.agreed.count:
             return self.pace.rate
-        now, then = (self._length(agreed) for agreed in (self.shadow.value, self.agreed))
+        now, then = (self._length(mean.value) for mean in (self.shadow, self.agreed))
         return self.pace.rate * now / then
 
     def _length(self, agreement: float) -> float:
@@ -121,6 +122,7 @@ class Policy:
         self._current = trial or best
         if trial and self._is_stale(self.ways[trial]):
             self.ways[trial].pace.tokens.doubt(_ENOUGH)
+            self.ways[trial].agreed.doubt(_ENOUGH)
             self.ways[trial].pace.round_seconds.doubt(_STRETCH)  # the machine may have changed
         if trial:
             self._left = _STRETCH - 1
@@ -180,7 +182,8 @@ class Policy:
         way = self.way(name)
         way.pace.round_seconds.add(seconds)
         way.pace.tokens.add(tokens)
-        way.agreed = way.shadow.value if way.shadow.count else None
+        if way.shadow.count:
+            way.agreed.add(way.shadow.value)
         self.rounds += 1
         way.seen = self.rounds
         self.seconds += seconds

@@ -285,7 +285,7 @@ def test_what_others_saw_of_the_text_counts():
         way.shadow.add(0.5)
         way.pace.round_seconds.add(1.0)
         way.pace.tokens.add(2.0)
-    way.agreed = way.shadow.value
+        way.agreed.add(way.shadow.value)
     before = way.rate
     for _ in range(300):
         way.shadow.add(0.8)
