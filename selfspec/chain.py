@@ -12,7 +12,7 @@ from selfspec.draft import Draft, Verdict
 from selfspec.engine import State, Verified
 from selfspec.heads import Judge
 from selfspec.reading import ExitReader
-from selfspec.schedule import Schedule, plain_judge
+from selfspec.schedule import Schedule
 
 # From the next token `[rows, 1]` of each row, the n-th of the draft, to logits `[rows, 1, vocab]`
 # and the hidden states `[rows, 1, hidden]` that verification may resume from.
@@ -30,7 +30,7 @@ def draft_chain(
         schedule: when to stop earlier.
         judge: how likely a draft is kept, for schedules that ask.
         read: one more step of the drafting model.
-        depth: layers below the hidden states that `read` gives; 0 when it gives none.
+        depth: layers below the hidden states that `read` gives; 0 where nothing resumes from them.
     """
     schedule.begin(judge)
     token = state.pending
@@ -95,8 +95,8 @@ class ExitChain:
         self.schedule.end(draft.length, verdict.accepted.tolist())
 
     def pause(self) -> None:
-        """Leave a round to another drafter: the time of the last one ends here."""
-        self.schedule.begin(plain_judge())
+        """Leave a round to another drafter."""
+        self.schedule.pause()
 
     def skipped(self, state: State, verified: Verified) -> None:
         """Show the head what the target made of drafts that were not its own, or of none."""

@@ -26,7 +26,7 @@ class _Growth:
         tokens: `[rows, n]` drafts.
         parents: `[rows, n]` places of what they continue.
         widths: drafts of each level.
-        hidden: the exit's hidden states of each level that was read.
+        hidden: the exit's hidden states of each level that was read; none at the embedding.
         probs: `[rows, width, vocab]` q behind each level, where drafts are drawn.
     """
 

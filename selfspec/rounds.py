@@ -89,7 +89,7 @@ def read_rounds(draft: Draft, verdict: Verdict, broken: Tensor) -> list[RowRound
 
 
 def _taken_apart(row: list[int], places: int, drafted: int) -> RowRound:
-    """`[accepted, count, proposed, places, drafts, drafts + 1 tokens]` by name."""
+    """`[accepted, count, proposed, places, drafts, drafts + 1 tokens, ...]` by name."""
     accepted, count, proposed = row[:3]
     branch, rest = row[3 : 3 + places], row[3 + places :]
     block = rest[drafted : drafted + accepted + 1]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
+import torch
 from torch import Tensor
 
 from selfspec.config import DraftConfig
@@ -12,6 +12,7 @@ from selfspec.heads import Calibrator, Judge
 from selfspec.pace import Pace, RoundClock
 
 _ENOUGH = 8  # times asked that tell what it saves
+_LOOK = 16  # rounds of a call, in one of which it is asked behind every draft
 _MOST_WAITING = 4  # drafts that the calibrator is not yet asked of
 _FIRST_GUESS = 4  # drafts of the rounds that nothing is known before
 
@@ -21,6 +22,9 @@ class Schedule:
 
     def begin(self, judge: Judge) -> None:
         """A round begins, with what says how likely a draft is kept."""
+
+    def pause(self) -> None:
+        """The next round is another drafter's."""
 
     def goes_on(self, scores: Tensor, tokens: Tensor, probs: Tensor | None) -> bool:
         """Whether to draft on.
@@ -61,8 +65,9 @@ class OptimalStop(Schedule):
     fallen so far: where fewer fell than it feared (a text that goes in circles), each is feared
     less. A draft costs what one has cost so far.
 
-    Asking the calibrator takes time, too. It is asked behind a draft if stops there have, on
-    average, saved more than that; if not, it is asked later, of several drafts at once.
+    Asking the calibrator takes time, too. On a CPU it is asked behind a draft if stops there have
+    saved more than that on average, and now and then to find out; if not, it is asked later, of
+    several drafts at once. Elsewhere clocks see a draft only because the question waits for it.
 
     What time is worth is the rate so far, in tokens per second, so that drafting longer pays as
     long as it would raise that rate (the marginal value rule, Charnov 1976). All is counted for a
@@ -79,11 +84,17 @@ class OptimalStop(Schedule):
         self._chances: list[list[float]] = []  # of each draft that was asked of, for each row
         self._reach: list[float] = []  # of each row, how likely all these are kept
         self._waiting: list[Tensor] = []  # probabilities of the drafts that were not yet
+        self._rounds = 0
 
     def begin(self, judge: Judge) -> None:
         """Time the round from here."""
         self._clock.begin()
         self._judge, self._chances, self._reach, self._waiting = judge, [], [], []
+        self._rounds += 1
+
+    def pause(self) -> None:
+        """The time of the last round ends here."""
+        self._clock.begin()
 
     def goes_on(self, scores: Tensor, tokens: Tensor, probs: Tensor | None) -> bool:
         """Whether a row on average gains enough."""
@@ -91,9 +102,7 @@ class OptimalStop(Schedule):
         pace = self.pace
         self._waiting.append(_known(probs, scores))
         drafted = len(self._chances) + len(self._waiting)
-        saved = pace.saved[drafted]
-        pays = saved.count < _ENOUGH or saved.value > pace.judge_seconds.value
-        if not pays and len(self._waiting) < _MOST_WAITING:
+        if not self._pays(drafted, scores.device) and len(self._waiting) < _MOST_WAITING:
             return True
         lost = [self._lost_by_another(given) for given in self._ask()]
         if not pace.known:
@@ -101,6 +110,12 @@ class OptimalStop(Schedule):
         for place, seconds in enumerate(lost, drafted - len(lost) + 1):
             pace.saved[place].add(max(0.0, seconds))
         return lost[-1] < 0
+
+    def _pays(self, drafted: int, device: torch.device) -> bool:
+        """Whether to ask the calibrator behind that many drafts."""
+        saved = self.pace.saved[drafted]
+        unsure = saved.count < _ENOUGH or self._rounds % _LOOK == 1
+        return unsure or device.type != "cpu" or saved.value > self.pace.judge_seconds.value
 
     def _ask(self) -> list[list[float]]:
         """The chances of the drafts that wait, of each for each row."""
@@ -144,7 +159,6 @@ def make_schedule(config: DraftConfig, pace: Pace | None = None) -> Schedule:
     return Schedule()
 
 
-@cache
 def plain_judge() -> Judge:
     """What to go by where nothing was calibrated."""
     return Calibrator().judge()

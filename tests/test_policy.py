@@ -166,7 +166,9 @@ def test_optimal_stopping_is_as_good_as_the_best_fixed_length(clock, draft_secon
 @pytest.mark.parametrize("chance", [0.6, 0.8])
 def test_a_calibrator_that_knows_no_more_than_the_average_is_asked_seldom(clock, chance):
     fixed = [play(FixedStop(k), clock, lambda _: chance, 0.1, 1.0, 4000)[0] for k in range(1, 13)]
-    rate, _ = play(OptimalStop(Pace()), clock, lambda _: chance, 0.1, 1.0, 4000, judge_seconds=0.03)
+    rate, _ = play(
+        OptimalStop(Pace()), clock, lambda _: chance, 0.1, 1.0, 4000, judge_seconds=0.025
+    )
     assert rate > 0.95 * max(fixed)
 
 
@@ -179,6 +181,14 @@ def test_a_calibrator_that_knows_is_asked_though_it_takes_time(clock, judge_seco
     costs = {"judge_seconds": judge_seconds}
     rate, _ = play(OptimalStop(Pace()), clock, chances, 0.2, 1.0, 4000, **costs)
     assert rate > 1.05 * max(fixed)
+
+
+@pytest.mark.parametrize("longest", [3, 6, 12])
+def test_what_was_no_use_for_long_is_used_again_when_the_text_changes(clock, longest):
+    pace, options = Pace(), {"judge_seconds": 0.02, "longest": longest}
+    play(OptimalStop(pace), clock, lambda _: 0.99, 0.3, 1.0, 2000, **options)
+    _, lengths = play(OptimalStop(pace), clock, lambda _: 0.1, 0.3, 1.0, 2000, **options)
+    assert sum(lengths[-100:]) / 100 < 1.2
 
 
 def test_optimal_stopping_drafts_longer_where_drafts_are_cheap(clock):

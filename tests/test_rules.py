@@ -100,7 +100,8 @@ CHAIN_FAULTS = {
     "residual without the weight": (
         block_verify,
         "left = _at(rest, accepted)",
-        "left = residual(_at(target_probs, accepted), _at(_behind(draft_probs, counts), accepted))",
+        "left = residual(_at(target_probs, accepted),"
+        " _at(_behind(draft_probs, tokens, counts), accepted))",
     ),
     "mass without the weight": (
         block_verify,
@@ -117,12 +118,12 @@ CHAIN_FAULTS = {
     ),
     "q behind the last draft": (
         chain._of_real,
-        "draft_probs * _real(draft_probs[..., 0], counts)[..., None]",
+        "draft_probs * _real(tokens, counts)[..., None]",
         "draft_probs",
     ),
     "replacement from p": (
         rejection_sample,
-        "residual(_at(target_probs, accepted), _at(_behind(draft_probs, counts), accepted))",
+        "residual(_at(target_probs, accepted), _at(behind, accepted))",
         "_at(target_probs, accepted)",
     ),
     "keeps what is likely enough": (rejection_sample, "(coins * q < p)", "(coins < p)"),

@@ -53,7 +53,8 @@ def rejection_sample(
     p, q = _of_drafts(tokens, draft_probs, target_probs)
     coins = _coins(p, generator)
     accepted = ((coins * q < p) & real).cumprod(-1).sum(-1)
-    at_end = residual(_at(target_probs, accepted), _at(_behind(draft_probs, counts), accepted))
+    behind = _behind(draft_probs, tokens, counts)
+    at_end = residual(_at(target_probs, accepted), _at(behind, accepted))
     return _end(tokens, accepted, draw(at_end, generator))
 
 
@@ -87,7 +88,7 @@ def block_verify(
         weights.append((weights[-1] * ratio).clamp_(max=1))
     weight = torch.stack(weights, dim=1)
     rest = weight[..., None] * target_probs
-    rest[:, :-1].sub_(_of_real(draft_probs, counts))
+    rest[:, :-1].sub_(_of_real(draft_probs, tokens, counts))
     mass = rest.clamp_min_(0).sum(-1)[:, 1:]
     hold = mass / (mass + 1 - weight[:, 1:]).clamp_min(torch.finfo(mass.dtype).tiny)
     places = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
@@ -150,16 +151,14 @@ def _of_drafts(tokens: Tensor, draft_probs: Tensor, target_probs: Tensor) -> tup
     return p, draft_probs.gather(-1, chosen).squeeze(-1)
 
 
-def _of_real(draft_probs: Tensor, counts: Tensor | None) -> Tensor:
+def _of_real(draft_probs: Tensor, tokens: Tensor, counts: Tensor | None) -> Tensor:
     """Q, zero where nothing was drafted."""
-    if counts is None:
-        return draft_probs
-    return draft_probs * _real(draft_probs[..., 0], counts)[..., None]
+    return draft_probs if counts is None else draft_probs * _real(tokens, counts)[..., None]
 
 
-def _behind(draft_probs: Tensor, counts: Tensor | None) -> Tensor:
+def _behind(draft_probs: Tensor, tokens: Tensor, counts: Tensor | None) -> Tensor:
     """Q at every place of the block: zero where nothing was drafted behind it."""
-    return torch.nn.functional.pad(_of_real(draft_probs, counts), (0, 0, 0, 1))
+    return torch.nn.functional.pad(_of_real(draft_probs, tokens, counts), (0, 0, 0, 1))
 
 
 def _at(probs: Tensor, places: Tensor) -> Tensor:

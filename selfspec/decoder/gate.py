@@ -10,6 +10,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
+from selfspec.decoder.inputs import MASK
 from selfspec.decoder.passes import ActivePass, Own
 from selfspec.decoder.placement import device_of
 
@@ -124,7 +125,7 @@ class Gate:
         mask, full = active.masks[self.window], active.masks[None]
         if active.add_masks:
             kwargs = dict(kwargs)
-            kwargs["attention_mask"] = _added(kwargs.get("attention_mask"), mask)
+            kwargs[MASK] = _added(kwargs.get(MASK), mask)
             return args, kwargs
         if mask is full:
             return args, kwargs

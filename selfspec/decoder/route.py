@@ -4,8 +4,7 @@ Most bodies look tokens up, pass the result through their layers one by one, and
 the same few things. What else their code does, in every pass, finds out what a pass knows anyway. A
 `Survey` watches one pass through the model's own code and notes, by identity, where every argument
 of every layer came from. If nothing is left unexplained, there is a `Route`: the same calls of the
-same modules with the same arguments, and nothing in between. If anything is, passes go on through
-the model's own code.
+same modules with the same arguments, and nothing in between.
 """
 
 from __future__ import annotations
@@ -56,8 +55,8 @@ class _Seen(NamedTuple):
     """A call that was watched.
 
     Attributes:
-        left: what shows whether code wrote into the hidden states that it returned: their
-            version, or a copy in inference mode, where they have none.
+        left: what shows whether code wrote into the states that it returned: their version, or a
+            copy in inference mode, where they have none.
     """
 
     module: nn.Module
@@ -93,9 +92,9 @@ class Route:
         self._gates: list[Gate] = getattr(gates.base, gates.layers_name)
         self._first, self._into, self._beside, self._tail = first, into, beside, tail
         # What a layer is called with, and its window: few kinds, each worked out once a pass.
-        called = list(zip(layers, gates.windows, strict=True))
-        self._kinds = list(dict.fromkeys(called))
-        self._kind_of = [self._kinds.index(kind) for kind in called]
+        kinds = list(zip(layers, gates.windows, strict=True))
+        self._kinds = list(dict.fromkeys(kinds))
+        self._kind_of = list(map(self._kinds.index, kinds))
         self._constants = constants
 
     def run(self, active: ActivePass, inputs: Mapping[str, Any]) -> Tensor:
@@ -114,7 +113,7 @@ class Route:
         values[_HIDDEN] = hidden
         for step in self._beside:
             step.run(values)
-        bound = []
+        bound: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         for arguments, window in self._kinds:
             if active.masks:
                 values[MASK] = active.masks[window]

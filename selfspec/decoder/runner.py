@@ -11,6 +11,7 @@ from selfspec.decoder.gates import Gates
 from selfspec.decoder.passes import ActivePass, Pass
 from selfspec.decoder.route import Route, Survey
 from selfspec.decoder.tail import Tail
+from selfspec.slots import WIDEST
 
 
 class Runner:
@@ -42,7 +43,7 @@ class Runner:
             inputs: what the body is called with.
             unembed: whether to go on to logits.
             routed: whether a route of such a pass would hold for this one. The first that may have
-                one is surveyed.
+                one is surveyed, if it is over few tokens: a survey keeps copies of their states.
         """
         ends = active.span.stop == len(self.gates.layers) and active.own is None
         active.normed = unembed or ends
@@ -52,7 +53,7 @@ class Runner:
         try:
             if route is not None:
                 result = route.run(active, inputs)
-            elif routed and key not in self.routes:
+            elif routed and key not in self.routes and _is_narrow(active):
                 with Survey(self.gates, inputs) as survey:
                     result = self._run_whole(active, inputs, unembed)
                 self.routes[key] = survey.route(result)
@@ -72,3 +73,7 @@ class Runner:
             return output[0]
         logits = self.tail.unembed(output[0], None if active.own is None else active.own.readout)
         return logits.to(inputs["input_ids"].device)
+
+
+def _is_narrow(active: ActivePass) -> bool:
+    return active.window is not None and active.window.width <= WIDEST

@@ -72,19 +72,15 @@ class Auto(Drafter):
         widths = share(config.tree.nodes, min(config.tree.nodes, config.num_draft_tokens or 4))
         # In the order in which they are tried: first the fitted head, then what costs least.
         for reader in self.readers:
-            exit_name = _name(reader)
-            schedule = OptimalStop(self.engine.pace(self.name, exit_name))
-            chain = ExitChain(reader, length, schedule)
-            self._chains[f"chain {exit_name}"] = chain
-            self.ways[f"chain {exit_name}"] = chain.propose
-            self._of[f"chain {exit_name}"], self._levels[f"chain {exit_name}"] = reader, length
+            chain, tree = (f"{shape} {_name(reader)}" for shape in ("chain", "tree"))
+            schedule = OptimalStop(self.engine.pace(self.name, _name(reader)))
+            self._chains[chain] = ExitChain(reader, length, schedule)
+            self.ways[chain] = self._chains[chain].propose
+            self._of[chain], self._levels[chain] = reader, length
             self.ways.setdefault(PLAIN, self._draft_nothing)
             if not self.engine.decoder.counts_keys:
-                self.ways[f"tree {exit_name}"] = ExitGrowth(reader, widths).propose
-                self._of[f"tree {exit_name}"], self._levels[f"tree {exit_name}"] = (
-                    reader,
-                    len(widths),
-                )
+                self.ways[tree] = ExitGrowth(reader, widths).propose
+                self._of[tree], self._levels[tree] = reader, len(widths)
 
     def _draft_nothing(self, state: State, limit: int) -> Draft:
         return Draft.empty(state.rows, state.pending.device)

@@ -35,7 +35,7 @@ class SkipLayers(Drafter):
 
     def __init__(self, engine: Engine, chooser: FixedSkips, longest: int, schedule: Schedule):
         self.decoder, self.chooser = engine.decoder, chooser
-        self.longest, self.schedule = longest, schedule
+        self.longest, self.schedule, self._judge = longest, schedule, plain_judge()
 
     @classmethod
     def from_config(cls, engine: Engine, config: DraftConfig) -> SkipLayers:
@@ -57,7 +57,7 @@ class SkipLayers(Drafter):
             state,
             min(self.longest, limit),
             self.schedule,
-            plain_judge(),
+            self._judge,
             lambda token, step: self._read(state, token, step, depth),
             depth,
         )

@@ -38,7 +38,7 @@ class TwoModel(Drafter):
 
     def __init__(self, decoder: Decoder, longest: int, schedule: Schedule):
         self.small, self.decoder, self.decoders = Engine(decoder), decoder, (decoder,)
-        self.longest, self.schedule = longest, schedule
+        self.longest, self.schedule, self._judge = longest, schedule, plain_judge()
         self.slots = decoder.new_slots(0)
 
     @classmethod
@@ -67,7 +67,7 @@ class TwoModel(Drafter):
             return Draft.empty(state.rows, state.pending.device)
         longest = min(self.longest, limit, room)
         read = partial(self._read, replace(state, slots=self.slots))
-        return draft_chain(state, longest, self.schedule, plain_judge(), read)
+        return draft_chain(state, longest, self.schedule, self._judge, read)
 
     def _read(self, state: State, token: Tensor, step: int) -> tuple[Tensor, None]:
         """Logits `[rows, 1, vocab]` behind the pending token or the last draft."""

@@ -113,7 +113,7 @@ def _summary(probs: Tensor) -> Tensor:
 
     In few steps: between a model's matrix products each of them takes longer than its arithmetic.
     """
-    # `torch.special.entr` is not vectorized on CPUs. Nothing is lost of a probability below that.
+    # `torch.special.entr` is not vectorized on CPUs. Below `_LEAST` nothing counts.
     logs = probs.clamp_min(_LEAST).log_()
     entropy = -torch.linalg.vecdot(probs, logs)[..., None]
     return torch.cat([probs.topk(2).values, entropy], dim=-1)

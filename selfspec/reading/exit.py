@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from selfspec.decoder import Pass
@@ -74,7 +75,8 @@ class ExitReader:
         name = "sampled" if sampled else "greedy"
         fitted = self.head.calibrators[name] if name in self.head.calibrators else Calibrator()
         assert isinstance(fitted, Calibrator)
-        return fitted.to(self.decoder.device)
+        with torch.inference_mode(False):  # it stays in the head, beyond this call
+            return fitted.to(self.decoder.device)
 
     def judge(self, sampled: bool) -> Judge:
         """The calibrator for chains, which ask once a draft."""

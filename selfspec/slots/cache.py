@@ -13,6 +13,7 @@ from selfspec.draft import Tree
 from selfspec.slots.int8 import Int8Layer
 from selfspec.slots.layer import SlotLayer, Window
 from selfspec.slots.masks import WIDEST, Stairs, hide, tree_mask
+from selfspec.slots.writing import Writing
 
 _GROWTH = 256  # least numbers that are counted ahead
 
@@ -283,25 +284,3 @@ class SlotCache(Cache):
         for index, layer in enumerate(self.layers):
             keys, values = layer.seen(self.lengths[0])
             cache.update(keys[:, :, beyond:], values[:, :, beyond:], index)
-
-
-class Writing:
-    """While entered, passes write a window.
-
-    Args:
-        slots: the KV cache.
-        window: what they write of it.
-        added: which added layer states go to that a layer of some number writes.
-    """
-
-    def __init__(self, slots: SlotCache, window: Window, added: Mapping[int, int]):
-        self._slots, self._window, self._added = slots, window, added
-
-    def __enter__(self) -> Window:
-        """Begin."""
-        self._outer = self._slots.turn(self._window, self._added)
-        return self._window
-
-    def __exit__(self, *error: object) -> None:
-        """Go on with what was written before."""
-        self._slots.turn(*self._outer)
