@@ -63,6 +63,21 @@ def test_a_token_that_plain_decoding_never_writes_is_caught(spec, monkeypatch):
     assert not found.passed
 
 
+@pytest.mark.parametrize(("wrong", "p_values"), [(1, False), (8, True)])
+def test_half_precision_may_swap_a_few_candidates_and_no_more(monkeypatch, wrong, p_values):
+    write = SelfSpecModel.generate
+
+    def swapped(self, *args, **kwargs):
+        output = write(self, *args, **kwargs)
+        output[:wrong, -1] = 0
+        return output
+
+    spec = SelfSpecModel(tiny_llama("sometimes", dtype=torch.bfloat16, spread=0.3))
+    monkeypatch.setattr(SelfSpecModel, "generate", swapped)
+    found = check_exactness(spec, DRAFT, PROMPTS, 12, Sampling(samples=64))
+    assert (found.p_values == [0.0]) == p_values
+
+
 def test_exact_probabilities_are_those_of_the_model(spec):
     options = Sampling(candidates=2, temperature=0.7).options([])
     joint = exact_probabilities(spec, PROMPTS[0], options, 3)
