@@ -63,8 +63,8 @@ def test_a_token_that_plain_decoding_never_writes_is_caught(spec, monkeypatch):
     assert not found.passed
 
 
-@pytest.mark.parametrize(("wrong", "p_values"), [(1, False), (8, True)])
-def test_half_precision_may_swap_a_few_candidates_and_no_more(monkeypatch, wrong, p_values):
+@pytest.mark.parametrize(("wrong", "fails"), [(1, False), (8, True)])
+def test_half_precision_may_swap_a_few_candidates_and_no_more(monkeypatch, wrong, fails):
     write = SelfSpecModel.generate
 
     def swapped(self, *args, **kwargs):
@@ -75,7 +75,7 @@ def test_half_precision_may_swap_a_few_candidates_and_no_more(monkeypatch, wrong
     spec = SelfSpecModel(tiny_llama("sometimes", dtype=torch.bfloat16, spread=0.3))
     monkeypatch.setattr(SelfSpecModel, "generate", swapped)
     found = check_exactness(spec, DRAFT, PROMPTS, 12, Sampling(samples=64))
-    assert (found.p_values == [0.0]) == p_values
+    assert (found.p_values == [0.0]) == fails
 
 
 def test_exact_probabilities_are_those_of_the_model(spec):
