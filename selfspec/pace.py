@@ -10,41 +10,10 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from selfspec.falls import Falls
+from selfspec.mean import Mean
+
 FAST, _SLOW = 0.03, 0.1  # weight of the newest round: in what a text brings, in what a pass costs
-_STEADY = 0.01  # weight of the newest draft in what drafts have on average
-_DOUBT = 3.0  # drafts that fell as feared, taken for seen before any were
-_WILD = 2.0  # a measurement beyond that many times the estimate counts as that many
-
-
-@dataclass
-class Mean:
-    """A running mean that trusts its first values most and forgets old ones.
-
-    Attributes:
-        weight: of the newest value, once there are enough.
-        clipped: whether values are times, which the machine disturbs in one way only: one far above
-            the mean is a disturbance, one far below shows that the mean was.
-        value: the mean so far.
-        count: values seen.
-    """
-
-    weight: float
-    clipped: bool = False
-    value: float = 0.0
-    count: int = 0
-
-    def doubt(self, count: int) -> None:
-        """Trust what is known no more than `count` values: it is old."""
-        self.count = min(self.count, count)
-
-    def add(self, value: float) -> None:
-        """Take a value."""
-        if self.clipped and self.count > 2:
-            value = min(value, _WILD * self.value)
-        if self.clipped and value * _WILD < self.value:
-            self.count = 0
-        self.count += 1
-        self.value += max(self.weight, 1 / self.count) * (value - self.value)
 
 
 @dataclass
@@ -55,12 +24,10 @@ class Pace:
         draft_seconds: of one more draft in a chain.
         fixed_seconds: of a round without its drafts.
         tokens: emitted in a round, of a row on average.
-        falls: of the drafts that were reached, the share that fell.
-        feared: the share that was to fall, by the chances that their head gave them.
-        chance: what a draft has on average, if those before it stand.
-        judge_seconds: of asking how likely drafts are kept.
-        saved: by the number of drafts, the seconds that a stop there saves: what one draft more
-            takes beyond what it brings, and nothing where it brings more.
+        falls: how likely drafts fall, by whether they are drawn.
+        judge_seconds: of asking how likely they are kept.
+        worth: by the same and the number of drafts, the seconds that asking behind them saves: what
+            a decision without would lose, and nothing where it is the same.
         clock: what times them, in seconds.
     """
 
@@ -68,23 +35,17 @@ class Pace:
     fixed_seconds: Mean = field(default_factory=lambda: Mean(_SLOW, clipped=True))
     round_seconds: Mean = field(default_factory=lambda: Mean(_SLOW, clipped=True))
     tokens: Mean = field(default_factory=lambda: Mean(FAST))
-    falls: Mean = field(default_factory=lambda: Mean(FAST))
-    feared: Mean = field(default_factory=lambda: Mean(FAST))
-    chance: Mean = field(default_factory=lambda: Mean(_STEADY))
+    falls: dict[bool, Falls] = field(default_factory=lambda: defaultdict(Falls))
     judge_seconds: Mean = field(default_factory=lambda: Mean(_SLOW, clipped=True))
-    saved: dict[int, Mean] = field(default_factory=lambda: defaultdict(lambda: Mean(_SLOW)))
+    worth: dict[tuple[bool, int], Mean] = field(
+        default_factory=lambda: defaultdict(lambda: Mean(_SLOW))
+    )
     clock: Callable[[], float] = field(default_factory=lambda: time.perf_counter)
 
     @property
     def known(self) -> bool:
         """Whether there is enough to decide by."""
         return self.round_seconds.count >= 2
-
-    @property
-    def risk(self) -> float:
-        """How many times as many drafts fall as their head fears."""
-        seen = min(self.falls.count, 1 / FAST)
-        return (self.falls.value * seen + _DOUBT) / (self.feared.value * seen + _DOUBT)
 
     @property
     def rate(self) -> float:

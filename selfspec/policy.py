@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from selfspec.pace import FAST, Mean, Pace
+from selfspec.mean import Mean
+from selfspec.pace import FAST, Pace
 
 PLAIN = "none"  # the way that drafts nothing
 

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from selfspec.config import DraftConfig
+from selfspec.falls import Falls
 from selfspec.heads import Calibrator, Judge
 from selfspec.pace import Pace, RoundClock
 
-_ENOUGH = 8  # times asked that tell what it saves
+_ENOUGH = 8  # times asked that tell what it is worth
 _LOOK = 16  # rounds of a call, in one of which it is asked behind every draft
-_MOST_WAITING = 4  # drafts that the calibrator is not yet asked of
+_SERVED = 3.0  # decisions of a round that an answer serves
 _FIRST_GUESS = 4  # drafts of the rounds that nothing is known before
 
 
@@ -60,14 +61,13 @@ class OptimalStop(Schedule):
     """Stops once another draft would bring less than the time it takes is worth.
 
     A draft behind others counts only if all of them are kept: it brings the product of their
-    chances, times its own, which is not known before it is drafted and taken for what drafts have
-    on average. Chances are those that the head's calibrator gives, but for how often drafts have
-    fallen so far: where fewer fell than it feared (a text that goes in circles), each is feared
-    less. A draft costs what one has cost so far.
+    chances, times its own, which is not known before it is drafted and taken for the usual one.
+    What is usual is learned from how drafts fare; what the head's calibrator says of a draft counts
+    as far as it has told more than that (`Falls`). A draft costs what one has cost so far.
 
-    Asking the calibrator takes time, too. On a CPU it is asked behind a draft if stops there have
-    saved more than that on average, and now and then to find out; if not, it is asked later, of
-    several drafts at once. Elsewhere clocks see a draft only because the question waits for it.
+    Asking the calibrator takes time, too. On a CPU it is asked behind a draft where its answers
+    have saved more, by other decisions than would be made without, and now and then to find out.
+    Elsewhere clocks see a draft only because the question waits for it.
 
     What time is worth is the rate so far, in tokens per second, so that drafting longer pays as
     long as it would raise that rate (the marginal value rule, Charnov 1976). All is counted for a
@@ -82,14 +82,17 @@ class OptimalStop(Schedule):
         self._clock = RoundClock(pace)
         self._judge: Judge | None = None
         self._chances: list[list[float]] = []  # of each draft that was asked of, for each row
-        self._reach: list[float] = []  # of each row, how likely all these are kept
-        self._waiting: list[Tensor] = []  # probabilities of the drafts that were not yet
+        self._waiting: list[Tensor] = []  # scores or probabilities of the others
+        self._drawn = False  # which of them: whether tokens are drawn
+        self._reach = [1.0]  # how likely all drafts are kept, for each row, or for all alike
+        self._asked = [1.0]  # the same of those that were asked of
         self._rounds = 0
 
     def begin(self, judge: Judge) -> None:
         """Time the round from here."""
         self._clock.begin()
-        self._judge, self._chances, self._reach, self._waiting = judge, [], [], []
+        self._judge, self._chances, self._waiting = judge, [], []
+        self._reach = self._asked = [1.0]
         self._rounds += 1
 
     def pause(self) -> None:
@@ -99,51 +102,72 @@ class OptimalStop(Schedule):
     def goes_on(self, scores: Tensor, tokens: Tensor, probs: Tensor | None) -> bool:
         """Whether a row on average gains enough."""
         self._clock.mark()
-        pace = self.pace
-        self._waiting.append(_known(probs, scores))
-        drafted = len(self._chances) + len(self._waiting)
-        if not self._pays(drafted, scores.device) and len(self._waiting) < _MOST_WAITING:
-            return True
-        lost = [self._lost_by_another(given) for given in self._ask()]
-        if not pace.known:
-            return drafted < _FIRST_GUESS
-        for place, seconds in enumerate(lost, drafted - len(lost) + 1):
-            pace.saved[place].add(max(0.0, seconds))
-        return lost[-1] < 0
+        place = len(self._chances) + len(self._waiting)
+        self._drawn = probs is not None
+        self._waiting.append(scores if probs is None else probs)
+        self._reach = self._further(self._reach, place)
+        if not self.pace.known or self._pays(place + 1, scores.device):
+            self._ask()
+        if not self.pace.known:
+            return place + 1 < _FIRST_GUESS
+        return self._lost_by_another(self._reach, place + 1) < 0
 
     def _pays(self, drafted: int, device: torch.device) -> bool:
         """Whether to ask the calibrator behind that many drafts."""
-        saved = self.pace.saved[drafted]
-        unsure = saved.count < _ENOUGH or self._rounds % _LOOK == 1
-        return unsure or device.type != "cpu" or saved.value > self.pace.judge_seconds.value
+        worth = self.pace.worth[self._drawn, drafted]
+        unsure = worth.count < _ENOUGH or self._rounds % _LOOK == 1
+        pays = _SERVED * worth.value > self.pace.judge_seconds.value
+        return unsure or pays or device.type != "cpu"
 
-    def _ask(self) -> list[list[float]]:
-        """The chances of the drafts that wait, of each for each row."""
+    def _ask(self) -> None:
+        """Learn the chances of the drafts that wait, and what it is worth to know them."""
         assert self._judge is not None
-        began = self.pace.clock()
-        given = self._judge(self._waiting, len(self._chances))
-        self.pace.judge_seconds.add(self.pace.clock() - began)
-        self._waiting = []
-        return given
+        pace, began, first = self.pace, self.pace.clock(), len(self._chances)
+        drafts = self._waiting if self._drawn else [s.softmax(-1) for s in self._waiting]
+        given = self._judge(drafts, first)
+        pace.judge_seconds.add(pace.clock() - began)
+        guess = reach = self._asked
+        for place, chances in enumerate(given, first):
+            fall = [self._falls.expected(place, 1 - chance) for chance in chances]
+            reach = [r * (1 - f) for r, f in zip(_widened(reach, len(fall)), fall, strict=True)]
+            guess = self._further(guess, place)
+            if pace.known:
+                lost = self._lost_by_another(reach, place + 1)
+                other = self._lost_by_another(guess, place + 1) < 0
+                worth = abs(lost) if other != (lost < 0) else 0.0
+                pace.worth[self._drawn, place + 1].add(worth)
+        self._chances += given
+        self._waiting, self._reach, self._asked = [], reach, reach
 
-    def _lost_by_another(self, given: list[float]) -> float:
-        """Seconds that a draft takes beyond what it brings, behind one with these chances."""
-        pace, risk = self.pace, self.pace.risk
-        chances = [1 - min(1.0, risk * (1 - chance)) for chance in given]
-        before = self._reach or [1.0] * len(given)
-        self._reach = [reach * own for reach, own in zip(before, chances, strict=True)]
-        self._chances.append(given)
-        pace.chance.add(sum(chances) / len(chances))
-        gain = pace.chance.value * sum(self._reach) / len(self._reach)
+    def _further(self, reach: list[float], place: int) -> list[float]:
+        """How likely drafts are kept, with one more of which the calibrator was not asked."""
+        kept = 1 - self._falls.usual(place)
+        return [chance * kept for chance in reach]
+
+    def _lost_by_another(self, reach: list[float], drafted: int) -> float:
+        """Seconds that a draft takes beyond what it brings, behind that many."""
+        pace = self.pace
+        gain = (1 - self._falls.usual(drafted)) * sum(reach) / len(reach)
         return pace.draft_seconds.value - (gain / pace.rate if pace.rate else 0.0)
 
     def end(self, drafted: int, accepted: Sequence[int]) -> None:
         """Learn from the round."""
         self._clock.end(1 + sum(accepted) / len(accepted))
+        asked = len(self._chances)
         for row, kept in enumerate(accepted):
-            for place, chances in enumerate(self._chances[: min(drafted, kept + 1)]):
-                self.pace.falls.add(float(place == kept))
-                self.pace.feared.add(1 - chances[row])
+            for place in range(min(drafted, kept + 1)):
+                fear = 1 - self._chances[place][row] if place < asked else None
+                self._falls.add(place, place == kept, fear)
+            if kept == drafted:
+                self._falls.unseen(drafted)
+
+    @property
+    def _falls(self) -> Falls:
+        return self.pace.falls[self._drawn]
+
+
+def _widened(reach: list[float], rows: int) -> list[float]:
+    return reach if len(reach) == rows else reach * rows
 
 
 def _known(probs: Tensor | None, scores: Tensor) -> Tensor:

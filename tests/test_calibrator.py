@@ -97,6 +97,12 @@ def test_a_judge_says_what_the_calibrator_says(depth):
         torch.testing.assert_close(torch.tensor(said[1]), deeper.flip(0))
 
 
+def test_a_draft_of_scores_that_are_nan_is_sure_to_fall():
+    for calibrator in (Calibrator(), fit_calibrator(*drafts())):
+        ((chance,),) = calibrator.judge()([torch.full((1, 9), torch.nan)], 0)
+        assert chance < 1e-6
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_scores_and_calibrator_may_be_in_half_precision(dtype):
     calibrator = fit_calibrator(*drafts())

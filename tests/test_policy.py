@@ -1,12 +1,15 @@
 """Running estimates, optimal stopping and the choice among ways to draft, on a simulated clock."""
 
+import itertools
 import random
 
 import pytest
 import torch
 
 from selfspec import DraftConfig
-from selfspec.pace import Mean, Pace, RoundClock
+from selfspec.falls import Falls
+from selfspec.mean import Mean
+from selfspec.pace import Pace, RoundClock
 from selfspec.policy import Policy
 from selfspec.schedule import ConfidenceStop, OptimalStop, Schedule, make_schedule
 
@@ -111,16 +114,21 @@ def play(
     seed=0,
     rows=1,
     judge_seconds=0.0,
+    said=None,
 ):
-    """Tokens per second of chains whose drafts are kept with `chance(step)`, on that schedule."""
+    """Tokens per second of chains whose drafts are kept with `chance(source)`, on that schedule.
+
+    The head says these chances, or `said(source)`.
+    """
     source, began, emitted, lengths = random.Random(seed), clock.now, 0, []
     scores, drawn = torch.zeros(1, 2), torch.zeros(1, dtype=torch.long)
     while emitted < tokens:
         chances = [chance(source) for _ in range(longest)]
+        says = chances if said is None else [said(source) for _ in range(longest)]
 
-        def judge(drafts, first, chances=chances):
+        def judge(drafts, first, says=says):
             clock.now += judge_seconds
-            return [[chances[first + place]] * rows for place in range(len(drafts))]
+            return [[says[first + place]] * rows for place in range(len(drafts))]
 
         schedule.begin(judge)
         drafted = 0
@@ -183,6 +191,35 @@ def test_a_calibrator_that_knows_is_asked_though_it_takes_time(clock, judge_seco
     assert rate > 1.05 * max(fixed)
 
 
+@pytest.mark.parametrize("says", [(0.2, 0.95), (0.999,), (0.05,)])
+@pytest.mark.parametrize("chance", [0.6, 0.9])
+def test_a_calibrator_that_tells_nothing_is_not_believed(clock, chance, says):
+    def said(source):
+        return source.choice(says)
+
+    fixed = [play(FixedStop(k), clock, lambda _: chance, 0.1, 1.0, 8000)[0] for k in range(1, 13)]
+    options = {"said": said, "judge_seconds": 0.025}
+    rate, _ = play(OptimalStop(Pace()), clock, lambda _: chance, 0.1, 1.0, 8000, **options)
+    assert rate > 0.95 * max(fixed)
+
+
+@pytest.mark.parametrize("draft_seconds", [0.2, 0.3, 0.4])
+def test_a_text_in_which_later_drafts_fell_does_not_end_drafting_them(clock, draft_seconds):
+    def first_alone(step):
+        return 0.95 if step == 0 else 0.05
+
+    pace, steps = Pace(), itertools.cycle(range(12))
+    options = {"said": lambda _: 0.8, "tokens": 600}
+    play(
+        OptimalStop(pace), clock, lambda _: first_alone(next(steps)), draft_seconds, 1.0, **options
+    )
+    options["tokens"] = 3000
+    play(OptimalStop(pace), clock, lambda _: 0.92, draft_seconds, 1.0, **options)
+    _, lengths = play(OptimalStop(pace), clock, lambda _: 0.92, draft_seconds, 1.0, **options)
+    _, fresh = play(OptimalStop(Pace()), clock, lambda _: 0.92, draft_seconds, 1.0, **options)
+    assert sum(lengths[-200:]) > 0.8 * sum(fresh[-200:])
+
+
 @pytest.mark.parametrize("longest", [3, 6, 12])
 def test_what_was_no_use_for_long_is_used_again_when_the_text_changes(clock, longest):
     pace, options = Pace(), {"judge_seconds": 0.02, "longest": longest}
@@ -205,8 +242,7 @@ def test_a_disturbed_estimate_does_not_end_drafting_for_ever(clock):
         pace.draft_seconds.add(1000.0)  # a draft that seems never to be worth its time
         pace.round_seconds.add(2.0)
         pace.tokens.add(1.5)
-    pace.falls.add(1.0)
-    pace.feared.add(0.1)
+    pace.falls[False].add(0, fell=True, fear=0.1)
     _, drafted = play(OptimalStop(pace), clock, lambda source: 0.9, 0.1, 1.0, 1000)
     assert drafted[0] == 1
     assert sum(drafted[-50:]) / 50 > 4
@@ -223,6 +259,62 @@ def test_what_a_batch_has_taught_holds_for_other_numbers_of_rows(clock, rows):
     _, alone = play(OptimalStop(Pace()), clock, lambda source: 0.8, 0.05, 1.0, 4000)
     usual = sum(alone[100:]) / len(alone[100:])
     assert sum(lengths) / len(lengths) == pytest.approx(usual, rel=0.2)
+
+
+# How likely a draft falls
+
+
+def taught(chances, fears=None, drafts=3000):
+    """Falls that have seen drafts of three places, with these chances to fall."""
+    source, falls = random.Random(0), Falls()
+    for index in range(drafts):
+        place = index % 3
+        fear = None if fears is None else source.choice(fears)
+        falls.add(place, source.random() < chances(place, fear), fear)
+    return falls
+
+
+def test_before_any_draft_fell_fears_are_believed():
+    assert Falls().expected(2, 0.3) == 0.3
+
+
+def test_a_place_has_drafts_of_its_own():
+    falls = taught(lambda place, fear: (0.6, 0.3, 0.1)[place], fears=[0.3, 0.4])
+    found = [falls.usual(place) for place in range(3)]
+    assert found == pytest.approx([0.6, 0.3, 0.1], abs=0.12)
+    assert found == sorted(found, reverse=True)
+
+
+@pytest.mark.parametrize("often", [1.0, 0.1])
+def test_a_place_falls_as_it_falls_whoever_is_asked(often):
+    """A head that fears for every place what is due there, asked always or seldom."""
+    source, falls = random.Random(0), Falls()
+    for index in range(6000):
+        chance = (0.1, 0.4, 0.7)[index % 3]
+        fear = chance + source.uniform(-0.05, 0.05) if source.random() < often else None
+        falls.add(index % 3, source.random() < chance, fear)
+    assert [falls.usual(place) for place in range(3)] == pytest.approx([0.1, 0.4, 0.7], abs=0.15)
+    assert falls.expected(2, 0.7) == pytest.approx(0.7, abs=0.15)
+    assert falls.expected(0, 0.1) == pytest.approx(0.1, abs=0.15)
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.5, 1.0, 1.5])
+def test_fears_count_as_far_as_they_tell(slope):
+    falls = taught(lambda place, fear: 0.4 + slope * (fear - 0.4), fears=[0.2, 0.4, 0.6])
+    found = (falls.expected(1, 0.6) - falls.expected(1, 0.2)) / 0.4
+    assert found == pytest.approx(slope, abs=0.25)
+
+
+def test_without_fears_it_is_known_how_many_fall():
+    falls = taught(lambda place, fear: 0.25)
+    assert falls.usual(0) == pytest.approx(0.25, abs=0.1)
+
+
+@pytest.mark.parametrize("fear", [0.0, 1.0])
+def test_what_is_expected_is_a_probability(fear):
+    falls = taught(lambda place, fear: fear, fears=[0.0, 1.0])
+    assert 0 <= falls.expected(0, fear) <= 1
+    assert falls.expected(0, fear) == pytest.approx(fear, abs=0.1)
 
 
 def test_a_config_names_its_schedule():

@@ -74,7 +74,8 @@ class Calibrator(nn.Module):
         seen = torch.clamp(features, self.lowest.float(), self.highest.float())
         standard = (seen - self.mean.float()) / self.std.float()
         logit = (standard * self.weight.float()).sum(-1) + self.bias.float()
-        return logit.clamp(-_SUREST, _SUREST).sigmoid()
+        # NaN, of scores that are NaN, is sure to fall.
+        return logit.nan_to_num(nan=-_SUREST).clamp(-_SUREST, _SUREST).sigmoid()
 
     def judge(self) -> Judge:
         """`forward` for few rows, sooner: reads the buffers once, and counts without tensors."""
@@ -87,7 +88,8 @@ class Calibrator(nn.Module):
             features = first, min(first - second, _WIDEST_MARGIN), entropy, depth
             for value, (low, high, mean, std, weight) in zip(features, fit, strict=True):
                 logit += weight * (min(max(value, low), high) - mean) / std
-            return 1 / (1 + math.exp(-min(max(logit, -_SUREST), _SUREST)))
+            # In this order NaN, of scores that are NaN, is sure to fall.
+            return 1 / (1 + math.exp(-max(-_SUREST, min(logit, _SUREST))))
 
         def judge(drafts: Sequence[Tensor], first: int) -> list[list[float]]:
             summaries = _summary(torch.stack(list(drafts))).tolist()

@@ -11,7 +11,7 @@ from selfspec.decoder import Pass
 from selfspec.draft import Tree
 from selfspec.engine import Engine, State, Verified
 from selfspec.heads import Calibrator, ExitHead, Judge
-from selfspec.pace import Mean
+from selfspec.mean import Mean
 
 
 class ExitReader:
@@ -44,7 +44,7 @@ class ExitReader:
         place: int,
         tree: Tree | None = None,
         parents: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Run the layers below the exit, and the head, over the next tokens of the block.
 
         Args:
@@ -56,7 +56,8 @@ class ExitReader:
                 `None` for a chain.
 
         Returns:
-            Logits `[rows, width, vocab]`, and the exit's hidden states `[rows, width, hidden]`.
+            Logits `[rows, width, vocab]`, and the exit's hidden states `[rows, width, hidden]`,
+            from which verification resumes; `None` at the embedding, where any pass begins.
         """
         at_exit = self.engine.shallow(
             state, tokens, self.head.exit_layer, place, unembed=self.head.is_plain, tree=tree
@@ -68,7 +69,7 @@ class ExitReader:
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits = self.head.logits(self.decoder, hidden)
-        return self.head.spread(logits, self.decoder.vocab_size)
+        return self.head.spread(logits, self.decoder)
 
     def calibrator(self, sampled: bool) -> Calibrator:
         """What says how likely a draft of the head is kept; without a fit a plain guess."""
