@@ -15,7 +15,7 @@ from selfspec.reading import ExitReader
 from selfspec.schedule import Schedule
 
 # From the next token `[rows, 1]` of each row, the n-th of the draft, to logits `[rows, 1, vocab]`
-# and the hidden states `[rows, 1, hidden]` that verification may resume from.
+# and the hidden states `[rows, 1, hidden]` that verification may resume from, if there are any.
 Read = Callable[[Tensor, int], tuple[Tensor, Tensor | None]]
 
 
@@ -47,7 +47,7 @@ def draft_chain(
         if state.sampler.reads_prefix:
             state.context.write(token, offset=step)
         tokens.append(token)
-        if left is not None and depth:  # from the embedding every pass begins anyway
+        if left is not None:
             hidden.append(left)
         if drawn_from is not None:
             probs.append(drawn_from)

@@ -83,7 +83,7 @@ class ExitGrowth:
         tokens, parents, tree = state.pending, None, None
         for width in self.widths[:limit]:
             logits, at_exit = self.reader.read(state, tokens, growth.last, tree, parents)
-            if depth:  # from the embedding every pass begins anyway
+            if at_exit is not None:
                 growth.hidden.append(at_exit)
             with state.stats.clock("sampling"):
                 tokens, parents = self._extend(state, logits, growth, width)

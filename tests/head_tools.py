@@ -84,7 +84,7 @@ def forced(decoder: Decoder, head: ExitHead, text: Tensor, step: int) -> Tensor:
     """`[1, vocab]` what the head says behind `text`, of whose tokens the last `step` are drafts."""
     reading = read_text(decoder, text[None], None, needs(head))
     *_, last = draft_states(decoder, head, reading, step + 1)
-    return head.spread(head.logits(decoder, last[:, -1:]), decoder.vocab_size)[0]
+    return head.spread(head.logits(decoder, last[:, -1:]), decoder)[0]
 
 
 def assert_reads_as_forced(

@@ -190,5 +190,20 @@ def test_a_fused_head_reads_while_decoding_what_it_reads_while_fitted(
     assert_reads_as_forced(decoder, head, seen[::7], close_in_single)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("trimmed", [False, True])
+def test_a_head_at_the_embedding_reads_many_tokens_and_says_one(family: str, trimmed: bool) -> None:
+    """Rows that kept drafts are caught up with in one pass, of which logits of the end are left."""
+    model = model_of(family, CASES_BY_FAMILY[family], agreement=0.1)
+    head = own_head(Decoder(model), "fused", 0, noise=0.01, trimmed=trimmed)
+    spec = SelfSpecModel(model, heads=[head])
+    check_text(spec, 3)
+    assert spec.last_stats is not None
+    assert spec.last_stats.accepted > 0 or trimmed  # half of all tokens may be none that it writes
+    tokens, mask = prompts("left")
+    one = spec.generate(tokens[LONG_ROW], attention_mask=mask[LONG_ROW], max_new_tokens=NEW_TOKENS)
+    assert torch.equal(one[:, -NEW_TOKENS:], own_text(model, tokens[LONG_ROW], mask[LONG_ROW]))
+
+
 def close_in_single(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)

@@ -331,7 +331,7 @@ def test_trimmed_logits_are_the_rows_of_all_logits(tail, kind):
     assert torch.equal(head.readout.weight, decoder.lm_head.weight[ids])
     if tail == "bias":
         assert torch.equal(head.readout.bias, decoder.lm_head.bias[ids])
-    spread = head.spread(head.logits(decoder, hidden), VOCAB)
+    spread = head.spread(head.logits(decoder, hidden), decoder)
     others = torch.ones(VOCAB, dtype=torch.bool).index_fill(0, ids, False)
     assert bool((spread[..., others] == -torch.inf).all())
     assert bool((spread.softmax(-1)[..., others] == 0).all())

@@ -69,19 +69,16 @@ class Gate:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run the layer, or a head's own in its place, with what it is to be handed."""
-        gates = self.gates
-        own = active.own if self.index == active.span.stop - 1 else None
-        if own is not None:
+        own, skips, gates = active.own, active.skips, self.gates
+        if own is not None and self.index == active.span.stop - 1:
             return self._run_own(own, active, hidden_states, args, kwargs)
-        layer = self.layer
-        skips = active.skips
-        skipped = gates.sublayers.skipped(self.index, skips) if skips is not None else ()
+        skipped = () if skips is None else gates.sublayers.skipped(self.index, skips)
         began = time.perf_counter()
         if skipped:
             with gates.skipping(skipped):
-                output = layer(hidden_states, *args, **kwargs)
+                output = self.layer(hidden_states, *args, **kwargs)
         else:
-            output = self._call(layer, hidden_states, args, kwargs)
+            output = self._call(self.layer, hidden_states, args, kwargs)
         active.layer_seconds += time.perf_counter() - began
         gates.returns_tuple = isinstance(output, tuple)
         return output

@@ -211,6 +211,8 @@ class Gates:
     def _read(self, lm_head: Callable[..., Any]) -> Callable[..., Any]:
         def read(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             own = self.active.own if self.active is not None and self.gated else None
+            if own is not None and own.at is not None:
+                hidden_states = own.at(hidden_states)
             if own is None or own.readout is None:
                 return lm_head(hidden_states, *args, **kwargs)
             return own.readout(hidden_states)

@@ -49,6 +49,7 @@ class Own(NamedTuple):
         added: in which of the layers that were added to the slots its KV lies, from 1.
         leave: what makes of the layer's output what the LM head reads, in place of the final norm
             (`Decoder.leaves`).
+        at: what of these states the LM head reads; `None`: all of them.
         readout: what stands in for the LM head.
     """
 
@@ -56,6 +57,7 @@ class Own(NamedTuple):
     enter: Callable[[Tensor], Tensor] | None = None
     added: int = 1
     leave: Callable[[Tensor], Tensor] | None = None
+    at: Callable[[Tensor], Tensor] | None = None
     readout: nn.Module | None = None
 
 
@@ -65,7 +67,8 @@ class Pass(NamedTuple):
     Attributes:
         hidden: `[rows, width, hidden]` residual stream after the span's last layer.
         output: `[rows, width, hidden]` the same, after the final norm where the last layer ran, or
-            `[rows, width, vocab]` logits when the pass went through the LM head as well.
+            `[rows, width, vocab]` logits when the pass went through the LM head as well, of the
+            states that it read (`Own.at`).
         layer_seconds: wall time inside the span's layers.
         head_seconds: wall time inside a head's own layer, the final norm and the LM head.
         kept: `[rows, width, hidden]` each, the residual streams that the caller asked for.

@@ -119,12 +119,12 @@ class Route:
                 values[MASK] = active.masks[window]
             bound.append(arguments.bind(values))
         start, stop = active.span
-        for index in range(start, stop):
-            if index in active.keep:
+        keep, skips, kind_of = active.keep, active.skips, self._kind_of
+        for index, gate in enumerate(self._gates[start:stop], start):
+            if index in keep:
                 active.kept[index] = hidden
-            gate = self._gates[index]
-            if not gate.is_skipped(active):
-                args, kwargs = bound[self._kind_of[index]]
+            if skips is None or not gate.is_skipped(active):
+                args, kwargs = bound[kind_of[index]]
                 hidden = _first(gate.run(active, hidden, args, kwargs))
         active.result = active.kept[stop] = hidden
         for module in self._tail:

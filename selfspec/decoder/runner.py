@@ -71,7 +71,7 @@ class Runner:
         self.tail.output_class = type(output)
         if not unembed:
             return output[0]
-        logits = self.tail.unembed(output[0], None if active.own is None else active.own.readout)
+        logits = self.tail.unembed(output[0], None)  # the LM head's gate knows what an `own` reads
         return logits.to(inputs["input_ids"].device)
 
 

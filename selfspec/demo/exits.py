@@ -53,6 +53,6 @@ def _agrees(spec: SelfSpecModel, head: ExitHead, tokens: torch.Tensor) -> torch.
     with torch.inference_mode():
         reading = read_text(decoder, tokens, None, needs(head))
         state = next(draft_states(decoder, head, reading, steps=1))
-        exit_logits = head.spread(head.logits(decoder, state), decoder.vocab_size)
+        exit_logits = head.spread(head.logits(decoder, state), decoder)
         logits = decoder.unembed(reading.normed)
     return (exit_logits.argmax(-1) == logits.argmax(-1)).flatten()

@@ -105,7 +105,7 @@ def exit_readings(
     rows: list[list[Tensor]] = []
     for head in heads:
         state = next(draft_states(decoder, head, reading, steps=1))
-        logits = head.spread(head.logits(decoder, state), decoder.vocab_size)
+        logits = head.spread(head.logits(decoder, state), decoder)
         rows.append(_figures(_probabilities(logits), target_probs))
     rows.append(_figures(target_probs, target_probs))
     ids, *figures = (torch.stack(column).cpu() for column in zip(*rows, strict=True))

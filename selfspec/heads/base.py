@@ -128,11 +128,11 @@ class ExitHead(nn.Module):
         """Draft logits `[rows, width, n]` over `vocab_ids`, or over all tokens."""
         return decoder.unembed(self(hidden), self.readout)
 
-    def spread(self, logits: Tensor, vocab_size: int) -> Tensor:
+    def spread(self, logits: Tensor, decoder: Decoder) -> Tensor:
         """Logits over all tokens, -inf for those that the head cannot draft."""
         if self.vocab_ids is None:
             return logits
-        whole = logits.new_full((*logits.shape[:-1], vocab_size), float("-inf"))
+        whole = logits.new_full((*logits.shape[:-1], decoder.vocab_size), float("-inf"))
         return whole.index_copy_(-1, self.vocab_ids.to(logits.device), logits)
 
 

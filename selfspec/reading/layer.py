@@ -38,6 +38,7 @@ class LayerReader(ExitReader):
         self._layer = head.layer
         self.keep = (head.exit_layer, *head.feature_layers)
         self._added = 0  # which of the layers added to the slots is the head's
+        self._leaves = False  # whether a pass goes on from the layer to logits
         self._hidden = torch.empty(0)  # [rows, m, hidden] exits of positions `_base` and on
         self._known = torch.empty(0)  # [rows, m + 1, hidden] joined features from `_base` - 1 on
         self._base: list[int] = []
@@ -58,6 +59,7 @@ class LayerReader(ExitReader):
         if offset == 0:
             self._added = state.slots.add_layer(self.decoder.windows[self.head.place])
             self._known = hidden.new_zeros(rows, 1, hidden.shape[2])
+            self._leaves = self.decoder.leaves
         features = self._shifted(block)
         self._run(state, self._enter(state, hidden, features), offset)
         ends = torch.tensor(counts, device=hidden.device) - offset  # of the text, in this block
@@ -138,22 +140,24 @@ class LayerReader(ExitReader):
         place: int,
         tree: Tree | None = None,
         parents: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Run the layers below the exit and the head's own over the next tokens of the block."""
         exit_layer, before = self.head.exit_layer, self._last
         if parents is not None:
             before = pick(before, parents)
         at_once = self._in_one_pass(state)
-        if place and at_once:
-            own, leaves = self._own(before), self.decoder.leaves
-            if leaves:
-                own = own._replace(leave=self.head, readout=self.head.readout)
-            left = self.engine.shallow(state, tokens, exit_layer, place, leaves, tree, own)
-            at_exit, self._last = left.kept[0], left.hidden
-            if leaves:
-                return self.head.spread(left.output, self.decoder.vocab_size), at_exit
-        elif at_once and exit_layer == 0:
-            at_exit = self._catch_up_at_once(state)
+        if at_once and (place or exit_layer == 0):
+            if place:
+                own = self._own(before)
+                left = self.engine.shallow(
+                    state, tokens, exit_layer, place, self._leaves, tree, own
+                )
+                self._last = left.hidden
+            else:
+                left = self._catch_up_at_once(state)
+            at_exit = left.kept[0] if exit_layer else None
+            if self._leaves:
+                return self.head.spread(left.output, self.decoder), at_exit
         else:
             at_exit = self.engine.shallow(state, tokens, exit_layer, place, tree=tree).hidden
             if place:
@@ -161,11 +165,21 @@ class LayerReader(ExitReader):
             else:
                 self._last = self._catch_up(state, at_exit)
         with state.stats.clock("head"):
-            return self._logits(self._last), at_exit
+            return self._logits(self._last), at_exit if exit_layer else None
 
-    def _own(self, features: Tensor | None) -> Own:
-        """The layer, in the same pass as those below the exit."""
-        return Own(self._layer, partial(self.head.enter, features=features), self._added)
+    def _own(self, features: Tensor | None, ends: Sequence[int] | None = None) -> Own:
+        """The layer, in the same pass as those below the exit.
+
+        Args:
+            features: what the head's `enter` takes.
+            ends: where to read logits, one place a row; `None`: everywhere.
+        """
+        enter = partial(self.head.enter, features=features)
+        if not self._leaves:
+            return Own(self._layer, enter, self._added)
+        at = None if ends is None else partial(pick_from, starts=ends)
+        readout = self.head.readout
+        return Own(self._layer, enter, self._added, leave=self.head, at=at, readout=readout)
 
     def _in_one_pass(self, state: State) -> bool:
         """Whether the pass below the exit may go on through the head's layer.
@@ -194,11 +208,11 @@ class LayerReader(ExitReader):
         """Run the layer up to the pending token; `[rows, 1, hidden]` what it left there."""
         return pick(*self._looked_at(state, pending))
 
-    def _catch_up_at_once(self, state: State) -> Tensor:
+    def _catch_up_at_once(self, state: State) -> Pass:
         """`_catch_up` of a head at the embedding, which needs no states: tokens are enough.
 
         Returns:
-            `[rows, 1, hidden]` the pending token's embedding.
+            What the pass left, logits of each row's pending token among it where it `_leaves`.
         """
         starts, ends = self._behind(state)
         text = state.context.text
@@ -211,9 +225,10 @@ class LayerReader(ExitReader):
         if self._joins:
             features = pick_from(self._known, self._since_base(starts), block.shape[1])
         offsets = [-end for end in ends]
-        left = self.engine.shallow(state, block, 0, offsets, own=self._own(features))
+        own = self._own(features, ends)
+        left = self.engine.shallow(state, block, 0, offsets, self._leaves, own=own)
         self._last = pick_from(left.hidden, ends)
-        return pick_from(left.kept[0], ends)
+        return left
 
     def _behind(self, state: State) -> tuple[list[int], list[int]]:
         """Of each row, the first token that the layer has not seen right, and how far back it is.

@@ -100,7 +100,7 @@ def _kept(
     overlap: list[Tensor] = []
     unrolled = 1 if decoder.counts_keys else depths
     for state in draft_states(decoder, head, reading, unrolled):
-        logits = head.spread(head.logits(decoder, state[:, behind]), decoder.vocab_size)[0].float()
+        logits = head.spread(head.logits(decoder, state[:, behind]), decoder)[0].float()
         agreed.append((logits.argmax(-1) == target.argmax(-1)).double())
         probs = (logits / temperature).softmax(-1)
         overlap.append(torch.minimum(probs, target_probs).sum(-1).double())
