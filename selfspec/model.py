@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -15,7 +14,6 @@ from transformers import (
     GenerationConfig,
     PreTrainedModel,
     StoppingCriteriaList,
-    StopStringCriteria,
 )
 from transformers.generation.streamers import BaseStreamer
 
@@ -38,6 +36,7 @@ from selfspec.profile import Profile
 from selfspec.profile_files import find_profile
 from selfspec.prompts import left_padded
 from selfspec.stats import Stats, Trace
+from selfspec.stopping import without_stop_strings
 
 
 class SelfSpecModel:
@@ -232,7 +231,8 @@ class SelfSpecModel:
             ValueError: an option that speculation does not cover, a draft that this model cannot
                 make, or a prompt that cannot be decoded; nothing has run then.
         """
-        refuse_other_loops(kwargs, generation_config, self.causal_lm.generation_config)
+        own = self.causal_lm.generation_config
+        refuse_other_loops(kwargs, generation_config, own)
         engine, drafting = self._drafting(draft, assistant_model)
         call = Call(
             engine,
@@ -244,7 +244,7 @@ class SelfSpecModel:
         )
         run: Any = self.causal_lm.generate
         criteria = StoppingCriteriaList(stopping_criteria or [])
-        config = self._without_stop_strings(generation_config, criteria, kwargs)
+        config = without_stop_strings(generation_config, own, criteria, kwargs)
         tokens, restore = left_padded(inputs, kwargs)
         try:
             output = run(
@@ -267,29 +267,6 @@ class SelfSpecModel:
         if assistant is not None:
             return self.engine.beside(assistant), _assisted(DraftConfig.of(draft))
         return self.engine, self.default_draft if draft is None else DraftConfig.of(draft)
-
-    def _without_stop_strings(
-        self,
-        config: GenerationConfig | None,
-        criteria: StoppingCriteriaList,
-        kwargs: dict[str, Any],
-    ) -> GenerationConfig | None:
-        """Turn stop strings into a criterion: generate drops the tokenizer for custom loops."""
-        own = self.causal_lm.generation_config.stop_strings
-        strings = kwargs.pop("stop_strings", None)
-        strings = strings or getattr(config, "stop_strings", None) or own
-        tokenizer = kwargs.pop("tokenizer", None)
-        if not strings:
-            return config
-        if tokenizer is None:
-            raise ValueError("stop_strings need the tokenizer; pass tokenizer=...")
-        criteria.append(StopStringCriteria(tokenizer, strings))
-        if own:
-            kwargs["stop_strings"] = None  # goes before the model's own, which stay as they are
-        if config is not None:
-            config = copy.deepcopy(config)
-            config.stop_strings = None
-        return config
 
 
 def _assisted(draft: DraftConfig) -> DraftConfig:

@@ -6,13 +6,19 @@ lengths, which every call has, are answered from the tokens themselves.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
     MaxLengthCriteria,
@@ -127,3 +133,36 @@ def _says_stop(
 ) -> bool:
     answer = torch.as_tensor(criterion(tokens, scores))  # pyright: ignore[reportArgumentType]
     return bool(answer.expand(tokens.shape[0])[row])
+
+
+def without_stop_strings(
+    config: GenerationConfig | None,
+    own: GenerationConfig,
+    criteria: StoppingCriteriaList,
+    options: dict[str, Any],
+) -> GenerationConfig | None:
+    """Turn stop strings into a criterion: `generate` drops the tokenizer for custom loops.
+
+    Args:
+        config: the call's; it stays as it is, a copy without stop strings is returned.
+        own: the model's, which holds where the call says nothing.
+        criteria: gains the criterion.
+        options: the call's others, of which `stop_strings` and `tokenizer` are taken.
+
+    Raises:
+        ValueError: there are stop strings, and no tokenizer.
+    """
+    strings = options.pop("stop_strings", None)
+    strings = strings or getattr(config, "stop_strings", None) or own.stop_strings
+    tokenizer = options.pop("tokenizer", None)
+    if not strings:
+        return config
+    if tokenizer is None:
+        raise ValueError("stop_strings need the tokenizer; pass tokenizer=...")
+    criteria.append(StopStringCriteria(tokenizer, strings))
+    if own.stop_strings:
+        options["stop_strings"] = None  # goes before the model's own, which stay as they are
+    if config is not None:
+        config = copy.deepcopy(config)
+        config.stop_strings = None
+    return config
