@@ -40,10 +40,9 @@ def draft_chain(
     for step in range(limit):
         logits, left = read(token, step)
         with state.stats.clock("sampling"):
-            scores = state.sampler.scores(logits, state.context, offset=step)[:, 0]
+            scores = state.sampler.scores(logits, state.context, offset=step)
             scores = state.sampler.drawable(scores)
-            drawn, drawn_from = state.sampler.draw(scores)
-        token = drawn[:, None]
+            token, drawn_from = state.sampler.draw(scores)
         if state.sampler.reads_prefix:
             state.context.write(token, offset=step)
         tokens.append(token)
@@ -51,11 +50,11 @@ def draft_chain(
             hidden.append(left)
         if drawn_from is not None:
             probs.append(drawn_from)
-        if not schedule.goes_on(scores, drawn, drawn_from):
+        if not schedule.goes_on(scores, token, drawn_from):
             break
     return Draft(
         tokens=torch.cat(tokens, dim=1),
-        probs=torch.stack(probs, dim=1) if probs else None,
+        probs=torch.cat(probs, dim=1) if probs else None,
         depth=depth,
         hidden=torch.cat(hidden, dim=1) if depth else None,
     )

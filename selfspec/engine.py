@@ -203,25 +203,19 @@ class Engine:
         """Run the layers below an exit over `tokens`, `offset` (or one a row) behind the settled.
 
         With a head's `own` layer the same pass goes on through that, and leaves what it left; the
-        exit's hidden states are kept then, alone.
+        exit's hidden states are kept then, alone, unless they are the embeddings.
         """
         span = Span(0, exit_layer if own is None else exit_layer + 1)
-        below = [layer for layer in state.keep if layer < exit_layer]
-        left = self.decoder.run(
-            tokens,
-            span,
-            state.slots,
-            offset=offset,
-            unembed=unembed,
-            keep=below if own is None else [*below, exit_layer],
-            own=own,
-            tree=tree,
-        )
-        for layer, kept in zip(below, left.kept, strict=False):
-            state.below.setdefault(layer, []).append(kept)
+        below = [layer for layer in state.keep if layer < exit_layer] if exit_layer else []
+        keep = [*below, exit_layer] if own is not None and exit_layer else below
+        left = self.decoder.run(tokens, span, state.slots, None, offset, unembed, keep, own, tree)
         state.stats.seconds["shallow"] += left.layer_seconds
         state.stats.seconds["head"] += left.head_seconds
-        return left._replace(kept=left.kept[len(below) :]) if below else left
+        if not below:
+            return left
+        for layer, kept in zip(below, left.kept, strict=False):
+            state.below.setdefault(layer, []).append(kept)
+        return left._replace(kept=left.kept[len(below) :])
 
     def verify(self, state: State, draft: Draft) -> Verified:
         """Run the target over the pending token and every draft.

@@ -15,10 +15,11 @@ from selfspec.pace import FAST, Pace
 PLAIN = "none"  # the way that drafts nothing
 
 _FIRST = 8  # rounds of the first way, before any other is tried
-_STRETCH = 4  # rounds of a trial
+_STRETCH = 4  # rounds that are chosen for
 _ENOUGH = 16  # rounds from which luck no longer decides
 _SPREAD = 0.5  # of the tokens of a round: standard deviation over mean
 _WASTE = 0.01  # share of the time that trials may lose
+_DEAREST = 4.0  # times its loss that the trial of a way that lags far behind is charged with
 _AGAIN = 0.005  # share of the time without plain decoding that looking at it again may lose
 _CREDIT = 1.0  # rounds that may be lost before anything is known
 _STALE = 32  # rounds after which a way is worth another look
@@ -94,6 +95,7 @@ class Policy:
     _current: str = ""
     _left: int = 0
     _trial: bool = False
+    _dear: float = 1.0
 
     @property
     def _round_seconds(self) -> float:
@@ -110,25 +112,29 @@ class Policy:
         """How often something that several ways share would have agreed with the text."""
         return self.shadows.setdefault(name, Mean(_SHADOW))
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether the next choice was made with an earlier one."""
+        return self._left > 0
+
     def choose(self, ways: Mapping[str, object]) -> str:
         """The way of the next round, one of the keys of `ways`."""
-        for name in ways:
-            self.way(name)
         if self._left > 0 and self._current in ways:
             self._left -= 1
             return self._current
+        for name in ways:
+            self.way(name)
         best = self.best(ways)
         trial = self._to_try(ways, best)
         self._trial = trial is not None
         self._current = trial or best
+        self._dear = self._charge(self.ways[self._current], self.ways[best])
         if trial and self._is_stale(self.ways[trial]):
             self.ways[trial].pace.tokens.doubt(_ENOUGH)
             self.ways[trial].agreed.doubt(_ENOUGH)
             self.ways[trial].pace.round_seconds.doubt(_STRETCH)  # the machine may have changed
-        if trial:
-            self._left = _STRETCH - 1
-        elif not self.ways[best].pace.known:
-            self._left = _FIRST - 1
+        # To choose takes time, too: the best way is used for as many rounds as one that is tried.
+        self._left = (_STRETCH if trial or self.ways[best].pace.known else _FIRST) - 1
         return self._current
 
     def best(self, ways: Mapping[str, object]) -> str:
@@ -172,11 +178,18 @@ class Policy:
         return self.rounds - way.seen >= _STALE
 
     def _price(self, way: Way, top: Way) -> float:
-        """Seconds that a trial is expected to lose."""
+        """Seconds that a trial is expected to be charged with."""
         if not way.known:
             return _STRETCH / 2 * self._round_seconds
         slower = max(0.0, 1 - way.rate / top.rate) if top.rate else 0.0
-        return _STRETCH * (way.pace.round_seconds.value or self._round_seconds) * slower
+        seconds = way.pace.round_seconds.value or self._round_seconds
+        return _STRETCH * seconds * slower * self._charge(way, top)
+
+    def _charge(self, way: Way, top: Way) -> float:
+        """How dear a trial's seconds are: the further a way lags behind, the less it promises."""
+        if not way.known or not way.rate:
+            return 1.0
+        return min(_DEAREST, max(1.0, top.rate / way.rate) ** 2)
 
     def learn(self, name: str, tokens: float, seconds: float) -> None:
         """Take in a round: tokens of a row on average, and what it took."""
@@ -192,4 +205,5 @@ class Policy:
         if self._trial and name == self._current:
             best = max(other.rate for other in self.ways.values())
             if best > 0:
-                self.lost += max(0.0, seconds - tokens / best)
+                lost = max(0.0, seconds - tokens / best)
+                self.lost += lost * self._dear

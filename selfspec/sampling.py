@@ -174,7 +174,7 @@ class Sampler:
         return scores.masked_fill(nothing, 0.0)
 
     def draw(self, scores: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Tokens `[batch]` for `scores` `[batch, vocab]`, and the distribution they came from.
+        """Tokens `[...]` for `scores` `[..., vocab]`, and the distribution they came from.
 
         The distribution is `None` when decoding is greedy: it is one-hot at the token.
         """

@@ -7,8 +7,6 @@ Names are those that serving tools use: `acceptance_rate` (α, accepted / drafte
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -67,6 +65,23 @@ class Trace:
         return [origin for step in self.rows[row] for origin in step.origins]
 
 
+class Clock:
+    """Adds the wall time of a `with` block to one of several parts."""
+
+    __slots__ = ("_began", "_part", "_seconds")
+
+    def __init__(self, seconds: dict[str, float], part: str):
+        self._seconds, self._part = seconds, part
+
+    def __enter__(self) -> None:
+        """Begin."""
+        self._began = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        """Add."""
+        self._seconds[self._part] += time.perf_counter() - self._began
+
+
 @dataclass
 class Stats:
     """Counters and seconds of one call; only kept tokens count.
@@ -114,14 +129,9 @@ class Stats:
             self.drafted_at[position] += 1
             self.accepted_at[position] += position < step.accepted
 
-    @contextmanager
-    def clock(self, part: str) -> Iterator[None]:
+    def clock(self, part: str) -> Clock:
         """Add the wall time of a block to `seconds[part]`."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[part] += time.perf_counter() - start
+        return Clock(self.seconds, part)
 
     @property
     def acceptance_rate(self) -> float:

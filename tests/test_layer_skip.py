@@ -43,7 +43,7 @@ def test_skipped_sublayers_add_nothing(family: str) -> None:
     assert not torch.equal(whole.output, plain.output)
     found = decoder.gates.sublayers.skipped(1, Skips.of([1], [1]))
     assert len(found) >= 2, "attention and MLP are both known"
-    with decoder, decoder.gates.skipping(found):
+    with decoder, decoder.gates.skipping(decoder.layers[1], found):
         halves = run(decoder, None, keep=(1, 2))
     torch.testing.assert_close(*halves.kept)
 

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from selfspec import SelfSpecModel
 from selfspec.decoder.lean import lean_forward
 from selfspec.decoder.rotary import RotaryTables, is_static
-from selfspec.slots import Window
+from selfspec.slots import Pieces, Window
 
 DYNAMIC = {
     "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0},
@@ -46,7 +46,7 @@ def dynamic_llama(kind):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_views_of_rotary_tables_are_what_the_family_computes(family, dtype):
     base = SelfSpecModel(build(family, CASES_BY_FAMILY[family])).engine.decoder.base
-    x, counted = torch.zeros(1, dtype=dtype), torch.arange(1024)
+    x, counted = torch.zeros(1, dtype=dtype), Pieces(torch.arange(1024)[None], 1)
     for module in filter(is_static, base.children()):
         tables = RotaryTables(module.forward)
         kinds = list(module.rope_type) if isinstance(module.rope_type, dict) else [None]

@@ -121,7 +121,7 @@ def play(
     The head says these chances, or `said(source)`.
     """
     source, began, emitted, lengths = random.Random(seed), clock.now, 0, []
-    scores, drawn = torch.zeros(1, 2), torch.zeros(1, dtype=torch.long)
+    scores, drawn = torch.zeros(1, 1, 2), torch.zeros(1, 1, dtype=torch.long)
     while emitted < tokens:
         chances = [chance(source) for _ in range(longest)]
         says = chances if said is None else [said(source) for _ in range(longest)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TypeVar, get_args
 
 import torch
@@ -29,6 +30,7 @@ from selfspec.draft import Tree
 from selfspec.slots import RoundedCache, SlotCache, StepCache
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+_PUT_IN = nullcontext()  # what is left to do where the gates are in
 
 
 class Decoder:
@@ -237,7 +239,8 @@ class Decoder:
         if span.start > 0 and hidden is None:
             raise ValueError(f"a span from layer {span.start} needs the hidden states below it")
         added = {} if own is None else {span.stop - 1: own.added}
-        with self, slots.writing(tokens.shape[1], offset, added, tree) as window:
+        put_in = _PUT_IN if self.gates.are_mine else self
+        with put_in, slots.writing(tokens.shape[1], offset, added, tree) as window:
             masks = self._masks.of_slots(slots, window, hidden, added=own is not None)
             if (span.start > 0 or skips is not None) and self.gates.returns_tuple is None:
                 raise RuntimeError("run all layers once before a pass that leaves some of them out")

@@ -75,7 +75,7 @@ class Gate:
         skipped = () if skips is None else gates.sublayers.skipped(self.index, skips)
         began = time.perf_counter()
         if skipped:
-            with gates.skipping(skipped):
+            with gates.skipping(self.layer, skipped):
                 output = self.layer(hidden_states, *args, **kwargs)
         else:
             output = self._call(self.layer, hidden_states, args, kwargs)

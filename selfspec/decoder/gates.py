@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from selfspec.config import Kernels
 from selfspec.decoder.compiled import CompiledLayers
+from selfspec.decoder.direct import is_watched, shortcuts
 from selfspec.decoder.gate import Gate
 from selfspec.decoder.lean import lean_forward
 from selfspec.decoder.passes import ActivePass
@@ -114,6 +115,9 @@ class Gates:
         if self.prepacked is not None:
             for module, forward in self.prepacked.forwards(self.model, *self.others):
                 self.shadow(module.__dict__, "forward", forward)
+        if self.compiled is None:  # torch.compile looks for modules
+            for parent, name, child in shortcuts([*self.layers, *self.others]):
+                self.shadow(parent.__dict__, name, child)
         gates = [Gate(self, index, layer) for index, layer in enumerate(self.layers)]
         self.shadow(self.base.__dict__, self.layers_name, gates)
         self.dtype = self.model.dtype
@@ -156,15 +160,18 @@ class Gates:
             self.unshadow()
 
     @contextmanager
-    def skipping(self, skipped: Sequence[Skipped]) -> Iterator[None]:
-        """While active, these sublayers add nothing in this thread's passes."""
+    def skipping(self, layer: nn.Module, skipped: Sequence[Skipped]) -> Iterator[None]:
+        """While active, these sublayers of a layer add nothing in this thread's passes."""
+        names = {child: name for name, child in layer.named_children()}
         for stand_in in skipped:
             module = stand_in.module
             self.shadow(module.__dict__, "forward", self._either(stand_in, module.forward))
+            self.shadow(layer.__dict__, names[module], module)  # goes before its shortcut
         try:
             yield
         finally:
             for _ in skipped:
+                self.unshadow()
                 self.unshadow()
 
     def _either(self, stand_in: Skipped, own: Callable[..., Any]) -> Callable[..., Any]:
@@ -186,6 +193,11 @@ class Gates:
             del attributes[name]
         else:
             attributes[name] = held
+
+    @property
+    def are_mine(self) -> bool:
+        """Whether the calling thread has put them in."""
+        return self.entered > 0 and self.owner == threading.get_ident()
 
     @property
     def gated(self) -> bool:
@@ -235,14 +247,13 @@ class Gates:
 
         def tabled(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
             window = self.active.window if self.active is not None and self.gated else None
-            regular = window is not None and window.uniform and window.tree is None
-            if window is None or not regular or position_ids is not window.positions:
-                return forward(x, position_ids, *args, **kwargs)
-            return tables.view(x, window, *args, **kwargs)
+            if window is not None and window.uniform and window.positions is position_ids:
+                if window.tree is None:
+                    return tables.view(x, window, *args, **kwargs)
+            return forward(x, position_ids, *args, **kwargs)
 
         return tabled
 
 
 def _is_hung_on(module: nn.Module) -> bool:
-    hooks = module._forward_hooks or module._forward_pre_hooks
-    return bool(hooks) or "forward" in module.__dict__
+    return is_watched(module) or "forward" in module.__dict__

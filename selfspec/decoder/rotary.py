@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from selfspec.slots import Window
+from selfspec.slots import Pieces, Window
 
 # Kinds whose frequencies stay what they are. Others depend on the longest position of the pass.
 _STATIC = {"default", "linear", "llama3", "yarn"}
@@ -35,29 +35,30 @@ class RotaryTables:
 
     def __init__(self, forward: Callable[..., Any]):
         self._forward = forward
-        self._tables: dict[tuple[Any, ...], tuple[Tensor, ...]] = {}
+        self._tables: dict[tuple[Any, ...], tuple[Pieces, ...]] = {}
 
     def view(self, x: Tensor, window: Window, layer_type: str | None = None) -> Any:
         """What `forward` returns for the window's positions.
 
         Args:
-            x: a tensor with the wanted dtype and device.
+            x: a tensor with the wanted dtype, on the device where it always is.
             window: the slots of the pass, uniform.
             layer_type: the kind of layers, where an embedding serves several.
         """
-        key = (len(window.starts), layer_type, x.dtype, x.device)
+        key = len(window.starts), layer_type, x.dtype
         tables = self._tables.get(key)
-        if tables is None or tables[0].shape[1] < window.end:
+        if tables is None or tables[0].length < window.end:
             tables = self._tables[key] = self._make(x, window, layer_type)
         start, width = window.starts[0], window.width
-        views = [table.narrow(1, start, width) for table in tables]
+        views = [table.view(start, width) for table in tables]
         return tuple(views) if len(views) > 1 else views[0]
 
-    def _make(self, x: Tensor, window: Window, layer_type: str | None) -> tuple[Tensor, ...]:
+    def _make(self, x: Tensor, window: Window, layer_type: str | None) -> tuple[Pieces, ...]:
         more = () if layer_type is None else (layer_type,)
         # A table outlives the pass that needs it first, which may have been one of inference mode.
         with torch.inference_mode(False):
             positions = torch.arange(max(2 * window.end, _GROWTH), device=x.device)
             made = self._forward(x, positions[None], *more)
         tables = (made,) if isinstance(made, Tensor) else made
-        return tuple(table.expand(len(window.starts), *table.shape[1:]) for table in tables)
+        rows = len(window.starts)
+        return tuple(Pieces(table.expand(rows, *table.shape[1:]), 1) for table in tables)

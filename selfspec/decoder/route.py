@@ -10,12 +10,15 @@ same modules with the same arguments, and nothing in between.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Mapping
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from selfspec.decoder.direct import direct
 from selfspec.decoder.gate import Gate
 from selfspec.decoder.gates import Gates
 from selfspec.decoder.inputs import MASK
@@ -23,8 +26,8 @@ from selfspec.decoder.passes import ActivePass
 
 _HIDDEN = object()  # what the first layer starts from, among the values of a pass
 
-# Values of a pass, and the keys of those that a module is called with.
-Values = dict[Hashable, Any]
+Values = dict[Hashable, Any]  # of a pass, by keys that modules' arguments are known by
+_Bound = tuple[tuple[Any, ...], dict[str, Any]]  # what a module is called with
 
 
 class _Arguments(NamedTuple):
@@ -33,22 +36,31 @@ class _Arguments(NamedTuple):
     args: tuple[Hashable, ...]
     kwargs: tuple[tuple[str, Hashable], ...]
 
-    def bind(self, values: Mapping[Hashable, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The values."""
-        return tuple([values[key] for key in self.args]), {n: values[k] for n, k in self.kwargs}
+    def binder(self) -> Callable[[Values], _Bound]:
+        """What finds the values."""
+        names = [name for name, _ in self.kwargs]
+        args, named = _finder(self.args), _finder([key for _, key in self.kwargs])
+        return lambda values: (args(values), dict(zip(names, named(values), strict=True)))
+
+
+def _finder(keys: Sequence[Hashable]) -> Callable[[Values], tuple[Any, ...]]:
+    """What looks these keys up."""
+    if len(keys) > 1:
+        return itemgetter(*keys)
+    return lambda values: tuple([values[key] for key in keys])
 
 
 class _Step(NamedTuple):
     """A call of a module beside the layers: of the embedding, of a rotary table."""
 
     key: int
-    module: nn.Module
-    arguments: _Arguments
+    call: Callable[..., Any]
+    bind: Callable[[Values], _Bound]
 
     def run(self, values: Values) -> None:
         """Call it, and add what it returns."""
-        args, kwargs = self.arguments.bind(values)
-        values[self.key] = self.module(*args, **kwargs)
+        args, kwargs = self.bind(values)
+        values[self.key] = self.call(*args, **kwargs)
 
 
 class _Seen(NamedTuple):
@@ -90,11 +102,15 @@ class Route:
         tail: list[nn.Module],
     ):
         self._gates: list[Gate] = getattr(gates.base, gates.layers_name)
-        self._first, self._into, self._beside, self._tail = first, into, beside, tail
+        self._layers = list(map(direct, gates.layers))
+        self._compiled = gates.compiled
+        self._first, self._into, self._beside = first, into, beside
+        self._tail = list(map(direct, tail))
         # What a layer is called with, and its window: few kinds, each worked out once a pass.
-        kinds = list(zip(layers, gates.windows, strict=True))
-        self._kinds = list(dict.fromkeys(kinds))
-        self._kind_of = list(map(self._kinds.index, kinds))
+        of_layers = list(zip(layers, gates.windows, strict=True))
+        kinds = list(dict.fromkeys(of_layers))
+        self._kinds = [(arguments.binder(), window) for arguments, window in kinds]
+        self._kind_of = list(map(kinds.index, of_layers))
         self._constants = constants
 
     def run(self, active: ActivePass, inputs: Mapping[str, Any]) -> Tensor:
@@ -113,22 +129,43 @@ class Route:
         values[_HIDDEN] = hidden
         for step in self._beside:
             step.run(values)
-        bound: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-        for arguments, window in self._kinds:
+        bound: list[_Bound] = []
+        for bind, window in self._kinds:
             if active.masks:
                 values[MASK] = active.masks[window]
-            bound.append(arguments.bind(values))
+            bound.append(bind(values))
         start, stop = active.span
-        keep, skips, kind_of = active.keep, active.skips, self._kind_of
+        if active.skips is None:
+            last = stop if active.own is None else stop - 1
+            if start < last:
+                hidden = self._through(active, hidden, start, last, bound)
+            start = last
         for index, gate in enumerate(self._gates[start:stop], start):
-            if index in keep:
+            if index in active.keep:
                 active.kept[index] = hidden
-            if skips is None or not gate.is_skipped(active):
-                args, kwargs = bound[kind_of[index]]
+            if not gate.is_skipped(active):
+                args, kwargs = bound[self._kind_of[index]]
                 hidden = _first(gate.run(active, hidden, args, kwargs))
         active.result = active.kept[stop] = hidden
-        for module in self._tail:
-            hidden = module(hidden)
+        for call in self._tail:
+            hidden = call(hidden)
+        return hidden
+
+    def _through(
+        self, active: ActivePass, hidden: Tensor, start: int, stop: int, bound: list[_Bound]
+    ) -> Tensor:
+        """Layers that run as they are, timed as one: asking a clock takes time, too."""
+        keep, kind_of, compiled = active.keep, self._kind_of, self._compiled
+        began = time.perf_counter()
+        for index, call in enumerate(self._layers[start:stop], start):
+            if index in keep:
+                active.kept[index] = hidden
+            args, kwargs = bound[kind_of[index]]
+            if compiled is None:
+                hidden = _first(call(hidden, *args, **kwargs))
+            else:
+                hidden = _first(compiled(self._gates[index].layer, index, hidden, args, kwargs))
+        active.layer_seconds += time.perf_counter() - began
         return hidden
 
 
@@ -263,7 +300,7 @@ class _Origins:
             if value is seen.output:
                 if all(step.key != index for step in self.steps):
                     arguments = self.arguments(seen.args, seen.kwargs, index)
-                    self.steps.append(_Step(index, seen.module, arguments))
+                    self.steps.append(_Step(index, direct(seen.module), arguments.binder()))
                 return index
         raise LookupError
 

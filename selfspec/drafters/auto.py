@@ -112,7 +112,8 @@ class Auto(Drafter):
             self.policies[self._where].learn(self._used, self._gained, now - self._began)
         self._where = self._repeats(state)
         ways = {"lookup": self._look_up, **self.ways} if self._where else self.ways
-        self._guess()
+        if not self.policies[self._where].is_settled:
+            self._guess()
         used, self._used = self._used, self.policies[self._where].choose(ways)
         if used in self._chains and used != self._used:
             self._chains[used].pause()

@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import rms_norm
 
 from selfspec.decoder import Decoder
 from selfspec.heads.base import check_exit_layer
 from selfspec.heads.block import BlockHead
 from selfspec.heads.parts import own_norm, placed
+
+_EPS = 1e-6
 
 
 class FusedHead(BlockHead):
@@ -46,9 +49,9 @@ class FusedHead(BlockHead):
     ):
         super().__init__(exit_layer, layer, place, norm, width)
         self.feature_layers = feature_layers
-        self.feature_norms = nn.ModuleList(nn.RMSNorm(width, eps=1e-6) for _ in feature_layers)
+        self.feature_norms = nn.ModuleList(nn.RMSNorm(width, eps=_EPS) for _ in feature_layers)
         self.fuse = nn.Linear(width * len(feature_layers), width, bias=False)
-        self.entry_norm = nn.RMSNorm(width, eps=1e-6)
+        self.entry_norm = nn.RMSNorm(width, eps=_EPS)
         self.entry = nn.Linear(width, width, bias=False)
         nn.init.zeros_(self.entry.weight)
 
@@ -87,8 +90,12 @@ class FusedHead(BlockHead):
 
     def join(self, features: list[Tensor]) -> Tensor:
         """Each stream normed, then one linear map of all."""
-        normed = [_normed(norm, f) for norm, f in zip(self.feature_norms, features, strict=True)]
-        return self.fuse(torch.cat(normed, dim=-1))
+        # The norms differ in their weights alone: one operation for all of them takes as long as
+        # one of theirs.
+        weights = torch.stack([_weight(norm) for norm in self.feature_norms])
+        streams = torch.stack([states.to(weights) for states in features], dim=-2)
+        normed = rms_norm(streams, streams.shape[-1:], eps=_EPS) * weights
+        return self.fuse(normed.flatten(-2))
 
     def enter(self, hidden: Tensor, features: Tensor | None) -> Tensor:
         """The exit plus what the features say; before a text's first token they say nothing."""
@@ -108,6 +115,9 @@ def check_feature_layers(decoder: Decoder, layers: Sequence[int], exit_layer: in
 def _normed(norm: nn.Module, states: Tensor) -> Tensor:
     # Under autocast the streams come narrower than the norm's weight, and each from the device of
     # its own layer.
-    weight = norm.weight
-    assert isinstance(weight, Tensor)
-    return norm(states.to(weight))
+    return norm(states.to(_weight(norm)))
+
+
+def _weight(norm: nn.Module) -> Tensor:
+    assert isinstance(norm.weight, Tensor)
+    return norm.weight

@@ -6,7 +6,7 @@ position n; k = drafts of the round.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -39,6 +39,8 @@ class LayerReader(ExitReader):
         self.keep = (head.exit_layer, *head.feature_layers)
         self._added = 0  # which of the layers added to the slots is the head's
         self._leaves = False  # whether a pass goes on from the layer to logits
+        self._of_drafts = Own(self._layer)  # the layer, in the passes of drafts
+        self._before = torch.empty(0)  # [rows, width, hidden] features that these enter with
         self._hidden = torch.empty(0)  # [rows, m, hidden] exits of positions `_base` and on
         self._known = torch.empty(0)  # [rows, m + 1, hidden] joined features from `_base` - 1 on
         self._base: list[int] = []
@@ -60,6 +62,7 @@ class LayerReader(ExitReader):
             self._added = state.slots.add_layer(self.decoder.windows[self.head.place])
             self._known = hidden.new_zeros(rows, 1, hidden.shape[2])
             self._leaves = self.decoder.leaves
+            self._of_drafts = self._own(lambda hidden: self.head.enter(hidden, self._before))
         features = self._shifted(block)
         self._run(state, self._enter(state, hidden, features), offset)
         ends = torch.tensor(counts, device=hidden.device) - offset  # of the text, in this block
@@ -148,7 +151,7 @@ class LayerReader(ExitReader):
         at_once = self._in_one_pass(state)
         if at_once and (place or exit_layer == 0):
             if place:
-                own = self._own(before)
+                self._before, own = before, self._of_drafts
                 left = self.engine.shallow(
                     state, tokens, exit_layer, place, self._leaves, tree, own
                 )
@@ -167,14 +170,13 @@ class LayerReader(ExitReader):
         with state.stats.clock("head"):
             return self._logits(self._last), at_exit if exit_layer else None
 
-    def _own(self, features: Tensor | None, ends: Sequence[int] | None = None) -> Own:
+    def _own(self, enter: Callable[[Tensor], Tensor], ends: Sequence[int] | None = None) -> Own:
         """The layer, in the same pass as those below the exit.
 
         Args:
-            features: what the head's `enter` takes.
+            enter: from the exit to what the layer starts from.
             ends: where to read logits, one place a row; `None`: everywhere.
         """
-        enter = partial(self.head.enter, features=features)
         if not self._leaves:
             return Own(self._layer, enter, self._added)
         at = None if ends is None else partial(pick_from, starts=ends)
@@ -225,7 +227,7 @@ class LayerReader(ExitReader):
         if self._joins:
             features = pick_from(self._known, self._since_base(starts), block.shape[1])
         offsets = [-end for end in ends]
-        own = self._own(features, ends)
+        own = self._own(partial(self.head.enter, features=features), ends)
         left = self.engine.shallow(state, block, 0, offsets, self._leaves, own=own)
         self._last = pick_from(left.hidden, ends)
         return left

@@ -12,12 +12,14 @@ from selfspec.slots.cache import SlotCache
 from selfspec.slots.int8 import RoundedCache
 from selfspec.slots.layer import SlotLayer, Window
 from selfspec.slots.masks import WIDEST
+from selfspec.slots.pieces import Pieces
 from selfspec.slots.rows import RowStates, join_rows, take_row
 from selfspec.slots.steps import StepCache
 from selfspec.slots.strip import Strip
 
 __all__ = [
     "WIDEST",
+    "Pieces",
     "RoundedCache",
     "RowStates",
     "SlotCache",

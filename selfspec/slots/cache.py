@@ -13,6 +13,7 @@ from selfspec.draft import Tree
 from selfspec.slots.int8 import Int8Layer
 from selfspec.slots.layer import SlotLayer, Window
 from selfspec.slots.masks import WIDEST, Stairs, hide, tree_mask
+from selfspec.slots.pieces import Pieces
 from selfspec.slots.writing import Writing
 
 _GROWTH = 256  # least numbers that are counted ahead
@@ -55,7 +56,7 @@ class SlotCache(Cache):
         self._never = [False] * len(windows)
         self._window: Window | None = None
         self._to_added: Mapping[int, int] = {}
-        self._counted = torch.arange(0, device=self.device)  # 0, 1, 2, … as far as was needed
+        self._counted = Pieces(torch.arange(0, device=self.device)[None], 1)
         self._stairs = Stairs(self.device)
 
     # What passes write and see
@@ -80,18 +81,8 @@ class SlotCache(Cache):
             place, starts = offset, [length + offset for length in self.lengths]
         else:
             place, starts = 0, [n + more for n, more in zip(self.lengths, offset, strict=True)]
-        return self._writing(starts, width, added or {}, tree, place)
-
-    def _writing(
-        self,
-        starts: list[int],
-        width: int,
-        added: Mapping[int, int],
-        tree: Tree | None = None,
-        place: int = 0,
-    ) -> Writing:
         self._count(max(starts) + width)
-        return Writing(self, Window(starts, width, self._counted, tree, place), added)
+        return Writing(self, Window(starts, width, self._counted, tree, place), added or {})
 
     def turn(
         self, window: Window | None, added: Mapping[int, int]
@@ -102,8 +93,10 @@ class SlotCache(Cache):
         return before
 
     def _count(self, end: int) -> None:
-        if len(self._counted) < end:
-            self._counted = torch.arange(max(2 * end, _GROWTH), device=self.device)
+        """Have `[1, n]` the numbers 0, 1, 2, … as far as is needed."""
+        if self._counted.length < end:
+            counted = torch.arange(max(2 * end, _GROWTH), device=self.device)
+            self._counted = Pieces(counted[None], 1)
 
     def mask(self, window: int | None, dtype: torch.dtype, added: bool = False) -> Tensor:
         """`[rows, 1, width, end]` additive mask of the active pass: 0 where a query may look.
@@ -116,7 +109,7 @@ class SlotCache(Cache):
         if active.uniform and active.width <= WIDEST and active.tree is None and not partial:
             view = self._stairs.view(active, window, dtype)
             return view.expand(self.rows, 1, *view.shape)
-        slots = self._counted[: active.end]
+        slots = self._counted.whole[0, : active.end]
         if active.tree is None:
             mask = hide(slots, active.positions, window, dtype)
         else:
@@ -143,7 +136,7 @@ class SlotCache(Cache):
         if layer.keys is None or layer.values is None:
             return None
         layer.make_room(active)
-        return layer.keys, layer.values, active.slots, self._counted[: active.end]
+        return layer.keys, layer.values, active.slots, self._counted.whole[0, : active.end]
 
     def _written(self, layer_idx: int) -> SlotLayer:
         added = self._to_added.get(layer_idx)
@@ -275,7 +268,7 @@ class SlotCache(Cache):
         for index, (keys, values, _) in enumerate(cache):
             assert keys is not None and values is not None
             kept = keys.shape[2]
-            with self._writing([length - kept], kept, {}):
+            with self.writing(kept, length - kept):
                 self.update(keys, values, index)
         self.lengths = [length]
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from selfspec.draft import Tree
+from selfspec.slots.pieces import Pieces
 
 _GROWTH = 256  # smallest step by which a buffer grows, in slots
 
@@ -32,7 +33,7 @@ class Window:
         self,
         starts: list[int],
         width: int,
-        counted: Tensor,
+        counted: Pieces,
         tree: Tree | None = None,
         place: int = 0,
     ):
@@ -41,14 +42,15 @@ class Window:
         self.end = last + width
         self.uniform = first == last
         if self.uniform:
-            self.slots = counted.narrow(0, first, width).expand(len(starts), -1)
+            slots = counted.view(first, width)
+            self.slots = slots if len(starts) == 1 else slots.expand(len(starts), -1)
         else:
-            rows = torch.tensor(starts, device=counted.device)
-            self.slots = rows[:, None] + counted[:width]
+            rows = torch.tensor(starts, device=counted.whole.device)
+            self.slots = rows[:, None] + counted.whole[:, :width]
         self.positions = self.slots
         if tree is not None:
             block = slice(place, place + width)
-            self.positions = self.slots - counted[block] + tree.depths[:, block]
+            self.positions = self.slots - counted.whole[:, block] + tree.depths[:, block]
 
     def put(self, states: Tensor, buffer: Tensor) -> None:
         """Write `[rows, heads, width, any]` to these slots of `[rows, heads, slots, any]`."""
