@@ -6,9 +6,12 @@ import pytest
 import torch
 from families import FAMILIES, build
 from test_families import CASES_BY_FAMILY
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from selfspec import SelfSpecModel
+from selfspec.decoder import Decoder
+from selfspec.decoder.direct import Direct, direct
 from selfspec.decoder.lean import lean_forward
 from selfspec.decoder.rotary import RotaryTables, is_static
 from selfspec.slots import Pieces, Window
@@ -68,6 +71,65 @@ def test_frequencies_that_follow_the_length_have_no_tables(kind):
     draft = {"exit_layer": 2, "num_draft_tokens": 1}
     ours = SelfSpecModel(model).generate(tokens, max_new_tokens=5, do_sample=False, draft=draft)
     assert torch.equal(ours, own)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_pieces_are_views_of_their_places(dim):
+    whole = torch.arange(300).view(150, 2) if dim == 0 else torch.arange(300).view(2, 150)
+    pieces = Pieces(whole, dim)
+    for start, width in [(0, 1), (63, 1), (64, 1), (149, 1), (3, 1), (0, 150), (62, 5), (148, 2)]:
+        view = pieces.view(start, width)
+        assert torch.equal(view, whole.narrow(dim, start, width))
+        assert view.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+
+
+# Modules called by their forward
+
+
+def test_children_are_called_directly_while_gates_are_in_and_at_no_other_time():
+    decoder = Decoder(build("llama", "sdpa"))
+    attention = decoder.layers[1].self_attn
+    before = [dict(vars(module)) for module in decoder.causal_lm.modules()]
+    q_proj = attention.q_proj
+    with decoder:
+        assert type(attention.q_proj) is Direct
+        assert isinstance(attention.q_proj, torch.nn.Linear)
+        assert attention.q_proj.weight is q_proj.weight
+        states = torch.randn(1, 2, q_proj.in_features, dtype=decoder.dtype)
+        assert torch.equal(attention.q_proj(states), q_proj(states))
+        with pytest.raises(AttributeError, match="nowhere"):
+            _ = attention.q_proj.nowhere
+        assert dict(attention.named_children())["q_proj"] is q_proj
+    assert [dict(vars(module)) for module in decoder.causal_lm.modules()] == before
+
+
+def test_what_hangs_on_a_child_or_on_all_modules_is_called():
+    tokens, seen = torch.tensor([[5, 17, 3, 44]]), []
+    spec = SelfSpecModel(build("llama", "sdpa"))
+    options = {"max_new_tokens": 6, "do_sample": False, "draft": {"exit_layer": 2}}
+    text = spec.generate(tokens, **options)
+    q_proj = spec.engine.decoder.layers[0].self_attn.q_proj
+    for register in (q_proj.register_forward_hook, register_module_forward_hook):
+        seen.clear()
+        handle = register(lambda module, *_: seen.append(module))
+        try:
+            assert torch.equal(spec.generate(tokens, **options), text)
+        finally:
+            handle.remove()
+        passes = sum(module is q_proj for module in seen)
+        assert passes >= 1 + spec.last_stats.rounds
+    spec.generate(tokens, **options)
+    assert sum(module is q_proj for module in seen) == passes
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Embedding, torch.nn.LayerNorm, torch.nn.Identity])
+def test_a_module_called_directly_is_what_it_is_called_whole(kind):
+    module = {torch.nn.Embedding: lambda: kind(9, 4, padding_idx=2)}.get(kind, lambda: kind(4))()
+    given = torch.tensor([[2, 8]]) if kind is torch.nn.Embedding else torch.randn(2, 4)
+    assert torch.equal(direct(module)(given), module(given))
+    assert direct(module) is not module
+    module.register_forward_hook(lambda *_: None)
+    assert direct(module) is module
 
 
 def test_a_model_that_is_cast_between_calls_gets_new_tables():

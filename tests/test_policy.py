@@ -228,6 +228,19 @@ def test_what_was_no_use_for_long_is_used_again_when_the_text_changes(clock, lon
     assert sum(lengths[-100:]) / 100 < 1.2
 
 
+@pytest.mark.parametrize("chance", [0.5, 0.8, 1.0])
+@pytest.mark.parametrize("judge_seconds", [0.0, 0.05])
+def test_what_is_settled_ahead_would_have_been_decided_draft_by_draft(
+    clock, monkeypatch, chance, judge_seconds
+):
+    def lengths(ahead):
+        monkeypatch.setattr("selfspec.schedule._AHEAD", ahead)
+        stop, options = OptimalStop(Pace()), {"judge_seconds": judge_seconds, "tokens": 2000}
+        return play(stop, clock, lambda source: chance * source.random(), 0.1, 1.0, **options)[1]
+
+    assert lengths(16) == lengths(0)
+
+
 def test_optimal_stopping_drafts_longer_where_drafts_are_cheap(clock):
     cheap, dear = (
         play(OptimalStop(Pace()), clock, lambda source: 0.8, seconds, 1.0, 2000)[1]
@@ -371,6 +384,27 @@ def test_the_policy_goes_back_to_drafting_when_the_text_changes(seed):
     rate, used = write(policy, GOOD, 6000, seed)
     assert rate > 0.85 * expected(GOOD["tree"])
     assert used["chain"] + used["tree"] > 2 * used["plain"]
+
+
+def test_a_way_that_lags_far_behind_is_tried_for_less_than_one_that_is_close():
+    def lost(seconds):
+        policy = Policy()
+        ways = {"fast": (0.0, 0, 1.0), "slow": (0.0, 0, seconds)}
+        _, used = write(policy, ways, 20_000)
+        assert policy.ways["slow"].seen > 18_000, "it is tried again all the same"
+        return used["slow"] * (seconds - 1)
+
+    assert 2 * lost(3.0) < lost(1.15)
+
+
+def test_a_choice_holds_for_a_few_rounds_in_which_nothing_is_compared():
+    policy = Policy()
+    write(policy, GOOD, 500)
+    settled = []
+    for _ in range(40):
+        settled.append(policy.is_settled)
+        policy.learn(policy.choose(GOOD), 2.0, 10.0)
+    assert settled.count(False) == 10
 
 
 def test_the_first_rounds_use_the_first_way():

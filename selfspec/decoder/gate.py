@@ -94,7 +94,7 @@ class Gate:
         began = time.perf_counter()
         if own.enter is not None:
             hidden_states = own.enter(hidden_states)
-        if hasattr(self.layer, "_hf_hook"):  # which brings the layer what comes from elsewhere
+        if "_hf_hook" in self.layer.__dict__:  # which brings the layer what comes from elsewhere
             device = device_of(own.layer)
             args, kwargs = send_to_device((args, kwargs), device, skip_keys="past_key_values")
         output = self._call(own.layer, hidden_states, args, kwargs)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from selfspec.slots.layer import SlotLayer
+from selfspec.slots.layer import SlotLayer, Window
 
 _MOST = 127
 
@@ -41,6 +41,15 @@ class Int8Layer(SlotLayer):
         super().__init__(window)
         self.key_scales: Tensor | None = None
         self.value_scales: Tensor | None = None
+
+    def write(
+        self, key_states: Tensor, value_states: Tensor, window: Window
+    ) -> tuple[Tensor, Tensor]:
+        """Scatter states to the window's slots, rounded; returns what layers read."""
+        self.make_room(window)
+        for states, buffer in zip(self._kept(key_states, value_states), self.buffers, strict=True):
+            window.put(states, buffer)
+        return self.seen(window.end)
 
     def seen(self, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the first `end` slots, as layers read them."""

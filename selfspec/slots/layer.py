@@ -110,7 +110,7 @@ class SlotLayer(CacheLayerMixin):
 
     def make_room(self, window: Window) -> None:
         """Grow, by doubling, where the window reaches beyond the buffers."""
-        if self.capacity < window.end:
+        if self.keys is None or self.keys.shape[2] < window.end:
             self.grow(max(window.end, 2 * self.capacity, _GROWTH))
 
     def write(
@@ -122,9 +122,9 @@ class SlotLayer(CacheLayerMixin):
             The keys and values up to the window's end.
         """
         self.make_room(window)
-        kept = self._kept(key_states, value_states)
-        for states, buffer in zip(kept, self.buffers, strict=True):
-            window.put(states, buffer)
+        assert self.keys is not None and self.values is not None
+        window.put(key_states, self.keys)
+        window.put(value_states, self.values)
         return self.seen(window.end)
 
     def seen(self, end: int) -> tuple[Tensor, Tensor]:
