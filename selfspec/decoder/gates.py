@@ -30,7 +30,7 @@ from selfspec.decoder.sublayers import Skipped, Sublayers
 from selfspec.decoder.support import causal_tables
 
 if TYPE_CHECKING:
-    from selfspec.decoder.route import Survey
+    from selfspec.decoder.survey import Survey
 
 # One model may have several wrappers; only one at a time may have its gates in.
 _LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()

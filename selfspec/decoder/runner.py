@@ -9,7 +9,8 @@ from transformers import PreTrainedModel
 
 from selfspec.decoder.gates import Gates
 from selfspec.decoder.passes import ActivePass, Pass
-from selfspec.decoder.route import Route, Survey
+from selfspec.decoder.route import Route
+from selfspec.decoder.survey import Survey
 from selfspec.decoder.tail import Tail
 from selfspec.slots import WIDEST
 
