@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
 import pytest
 import torch
 from families import FAMILIES, build
 from test_families import CASES_BY_FAMILY
-from torch.nn.modules.module import register_module_forward_hook
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from selfspec import SelfSpecModel
-from selfspec.decoder import Decoder
-from selfspec.decoder.direct import Direct, direct
+from selfspec.decoder import Decoder, Span
+from selfspec.decoder.direct import Direct, direct, shortcuts
 from selfspec.decoder.lean import lean_forward
 from selfspec.decoder.rotary import RotaryTables, is_static
 from selfspec.slots import Pieces, Window
@@ -93,33 +96,112 @@ def test_children_are_called_directly_while_gates_are_in_and_at_no_other_time():
     q_proj = attention.q_proj
     with decoder:
         assert type(attention.q_proj) is Direct
-        assert isinstance(attention.q_proj, torch.nn.Linear)
-        assert attention.q_proj.weight is q_proj.weight
         states = torch.randn(1, 2, q_proj.in_features, dtype=decoder.dtype)
         assert torch.equal(attention.q_proj(states), q_proj(states))
-        with pytest.raises(AttributeError, match="nowhere"):
-            _ = attention.q_proj.nowhere
         assert dict(attention.named_children())["q_proj"] is q_proj
     assert [dict(vars(module)) for module in decoder.causal_lm.modules()] == before
 
 
-def test_what_hangs_on_a_child_or_on_all_modules_is_called():
-    tokens, seen = torch.tensor([[5, 17, 3, 44]]), []
+def test_what_is_called_directly_is_the_module_in_everything_else():
+    module = torch.nn.Linear(3, 4)
+    stand_in: Any = direct(module)
+    assert isinstance(stand_in, torch.nn.Linear)
+    assert stand_in.weight is module.weight
+    stand_in.note = 7
+    assert vars(module)["note"] == 7
+    with pytest.raises(AttributeError, match="nowhere"):
+        _ = stand_in.nowhere
+    copied = copy.deepcopy(stand_in)
+    assert type(copied) is torch.nn.Linear and torch.equal(copied.weight, module.weight)
+
+
+def hooked(module, kind):
+    """Register what notes calls of a module (or of all, if it is `None`)."""
+    seen = []
+    owner = torch.nn.modules.module if module is None else module
+    register = getattr(owner, kind)
+    handle = register(lambda called, *_: seen.append(called))
+    return seen, handle
+
+
+@pytest.mark.parametrize(
+    ("whose", "kind"),
+    [
+        ("child", "register_forward_hook"),
+        ("child", "register_forward_pre_hook"),
+        ("layer", "register_forward_hook"),
+        ("all", "register_module_forward_hook"),
+    ],
+)
+def test_hooks_are_called(whose, kind):
+    tokens = torch.tensor([[5, 17, 3, 44]])
     spec = SelfSpecModel(build("llama", "sdpa"))
     options = {"max_new_tokens": 6, "do_sample": False, "draft": {"exit_layer": 2}}
     text = spec.generate(tokens, **options)
-    q_proj = spec.engine.decoder.layers[0].self_attn.q_proj
-    for register in (q_proj.register_forward_hook, register_module_forward_hook):
-        seen.clear()
-        handle = register(lambda module, *_: seen.append(module))
-        try:
-            assert torch.equal(spec.generate(tokens, **options), text)
-        finally:
-            handle.remove()
-        passes = sum(module is q_proj for module in seen)
-        assert passes >= 1 + spec.last_stats.rounds
+    layer = spec.engine.decoder.layers[0]
+    module = layer if whose == "layer" else layer.self_attn.q_proj
+    seen, handle = hooked(None if whose == "all" else module, kind)
+    assert torch.equal(spec.generate(tokens, **options), text)
+    handle.remove()
+    passes = sum(called is module for called in seen)
+    assert passes >= 1 + spec.last_stats.rounds
     spec.generate(tokens, **options)
-    assert sum(module is q_proj for module in seen) == passes
+    assert sum(called is module for called in seen) == passes
+
+
+@pytest.mark.parametrize("whose", ["child", "layer"])
+def test_hooks_that_come_while_gates_are_in_are_called(whose):
+    decoder = Decoder(build("llama", "sdpa"))
+    slots, everything = decoder.new_slots(1), Span(0, decoder.depth)
+    layer = decoder.layers[0]
+    with decoder:
+        for token in (5, 17):  # along the model's own code, then along its route
+            decoder.run(torch.tensor([[token]]), everything, slots, unembed=True)
+            slots.commit([1])
+        module = layer if whose == "layer" else layer.self_attn.q_proj._module
+        seen, handle = hooked(module, "register_forward_hook")
+        for _ in range(2):
+            decoder.run(torch.tensor([[3]]), everything, slots, unembed=True)
+        handle.remove()
+        assert len(seen) == 2
+        seen, handle = hooked(module, "register_forward_hook")
+        decoder.causal_lm(torch.tensor([[3]]))  # as a streamer might
+        handle.remove()
+        assert len(seen) == 1
+
+
+def test_hooks_on_gradients_are_called():
+    module = torch.nn.Linear(3, 3)
+    assert type(direct(module)) is Direct
+    module.register_full_backward_hook(lambda *_: None)
+    assert direct(module) is module
+
+
+def test_a_module_with_a_call_of_its_own_and_one_that_is_compiled_are_called_whole():
+    class Doubled(torch.nn.Linear):
+        def __call__(self, *args):
+            return 2 * super().__call__(*args)
+
+    doubled, compiled = Doubled(3, 3), torch.nn.Sequential(torch.nn.Linear(3, 3))
+    compiled.compile(backend="eager")
+    parent = torch.nn.Module()
+    parent.doubled, parent.compiled = doubled, compiled
+    parent.several = torch.nn.Sequential(torch.nn.Linear(3, 3))
+    parent.plain = torch.nn.Linear(3, 3)
+    assert {name for _, name, _ in shortcuts([parent])} == {"plain", "0"}
+    assert all(part is not compiled for part, _, _ in shortcuts([parent]))
+    assert direct(doubled) is doubled
+
+
+def test_a_child_that_is_replaced_while_gates_are_in_stays():
+    decoder = Decoder(build("llama", "sdpa"))
+    mlp = decoder.layers[0].mlp
+    other = copy.deepcopy(mlp.up_proj)
+    with decoder:
+        mlp.up_proj = other
+    assert mlp.up_proj is other
+    with ThreadPoolExecutor(1) as pool:  # the lock is free
+        assert pool.submit(lambda: decoder.__enter__() and decoder.__exit__() is None).result(5)
 
 
 @pytest.mark.parametrize("kind", [torch.nn.Embedding, torch.nn.LayerNorm, torch.nn.Identity])

@@ -1,76 +1,112 @@
 """Modules called by their forward alone.
 
-`nn.Module.__call__` looks after hooks. Where there are none it still takes time, between products
-of matrices, with cold caches, as long as the arithmetic of a small operation; and so does finding a
-child among the modules of its parent. A layer has a dozen of them.
+`nn.Module.__call__` looks after hooks. Where there are none it still takes time: between products
+of matrices, with cold caches, as long as the arithmetic of a small operation does. So does finding
+a child among the modules of its parent. A layer has a dozen of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules import module as torch_module
 
 
-class Direct(partial):
-    """A module's forward, which in everything else is the module.
+class Direct:
+    """A module that is called by its forward, as long as no hook wants to know of it.
+
+    In everything else it is the module: layers ask a linear map for its weight, or what it is.
 
     Args:
-        forward: what a call comes down to.
         module: the module.
+        forward: what a call without hooks comes down to.
     """
 
-    module: nn.Module
+    __slots__ = ("_forward", "_hooks", "_module", "_pre_hooks")
 
-    def __new__(cls, forward: Callable[..., Any], module: nn.Module) -> Direct:
-        """Keep the module beside its forward."""
-        self = super().__new__(cls, forward)
-        self.module = module
-        return self
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]):
+        keep = partial(object.__setattr__, self)
+        keep("_module", module)
+        keep("_forward", forward)
+        keep("_hooks", module._forward_hooks)
+        keep("_pre_hooks", module._forward_pre_hooks)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it."""
+        if self._hooks or self._pre_hooks:  # they may have come since
+            return self._module(*args, **kwargs)
+        return self._forward(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """What the module has: layers ask linear maps for their weight, or for its dtype."""
-        return getattr(self.__dict__["module"], name)
+        """What the module has."""
+        return getattr(self._module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Give it to the module."""
+        setattr(self._module, name, value)
 
     @property
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
         """What `isinstance` goes by."""
-        return type(self.__dict__["module"])
+        return type(self._module)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy is one of the module."""
+        return _itself, (self._module,)
+
+
+def _itself(module: nn.Module) -> nn.Module:
+    return module
 
 
 def is_watched(module: nn.Module) -> bool:
     """Whether a call of the module is more than its forward."""
-    hooks = module._forward_hooks or module._forward_pre_hooks or _has_any_global_hook()
-    return bool(hooks) or module._compiled_call_impl is not None
+    hooks = (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or torch_module._has_any_global_hook()
+    )
+    own = type(module).__call__ is not nn.Module.__call__
+    return bool(hooks) or own or is_compiled(module)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether its user has it compiled: the compiler looks for modules in it."""
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
 def direct(module: nn.Module) -> Callable[..., Any]:
-    """What a call of the module comes down to."""
+    """What calls the module in the shortest way."""
     if is_watched(module):
         return module
     plain = type(module) is nn.Embedding and "forward" not in module.__dict__
     if plain and type(module.weight) is nn.Parameter and module.max_norm is None:
-        return partial(_look_up, module.weight)
-    return module.forward
+        return Direct(module, partial(_look_up, module.weight))
+    return Direct(module, module.forward)
 
 
 def _look_up(weight: Tensor, input: Tensor) -> Tensor:
     return torch.embedding(weight, input)  # the forward's other arguments are for training
 
 
-def shortcuts(roots: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, Direct]]:
+def shortcuts(roots: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, Any]]:
     """Below these modules each parent, the name of a child, and what may be called instead."""
-    for root in roots:
-        for parent in root.modules():
-            for name, child in parent._modules.items():
-                if child is not None and not is_watched(child) and _has_forward(child):
-                    yield parent, name, Direct(child.forward, child)
+    for parent in roots:
+        if is_compiled(parent):
+            continue
+        children = [(n, child) for n, child in parent._modules.items() if child is not None]
+        for name, child in children:
+            if not is_watched(child) and not _is_container(child):
+                yield parent, name, direct(child)
+        yield from shortcuts(child for _, child in children)
 
 
-def _has_forward(module: nn.Module) -> bool:
-    """Whether it is more than a container, whose modules are looked up in it."""
-    return type(module).forward is not nn.Module.forward
+def _is_container(module: nn.Module) -> bool:
+    """Whether modules are looked up in it."""
+    return hasattr(type(module), "__getitem__") or hasattr(type(module), "__iter__")

@@ -137,9 +137,11 @@ class Gates:
     def __exit__(self, *error: object) -> None:
         """Take the gates out, whatever happened."""
         self.entered -= 1
-        while self._shadows and self.entered == 0:
-            self.unshadow()
-        self.lock.release()
+        try:
+            while self._shadows and self.entered == 0:
+                self.unshadow()
+        finally:
+            self.lock.release()
 
     def begin(self, active: ActivePass) -> None:
         """From now on, the model's forward is this pass."""
@@ -190,7 +192,7 @@ class Gates:
         """Take the last shadow away."""
         attributes, name, held = self._shadows.pop()
         if held is _NOTHING:
-            del attributes[name]
+            attributes.pop(name, None)  # a module that was put there since has taken it away
         else:
             attributes[name] = held
 

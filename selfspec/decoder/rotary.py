@@ -41,11 +41,11 @@ class RotaryTables:
         """What `forward` returns for the window's positions.
 
         Args:
-            x: a tensor with the wanted dtype, on the device where it always is.
+            x: a tensor with the wanted dtype and device.
             window: the slots of the pass, uniform.
             layer_type: the kind of layers, where an embedding serves several.
         """
-        key = len(window.starts), layer_type, x.dtype
+        key = len(window.starts), layer_type, x.dtype, x.device
         tables = self._tables.get(key)
         if tables is None or tables[0].length < window.end:
             tables = self._tables[key] = self._make(x, window, layer_type)
