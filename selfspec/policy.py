@@ -63,7 +63,9 @@ class Way:
         if not self.agreed.count:
             return self.pace.rate
         now, then = (self._length(mean.value) for mean in (self.shadow, self.agreed))
-        return self.pace.rate * now / then
+        # A tree keeps more than that series, but no round keeps more than its levels.
+        most = (self.levels + 1) / max(1.0, self.pace.tokens.value)
+        return self.pace.rate * min(now / then, most)
 
     def _length(self, agreement: float) -> float:
         """Tokens of a round whose drafts are kept that often: a geometric series."""

@@ -429,6 +429,22 @@ def test_what_others_saw_of_the_text_counts():
     assert way.rate == pytest.approx(geometric[1] / geometric[0] * before, rel=0.02)
 
 
+def test_no_round_is_taken_to_keep_more_than_its_levels():
+    """A tree keeps more than its head's first guesses do, and still no more than a branch."""
+    policy = Policy()
+    policy.choose(GOOD)
+    way = policy.ways["tree"]
+    way.levels = 4
+    way.shadow.add(0.4)
+    for _ in range(10):
+        way.pace.round_seconds.add(1.0)
+        way.pace.tokens.add(3.5)
+        way.agreed.add(way.shadow.value)
+    for _ in range(300):
+        way.shadow.add(0.95)
+    assert way.rate == pytest.approx(5.0)
+
+
 def test_a_guess_counts_until_the_way_is_used():
     policy = Policy()
     policy.choose(GOOD)
