@@ -86,7 +86,7 @@ class Policy:
         shadows: what several ways share of such knowledge.
         rounds: rounds so far.
         seconds: what they took.
-        lost: seconds that trials took beyond what the best way would have.
+        lost: seconds that trials took beyond what the best way would have, as they were charged.
     """
 
     ways: dict[str, Way] = field(default_factory=dict)
