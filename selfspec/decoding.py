@@ -175,19 +175,21 @@ class Session:
         """Cut the new tokens at their stops, then commit what stands."""
         context, rows = state.context, list(state.context.rows)
         blocks = [step.block for step in rounds]
-        context.write(verdict.tokens)
+        # Few look at the tensor of all tokens in between; the text itself is on the host.
+        written = state.sampler.reads_prefix or bool(self.stops.others)
+        if written:
+            context.write(verdict.tokens)
         kept, ended = self.stops.cut(context, blocks, self.scores)
         steps = [step.cut(count) for step, count in zip(rounds, kept, strict=True)]
-        for row, step, count in zip(rows, steps, kept, strict=True):
-            context.lengths[row] += count
-            context.text[row].extend(step.tokens)
+        for row, step in zip(rows, steps, strict=True):
+            context.settle(row, step.tokens, written)
             self.stats.count(step)
             self.trace.rows[row].append(step)
         self.scores.keep(rows, kept)
         self.logits.keep(rows, kept)
         state.slots.commit(kept)
         # A row that goes on was not cut: its last token is the one that the target added.
-        state.pending = verdict.tokens.gather(1, verdict.accepted[:, None])
+        state.pending = _last(verdict, rounds)
         self.stream.put(context, [rows[i] for i, stop in enumerate(ended) if stop], steps)
         if any(ended):
             self._leave(state, [index for index, stop in enumerate(ended) if not stop])
@@ -202,6 +204,14 @@ class Session:
             state.slots.select(going)
             self.drafter.select(going)
         state.pending = state.pending[list(going)]
+
+
+def _last(verdict: Verdict, rounds: Sequence[RowRound]) -> Tensor:
+    """`[rows, 1]` the last token of each row, a view where rows kept equally many."""
+    first = rounds[0].accepted
+    if all(step.accepted == first for step in rounds):
+        return verdict.tokens.narrow(1, first, 1)
+    return verdict.tokens.gather(1, verdict.accepted[:, None])
 
 
 def speculate(

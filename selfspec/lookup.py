@@ -176,7 +176,7 @@ class Lookup:
     def draft(self, context: Context, limit: int) -> Draft:
         """In each row the tokens that followed its match, `limit` at most; none without one."""
         indexes = self.read(context)
-        device = context.tokens.device
+        device = context.device
         counts = [min(limit, self._copied(index.match.length)) for index in indexes]
         if not any(counts):
             return Draft.empty(len(counts), device)

@@ -67,16 +67,14 @@ def read_rounds(draft: Draft, verdict: Verdict, broken: Tensor) -> list[RowRound
     Raises:
         ValueError: one of these counts: the logits are NaN, or infinite where tokens are drawn.
     """
-    places, drafted = draft.tokens[:, :0], draft.tokens
-    numbers = [verdict.accepted]
-    if draft.tree is not None and verdict.branch is not None:
-        places = verdict.branch
+    places, drafted, numbers = verdict.branch, draft.tokens, [verdict.accepted]
+    if draft.tree is not None and places is not None:
         drafted = draft.tokens.gather(1, (places - 1).clamp_min(0))
         numbers += [(places > 0).sum(-1), (draft.tree.parents >= 0).sum(-1)]
     elif draft.counts is not None:
         numbers += [draft.counts, draft.counts]
-    columns = [number[:, None] for number in numbers]
-    rows = torch.cat([*columns, places, drafted, verdict.tokens, broken], dim=1).tolist()
+    columns = [*(number[:, None] for number in numbers), *([] if places is None else [places])]
+    rows = torch.cat([*columns, drafted, verdict.tokens, broken], dim=1).tolist()
     first = len(rows[0]) - broken.shape[1]
     if any(any(row[first : first + row[0] + 1]) for row in rows):
         raise ValueError(
@@ -85,7 +83,8 @@ def read_rounds(draft: Draft, verdict: Verdict, broken: Tensor) -> list[RowRound
         )
     if len(numbers) == 1:  # all drafts are real
         rows = [[row[0], draft.length, draft.length, *row[1:]] for row in rows]
-    return [_taken_apart(row, places.shape[1], drafted.shape[1]) for row in rows]
+    branch = 0 if places is None else places.shape[1]
+    return [_taken_apart(row, branch, drafted.shape[1]) for row in rows]
 
 
 def _taken_apart(row: list[int], places: int, drafted: int) -> RowRound:

@@ -6,8 +6,9 @@ repetition penalty or a no-repeat rule keeps its meaning inside a block of draft
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -32,31 +33,51 @@ _POINTWISE = (
 )
 
 
-@dataclass
 class Context:
     """The text so far, as processors and stopping criteria see it.
 
     One buffer holds every row of the call, also those that have finished, because a processor may
-    know a row by its index. `rows` are the ones still being written.
+    know a row by its index. `rows` are the ones still being written. Most calls have nobody who
+    reads the buffer before they end: what is settled goes there when somebody does.
 
-    Attributes:
-        tokens: `[batch, capacity]` prompt as the caller gave it (left padding included), then what
-            was emitted, then room for drafts.
+    Args:
+        tokens: `[batch, capacity]` prompt as the caller gave it (left padding included), then room.
         lengths: settled tokens of each row of the call.
-        text: settled tokens of each row on the host, padding left out.
         rows: indices of the unfinished rows, in the order of the tensors that the model works on.
+        text: settled tokens of each row on the host, padding left out.
     """
 
-    tokens: Tensor
-    lengths: list[int]
-    rows: list[int]
-    text: list[list[int]] = field(default_factory=list)
+    def __init__(
+        self,
+        tokens: Tensor,
+        lengths: list[int],
+        rows: list[int],
+        text: Sequence[list[int]] = (),
+    ):
+        self.lengths, self.rows, self.text = lengths, rows, text
+        self._tokens, self._filled = tokens, list(lengths)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the buffer is."""
+        return self._tokens.device
+
+    @property
+    @torch.inference_mode()  # as the loop is: some of its tensors can be changed nowhere else
+    def tokens(self) -> Tensor:
+        """`[batch, capacity]` prompt as the caller gave it, what was emitted, room for drafts."""
+        for row, length in enumerate(self.lengths):
+            missing = length - self._filled[row]
+            if missing:
+                self._put(row, length - missing, torch.tensor(self.text[row][-missing:]))
+                self._filled[row] = length
+        return self._tokens
 
     def reserve(self, width: int) -> None:
         """Make room for rows of `width` tokens."""
-        missing = width - self.tokens.shape[1]
+        missing = width - self._tokens.shape[1]
         if missing > 0:
-            self.tokens = torch.nn.functional.pad(self.tokens, (0, missing))
+            self._tokens = torch.nn.functional.pad(self._tokens, (0, missing))
 
     def write(self, block: Tensor, offset: int = 0) -> None:
         """Put `block` `[rows, n]` behind the unfinished rows' settled tokens, `offset` further."""
@@ -65,15 +86,26 @@ class Context:
 
     def _put(self, row: int, start: int, tokens: Tensor) -> None:
         stop = start + len(tokens)
-        if stop > self.tokens.shape[1]:
+        if stop > self._tokens.shape[1]:
             self.reserve(2 * stop)
-        self.tokens[row, start:stop] = tokens
+        self._tokens[row, start:stop] = tokens
+
+    def settle(self, row: int, tokens: Sequence[int], written: bool) -> None:
+        """Add tokens to what is settled of a row; `written` ones are in the buffer already."""
+        if written and self._filled[row] == self.lengths[row]:
+            self._filled[row] += len(tokens)
+        self.lengths[row] += len(tokens)
+        self.text[row].extend(tokens)
+
+    def new(self, row: int, start: int) -> list[int]:
+        """Settled tokens of a row from `start`, counted with its padding, on."""
+        return self.text[row][start - self.lengths[row] :] if start < self.lengths[row] else []
 
     def padded(self, padding: int) -> Tensor:
         """`[batch, longest]` settled tokens of every row, `padding` behind the shorter ones."""
         longest = max(self.lengths)
-        lengths = torch.tensor(self.lengths, device=self.tokens.device)[:, None]
-        behind = torch.arange(longest, device=self.tokens.device) >= lengths
+        lengths = torch.tensor(self.lengths, device=self.device)[:, None]
+        behind = torch.arange(longest, device=self.device) >= lengths
         return self.tokens[:, :longest].masked_fill(behind, padding)
 
     def by_length(self) -> Iterator[tuple[int, list[int], list[int]]]:
@@ -91,7 +123,7 @@ class Sampler:
     do_sample: bool = False
     generator: torch.Generator | None = None
 
-    @property
+    @cached_property
     def reads_prefix(self) -> bool:
         """Whether some processor depends on the tokens before a position."""
         return any(type(processor) not in _POINTWISE for processor in self.processors)
@@ -108,7 +140,7 @@ class Sampler:
         scores = logits.to(torch.float32, copy=True)
         if not self.reads_prefix:
             # Pointwise processors read nothing of the tokens but their number of rows.
-            rows = context.tokens.new_zeros(batch * width, 1)
+            rows = torch.zeros(batch * width, 1, dtype=torch.long, device=context.device)
             return self._process(rows, scores.view(-1, vocab)).view(batch, width, vocab)
         for length, places, rows in context.by_length():
             for position in range(width):

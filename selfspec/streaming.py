@@ -51,18 +51,15 @@ class Stream:
             self.streamer.put_round(rounds)
             return
         if len(context.lengths) == 1:
-            new = context.tokens[0, self.shown : context.lengths[0]]
-            self.streamer.put(new.cpu())
+            self.streamer.put(torch.tensor(context.new(0, self.shown), dtype=torch.long))
             self.shown = context.lengths[0]
             return
         going = [row for row in context.rows if row not in finished]
         lengths = context.lengths
         ready = min((lengths[row] for row in going), default=max(lengths))
-        for step in range(self.shown, ready):
-            column = [
-                int(context.tokens[row, step]) if step < length else self.padding
-                for row, length in enumerate(lengths)
-            ]
+        new = [context.new(row, self.shown) for row in range(len(lengths))]
+        for step in range(ready - self.shown):
+            column = [row[step] if step < len(row) else self.padding for row in new]
             self.streamer.put(torch.tensor(column))
         self.shown = max(self.shown, ready)
 

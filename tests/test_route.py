@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -135,19 +137,80 @@ def test_hooks_on_the_body_are_called_in_every_pass() -> None:
     assert not spec.engine.decoder._runner.routes
 
 
-def test_a_route_lasts_one_call() -> None:
-    """In between the model may have been changed: cast, or given another attention."""
-    spec = SelfSpecModel(tiny_llama(dtype=torch.float32))
-    ids, mask = prompt(6)
-    for attention in ("sdpa", "eager"):
-        spec.causal_lm.set_attn_implementation(attention)
-        options = {"attention_mask": mask, "max_new_tokens": 9, "do_sample": False}
-        own = spec.causal_lm.generate(ids, **options)
-        assert torch.equal(spec.generate(ids, **options), own)
+def of_a_call(spec: SelfSpecModel) -> dict[Any, Any]:
+    """The routes that hold when a call of `generate` begins, whose text is the model's own."""
+    with spec.engine.decoder:
         before = dict(spec.engine.decoder._runner.routes)
-        assert any(before.values())
-        with spec.engine.decoder:
-            assert not spec.engine.decoder._runner.routes
+    ids, mask = prompt(6)
+    options = {"attention_mask": mask, "max_new_tokens": 9, "do_sample": False}
+    own = spec.causal_lm.generate(ids, **options)
+    assert torch.equal(spec.generate(ids, **options), own)
+    return before
+
+
+def test_a_route_lasts_as_long_as_the_model_is_what_it_was() -> None:
+    spec = SelfSpecModel(tiny_llama(dtype=torch.float32))
+    assert not of_a_call(spec)
+    routes = of_a_call(spec)
+    assert any(routes.values()) and of_a_call(spec) == routes
+    spec.causal_lm.double()  # routes hold modules, not weights
+    assert of_a_call(spec) == routes
+
+
+def meddling(model: Any, monkeypatch: Any) -> None:
+    model.model.__class__, model.model.meddle = Meddling, "first"
+
+
+def renamed(model: Any, monkeypatch: Any) -> None:
+    """A name that the body's forward looks up means something else."""
+    known = inspect.unwrap(LlamaModel.forward).__globals__
+    mask = known["create_causal_mask"]
+    monkeypatch.setitem(known, "create_causal_mask", lambda *args, **kwargs: mask(*args, **kwargs))
+
+
+CHANGES: dict[str, Any] = {
+    "attention": lambda model, _: model.set_attn_implementation("eager"),
+    "config": lambda model, _: setattr(model.config, "pretraining_tp", 2),
+    "inside config": lambda model, _: model.config.rope_parameters.update(note=1),
+    "attribute": lambda model, _: setattr(model.model, "scale", 2.0),
+    "child": lambda model, _: setattr(model.model, "rotary_emb", deepcopy(model.model.rotary_emb)),
+    "class": meddling,
+    "global": renamed,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_has_changed_is_surveyed_anew(change: str, monkeypatch: Any) -> None:
+    spec = SelfSpecModel(tiny_llama(dtype=torch.float32))
+    of_a_call(spec)
+    assert of_a_call(spec)
+    CHANGES[change](spec.causal_lm, monkeypatch)
+    assert not of_a_call(spec)
+
+
+@pytest.mark.parametrize("part", ["embed_tokens", "norm", "layers.2", "layers.2.mlp"])
+def test_hooks_that_come_between_calls_are_called(part: str) -> None:
+    spec = SelfSpecModel(tiny_llama(dtype=torch.float32))
+    of_a_call(spec)
+    calls: list[int] = []
+    module = spec.causal_lm.model.get_submodule(part)
+    hook = module.register_forward_hook(lambda *_: calls.append(1))
+    of_a_call(spec)
+    assert len(calls) > 9
+    hook.remove()
+    calls.clear()
+    of_a_call(spec)
+    assert not calls
+
+
+@pytest.mark.parametrize("part", ["embed_tokens", "norm", "layers.2.mlp"])
+def test_a_forward_that_is_replaced_between_calls_is_called(part: str) -> None:
+    spec = SelfSpecModel(tiny_llama(dtype=torch.float32))
+    of_a_call(spec)
+    module = spec.causal_lm.model.get_submodule(part)
+    own = module.forward
+    module.forward = lambda *args: 2 * own(*args)
+    of_a_call(spec)
 
 
 def test_a_survey_leaves_no_hooks() -> None:

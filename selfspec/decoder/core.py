@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import TypeVar, get_args
 
 import torch
@@ -30,7 +29,6 @@ from selfspec.draft import Tree
 from selfspec.slots import RoundedCache, SlotCache, StepCache
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-_PUT_IN = nullcontext()  # what is left to do where the gates are in
 
 
 class Decoder:
@@ -198,7 +196,7 @@ class Decoder:
         """Put the gates in; passes inside a `with decoder:` do not have to."""
         self.gates.__enter__()
         if self.gates.entered == 1:
-            self._runner.routes.clear()  # in between the model may have been changed
+            self._runner.begin()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -238,18 +236,26 @@ class Decoder:
         """
         if span.start > 0 and hidden is None:
             raise ValueError(f"a span from layer {span.start} needs the hidden states below it")
-        added = {} if own is None else {span.stop - 1: own.added}
-        put_in = _PUT_IN if self.gates.are_mine else self
-        with put_in, slots.writing(tokens.shape[1], offset, added, tree) as window:
+        gates = self.gates
+        if not gates.are_mine:
+            with self:
+                return self.run(
+                    tokens, span, slots, hidden, offset, unembed, keep, own, tree, skips
+                )
+        window = slots.window(tokens.shape[1], offset, tree)
+        outer = slots.turn(window, {} if own is None else {span.stop - 1: own.added})
+        try:
             masks = self._masks.of_slots(slots, window, hidden, added=own is not None)
-            if (span.start > 0 or skips is not None) and self.gates.returns_tuple is None:
+            if (span.start > 0 or skips is not None) and gates.returns_tuple is None:
                 raise RuntimeError("run all layers once before a pass that leaves some of them out")
             active = ActivePass(
                 span, window, hidden, masks, self._alibi, tuple(keep), own, skips=skips
             )
             inputs = self._inputs(tokens, slots, window.positions, masks)
-            routed = self.gates.bare and (bool(masks) or self._masks.needs_none(window))
+            routed = gates.bare and (bool(masks) or self._masks.needs_none(window))
             return self._runner.run(active, inputs, unembed, routed)
+        finally:
+            slots.turn(*outer)
 
     def run_packed(
         self,

@@ -126,11 +126,11 @@ class Gates:
             if "forward" not in module.__dict__:  # else device hooks have one of their own
                 self.shadow(module.__dict__, "forward", self._lean(module))
         if self.final_norm is not None:
-            norm = self._timed(self._needed(self.final_norm.forward))
+            norm = self._norm(self.final_norm.forward)
             self.shadow(self.final_norm.__dict__, "forward", norm)
         lm_head = self.model.get_output_embeddings()
         assert lm_head is not None  # a model without is refused
-        self.shadow(lm_head.__dict__, "forward", self._timed(self._read(lm_head.forward)))
+        self.shadow(lm_head.__dict__, "forward", self._read(lm_head.forward))
         for module in self._rotary:
             self.shadow(module.__dict__, "forward", self._tabled(module.forward))
 
@@ -210,48 +210,56 @@ class Gates:
         whole, lean = module.forward, partial(lean_forward(type(module).forward), module)
         return lambda *args, **kwargs: (lean if self.gated else whole)(*args, **kwargs)
 
-    def _needed(self, norm: Callable[..., Any]) -> Callable[..., Any]:
-        def needed(hidden_states: Tensor) -> Tensor:
-            active = self.active if self.gated else None
+    def _norm(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The final norm: what a head has in its place, or nothing where nobody reads it."""
+
+        def norm(hidden_states: Tensor) -> Tensor:
+            active = self.active
+            if active is None or self.owner != threading.get_ident():
+                return forward(hidden_states)
+            began, own = time.perf_counter(), active.own
             # NanoChat norms its embeddings by the same module, before there is a result.
-            if active is None or active.result is None:
-                return norm(hidden_states)
-            if active.own is not None and active.own.leave is not None:
-                return active.own.leave(hidden_states)
-            return norm(hidden_states) if active.normed else hidden_states
+            if active.result is None:
+                output = forward(hidden_states)
+            elif own is not None and own.leave is not None:
+                output = own.leave(hidden_states)
+            else:
+                output = forward(hidden_states) if active.normed else hidden_states
+            active.head_seconds += time.perf_counter() - began
+            return output
 
-        return needed
+        return norm
 
-    def _read(self, lm_head: Callable[..., Any]) -> Callable[..., Any]:
+    def _read(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The LM head, or what a head reads, and by what."""
+
         def read(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            own = self.active.own if self.active is not None and self.gated else None
+            active = self.active
+            if active is None or self.owner != threading.get_ident():
+                return forward(hidden_states, *args, **kwargs)
+            began, own = time.perf_counter(), active.own
             if own is not None and own.at is not None:
                 hidden_states = own.at(hidden_states)
             if own is None or own.readout is None:
-                return lm_head(hidden_states, *args, **kwargs)
-            return own.readout(hidden_states)
-
-        return read
-
-    def _timed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter()
-            output = forward(*args, **kwargs)
-            if self.active is not None and self.gated:
-                self.active.head_seconds += time.perf_counter() - began
+                output = forward(hidden_states, *args, **kwargs)
+            else:
+                output = own.readout(hidden_states)
+            active.head_seconds += time.perf_counter() - began
             return output
 
-        return timed
+        return read
 
     def _tabled(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         # Made anew each time gates go in: in between the model may have been cast.
         tables = RotaryTables(forward)
 
         def tabled(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-            window = self.active.window if self.active is not None and self.gated else None
-            if window is not None and window.uniform and window.positions is position_ids:
-                if window.tree is None:
-                    return tables.view(x, window, *args, **kwargs)
+            active = self.active
+            if active is not None and self.owner == threading.get_ident():
+                window = active.window
+                if window is not None and window.uniform and window.positions is position_ids:
+                    if window.tree is None:
+                        return tables.view(x, window, *args, **kwargs)
             return forward(x, position_ids, *args, **kwargs)
 
         return tabled

@@ -9,8 +9,7 @@ between. A `Survey` finds it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from operator import itemgetter
+from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -33,31 +32,32 @@ class Arguments(NamedTuple):
     args: tuple[Hashable, ...]
     kwargs: tuple[tuple[str, Hashable], ...]
 
-    def binder(self) -> Callable[[Values], _Bound]:
-        """What finds the values."""
-        names = [name for name, _ in self.kwargs]
-        args, named = _finder(self.args), _finder([key for _, key in self.kwargs])
-        return lambda values: (args(values), dict(zip(names, named(values), strict=True)))
+    def bind(self, values: Values) -> _Bound:
+        """Find the values."""
+        args = tuple([values[key] for key in self.args])
+        return args, {name: values[key] for name, key in self.kwargs}
 
 
-def _finder(keys: Sequence[Hashable]) -> Callable[[Values], tuple[Any, ...]]:
-    """What looks these keys up."""
-    if len(keys) > 1:
-        return itemgetter(*keys)
-    return lambda values: tuple([values[key] for key in keys])
+class Step:
+    """A call of a module beside the layers: of the embedding, of a rotary table.
 
+    Args:
+        key: of what it returns.
+        module: the module.
+        arguments: what it is called with.
+    """
 
-class Step(NamedTuple):
-    """A call of a module beside the layers: of the embedding, of a rotary table."""
+    def __init__(self, key: int, module: nn.Module, arguments: Arguments):
+        self.key, self._module, self._arguments = key, module, arguments
 
-    key: int
-    call: Callable[..., Any]
-    bind: Callable[[Values], _Bound]
+    def begin(self) -> None:
+        """Find out how the module is to be called."""
+        self._call = direct(self._module)
 
     def run(self, values: Values) -> None:
         """Call it, and add what it returns."""
-        args, kwargs = self.bind(values)
-        values[self.key] = self.call(*args, **kwargs)
+        args, kwargs = self._arguments.bind(values)
+        values[self.key] = self._call(*args, **kwargs)
 
 
 class Route:
@@ -83,17 +83,22 @@ class Route:
         constants: Values,
         tail: list[nn.Module],
     ):
-        self._gates: list[Gate] = getattr(gates.base, gates.layers_name)
-        self._layers = list(map(direct, gates.layers))
-        self._compiled = gates.compiled
+        self._of, self._compiled, self._tail = gates, gates.compiled, tail
         self._first, self._into, self._beside = first, into, beside
-        self._tail = list(map(direct, tail))
         # What a layer is called with, and its window: few kinds, each worked out once a pass.
         of_layers = list(zip(layers, gates.windows, strict=True))
         kinds = list(dict.fromkeys(of_layers))
-        self._kinds = [(arguments.binder(), window) for arguments, window in kinds]
-        self._kind_of = list(map(kinds.index, of_layers))
+        self._kinds, self._kind_of = kinds, list(map(kinds.index, of_layers))
         self._constants = constants
+        self.begin()
+
+    def begin(self) -> None:
+        """Find out how modules are to be called, now that the gates are in."""
+        self._gates: list[Gate] = getattr(self._of.base, self._of.layers_name)
+        self._layers = list(map(direct, self._of.layers))
+        self._tail_calls = list(map(direct, self._tail))
+        for step in (*self._into, *self._beside):
+            step.begin()
 
     def run(self, active: ActivePass, inputs: Mapping[str, Any]) -> Tensor:
         """What the model's own code would return.
@@ -112,24 +117,25 @@ class Route:
         for step in self._beside:
             step.run(values)
         bound: list[_Bound] = []
-        for bind, window in self._kinds:
+        for arguments, window in self._kinds:
             if active.masks:
                 values[MASK] = active.masks[window]
-            bound.append(bind(values))
+            bound.append(arguments.bind(values))
         start, stop = active.span
         if active.skips is None:
             last = stop if active.own is None else stop - 1
             if start < last:
                 hidden = self._through(active, hidden, start, last, bound)
             start = last
-        for index, gate in enumerate(self._gates[start:stop], start):
+        for index in range(start, stop):  # a head's own layer, or all where some are skipped
             if index in active.keep:
                 active.kept[index] = hidden
+            gate = self._gates[index]
             if not gate.is_skipped(active):
                 args, kwargs = bound[self._kind_of[index]]
                 hidden = first_of(gate.run(active, hidden, args, kwargs))
         active.result = active.kept[stop] = hidden
-        for call in self._tail:
+        for call in self._tail_calls:
             hidden = call(hidden)
         return hidden
 

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from selfspec.decoder.gates import Gates
 from selfspec.decoder.passes import ActivePass, Pass
 from selfspec.decoder.route import Route
+from selfspec.decoder.snapshot import Snapshot
 from selfspec.decoder.survey import Survey
 from selfspec.decoder.tail import Tail
 from selfspec.slots import WIDEST
@@ -33,6 +34,17 @@ class Runner:
         self.base, self.gates = base, gates
         self.tail = Tail(causal_lm, base, gates)
         self.routes: dict[tuple[bool, ...], Route | None] = {}
+        self._surveyed: Snapshot | None = None
+
+    def begin(self) -> None:
+        """Gates have been put in: routes hold where the model is what it was."""
+        found = Snapshot(self.tail.causal_lm, self.base)
+        if found == self._surveyed:
+            for route in filter(None, self.routes.values()):
+                route.begin()
+        else:
+            self.routes.clear()
+        self._surveyed = found
 
     def run(
         self, active: ActivePass, inputs: dict[str, Any], unembed: bool, routed: bool = False

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from selfspec.decoder.direct import direct
 from selfspec.decoder.gates import Gates
 from selfspec.decoder.route import HIDDEN, Arguments, Route, Step, Values, first_of
 
@@ -164,7 +163,7 @@ class _Origins:
             if value is seen.output:
                 if all(step.key != index for step in self.steps):
                     arguments = self.arguments(seen.args, seen.kwargs, index)
-                    self.steps.append(Step(index, direct(seen.module), arguments.binder()))
+                    self.steps.append(Step(index, seen.module, arguments))
                 return index
         raise LookupError
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -14,7 +15,6 @@ from selfspec.slots.int8 import Int8Layer
 from selfspec.slots.layer import SlotLayer, Window
 from selfspec.slots.masks import WIDEST, Stairs, hide, tree_mask
 from selfspec.slots.pieces import Pieces
-from selfspec.slots.writing import Writing
 
 _GROWTH = 256  # least numbers that are counted ahead
 
@@ -61,42 +61,55 @@ class SlotCache(Cache):
 
     # What passes write and see
 
-    def writing(
-        self,
-        width: int,
-        offset: int | Sequence[int] = 0,
-        added: Mapping[int, int] | None = None,
-        tree: Tree | None = None,
-    ) -> Writing:
-        """While active, passes write `width` slots a row, `offset` behind its settled tokens.
+    def window(
+        self, width: int, offset: int | Sequence[int] = 0, tree: Tree | None = None
+    ) -> Window:
+        """`width` slots of each row, `offset` behind its settled tokens.
 
         Args:
             width: slots of each row.
             offset: of all rows, or one a row.
-            added: which added layer, from 1, states go to that a layer of some number writes.
-            tree: which drafts continue which, when the pass is over those of a tree; `offset` is
+            tree: which drafts continue which, when a pass is over those of a tree; `offset` is
                 then the place of the first in the block.
         """
         if isinstance(offset, int):
             place, starts = offset, [length + offset for length in self.lengths]
         else:
             place, starts = 0, [n + more for n, more in zip(self.lengths, offset, strict=True)]
-        self._count(max(starts) + width)
-        return Writing(self, Window(starts, width, self._counted, tree, place), added or {})
+        end = max(starts) + width
+        if self._counted.length < end:  # the numbers 0, 1, 2, … as far as is needed
+            counted = torch.arange(max(2 * end, _GROWTH), device=self.device)
+            self._counted = Pieces(counted[None], 1)
+        return Window(starts, width, self._counted, tree, place)
 
     def turn(
         self, window: Window | None, added: Mapping[int, int]
     ) -> tuple[Window | None, Mapping[int, int]]:
-        """Write another window, and these added layers, from now on; returns those of before."""
+        """Have passes write this window from now on; returns what they wrote before.
+
+        Args:
+            window: the slots; `None`: none.
+            added: which added layer, from 1, states go to that a layer of some number writes.
+        """
         before = self._window, self._to_added
         self._window, self._to_added = window, added
         return before
 
-    def _count(self, end: int) -> None:
-        """Have `[1, n]` the numbers 0, 1, 2, … as far as is needed."""
-        if self._counted.length < end:
-            counted = torch.arange(max(2 * end, _GROWTH), device=self.device)
-            self._counted = Pieces(counted[None], 1)
+    @contextmanager
+    def writing(
+        self,
+        width: int,
+        offset: int | Sequence[int] = 0,
+        added: Mapping[int, int] | None = None,
+        tree: Tree | None = None,
+    ) -> Iterator[Window]:
+        """While active, passes write a `window`; what `turn` is to a pass, which has no time."""
+        window = self.window(width, offset, tree)
+        outer = self.turn(window, added or {})
+        try:
+            yield window
+        finally:
+            self.turn(*outer)
 
     def mask(self, window: int | None, dtype: torch.dtype, added: bool = False) -> Tensor:
         """`[rows, 1, width, end]` additive mask of the active pass: 0 where a query may look.
