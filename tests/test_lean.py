@@ -52,7 +52,7 @@ def dynamic_llama(kind):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_views_of_rotary_tables_are_what_the_family_computes(family, dtype):
     base = SelfSpecModel(build(family, CASES_BY_FAMILY[family])).engine.decoder.base
-    x, counted = torch.zeros(1, dtype=dtype), Pieces(torch.arange(1024)[None], 1)
+    x, counted = torch.zeros(1, dtype=dtype), Pieces(torch.arange(1024)[None], dim=1)
     for module in filter(is_static, base.children()):
         tables = RotaryTables(module.forward)
         kinds = list(module.rope_type) if isinstance(module.rope_type, dict) else [None]
@@ -79,10 +79,11 @@ def test_frequencies_that_follow_the_length_have_no_tables(kind):
 @pytest.mark.parametrize("dim", [0, 1])
 def test_pieces_are_views_of_their_places(dim):
     whole = torch.arange(300).view(150, 2) if dim == 0 else torch.arange(300).view(2, 150)
-    pieces = Pieces(whole, dim)
+    pieces = Pieces(whole, whole + 1, dim=dim)
     for start, width in [(0, 1), (63, 1), (64, 1), (149, 1), (3, 1), (0, 150), (62, 5), (148, 2)]:
-        view = pieces.view(start, width)
+        view, next_view = pieces.view(start, width)
         assert torch.equal(view, whole.narrow(dim, start, width))
+        assert torch.equal(next_view, view + 1)
         assert view.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
 

@@ -239,8 +239,8 @@ class Decoder:
         gates = self.gates
         if not gates.are_mine:
             with self:
-                return self.run(
-                    tokens, span, slots, hidden, offset, unembed, keep, own, tree, skips
+                return Decoder.run(
+                    self, tokens, span, slots, hidden, offset, unembed, keep, own, tree, skips
                 )
         window = slots.window(tokens.shape[1], offset, tree)
         outer = slots.turn(window, {} if own is None else {span.stop - 1: own.added})

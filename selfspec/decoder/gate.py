@@ -11,7 +11,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
 from selfspec.decoder.inputs import MASK
-from selfspec.decoder.passes import ActivePass, Own
+from selfspec.decoder.passes import ActivePass, Own, Skips
 from selfspec.decoder.placement import device_of
 
 if TYPE_CHECKING:
@@ -46,7 +46,8 @@ class Gate:
             hidden_states = active.hidden
         if self.index in active.keep:
             active.kept[self.index] = hidden_states
-        if start <= self.index < stop and not self.is_skipped(active):
+        skips = active.skips
+        if start <= self.index < stop and (skips is None or not self.is_skipped(skips)):
             output = self.run(active, hidden_states, *self._masked(active, args, kwargs))
         else:
             output = (hidden_states,) if gates.returns_tuple else hidden_states
@@ -57,9 +58,9 @@ class Gate:
             gates.survey.layer(self.layer, (handed, *args), kwargs, output)
         return output
 
-    def is_skipped(self, active: ActivePass) -> bool:
-        """Whether the pass leaves out the whole layer."""
-        return active.skips is not None and self.index in active.skips.layers
+    def is_skipped(self, skips: Skips) -> bool:
+        """Whether a pass leaves out the whole layer."""
+        return self.index in skips.layers
 
     def run(
         self,

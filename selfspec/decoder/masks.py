@@ -23,6 +23,7 @@ class Masks:
     def __init__(self, gates: Gates, windows: Sequence[int | None]):
         self._gates = gates
         self._kinds = {None, *windows}
+        self._full = self._kinds == {None}
 
     def of_slots(
         self, slots: SlotCache, window: Window, hidden: Tensor | None, added: bool
@@ -39,10 +40,10 @@ class Masks:
         # all there is: the family's own mask is right then, and may be none at all. Anywhere else
         # masks come from the rows' lengths.
         fresh = not any(window.starts)
-        simple = fresh or (window.uniform and window.width == 1)
-        partial = added and any(slots.added_from)
-        if simple and window.tree is None and not partial and not self._gates.own_masks:
-            return {}
+        simple = fresh or (window.width == 1 and window.uniform)
+        if simple and window.tree is None and not self._gates.own_masks:
+            if not (added and any(slots.added_from)):
+                return {}
         dtype = self._dtype(hidden)
         return {kind: slots.mask(kind, dtype, added) for kind in self._kinds}
 
@@ -66,4 +67,4 @@ class Masks:
 
     def needs_none(self, window: Window) -> bool:
         """Whether a family that makes its own masks makes none, wherever the tokens stand."""
-        return window.width == 1 and any(window.starts) and self._kinds == {None}
+        return self._full and window.width == 1 and window.end > 1

@@ -119,5 +119,5 @@ class ActivePass:
     def done(self, output: Tensor) -> Pass:
         """What the pass leaves, now that it is over."""
         assert self.result is not None
-        kept = [self.kept[layer] for layer in self.keep]
+        kept = [self.kept[layer] for layer in self.keep] if self.keep else []
         return Pass(self.result, output, self.layer_seconds, self.head_seconds, kept)

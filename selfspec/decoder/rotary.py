@@ -35,7 +35,7 @@ class RotaryTables:
 
     def __init__(self, forward: Callable[..., Any]):
         self._forward = forward
-        self._tables: dict[tuple[Any, ...], tuple[Pieces, ...]] = {}
+        self._tables: dict[tuple[Any, ...], Pieces] = {}
 
     def view(self, x: Tensor, window: Window, layer_type: str | None = None) -> Any:
         """What `forward` returns for the window's positions.
@@ -47,13 +47,12 @@ class RotaryTables:
         """
         key = len(window.starts), layer_type, x.dtype, x.device
         tables = self._tables.get(key)
-        if tables is None or tables[0].length < window.end:
+        if tables is None or tables.length < window.end:
             tables = self._tables[key] = self._make(x, window, layer_type)
-        start, width = window.starts[0], window.width
-        views = [table.view(start, width) for table in tables]
-        return tuple(views) if len(views) > 1 else views[0]
+        views = tables.view(window.starts[0], window.width)
+        return views if len(views) > 1 else views[0]
 
-    def _make(self, x: Tensor, window: Window, layer_type: str | None) -> tuple[Pieces, ...]:
+    def _make(self, x: Tensor, window: Window, layer_type: str | None) -> Pieces:
         more = () if layer_type is None else (layer_type,)
         # A table outlives the pass that needs it first, which may have been one of inference mode.
         with torch.inference_mode(False):
@@ -61,4 +60,4 @@ class RotaryTables:
             made = self._forward(x, positions[None], *more)
         tables = (made,) if isinstance(made, Tensor) else made
         rows = len(window.starts)
-        return tuple(Pieces(table.expand(rows, *table.shape[1:]), 1) for table in tables)
+        return Pieces(*(table.expand(rows, *table.shape[1:]) for table in tables), dim=1)

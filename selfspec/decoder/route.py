@@ -27,15 +27,17 @@ _Bound = tuple[tuple[Any, ...], dict[str, Any]]  # what a module is called with
 
 
 class Arguments(NamedTuple):
-    """Keys of the values that a module is called with."""
+    """Keys of the values that a module is called with, in order and by name."""
 
     args: tuple[Hashable, ...]
-    kwargs: tuple[tuple[str, Hashable], ...]
+    names: tuple[str, ...]
+    keys: tuple[Hashable, ...]
 
     def bind(self, values: Values) -> _Bound:
         """Find the values."""
-        args = tuple([values[key] for key in self.args])
-        return args, {name: values[key] for name, key in self.kwargs}
+        # A comprehension would be a call of its own (before Python 3.12).
+        args, named = map(values.__getitem__, self.args), map(values.__getitem__, self.keys)
+        return tuple(args), dict(zip(self.names, named, strict=True))
 
 
 class Step:
@@ -131,7 +133,7 @@ class Route:
             if index in active.keep:
                 active.kept[index] = hidden
             gate = self._gates[index]
-            if not gate.is_skipped(active):
+            if active.skips is None or not gate.is_skipped(active.skips):
                 args, kwargs = bound[self._kind_of[index]]
                 hidden = first_of(gate.run(active, hidden, args, kwargs))
         active.result = active.kept[stop] = hidden

@@ -141,8 +141,9 @@ class _Origins:
         Raises:
             LookupError: something comes from nowhere.
         """
-        named = tuple((name, self.key(value, before)) for name, value in kwargs.items())
-        return Arguments(tuple(self.key(value, before) for value in args), named)
+        in_order = tuple(self.key(value, before) for value in args)
+        named = tuple(self.key(value, before) for value in kwargs.values())
+        return Arguments(in_order, tuple(kwargs), named)
 
     def key(self, value: Any, before: int | None = None) -> Hashable:
         """The key of a value; the call that made it is added to the steps.

@@ -32,6 +32,7 @@ class ExitReader:
 
     def __init__(self, engine: Engine, head: ExitHead):
         self.engine, self.decoder, self.head = engine, engine.decoder, head
+        self._trimmed = head.vocab_ids is not None
         self._judges: dict[bool, Judge] = {}
 
     def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
@@ -68,8 +69,10 @@ class ExitReader:
             return self._logits(at_exit.hidden), at_exit.hidden
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        logits = self.head.logits(self.decoder, hidden)
-        return self.head.spread(logits, self.decoder)
+        return self._spread(self.head.logits(self.decoder, hidden))
+
+    def _spread(self, logits: Tensor) -> Tensor:
+        return self.head.spread(logits, self.decoder) if self._trimmed else logits
 
     def calibrator(self, sampled: bool) -> Calibrator:
         """What says how likely a draft of the head is kept; without a fit a plain guess."""

@@ -160,7 +160,7 @@ class LayerReader(ExitReader):
                 left = self._catch_up_at_once(state)
             at_exit = left.kept[0] if exit_layer else None
             if self._leaves:
-                return self.head.spread(left.output, self.decoder), at_exit
+                return self._spread(left.output), at_exit
         else:
             at_exit = self.engine.shallow(state, tokens, exit_layer, place, tree=tree).hidden
             if place:

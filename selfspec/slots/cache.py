@@ -56,7 +56,7 @@ class SlotCache(Cache):
         self._never = [False] * len(windows)
         self._window: Window | None = None
         self._to_added: Mapping[int, int] = {}
-        self._counted = Pieces(torch.arange(0, device=self.device)[None], 1)
+        self._counted = Pieces(torch.arange(0, device=self.device)[None], dim=1)
         self._stairs = Stairs(self.device)
 
     # What passes write and see
@@ -79,7 +79,7 @@ class SlotCache(Cache):
         end = max(starts) + width
         if self._counted.length < end:  # the numbers 0, 1, 2, … as far as is needed
             counted = torch.arange(max(2 * end, _GROWTH), device=self.device)
-            self._counted = Pieces(counted[None], 1)
+            self._counted = Pieces(counted[None], dim=1)
         return Window(starts, width, self._counted, tree, place)
 
     def turn(
@@ -120,9 +120,8 @@ class SlotCache(Cache):
         active = self._active()
         partial = added and any(self.added_from)
         if active.uniform and active.width <= WIDEST and active.tree is None and not partial:
-            view = self._stairs.view(active, window, dtype)
-            return view.expand(self.rows, 1, *view.shape)
-        slots = self._counted.whole[0, : active.end]
+            return self._stairs.view(active, window, dtype)
+        slots = self._counted.wholes[0][0, : active.end]
         if active.tree is None:
             mask = hide(slots, active.positions, window, dtype)
         else:
@@ -149,7 +148,7 @@ class SlotCache(Cache):
         if layer.keys is None or layer.values is None:
             return None
         layer.make_room(active)
-        return layer.keys, layer.values, active.slots, self._counted.whole[0, : active.end]
+        return layer.keys, layer.values, active.slots, self._counted.wholes[0][0, : active.end]
 
     def _written(self, layer_idx: int) -> SlotLayer:
         added = self._to_added.get(layer_idx)

@@ -38,19 +38,19 @@ class Window:
         place: int = 0,
     ):
         self.starts, self.width, self.tree, self.place = starts, width, tree, place
-        first, last = min(starts), max(starts)
+        first, last, (numbers,) = min(starts), max(starts), counted.wholes
         self.end = last + width
         self.uniform = first == last
         if self.uniform:
-            slots = counted.view(first, width)
+            (slots,) = counted.view(first, width)
             self.slots = slots if len(starts) == 1 else slots.expand(len(starts), -1)
         else:
-            rows = torch.tensor(starts, device=counted.whole.device)
-            self.slots = rows[:, None] + counted.whole[:, :width]
+            rows = torch.tensor(starts, device=numbers.device)
+            self.slots = rows[:, None] + numbers[:, :width]
         self.positions = self.slots
         if tree is not None:
             block = slice(place, place + width)
-            self.positions = self.slots - counted.whole[:, block] + tree.depths[:, block]
+            self.positions = self.slots - numbers[:, block] + tree.depths[:, block]
 
     def put(self, states: Tensor, buffer: Tensor) -> None:
         """Write `[rows, heads, width, any]` to these slots of `[rows, heads, slots, any]`."""

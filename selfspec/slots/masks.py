@@ -71,10 +71,11 @@ class Stairs:
         self._tables: dict[tuple[int | None, torch.dtype], Tensor] = {}
 
     def view(self, active: Window, window: int | None, dtype: torch.dtype) -> Tensor:
-        """`[width, end]` the mask of a pass of at most `WIDEST` tokens."""
+        """`[rows, 1, width, end]` the mask of a pass of at most `WIDEST` tokens."""
         table = self._table(window, dtype, active.end)
-        start = table.shape[1] // 2 - active.starts[0]
-        return table.narrow(0, 0, active.width).narrow(1, start, active.end)
+        length = table.shape[1]
+        shape = (len(active.starts), 1, active.width, active.end)
+        return table.as_strided(shape, (0, 0, length, 1), length // 2 - active.starts[0])
 
     def _table(self, window: int | None, dtype: torch.dtype, end: int) -> Tensor:
         table = self._tables.get((window, dtype))

@@ -1,4 +1,4 @@
-"""Views along one dimension of a tensor."""
+"""Views along one dimension of tensors."""
 
 from __future__ import annotations
 
@@ -8,28 +8,32 @@ _AT_ONCE = 64  # views of one place that are cut together
 
 
 class Pieces:
-    """Pieces of a tensor, as views.
+    """Pieces of tensors that are as long as each other, as views.
 
     To cut a view takes longer than Python does to find one. Passes that draft are over one place
     each, one behind the other: views of one place are cut many at a time.
 
     Args:
-        whole: the tensor.
-        dim: along which it is cut.
+        wholes: the tensors.
+        dim: along which they are cut.
     """
 
-    def __init__(self, whole: Tensor, dim: int):
-        self.whole, self._dim, self.length = whole, dim, whole.shape[dim]
-        self._block, self._ones = -1, ()
+    def __init__(self, *wholes: Tensor, dim: int):
+        self.wholes, self._dim, self.length = wholes, dim, wholes[0].shape[dim]
+        self._first = self._last = 0  # the places that are cut
+        self._ones: list[tuple[Tensor, ...]] = []
 
-    def view(self, start: int, width: int) -> Tensor:
-        """The `width` places from `start` on."""
+    def view(self, start: int, width: int) -> tuple[Tensor, ...]:
+        """The `width` places from `start` on, of each."""
         if width != 1:
-            return self.whole.narrow(self._dim, start, width)
-        block, place = divmod(start, _AT_ONCE)
-        if block != self._block:
-            first = block * _AT_ONCE
-            count = min(_AT_ONCE, self.length - first)
-            self._ones = self.whole.narrow(self._dim, first, count).split(1, self._dim)
-            self._block = block
-        return self._ones[place]
+            return tuple([whole.narrow(self._dim, start, width) for whole in self.wholes])
+        if not self._first <= start < self._last:
+            self._cut(start)
+        return self._ones[start - self._first]
+
+    def _cut(self, start: int) -> None:
+        first = start - start % _AT_ONCE
+        count = min(_AT_ONCE, self.length - first)
+        parts = [whole.narrow(self._dim, first, count) for whole in self.wholes]
+        self._ones = list(zip(*(part.split(1, self._dim) for part in parts), strict=True))
+        self._first, self._last = first, first + count
