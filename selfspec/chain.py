@@ -93,7 +93,7 @@ class ExitChain:
     def commit(self, state: State, draft: Draft, verified: Verified, verdict: Verdict) -> None:
         """Show the head what the target made of its drafts."""
         self.reader.verified(state, draft.length, verified)
-        self.schedule.end(draft.length, verdict.accepted.tolist())
+        self.schedule.end(draft.length, verdict.kept)
 
     def pause(self) -> None:
         """Leave a round to another drafter."""

@@ -189,7 +189,13 @@ class Session:
         self.logits.keep(rows, kept)
         state.slots.commit(kept)
         # A row that goes on was not cut: its last token is the one that the target added.
-        state.pending = _last(verdict, rounds)
+        first = verdict.kept[0]
+        if all(count == first for count in verdict.kept):
+            state.emitted = verdict.tokens.narrow(1, 0, first + 1)
+            state.pending = state.emitted.narrow(1, first, 1)
+        else:
+            state.emitted = None
+            state.pending = verdict.tokens.gather(1, verdict.accepted[:, None])
         self.stream.put(context, [rows[i] for i, stop in enumerate(ended) if stop], steps)
         if any(ended):
             self._leave(state, [index for index, stop in enumerate(ended) if not stop])
@@ -203,15 +209,7 @@ class Session:
         if going:
             state.slots.select(going)
             self.drafter.select(going)
-        state.pending = state.pending[list(going)]
-
-
-def _last(verdict: Verdict, rounds: Sequence[RowRound]) -> Tensor:
-    """`[rows, 1]` the last token of each row, a view where rows kept equally many."""
-    first = rounds[0].accepted
-    if all(step.accepted == first for step in rounds):
-        return verdict.tokens.narrow(1, first, 1)
-    return verdict.tokens.gather(1, verdict.accepted[:, None])
+        state.pending, state.emitted = state.pending[list(going)], None
 
 
 def speculate(

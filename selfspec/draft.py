@@ -122,3 +122,8 @@ class Verdict:
     accepted: Tensor
     tokens: Tensor
     branch: Tensor | None = None
+
+    @cached_property
+    def kept(self) -> list[int]:
+        """`accepted` on the host, where reading the round has brought it."""
+        return self.accepted.tolist()

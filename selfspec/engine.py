@@ -38,6 +38,8 @@ class State:
         stats: counters and clocks of the call.
         keep: residual streams, by the number of layers below, that verification keeps.
         below: those of them that the round's shallow passes left, a block for each pass.
+        emitted: `[rows, n]` what the last round emitted, the pending token last; `None` where
+            rows emitted more or less than others.
     """
 
     slots: SlotCache
@@ -47,6 +49,7 @@ class State:
     stats: Stats = field(default_factory=Stats)
     keep: tuple[int, ...] = ()
     below: dict[int, list[Tensor]] = field(default_factory=dict)
+    emitted: Tensor | None = None
 
     @property
     def rows(self) -> int:

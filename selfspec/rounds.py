@@ -83,6 +83,7 @@ def read_rounds(draft: Draft, verdict: Verdict, broken: Tensor) -> list[RowRound
         )
     if len(numbers) == 1:  # all drafts are real
         rows = [[row[0], draft.length, draft.length, *row[1:]] for row in rows]
+    verdict.kept = [row[0] for row in rows]
     branch = 0 if places is None else places.shape[1]
     return [_taken_apart(row, branch, drafted.shape[1]) for row in rows]
 

@@ -143,7 +143,7 @@ class Auto(Drafter):
 
     def commit(self, state: State, draft: Draft, verified: Verified, verdict: Verdict) -> None:
         """Show every head what the target made of the drafts, whoever's they were."""
-        accepted = verdict.accepted.tolist()
+        accepted = verdict.kept
         self._gained = 1 + sum(accepted) / len(accepted)
         if verdict.branch is not None:
             verified = verified.along(verdict.branch)

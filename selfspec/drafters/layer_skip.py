@@ -84,7 +84,7 @@ class SkipLayers(Drafter):
         """Learn what was accepted, and what verification left for a search."""
         self.chooser.verified(verified, verdict)
         if draft.length:
-            self.schedule.end(draft.length, verdict.accepted.tolist())
+            self.schedule.end(draft.length, verdict.kept)
 
     def select(self, rows: Sequence[int]) -> None:
         """Go on with some rows only."""

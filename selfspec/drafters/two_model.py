@@ -101,7 +101,7 @@ class TwoModel(Drafter):
     def commit(self, state: State, draft: Draft, verified: Verified, verdict: Verdict) -> None:
         """Settle the kept drafts; the last of all has not been run."""
         if draft.length:
-            accepted = verdict.accepted.tolist()
+            accepted = verdict.kept
             self.slots.commit([min(kept, draft.length - 1) for kept in accepted])
             self.schedule.end(draft.length, accepted)
 

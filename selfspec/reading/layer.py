@@ -217,13 +217,7 @@ class LayerReader(ExitReader):
             What the pass left, logits of each row's pending token among it where it `_leaves`.
         """
         starts, ends = self._behind(state)
-        text = state.context.text
-        tokens = [
-            text[row][start:] + text[row][-1:] * (max(ends) - end)
-            for row, start, end in zip(state.context.rows, starts, ends, strict=True)
-        ]
-        block = torch.tensor(tokens, device=state.pending.device)
-        features = None
+        block, features = self._unseen(state, starts, ends), None
         if self._joins:
             features = pick_from(self._known, self._since_base(starts), block.shape[1])
         offsets = [-end for end in ends]
@@ -231,6 +225,18 @@ class LayerReader(ExitReader):
         left = self.engine.shallow(state, block, 0, offsets, self._leaves, own=own)
         self._last = pick_from(left.hidden, ends)
         return left
+
+    def _unseen(self, state: State, starts: Sequence[int], ends: Sequence[int]) -> Tensor:
+        """`[rows, width]` each row's tokens from `starts` on, the last one again where it ends."""
+        most = max(ends)
+        if state.emitted is not None and min(ends) == most == state.emitted.shape[1] - 1:
+            return state.emitted  # as after most rounds
+        text = state.context.text
+        tokens = [
+            text[row][start:] + text[row][-1:] * (most - end)
+            for row, start, end in zip(state.context.rows, starts, ends, strict=True)
+        ]
+        return torch.tensor(tokens, device=state.pending.device)
 
     def _behind(self, state: State) -> tuple[list[int], list[int]]:
         """Of each row, the first token that the layer has not seen right, and how far back it is.
