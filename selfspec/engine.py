@@ -240,6 +240,8 @@ class Engine:
         )
         state.stats.seconds["deep"] += full.layer_seconds
         state.stats.seconds["head"] += full.head_seconds
+        if not state.below:
+            return Verified(full.output, full.kept)
         kept = dict(zip(keep, full.kept, strict=True))
         kept |= {layer: torch.cat(blocks, dim=1) for layer, blocks in state.below.items()}
         state.below.clear()

@@ -73,7 +73,7 @@ def read_rounds(draft: Draft, verdict: Verdict, broken: Tensor) -> list[RowRound
         numbers += [(places > 0).sum(-1), (draft.tree.parents >= 0).sum(-1)]
     elif draft.counts is not None:
         numbers += [draft.counts, draft.counts]
-    columns = [*(number[:, None] for number in numbers), *([] if places is None else [places])]
+    columns = [number.unsqueeze(1) for number in numbers] + ([] if places is None else [places])
     rows = torch.cat([*columns, drafted, verdict.tokens, broken], dim=1).tolist()
     first = len(rows[0]) - broken.shape[1]
     if any(any(row[first : first + row[0] + 1]) for row in rows):

@@ -49,7 +49,7 @@ class Gates:
         kernels: what computes the layers.
 
     Attributes:
-        active: the pass in progress.
+        active: the pass in progress, which the model's forward then is.
         owner: the thread whose passes are gated; any other uses the model as it is.
         returns_tuple: whether layers return tuples; known once one has run.
         final_norm: the norm between the last layer and the LM head, if there is one.
@@ -143,21 +143,18 @@ class Gates:
         finally:
             self.lock.release()
 
-    def begin(self, active: ActivePass) -> None:
-        """From now on, the model's forward is this pass."""
+    def open_masks(self, active: ActivePass) -> None:
+        """Have the model's own mask tables hide nothing until `close_masks`: a pass brings all."""
         self._tables = self.own_masks
-        if self._tables and active.own is not None:
+        if active.own is not None:
             self._tables = [*self._tables, *causal_tables(active.own.layer)]
-        for module in self._tables:
-            # The pass brings the whole mask; the module's own assumes that keys end at the query.
+        for module in self._tables:  # which assume that keys end at the query
             keys = active.masks[None].shape[-1]
             everything = torch.ones_like(module.get_buffer("bias")[..., :1, :1])
             self.shadow(module._buffers, "bias", everything.expand(-1, -1, keys, keys))
-        self.active = active
 
-    def end(self) -> None:
-        """The pass is over."""
-        self.active = None
+    def close_masks(self) -> None:
+        """Put the model's own mask tables back."""
         for _ in self._tables:
             self.unshadow()
 

@@ -58,22 +58,27 @@ class Runner:
             routed: whether a route of such a pass would hold for this one. The first that may have
                 one is surveyed, if it is over few tokens: a survey keeps copies of their states.
         """
-        ends = active.span.stop == len(self.gates.layers) and active.own is None
+        gates = self.gates
+        ends = active.span.stop == len(gates.layers) and active.own is None
         active.normed = unembed or ends
         key = bool(active.masks), active.normed, unembed
         route = self.routes.get(key) if routed else None
-        self.gates.begin(active)
+        if gates.own_masks:
+            gates.open_masks(active)
+        gates.active = active
         try:
             if route is not None:
                 result = route.run(active, inputs)
             elif routed and key not in self.routes and _is_narrow(active):
-                with Survey(self.gates, inputs) as survey:
+                with Survey(gates, inputs) as survey:
                     result = self._run_whole(active, inputs, unembed)
                 self.routes[key] = survey.route(result)
             else:
                 result = self._run_whole(active, inputs, unembed)
         finally:
-            self.gates.end()
+            gates.active = None
+            if gates.own_masks:
+                gates.close_masks()
         return active.done(result)
 
     def _run_whole(self, active: ActivePass, inputs: dict[str, Any], unembed: bool) -> Tensor:
