@@ -54,9 +54,12 @@ def draft_chain(
             probs.append(drawn_from)
         if not schedule.goes_on(scores, token, drawn_from):
             break
+    began = time.perf_counter()
+    drawn = torch.cat(probs, dim=1) if probs else None  # as large as logits
+    seconds["sampling"] += time.perf_counter() - began
     return Draft(
         tokens=torch.cat(tokens, dim=1),
-        probs=torch.cat(probs, dim=1) if probs else None,
+        probs=drawn,
         depth=depth,
         hidden=torch.cat(hidden, dim=1) if depth else None,
     )

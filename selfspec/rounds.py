@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -74,7 +75,7 @@ def read_rounds(draft: Draft, verdict: Verdict, broken: Tensor) -> list[RowRound
     elif draft.counts is not None:
         numbers += [draft.counts, draft.counts]
     columns = [number.unsqueeze(1) for number in numbers] + ([] if places is None else [places])
-    rows = torch.cat([*columns, drafted, verdict.tokens, broken], dim=1).tolist()
+    rows = _on_host([*columns, drafted, verdict.tokens, broken])
     first = len(rows[0]) - broken.shape[1]
     if any(any(row[first : first + row[0] + 1]) for row in rows):
         raise ValueError(
@@ -86,6 +87,13 @@ def read_rounds(draft: Draft, verdict: Verdict, broken: Tensor) -> list[RowRound
     verdict.kept = [row[0] for row in rows]
     branch = 0 if places is None else places.shape[1]
     return [_taken_apart(row, branch, drafted.shape[1]) for row in rows]
+
+
+def _on_host(parts: list[Tensor]) -> list[list[int]]:
+    """The rows of all parts, side by side; a device is waited for once."""
+    if parts[0].device.type != "cpu":
+        return torch.cat(parts, dim=1).tolist()
+    return [list(itertools.chain(*row)) for row in zip(*(p.tolist() for p in parts), strict=True)]
 
 
 def _taken_apart(row: list[int], places: int, drafted: int) -> RowRound:
