@@ -254,9 +254,8 @@ class Gates:
             active = self.active
             if active is not None and self.owner == threading.get_ident():
                 window = active.window
-                if window is not None and window.uniform and window.positions is position_ids:
-                    if window.tree is None:
-                        return tables.view(x, window, *args, **kwargs)
+                if window is not None and window.even and window.positions is position_ids:
+                    return tables.view(x, window, *args, **kwargs)
             return forward(x, position_ids, *args, **kwargs)
 
         return tabled

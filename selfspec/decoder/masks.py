@@ -39,11 +39,9 @@ class Masks:
         # A prefill from nothing is causal in every row, and one token of rows of equal length sees
         # all there is: the family's own mask is right then, and may be none at all. Anywhere else
         # masks come from the rows' lengths.
-        fresh = not any(window.starts)
-        simple = fresh or (window.width == 1 and window.uniform)
-        if simple and window.tree is None and not self._gates.own_masks:
-            if not (added and any(slots.added_from)):
-                return {}
+        simple = window.even and window.width in (1, window.end)
+        if simple and not self._gates.own_masks and not (added and any(slots.added_from)):
+            return {}
         dtype = self._dtype(hidden)
         return {kind: slots.mask(kind, dtype, added) for kind in self._kinds}
 

@@ -42,7 +42,8 @@ class LayerReader(ExitReader):
         self._of_drafts = Own(self._layer)  # the layer, in the passes of drafts
         self._before = torch.empty(0)  # [rows, width, hidden] features that these enter with
         self._hidden = torch.empty(0)  # [rows, m, hidden] exits of positions `_base` and on
-        self._known = torch.empty(0)  # [rows, m + 1, hidden] joined features from `_base` - 1 on
+        # [rows, m + 1, hidden] joined features from `_base` - 1 on: the first, then the others.
+        self._known: list[Tensor] = []
         self._base: list[int] = []
         self._right: list[int] = []  # per row, positions whose KV needs no second look
         self._last = torch.empty(0)  # [rows, width, hidden] what the layer left at the last tokens
@@ -60,16 +61,17 @@ class LayerReader(ExitReader):
         rows, width = hidden.shape[:2]
         if offset == 0:
             self._added = state.slots.add_layer(self.decoder.windows[self.head.place])
-            self._known = hidden.new_zeros(rows, 1, hidden.shape[2])
+            self._known = [hidden.new_zeros(rows, 1, hidden.shape[2])]
             self._leaves = self.decoder.leaves
             self._of_drafts = self._own(lambda hidden: self.head.enter(hidden, self._before))
         features = self._shifted(block)
         self._run(state, self._enter(state, hidden, features), offset)
         ends = torch.tensor(counts, device=hidden.device) - offset  # of the text, in this block
         if features is not None:
-            joined = torch.cat([self._known, self._join(block)], dim=1)
+            (known,) = self._known
+            joined = torch.cat([known, self._join(block)], dim=1)
             at_end = pick(joined, ends.clamp(0, width)[:, None])
-            self._known = torch.where((ends > 0)[:, None, None], at_end, self._known)
+            self._known = [torch.where((ends > 0)[:, None, None], at_end, known)]
         self._hidden = hidden[:, :0]
         self._base = self._right = [
             length + count for length, count in zip(state.slots.lengths, counts, strict=True)
@@ -86,14 +88,11 @@ class LayerReader(ExitReader):
                 self._seen.append((lengths, verified.kept))
                 return
             self._follow(state, hidden[:, :1])
-        joined = None
         if self._joins:
             with state.stats.clock("head"):
                 joined = self.head.join(verified.kept[1:])
-        known = self._known_before(lengths)
-        if joined is not None:
-            known = torch.cat([known, joined], dim=1)
-        self._hidden, self._known, self._base = hidden, known, lengths
+            self._known = [self._known_before(lengths), joined]
+        self._hidden, self._base = hidden, lengths
         # The pending token's KV is right. So is a block's for drafts; a head that was fed its own
         # output reads them again with the target's features.
         seen = 1 if self._joins else max(1, drafted)
@@ -112,21 +111,23 @@ class LayerReader(ExitReader):
             streams = [torch.cat(parts, dim=1) for parts in zip(*blocks, strict=True)]
             with state.stats.clock("head"):
                 joined = self.head.join(streams[1:])
-            first, later = self._known[:, :1], self._known[:, 1:]
-            self._known = torch.cat([first, pick(torch.cat([later, joined], dim=1), at)], dim=1)
+            first, *later = self._known
+            self._known = [first, pick(torch.cat([*later, joined], dim=1), at)]
         self._seen = []
 
-    def _known_before(self, positions: Sequence[int]) -> Tensor:
-        """Joined features `[rows, 1, hidden]` of the token before each position."""
-        if not self._joins:
-            return self._known
-        return pick_from(self._known, self._since_base(positions))
+    def _known_before(self, positions: Sequence[int], width: int = 1) -> Tensor:
+        """Joined features `[rows, width, hidden]` of the token before each position, and on."""
+        places = self._since_base(positions)
+        first, *later = self._known
+        if later and min(places) > 0:
+            return pick_from(later[0], [place - 1 for place in places], width)
+        return pick_from(torch.cat([first, *later], dim=1), places, width)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep some rows."""
         kept = list(rows)
         self._hidden = self._hidden[kept]
-        self._known = self._known[kept] if self._joins else self._known
+        self._known = [states[kept] for states in self._known]
         self._base = [self._base[row] for row in kept]
         self._right = [self._right[row] for row in kept]
         self._seen = [
@@ -219,7 +220,7 @@ class LayerReader(ExitReader):
         starts, ends = self._behind(state)
         block, features = self._unseen(state, starts, ends), None
         if self._joins:
-            features = pick_from(self._known, self._since_base(starts), block.shape[1])
+            features = self._known_before(starts, block.shape[1])
         offsets = [-end for end in ends]
         own = self._own(partial(self.head.enter, features=features), ends)
         left = self.engine.shallow(state, block, 0, offsets, self._leaves, own=own)
@@ -266,7 +267,7 @@ class LayerReader(ExitReader):
         end = column(ends, pending)
         hidden = pick(torch.cat([self._hidden, pending], dim=1), at)
         hidden = hidden.scatter(1, end[..., None].expand_as(pending), pending)
-        features = pick(self._known, at) if self._joins else None
+        features = pick(torch.cat(self._known, dim=1), at) if self._joins else None
         offsets = [-end for end in ends]
         return self._run(state, self._enter(state, hidden, features), offsets), end
 
@@ -296,4 +297,4 @@ class LayerReader(ExitReader):
         """Of each token of a block, the joined features of the token before."""
         if not self._joins:
             return None
-        return torch.cat([self._known, self._join(block)[:, :-1]], dim=1)
+        return torch.cat([*self._known, self._join(block)[:, :-1]], dim=1)

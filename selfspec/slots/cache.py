@@ -119,7 +119,7 @@ class SlotCache(Cache):
         """
         active = self._active()
         partial = added and any(self.added_from)
-        if active.uniform and active.width <= WIDEST and active.tree is None and not partial:
+        if active.even and active.width <= WIDEST and not partial:
             return self._stairs.view(active, window, dtype)
         slots = self._counted.wholes[0][0, : active.end]
         if active.tree is None:

@@ -27,6 +27,7 @@ class Window:
         positions: `[rows, width]` the tokens' positions: their slots, but for a tree's.
         end: one more than the last slot written: what the longest row attends to.
         uniform: whether all rows write the same slots.
+        even: whether these are their tokens' positions, too.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Window:
         else:
             rows = torch.tensor(starts, device=numbers.device)
             self.slots = rows[:, None] + numbers[:, :width]
+        self.even = self.uniform and tree is None
         self.positions = self.slots
         if tree is not None:
             block = slice(place, place + width)
