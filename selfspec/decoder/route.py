@@ -9,7 +9,7 @@ between. A `Survey` finds it.
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -35,9 +35,10 @@ class Arguments(NamedTuple):
 
     def bind(self, values: Values) -> _Bound:
         """Find the values."""
-        # A comprehension would be a call of its own (before Python 3.12).
-        args, named = map(values.__getitem__, self.args), map(values.__getitem__, self.keys)
-        return tuple(args), dict(zip(self.names, named, strict=True))
+        value_of = values.__getitem__  # a comprehension would be one call more
+        return tuple(map(value_of, self.args)), dict(
+            zip(self.names, map(value_of, self.keys), strict=True)
+        )
 
 
 class Step:
@@ -50,16 +51,21 @@ class Step:
     """
 
     def __init__(self, key: int, module: nn.Module, arguments: Arguments):
-        self.key, self._module, self._arguments = key, module, arguments
+        self.key, self.module, self.arguments = key, module, arguments
+        self.begin()
 
     def begin(self) -> None:
         """Find out how the module is to be called."""
-        self._call = direct(self._module)
+        self.call = direct(self.module)
 
-    def run(self, values: Values) -> None:
-        """Call it, and add what it returns."""
-        args, kwargs = self._arguments.bind(values)
-        values[self.key] = self._call(*args, **kwargs)
+
+def _take(steps: Sequence[Step], values: Values) -> None:
+    """Make these calls, and add what they return."""
+    value_of = values.__getitem__
+    for step in steps:
+        args, names, keys = step.arguments
+        named = dict(zip(names, map(value_of, keys), strict=True))
+        values[step.key] = step.call(*map(value_of, args), **named)
 
 
 class Route:
@@ -112,12 +118,10 @@ class Route:
         values: Values = {**self._constants, **inputs}
         hidden = active.hidden
         if hidden is None:
-            for step in self._into:
-                step.run(values)
+            _take(self._into, values)
             hidden = values[self._first]
         values[HIDDEN] = hidden
-        for step in self._beside:
-            step.run(values)
+        _take(self._beside, values)
         bound: list[_Bound] = []
         for arguments, window in self._kinds:
             if active.masks:
@@ -152,9 +156,10 @@ class Route:
                 active.kept[index] = hidden
             args, kwargs = bound[kind_of[index]]
             if compiled is None:
-                hidden = first_of(call(hidden, *args, **kwargs))
+                output = call(hidden, *args, **kwargs)
             else:
-                hidden = first_of(compiled(self._gates[index].layer, index, hidden, args, kwargs))
+                output = compiled(self._gates[index].layer, index, hidden, args, kwargs)
+            hidden = output[0] if isinstance(output, tuple) else output
         active.layer_seconds += time.perf_counter() - began
         return hidden
 
