@@ -564,3 +564,12 @@ def test_a_processor_of_the_caller_comes_first_where_transformers_puts_it():
     options = {"logits_processor": LogitsProcessorList([TemperatureLogitsWarper(0.5)])}
     own = greedy(target, ids, mask, max_new_tokens=8, **options)
     assert torch.equal(ours(ids, mask, max_new_tokens=8, **options), own)
+
+
+def test_the_clocks_of_all_parts_run():
+    ids, mask = prompt(6, 4)
+    options = {"attention_mask": mask, "max_new_tokens": 12, "return_dict_in_generate": True}
+    stats = spec.generate(ids, draft=DRAFT, **options).stats
+    assert all(seconds > 0 for seconds in stats.seconds.values())
+    assert stats.time_split["rest"] > 0
+    assert sum(stats.time_split.values()) == pytest.approx(1)

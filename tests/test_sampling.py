@@ -199,6 +199,31 @@ def test_rows_of_one_length_are_taken_together():
     assert list(here.by_length()) == [(3, [1], [1]), (5, [0, 2], [2, 0])]
 
 
+# The text
+
+
+@pytest.mark.parametrize("written", [False, True], ids=["on the host", "written, too"])
+def test_what_is_settled_is_there_when_somebody_reads_it(written):
+    """Rows grow by different numbers of tokens; the second has two of padding."""
+    here = Context(text()[:, :3].clone(), [3, 3, 3], [0, 2], [[1, 2, 3], [4], [5, 6, 7]])
+    emitted = {0: [], 2: []}
+    for turn, counts in enumerate([(2, 1), (1, 3), (4, 1)]):
+        block = torch.randint(0, VOCAB, (2, 5), generator=torch.Generator().manual_seed(turn))
+        here.write(block + VOCAB)  # drafts, not all of which stand
+        if written:
+            here.write(block)
+        for row, count, tokens in zip((0, 2), counts, block.tolist(), strict=True):
+            here.settle(row, tokens[:count], written)
+            emitted[row] += tokens[:count]
+    assert here.lengths == [10, 3, 8] and here.text[1] == [4]
+    for row, tokens in emitted.items():
+        assert here.tokens[row, 3 : here.lengths[row]].tolist() == tokens
+        assert here.new(row, 5) == tokens[2:] and not here.new(row, here.lengths[row])
+    padded = here.padded(-1)
+    assert padded.shape == (3, 10) and torch.equal(padded[:, :3], text()[:, :3])
+    assert bool((padded[1, 3:] == -1).all()) and bool((padded[2, 8:] == -1).all())
+
+
 # Drawing
 
 
