@@ -50,7 +50,9 @@ class RotaryTables:
         if tables is None or tables.length < window.end:
             tables = self._tables[key] = self._make(x, window, layer_type)
         views = tables.view(window.starts[0], window.width)
-        return views if len(views) > 1 else views[0]
+        if len(views) == 1:
+            return views[0]
+        return views
 
     def _make(self, x: Tensor, window: Window, layer_type: str | None) -> Pieces:
         more = () if layer_type is None else (layer_type,)
