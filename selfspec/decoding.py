@@ -164,7 +164,7 @@ class Session:
 
     def _limit(self, state: State) -> int:
         """Drafts that can still be used: the last token allowed is the target's own."""
-        shortest = min(state.context.lengths[row] for row in state.context.rows)
+        shortest = min(map(state.context.lengths.__getitem__, state.context.rows))
         limit = self.stops.remaining(shortest) - 1
         positions = self.engine.decoder.max_positions
         if positions is not None:

@@ -38,8 +38,8 @@ class State:
         stats: counters and clocks of the call.
         keep: residual streams, by the number of layers below, that verification keeps.
         below: those of them that the round's shallow passes left, a block for each pass.
-        emitted: `[rows, n]` what the last round emitted, the pending token last; `None` where
-            rows emitted more or less than others.
+        emitted: `[rows, n]` what the last round emitted, the pending token last; `None` before
+            there was one, where rows emitted more or less than others, and after one left.
     """
 
     slots: SlotCache

@@ -232,3 +232,6 @@ def assert_lengths(session: Session, state: State) -> None:
         assert state.slots.lengths[place] == settled
         assert all(layer.capacity >= settled for layer in state.slots.layers)
         assert int(state.pending[place]) == int(context.tokens[row, length - 1])
+        if state.emitted is not None:
+            emitted = state.emitted[place].tolist()
+            assert emitted == context.text[row][-len(emitted) :]

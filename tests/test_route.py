@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from typing import Any
 
@@ -17,6 +18,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from selfspec import SelfSpecModel
 from selfspec.decoder import Decoder, Span
+from selfspec.decoder.snapshot import Snapshot
+from selfspec.decoder.support import path_to
 
 ALL = Span(0, LAYERS)
 TOKENS = torch.randint(2, 60, (2, 24), generator=torch.Generator().manual_seed(7))
@@ -168,7 +171,18 @@ def renamed(model: Any, monkeypatch: Any) -> None:
     monkeypatch.setitem(known, "create_causal_mask", lambda *args, **kwargs: mask(*args, **kwargs))
 
 
+def rewritten(model: Any, monkeypatch: Any) -> None:
+    """The body's forward has other code, in place, as reloading a module in a notebook gives it."""
+    forward = inspect.unwrap(LlamaModel.forward)
+    monkeypatch.setattr(forward, "__code__", forward.__code__.replace(co_firstlineno=1))
+
+
 CHANGES: dict[str, Any] = {
+    "code": rewritten,
+    "mode": lambda model, _: model.train(),
+    "method": lambda model, _: setattr(model.model, "post", lambda hidden: hidden),
+    "parameter": lambda model, _: setattr(model.model, "shift", torch.nn.Parameter(torch.zeros(1))),
+    "embedding": lambda model, _: model.set_input_embeddings(deepcopy(model.model.embed_tokens)),
     "attention": lambda model, _: model.set_attn_implementation("eager"),
     "config": lambda model, _: setattr(model.config, "pretraining_tp", 2),
     "inside config": lambda model, _: model.config.rope_parameters.update(note=1),
@@ -186,6 +200,49 @@ def test_a_model_that_has_changed_is_surveyed_anew(change: str, monkeypatch: Any
     assert of_a_call(spec)
     CHANGES[change](spec.causal_lm, monkeypatch)
     assert not of_a_call(spec)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "mistral", "mixtral", "gpt_neox", "gpt2"])
+def test_routes_of_families_last_and_their_absence_does_not(family: str) -> None:
+    decoder = Decoder(model_of(family, CASES_BY_FAMILY[family]))
+    routes_of(decoder)
+    found = {key: route for key, route in decoder._runner.routes.items() if route is not None}
+    with decoder:
+        assert decoder._runner.routes == found
+    assert len(found) < 4 if family == "gpt2" else found
+
+
+def test_gates_are_taken_out_where_a_look_at_the_model_fails(monkeypatch: Any) -> None:
+    decoder = Decoder(tiny_llama(num_hidden_layers=LAYERS))
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="boom"):
+        patch.setattr(decoder._runner, "begin", raising)
+        with decoder:
+            pass
+    assert not gates(decoder.causal_lm) and decoder.gates.entered == 0
+    with ThreadPoolExecutor(1) as pool:  # a thread that would wait for another's lock
+        assert pool.submit(routes_of, decoder).result(timeout=60)
+
+
+def raising() -> None:
+    raise RuntimeError("boom")
+
+
+def test_a_snapshot_bears_anything() -> None:
+    module: Any = torch.nn.Linear(1, 1)
+    module.config, module.itself, module.nan = {"a": [1, {"b": 2}]}, [], float("nan")
+    module.itself.append(module.itself)
+    module.tensors = [torch.zeros(2)]
+    before = Snapshot([module])
+    assert before == Snapshot([module]) and before != Snapshot([module], [module])
+    module.config["a"][1]["b"] = 3
+    assert before != Snapshot([module])
+
+
+def test_the_path_to_the_body_names_what_lies_between() -> None:
+    inner, model = tiny_llama(), torch.nn.Module()
+    model.language, model.other = torch.nn.ModuleDict({"model": inner}), torch.nn.Linear(1, 1)
+    assert path_to(inner.model, model) == [model, model.language, inner, inner.model]
+    assert path_to(model, model) == [model]
 
 
 @pytest.mark.parametrize("part", ["embed_tokens", "norm", "layers.2", "layers.2.mlp"])

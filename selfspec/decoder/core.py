@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar, get_args
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from selfspec.decoder.support import (
     find_layers,
     layer_windows,
     plain_weight,
+    refuse_options,
     refuse_unsupported,
     unwrap,
 )
@@ -62,17 +63,7 @@ class Decoder:
         kernels: Kernels = "eager",
         kv_cache_dtype: KVCacheDtype = "auto",
     ):
-        if kernels not in get_args(Kernels):
-            raise ValueError(f"kernels must be one of {get_args(Kernels)}, got {kernels!r}")
-        if kv_cache_dtype not in get_args(KVCacheDtype):
-            raise ValueError(
-                f"kv_cache_dtype must be one of {get_args(KVCacheDtype)}, got {kv_cache_dtype!r}"
-            )
-        if kernels == "compiled" and kv_cache_dtype != "auto":
-            raise ValueError(
-                f"compiled layers write keys and values as they are, not as {kv_cache_dtype}; "
-                "choose other kernels, or leave kv_cache_dtype out"
-            )
+        refuse_options(kernels, kv_cache_dtype)
         self.kernels: Kernels = kernels
         self.kv_cache_dtype: KVCacheDtype = kv_cache_dtype
         self.causal_lm = unwrap(model)
@@ -195,8 +186,12 @@ class Decoder:
     def __enter__(self) -> Decoder:
         """Put the gates in; passes inside a `with decoder:` do not have to."""
         self.gates.__enter__()
-        if self.gates.entered == 1:
-            self._runner.begin()
+        try:
+            if self.gates.entered == 1:
+                self._runner.begin()
+        except BaseException:
+            self.gates.__exit__()
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -238,21 +233,21 @@ class Decoder:
             raise ValueError(f"a span from layer {span.start} needs the hidden states below it")
         gates = self.gates
         if not gates.are_mine:
+            rest = hidden, offset, unembed, keep, own, tree, skips
             with self:
-                return Decoder.run(
-                    self, tokens, span, slots, hidden, offset, unembed, keep, own, tree, skips
-                )
+                return Decoder.run(self, tokens, span, slots, *rest)
         window = slots.window(tokens.shape[1], offset, tree)
         outer = slots.turn(window, {} if own is None else {span.stop - 1: own.added})
         try:
             masks = self._masks.of_slots(slots, window, hidden, added=own is not None)
             if (span.start > 0 or skips is not None) and gates.returns_tuple is None:
                 raise RuntimeError("run all layers once before a pass that leaves some of them out")
-            active = ActivePass(
-                span, window, hidden, masks, self._alibi, tuple(keep), own, skips=skips
-            )
+            active = ActivePass(span, window, hidden, masks, self._alibi, tuple(keep), own)
+            active.skips = skips
             inputs = self._inputs(tokens, slots, window.positions, masks)
-            routed = gates.bare and (bool(masks) or self._masks.needs_none(window))
+            # Of one token behind others, families that make their own masks make none.
+            maskless = window.width == 1 < window.end and not self._masks.slide
+            routed = gates.bare and (bool(masks) or maskless)
             return self._runner.run(active, inputs, unembed, routed)
         finally:
             slots.turn(*outer)

@@ -7,9 +7,9 @@ a child among the modules of its parent. A layer has a dozen of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -89,6 +89,29 @@ def direct(module: nn.Module) -> Callable[..., Any]:
     if plain and type(module.weight) is nn.Parameter and module.max_norm is None:
         return Direct(module, partial(_look_up, module.weight))
     return Direct(module, module.forward)
+
+
+class Call(NamedTuple):
+    """A module and its forward: what is called where a call of `Direct` would be one too many.
+
+    Attributes:
+        hooks: what hangs on the module; while there is any, `module` is to be called.
+        pre_hooks: the same.
+        module: the module.
+        forward: what a call without hooks comes down to.
+    """
+
+    hooks: Mapping[int, Any]
+    pre_hooks: Mapping[int, Any]
+    module: Callable[..., Any]
+    forward: Callable[..., Any]
+
+
+def call_of(module: nn.Module) -> Call:
+    """How the module is called in the shortest way."""
+    found = direct(module)
+    forward = found._forward if type(found) is Direct else module
+    return Call(module._forward_hooks, module._forward_pre_hooks, module, forward)
 
 
 def _look_up(weight: Tensor, input: Tensor) -> Tensor:

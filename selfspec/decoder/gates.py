@@ -27,7 +27,7 @@ from selfspec.decoder.passes import ActivePass
 from selfspec.decoder.prepacked import PrepackedLinears
 from selfspec.decoder.rotary import RotaryTables, is_static
 from selfspec.decoder.sublayers import Skipped, Sublayers
-from selfspec.decoder.support import causal_tables
+from selfspec.decoder.support import causal_tables, path_to
 
 if TYPE_CHECKING:
     from selfspec.decoder.survey import Survey
@@ -60,7 +60,8 @@ class Gates:
         others: modules of heads, which run in passes beside the model's own.
         survey: what watches the pass in progress, if anything does.
         dtype: the model's, which takes time to find.
-        bare: whether nobody but the gates hangs on the forward of the model and of its body.
+        path: the model, modules between it and its body, and that.
+        bare: whether nobody but the gates hangs on the forward of any of these.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Gates:
         kernels: Kernels = "eager",
     ):
         self.model, self.base, self.layers = model, base, layers
+        self.path = path_to(base, model)
         self.layers_name, self.windows = layers_name, windows
         self.active: ActivePass | None = None
         self.owner: int | None = None
@@ -121,7 +123,7 @@ class Gates:
         gates = [Gate(self, index, layer) for index, layer in enumerate(self.layers)]
         self.shadow(self.base.__dict__, self.layers_name, gates)
         self.dtype = self.model.dtype
-        self.bare = not any(map(_is_hung_on, (self.base, self.model)))
+        self.bare = not any(map(_is_hung_on, self.path))
         for module in (self.base, self.model):
             if "forward" not in module.__dict__:  # else device hooks have one of their own
                 self.shadow(module.__dict__, "forward", self._lean(module))

@@ -18,12 +18,15 @@ class Masks:
     Args:
         gates: the model's gates, which are in when masks are made.
         windows: per layer, the sliding window in tokens, or `None`.
+
+    Attributes:
+        slide: whether any layer has a window.
     """
 
     def __init__(self, gates: Gates, windows: Sequence[int | None]):
         self._gates = gates
         self._kinds = {None, *windows}
-        self._full = self._kinds == {None}
+        self.slide = self._kinds != {None}
 
     def of_slots(
         self, slots: SlotCache, window: Window, hidden: Tensor | None, added: bool
@@ -62,7 +65,3 @@ class Masks:
 
     def _dtype(self, hidden: Tensor | None) -> torch.dtype:
         return self._gates.dtype if hidden is None else hidden.dtype
-
-    def needs_none(self, window: Window) -> bool:
-        """Whether a family that makes its own masks makes none, wherever the tokens stand."""
-        return self._full and window.width == 1 and window.end > 1

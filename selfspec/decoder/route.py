@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from selfspec.decoder.direct import direct
+from selfspec.decoder.direct import call_of
 from selfspec.decoder.gate import Gate
 from selfspec.decoder.gates import Gates
 from selfspec.decoder.inputs import MASK
@@ -56,7 +56,7 @@ class Step:
 
     def begin(self) -> None:
         """Find out how the module is to be called."""
-        self.call = direct(self.module)
+        self.call = call_of(self.module)
 
 
 def _take(steps: Sequence[Step], values: Values) -> None:
@@ -65,7 +65,9 @@ def _take(steps: Sequence[Step], values: Values) -> None:
     for step in steps:
         args, names, keys = step.arguments
         named = dict(zip(names, map(value_of, keys), strict=True))
-        values[step.key] = step.call(*map(value_of, args), **named)
+        hooks, pre_hooks, module, forward = step.call
+        call = module if hooks or pre_hooks else forward
+        values[step.key] = call(*map(value_of, args), **named)
 
 
 class Route:
@@ -103,8 +105,8 @@ class Route:
     def begin(self) -> None:
         """Find out how modules are to be called, now that the gates are in."""
         self._gates: list[Gate] = getattr(self._of.base, self._of.layers_name)
-        self._layers = list(map(direct, self._of.layers))
-        self._tail_calls = list(map(direct, self._tail))
+        self._layers = list(map(call_of, self._of.layers))
+        self._tail_calls = list(map(call_of, self._tail))
         for step in (*self._into, *self._beside):
             step.begin()
 
@@ -141,8 +143,8 @@ class Route:
                 args, kwargs = bound[self._kind_of[index]]
                 hidden = first_of(gate.run(active, hidden, args, kwargs))
         active.result = active.kept[stop] = hidden
-        for call in self._tail_calls:
-            hidden = call(hidden)
+        for hooks, pre_hooks, module, forward in self._tail_calls:
+            hidden = (module if hooks or pre_hooks else forward)(hidden)
         return hidden
 
     def _through(
@@ -151,12 +153,13 @@ class Route:
         """Layers that run as they are, timed as one: asking a clock takes time, too."""
         keep, kind_of, compiled = active.keep, self._kind_of, self._compiled
         began = time.perf_counter()
-        for index, call in enumerate(self._layers[start:stop], start):
+        for index in range(start, stop):
             if index in keep:
                 active.kept[index] = hidden
             args, kwargs = bound[kind_of[index]]
+            hooks, pre_hooks, layer, forward = self._layers[index]
             if compiled is None:
-                output = call(hidden, *args, **kwargs)
+                output = (layer if hooks or pre_hooks else forward)(hidden, *args, **kwargs)
             else:
                 output = compiled(self._gates[index].layer, index, hidden, args, kwargs)
             hidden = output[0] if isinstance(output, tuple) else output

@@ -27,7 +27,8 @@ class Runner:
     Attributes:
         tail: from the body's output to logits.
         routes: what a pass comes down to, by whether it has masks, is normed, and goes on to
-            logits; `None` where only the model's own code will do.
+            logits; `None` where only the model's own code will do. Routes hold from call to call
+            while the model is what it was when they were found (`Snapshot`).
     """
 
     def __init__(self, causal_lm: PreTrainedModel, base: nn.Module, gates: Gates):
@@ -37,14 +38,24 @@ class Runner:
         self._surveyed: Snapshot | None = None
 
     def begin(self) -> None:
-        """Gates have been put in: routes hold where the model is what it was."""
-        found = Snapshot(self.tail.causal_lm, self.base)
-        if found == self._surveyed:
-            for route in filter(None, self.routes.values()):
-                route.begin()
-        else:
+        """Gates have been put in: keep the routes that hold, and look for others anew."""
+        routes = {key: route for key, route in self.routes.items() if route is not None}
+        self.routes = routes if routes and self._snapshot() == self._surveyed else {}
+        for route in filter(None, self.routes.values()):
+            route.begin()
+
+    def _snapshot(self) -> Snapshot:
+        model = self.tail.causal_lm
+        return Snapshot(
+            self.gates.path, [model.get_input_embeddings(), model.get_output_embeddings()]
+        )
+
+    def _keep(self, key: tuple[bool, ...], route: Route | None) -> None:
+        """Keep what a survey found."""
+        found = self._snapshot()
+        if found != self._surveyed:
             self.routes.clear()
-        self._surveyed = found
+        self.routes[key], self._surveyed = route, found
 
     def run(
         self, active: ActivePass, inputs: dict[str, Any], unembed: bool, routed: bool = False
@@ -72,7 +83,7 @@ class Runner:
             elif routed and key not in self.routes and _is_narrow(active):
                 with Survey(gates, inputs) as survey:
                     result = self._run_whole(active, inputs, unembed)
-                self.routes[key] = survey.route(result)
+                self._keep(key, survey.route(result))
             else:
                 result = self._run_whole(active, inputs, unembed)
         finally:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
+from selfspec.config import Kernels, KVCacheDtype
 from selfspec.decoder.placement import weight_of
 from selfspec.decoder.quantized import is_quantized
 
@@ -28,6 +29,21 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
     if not isinstance(inner, PreTrainedModel):
         raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
     return inner
+
+
+def refuse_options(kernels: str, kv_cache_dtype: str) -> None:
+    """Raise ValueError, with the reason, for options that are none, or exclude each other."""
+    if kernels not in get_args(Kernels):
+        raise ValueError(f"kernels must be one of {get_args(Kernels)}, got {kernels!r}")
+    if kv_cache_dtype not in get_args(KVCacheDtype):
+        raise ValueError(
+            f"kv_cache_dtype must be one of {get_args(KVCacheDtype)}, got {kv_cache_dtype!r}"
+        )
+    if kernels == "compiled" and kv_cache_dtype != "auto":
+        raise ValueError(
+            f"compiled layers write keys and values as they are, not as {kv_cache_dtype}; "
+            "choose other kernels, or leave kv_cache_dtype out"
+        )
 
 
 def refuse_unsupported(model: PreTrainedModel) -> None:
@@ -75,6 +91,15 @@ def find_layers(model: nn.Module, count: int) -> tuple[nn.Module, str, nn.Module
         f"{type(model).__name__} has no ModuleList of num_hidden_layers = {count} layers; "
         "selfspec cannot tell its decoder layers"
     )
+
+
+def path_to(module: nn.Module, model: nn.Module) -> list[nn.Module]:
+    """The model, the modules between it and one of its modules, and that."""
+    name = next(name for name, found in model.named_modules() if found is module)
+    path = [model]
+    for part in name.split(".") if name else ():
+        path.append(path[-1].get_submodule(part))
+    return path
 
 
 def layer_windows(config: Any, depth: int) -> list[int | None]:

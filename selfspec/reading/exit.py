@@ -32,7 +32,7 @@ class ExitReader:
 
     def __init__(self, engine: Engine, head: ExitHead):
         self.engine, self.decoder, self.head = engine, engine.decoder, head
-        self._trimmed = head.vocab_ids is not None
+        self._trimmed = head.vocab_ids is not None  # a reader is made for one call
         self._judges: dict[bool, Judge] = {}
 
     def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:

@@ -103,7 +103,10 @@ class SlotCache(Cache):
         added: Mapping[int, int] | None = None,
         tree: Tree | None = None,
     ) -> Iterator[Window]:
-        """While active, passes write a `window`; what `turn` is to a pass, which has no time."""
+        """While active, passes write a `window` (and added layers, `turn`).
+
+        A pass itself takes its turn without this, which costs it as much as a small operation.
+        """
         window = self.window(width, offset, tree)
         outer = self.turn(window, added or {})
         try:

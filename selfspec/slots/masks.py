@@ -73,9 +73,13 @@ class Stairs:
     def view(self, active: Window, window: int | None, dtype: torch.dtype) -> Tensor:
         """`[rows, 1, width, end]` the mask of a pass of at most `WIDEST` tokens."""
         table = self._table(window, dtype, active.end)
-        length = table.shape[1]
-        shape = (len(active.starts), 1, active.width, active.end)
-        return table.as_strided(shape, (0, 0, length, 1), length // 2 - active.starts[0])
+        rows, length = len(active.starts), table.shape[1]
+        whole = active.width * length  # strides of one row are those of a mask made anew
+        return table.as_strided(
+            (rows, 1, active.width, active.end),
+            (0 if rows > 1 else whole, whole, length, 1),
+            length // 2 - active.starts[0],
+        )
 
     def _table(self, window: int | None, dtype: torch.dtype, end: int) -> Tensor:
         table = self._tables.get((window, dtype))
