@@ -198,7 +198,9 @@ class Policy:
         way = self.way(name)
         way.pace.round_seconds.add(seconds)
         way.pace.tokens.add(tokens)
-        if way.shadow.count:
+        # The mean of a mean that has few values makes most of the first of them: luck, which would
+        # look like a change of the text.
+        if way.shadow.count * _SHADOW >= 1:
             way.agreed.add(way.shadow.value)
         self.rounds += 1
         way.seen = self.rounds

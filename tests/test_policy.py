@@ -429,6 +429,25 @@ def test_what_others_saw_of_the_text_counts():
     assert way.rate == pytest.approx(geometric[1] / geometric[0] * before, rel=0.02)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_luck_at_the_beginning_is_no_change_of_the_text(seed):
+    """A head that is right half of the time, and may be right more often to begin with."""
+    luck, policy, few = random.Random(seed), Policy(), 40
+    way = policy.way("chain")
+    way.levels = 12
+    for done in range(400):
+        kept = next((level for level in range(12) if luck.random() < 0.5), 12)
+        way.shadow.add(float(kept > 0))
+        policy.learn("chain", 1.0 + kept, 1.0)
+        if done < few:
+            assert way.rate == pytest.approx(way.pace.rate)
+        else:
+            assert way.rate == pytest.approx(way.pace.rate, rel=0.35)
+    for _ in range(50):
+        way.shadow.add(0.0)  # seen while others draft
+    assert way.rate < 0.8 * way.pace.rate
+
+
 def test_no_round_is_taken_to_keep_more_than_its_levels():
     """A tree keeps more than its head's first guesses do, and still no more than a branch."""
     policy = Policy()
