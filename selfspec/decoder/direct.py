@@ -110,7 +110,7 @@ class Call(NamedTuple):
 def call_of(module: nn.Module) -> Call:
     """How the module is called in the shortest way."""
     found = direct(module)
-    forward = found._forward if type(found) is Direct else module
+    forward = found._forward if isinstance(found, Direct) else module
     return Call(module._forward_hooks, module._forward_pre_hooks, module, forward)
 
 

@@ -39,10 +39,12 @@ class Runner:
 
     def begin(self) -> None:
         """Gates have been put in: keep the routes that hold, and look for others anew."""
-        routes = {key: route for key, route in self.routes.items() if route is not None}
-        self.routes = routes if routes and self._snapshot() == self._surveyed else {}
-        for route in filter(None, self.routes.values()):
-            route.begin()
+        found = [(key, route) for key, route in self.routes.items() if route is not None]
+        self.routes.clear()
+        if found and self._snapshot() == self._surveyed:
+            self.routes.update(found)
+            for _, route in found:
+                route.begin()
 
     def _snapshot(self) -> Snapshot:
         model = self.tail.causal_lm
