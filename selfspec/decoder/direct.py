@@ -91,7 +91,7 @@ def direct(module: nn.Module) -> Callable[..., Any]:
     return Direct(module, module.forward)
 
 
-class Call(NamedTuple):
+class Callee(NamedTuple):
     """A module and its forward: what is called where a call of `Direct` would be one too many.
 
     Attributes:
@@ -107,11 +107,11 @@ class Call(NamedTuple):
     forward: Callable[..., Any]
 
 
-def call_of(module: nn.Module) -> Call:
+def callee_of(module: nn.Module) -> Callee:
     """How the module is called in the shortest way."""
     found = direct(module)
     forward = found._forward if isinstance(found, Direct) else module
-    return Call(module._forward_hooks, module._forward_pre_hooks, module, forward)
+    return Callee(module._forward_hooks, module._forward_pre_hooks, module, forward)
 
 
 def _look_up(weight: Tensor, input: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from selfspec.decoder.direct import call_of
+from selfspec.decoder.direct import callee_of
 from selfspec.decoder.gate import Gate
 from selfspec.decoder.gates import Gates
 from selfspec.decoder.inputs import MASK
@@ -56,16 +56,17 @@ class Step:
 
     def begin(self) -> None:
         """Find out how the module is to be called."""
-        self.call = call_of(self.module)
+        self.callee = callee_of(self.module)
 
 
 def _take(steps: Sequence[Step], values: Values) -> None:
     """Make these calls, and add what they return."""
+    # Bound as `Arguments.bind` does: to call it takes as long as to bind, ten times a round.
     value_of = values.__getitem__
     for step in steps:
         args, names, keys = step.arguments
         named = dict(zip(names, map(value_of, keys), strict=True))
-        hooks, pre_hooks, module, forward = step.call
+        hooks, pre_hooks, module, forward = step.callee
         call = module if hooks or pre_hooks else forward
         values[step.key] = call(*map(value_of, args), **named)
 
@@ -105,8 +106,8 @@ class Route:
     def begin(self) -> None:
         """Find out how modules are to be called, now that the gates are in."""
         self._gates: list[Gate] = getattr(self._of.base, self._of.layers_name)
-        self._layers = list(map(call_of, self._of.layers))
-        self._tail_calls = list(map(call_of, self._tail))
+        self._layers = list(map(callee_of, self._of.layers))
+        self._tail_calls = list(map(callee_of, self._tail))
         for step in (*self._into, *self._beside):
             step.begin()
 
