@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from selfspec.falls import Falls
-from selfspec.mean import Mean
+from selfspec.mean import Mean, Slope
 
 FAST, _SLOW = 0.03, 0.1  # weight of the newest round: in what a text brings, in what a pass costs
+_WIDENING_DOUBT = 10.0  # squared distances of drafts from their mean, in sum, that showed no rise
 
 
 @dataclass
@@ -21,8 +22,11 @@ class Pace:
     """What rounds of one way to draft cost and bring.
 
     Attributes:
-        draft_seconds: of one more draft in a chain.
-        fixed_seconds: of a round without its drafts.
+        draft_seconds: of making one more draft in a chain.
+        rest_seconds: of a round but for making its drafts: to verify them takes most of it.
+        widening: by how much that rises with every draft.
+        fixed_seconds: of a round without drafts.
+        drafts: in a round.
         tokens: emitted in a round, of a row on average.
         falls: how likely drafts fall, by whether they are drawn.
         judge_seconds: of asking how likely they are kept.
@@ -32,7 +36,10 @@ class Pace:
     """
 
     draft_seconds: Mean = field(default_factory=lambda: Mean(_SLOW, clipped=True))
+    rest_seconds: Mean = field(default_factory=lambda: Mean(_SLOW, clipped=True))
+    widening: Slope = field(default_factory=lambda: Slope(0.0, _WIDENING_DOUBT))
     fixed_seconds: Mean = field(default_factory=lambda: Mean(_SLOW, clipped=True))
+    drafts: Mean = field(default_factory=lambda: Mean(_SLOW))
     round_seconds: Mean = field(default_factory=lambda: Mean(_SLOW, clipped=True))
     tokens: Mean = field(default_factory=lambda: Mean(FAST))
     falls: dict[bool, Falls] = field(default_factory=lambda: defaultdict(Falls))
@@ -46,6 +53,11 @@ class Pace:
     def known(self) -> bool:
         """Whether there is enough to decide by."""
         return self.round_seconds.count >= 2
+
+    @property
+    def cost(self) -> float:
+        """Seconds by which one more draft makes a round longer."""
+        return self.draft_seconds.value + max(0.0, self.widening.value)
 
     @property
     def rate(self) -> float:
@@ -92,8 +104,18 @@ class RoundClock:
             # The first draft takes the longest. Where it alone is made, this keeps an estimate that
             # was disturbed from forbidding the others for ever.
             pace.draft_seconds.add(min(pace.draft_seconds.value, self._marks[0] - self._began))
+        if self._marks:
+            self._learn_rest(now - self._marks[-1], len(self._marks))
         if self._marks and pace.draft_seconds.count:
-            drafting = pace.draft_seconds.value * len(self._marks)
-            pace.fixed_seconds.add(max(0.0, seconds - drafting))
+            pace.fixed_seconds.add(max(0.0, seconds - pace.cost * len(self._marks)))
         pace.round_seconds.add(seconds)
         pace.tokens.add(self._tokens)
+
+    def _learn_rest(self, seconds: float, drafts: int) -> None:
+        pace, usual = self.pace, self.pace.rest_seconds.value
+        if pace.rest_seconds.count:
+            # A disturbance says nothing of drafts, however many there were.
+            beyond = min(seconds, 2 * usual) - usual
+            pace.widening.add(drafts - pace.drafts.value, beyond)
+        pace.rest_seconds.add(seconds)
+        pace.drafts.add(drafts)

@@ -13,10 +13,12 @@ from selfspec.heads import Calibrator, Judge
 from selfspec.pace import Pace, RoundClock
 
 _ENOUGH = 8  # times asked that tell what it is worth
-_LOOK = 16  # rounds of a call, in one of which it is asked behind every draft
+_LOOK = 16  # rounds of a call, in one of which it is asked of every draft
 _SERVED = 3.0  # decisions of a round that an answer serves
 _FIRST_GUESS = 4  # drafts of the rounds that nothing is known before
+_LONGEST = 16  # drafts of the longest rounds that are thought of
 _AHEAD = 16  # drafts that are decided at once, at most
+_HOLD = 4  # rounds that this holds for
 
 
 class Schedule:
@@ -67,12 +69,14 @@ class OptimalStop(Schedule):
     as far as it has told more than that (`Falls`). A draft costs what one has cost so far.
 
     Asking the calibrator takes time, too. On a CPU it is asked behind a draft where its answers
-    have saved more, by other decisions than would be made without, and now and then to find out.
-    Elsewhere clocks see a draft only because the question waits for it.
+    have saved more, by other decisions than would be made without. Now and then, to find out, it is
+    asked of all at the end of a round. Elsewhere clocks see a draft only because the question waits
+    for it.
 
-    What time is worth is the rate so far, in tokens per second, so that drafting longer pays as
-    long as it would raise that rate (the marginal value rule, Charnov 1976). All is counted for a
-    row on average: what is known holds when other rows have ended, and for other batches.
+    What time is worth is the best rate, in tokens per second, that rounds of any one length would
+    have with usual drafts, so that drafting longer pays as long as it would raise that rate (the
+    marginal value rule, Charnov 1976). All is counted for a row on average: what is known holds
+    when other rows have ended, and for other batches.
 
     Args:
         pace: times and gains so far; may outlive the call.
@@ -88,7 +92,9 @@ class OptimalStop(Schedule):
         self._reach = [1.0]  # how likely all drafts are kept, for each row, or for all alike
         self._asked = [1.0]  # the same of those that were asked of
         self._rounds = 0
-        self._settled = 0  # drafts behind which another was settled when the first was made
+        self._rate = 0.0  # tokens per second: what time is worth
+        # Drafts behind which another is settled before they are made, and how likely all are kept.
+        self._settled, self._ahead = 0, [1.0]
 
     def begin(self, judge: Judge) -> None:
         """Time the round from here."""
@@ -107,11 +113,11 @@ class OptimalStop(Schedule):
         place = len(self._chances) + len(self._waiting)
         self._drawn = probs is not None
         self._waiting.append(scores if probs is None else probs)
-        if place == 0:
+        if place == 0 and (not self._settled or self._rounds % _HOLD == 0):
             self._look_ahead(scores.device)
         if place < self._settled:
             return True
-        self._reach = self._further(self._reach, place)
+        self._reach = self._further(self._ahead if place == self._settled else self._reach, place)
         if not self.pace.known or self._pays(place + 1, scores.device):
             self._ask()
         if not self.pace.known:
@@ -123,20 +129,36 @@ class OptimalStop(Schedule):
 
         In one go that takes a fraction of what it takes draft by draft, between other things.
         """
-        self._settled = 0
+        self._rate, self._settled, self._ahead = self._best_rate(), 0, [1.0]
         while self.pace.known and self._settled < _AHEAD:
             drafted = self._settled + 1
-            reach = self._further(self._reach, self._settled)
+            reach = self._further(self._ahead, self._settled)
             if self._pays(drafted, device) or self._lost_by_another(reach, drafted) >= 0:
                 return
-            self._reach, self._settled = reach, drafted
+            self._ahead, self._settled = reach, drafted
+
+    def _best_rate(self) -> float:
+        """The most tokens per second that rounds of one length have, as drafts usually fare."""
+        seconds, tokens, reach, best = self.pace.fixed_seconds.value, 1.0, 1.0, 0.0
+        for place in range(_LONGEST):
+            reach *= 1 - self._falls.usual(place)
+            tokens += reach
+            seconds += self.pace.cost
+            if seconds > 0:
+                best = max(best, tokens / seconds)
+        return best
 
     def _pays(self, drafted: int, device: torch.device) -> bool:
         """Whether to ask the calibrator behind that many drafts."""
         worth = self.pace.worth[self._drawn, drafted]
-        unsure = worth.count < _ENOUGH or self._rounds % _LOOK == 1
-        pays = _SERVED * worth.value > self.pace.judge_seconds.value
-        return unsure or pays or device.type != "cpu"
+        return _SERVED * worth.value > self.pace.judge_seconds.value or device.type != "cpu"
+
+    def _wonders(self) -> bool:
+        """Whether to ask it of the drafts that wait, for what that would have been worth."""
+        asked = len(self._chances)
+        places = range(asked + 1, asked + len(self._waiting) + 1)
+        fewest = min((self.pace.worth[self._drawn, n].count for n in places), default=_ENOUGH)
+        return bool(places) and (fewest < _ENOUGH or self._rounds % _LOOK == 1)
 
     def _ask(self) -> None:
         """Learn the chances of the drafts that wait, and what it is worth to know them."""
@@ -166,12 +188,13 @@ class OptimalStop(Schedule):
 
     def _lost_by_another(self, reach: list[float], drafted: int) -> float:
         """Seconds that a draft takes beyond what it brings, behind that many."""
-        pace = self.pace
         gain = (1 - self._falls.usual(drafted)) * sum(reach) / len(reach)
-        return pace.draft_seconds.value - (gain / pace.rate if pace.rate else 0.0)
+        return self.pace.cost - (gain / self._rate if self._rate else 0.0)
 
     def end(self, drafted: int, accepted: Sequence[int]) -> None:
         """Learn from the round."""
+        if self._wonders():
+            self._ask()
         self._clock.end(1 + sum(accepted) / len(accepted))
         asked = len(self._chances)
         for row, kept in enumerate(accepted):

@@ -115,6 +115,7 @@ def play(
     rows=1,
     judge_seconds=0.0,
     said=None,
+    verify_seconds=0.0,
 ):
     """Tokens per second of chains whose drafts are kept with `chance(source)`, on that schedule.
 
@@ -141,7 +142,7 @@ def play(
         for row in range(rows):
             while kept[row] < drafted and source.random() < chances[kept[row]]:
                 kept[row] += 1
-        clock.now += fixed_seconds
+        clock.now += fixed_seconds + verify_seconds * drafted
         schedule.end(drafted, kept)
         emitted += sum(kept) + rows
         lengths.append(drafted)
@@ -169,6 +170,20 @@ def test_optimal_stopping_is_as_good_as_the_best_fixed_length(clock, draft_secon
     fixed = [play(FixedStop(k), clock, chances, draft_seconds, 1.0, 4000)[0] for k in range(1, 13)]
     rate, _ = play(OptimalStop(Pace()), clock, chances, draft_seconds, 1.0, 4000)
     assert rate > (1.0 if chance == "mixed" else 0.97) * max(fixed)
+
+
+@pytest.mark.parametrize("verify_seconds", [0.1, 0.2])
+@pytest.mark.parametrize("chance", [0.7, 0.9])
+def test_optimal_stopping_counts_what_verification_takes_longer(clock, chance, verify_seconds):
+    options = {"verify_seconds": verify_seconds}
+    fixed = [
+        play(FixedStop(k), clock, lambda _: chance, 0.02, 1.0, 8000, **options)[0]
+        for k in range(1, 13)
+    ]
+    pace = Pace()
+    rate, _ = play(OptimalStop(pace), clock, lambda _: chance, 0.02, 1.0, 8000, **options)
+    assert 0.02 + verify_seconds / 2 < pace.cost < 0.03 + verify_seconds
+    assert rate > 0.97 * max(fixed)
 
 
 @pytest.mark.parametrize("chance", [0.6, 0.8])
@@ -233,6 +248,8 @@ def test_what_was_no_use_for_long_is_used_again_when_the_text_changes(clock, lon
 def test_what_is_settled_ahead_would_have_been_decided_draft_by_draft(
     clock, monkeypatch, chance, judge_seconds
 ):
+    monkeypatch.setattr("selfspec.schedule._HOLD", 1)
+
     def lengths(ahead):
         monkeypatch.setattr("selfspec.schedule._AHEAD", ahead)
         stop, options = OptimalStop(Pace()), {"judge_seconds": judge_seconds, "tokens": 2000}
