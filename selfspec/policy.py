@@ -24,6 +24,7 @@ _AGAIN = 0.005  # share of the time without plain decoding that looking at it ag
 _CREDIT = 1.0  # rounds that may be lost before anything is known
 _STALE = 32  # rounds after which a way is worth another look
 _SHADOW = 0.02  # weight of a token in how often a head would have agreed
+_LUCK = 1.5  # standard deviations of that which are no change of the text
 _MARGIN = 1.02  # how much faster another way must look
 
 
@@ -36,6 +37,9 @@ class Way:
         shadow: how often it would have agreed with the text, whoever drafted.
         agreed: `shadow` in the rounds that its pace is of; what it has gained since says how the
             text changed.
+        ahead: tokens that its head's first choices would have brought in rounds of any way that
+            shows them, a better measure; `None` where another way of the head cannot be compared.
+        beside: `ahead` in the rounds that its pace is of.
         seen: the round of the last use.
         since: the policy's seconds then.
         guess: its rate by what is known elsewhere, for as long as it was not used here.
@@ -45,6 +49,8 @@ class Way:
     pace: Pace = field(default_factory=Pace)
     shadow: Mean = field(default_factory=lambda: Mean(_SHADOW))
     agreed: Mean = field(default_factory=lambda: Mean(FAST))
+    ahead: Mean | None = None
+    beside: Mean = field(default_factory=lambda: Mean(FAST))
     seen: int = 0
     since: float = 0.0
     guess: float | None = None
@@ -60,12 +66,23 @@ class Way:
         """Tokens per second and row, as far as can be told."""
         if self.guess is not None and not self.pace.known:
             return self.guess
-        if not self.agreed.count:
-            return self.pace.rate
-        now, then = (self._length(mean.value) for mean in (self.shadow, self.agreed))
-        # A tree keeps more than that series, but no round keeps more than its levels.
-        most = (self.levels + 1) / max(1.0, self.pace.tokens.value)
-        return self.pace.rate * min(now / then, most)
+        return self.pace.rate * self._change
+
+    @property
+    def _change(self) -> float:
+        """How many times as many tokens its rounds would bring now."""
+        if self.ahead is not None and self.beside.count:
+            change = self.ahead.value / self.beside.value
+        elif self.agreed.count:
+            now, then = self.shadow.value, self.agreed.value
+            # Luck changes how often first drafts are kept; a text, how often deeper ones are, too.
+            luck = _LUCK * (_SHADOW * then * (1 - then)) ** 0.5
+            now = then + max(0.0, now - then - luck) - max(0.0, then - now - luck)
+            change = self._length(now) / self._length(then)
+        else:
+            return 1.0
+        # No round keeps more than its levels.
+        return min(change, (self.levels + 1) / max(1.0, self.pace.tokens.value))
 
     def _length(self, agreement: float) -> float:
         """Tokens of a round whose drafts are kept that often: a geometric series."""
@@ -84,6 +101,7 @@ class Policy:
     Attributes:
         ways: what is known of each, the one to begin with first.
         shadows: what several ways share of such knowledge.
+        aheads: the same.
         rounds: rounds so far.
         seconds: what they took.
         lost: seconds that trials took beyond what the best way would have, as they were charged.
@@ -91,6 +109,7 @@ class Policy:
 
     ways: dict[str, Way] = field(default_factory=dict)
     shadows: dict[str, Mean] = field(default_factory=dict)
+    aheads: dict[str, Mean] = field(default_factory=dict)
     rounds: int = 0
     seconds: float = 0.0
     lost: float = 0.0
@@ -114,6 +133,10 @@ class Policy:
         """How often something that several ways share would have agreed with the text."""
         return self.shadows.setdefault(name, Mean(_SHADOW))
 
+    def ahead(self, name: str) -> Mean:
+        """How many tokens its first choices would have brought."""
+        return self.aheads.setdefault(name, Mean(FAST))
+
     @property
     def is_settled(self) -> bool:
         """Whether the next choice was made with an earlier one."""
@@ -134,6 +157,7 @@ class Policy:
         if trial and self._is_stale(self.ways[trial]):
             self.ways[trial].pace.tokens.doubt(_ENOUGH)
             self.ways[trial].agreed.doubt(_ENOUGH)
+            self.ways[trial].beside.doubt(_ENOUGH)
             self.ways[trial].pace.round_seconds.doubt(_STRETCH)  # the machine may have changed
         # To choose takes time, too: the best way is used for as many rounds as one that is tried.
         self._left = (_STRETCH if trial or self.ways[best].pace.known else _FIRST) - 1
@@ -193,8 +217,15 @@ class Policy:
             return 1.0
         return min(_DEAREST, max(1.0, top.rate / way.rate) ** 2)
 
-    def learn(self, name: str, tokens: float, seconds: float) -> None:
-        """Take in a round: tokens of a row on average, and what it took."""
+    def learn(self, name: str, tokens: float, seconds: float, ahead: float | None = None) -> None:
+        """Take in a round.
+
+        Args:
+            name: the way.
+            tokens: that it brought, of a row on average.
+            seconds: that it took.
+            ahead: tokens that its head's first choices would have brought, if it showed them.
+        """
         way = self.way(name)
         way.pace.round_seconds.add(seconds)
         way.pace.tokens.add(tokens)
@@ -202,6 +233,8 @@ class Policy:
         # look like a change of the text.
         if way.shadow.count * _SHADOW >= 1:
             way.agreed.add(way.shadow.value)
+        if ahead is not None:
+            way.beside.add(ahead)
         self.rounds += 1
         way.seen = self.rounds
         self.seconds += seconds

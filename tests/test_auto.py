@@ -9,6 +9,7 @@ from head_tools import assert_reads_as_forced, close_in_double, own_head, record
 
 from selfspec import SelfSpecModel
 from selfspec.decoder import Decoder
+from selfspec.drafters import auto
 from selfspec.drafters.auto import Auto
 from selfspec.policy import Policy
 
@@ -96,6 +97,39 @@ def test_a_head_that_drafts_shows_how_often_its_first_draft_is_right(way, right,
     drafted = sum(bool(step.drafted) for step in spec.last_trace.rows[0])
     assert shadow.count == drafted > 0 and shadow.value == right
     assert not spec.engine.policy("auto", 1, True, False).shadow(name).count
+
+
+def shown_choices(monkeypatch, seed, way):
+    """By the tokens before a round: first choices that were kept, and whether all drafts were."""
+    shown, first_choices = [], auto._first_choices
+    monkeypatch.setattr(
+        auto, "_first_choices", lambda *args: shown.append(first_choices(*args)) or shown[-1]
+    )
+    monkeypatch.setattr(Auto, "_repeats", lambda auto, state: False)
+    monkeypatch.setattr(Policy, "choose", lambda policy, ways: f"{way} shared@{EXIT}")
+    spec = SelfSpecModel(tiny_llama("sometimes", seed=seed))
+    draft = {"drafter": "auto", "exit_layer": EXIT, "num_draft_tokens": 4}
+    spec.generate(IDS[:1], max_new_tokens=150, draft=draft)
+    assert spec.engine.policy("auto", 1, False, False).ahead(f"shared@{EXIT}").count
+    monkeypatch.undo()
+    rounds = spec.last_trace.rows[0]
+    begins = itertools.accumulate(len(step.tokens) for step in rounds)
+    drafted = [(at, step) for at, step in zip(begins, rounds[1:], strict=False) if step.proposed]
+    return {
+        at: (count, step.accepted == len(step.drafted))
+        for (at, step), (count,) in zip(drafted, shown, strict=True)
+    }
+
+
+def test_a_tree_shows_what_the_chain_of_its_head_would_have_kept(monkeypatch):
+    compared = 0
+    for seed in range(4):
+        chain, tree = (shown_choices(monkeypatch, seed, way) for way in ("chain", "tree"))
+        for at in chain.keys() & tree.keys():
+            (kept, whole), (chosen, _) = chain[at], tree[at]
+            assert chosen == kept or (whole and chosen > kept)
+            compared += not whole
+    assert compared > 10
 
 
 def test_plain_decoding_is_judged_by_the_rounds_of_chains(monkeypatch):

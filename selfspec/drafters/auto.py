@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 
 from selfspec.chain import ExitChain
 from selfspec.config import DraftConfig
@@ -51,11 +52,13 @@ class Auto(Drafter):
         self.ways: dict[str, Propose] = {}
         self._chains: dict[str, ExitChain] = {}
         self._of: dict[str, ExitReader] = {}
+        self._trees: dict[str, ExitReader] = {}
         self._levels: dict[str, int] = {}  # the most drafts that a round of theirs can keep
         self._add_ways(config)
         self._used, self._where = "", False
         self._began: float | None = None
         self._gained = 0.0
+        self._ahead: float | None = None
 
     @classmethod
     def from_config(cls, engine: Engine, config: DraftConfig) -> Auto:
@@ -81,6 +84,7 @@ class Auto(Drafter):
             if not self.engine.decoder.counts_keys:
                 self.ways[tree] = ExitGrowth(reader, widths).propose
                 self._of[tree], self._levels[tree] = reader, len(widths)
+                self._trees[tree] = reader
 
     def _draft_nothing(self, state: State, limit: int) -> Draft:
         return Draft.empty(state.rows, state.pending.device)
@@ -101,6 +105,8 @@ class Auto(Drafter):
             for name, reader in self._of.items():
                 policy.way(name).shadow = self.policies[False].shadow(_name(reader))
                 policy.way(name).levels = self._levels[name]
+        for tree, reader in self._trees.items():
+            self.policies[False].way(tree).ahead = self.policies[False].ahead(_name(reader))
 
     def _seen_by(self, reader: ExitReader, block: Pass) -> Pass:
         return block._replace(kept=[block.kept[self.keep.index(layer)] for layer in reader.keep])
@@ -109,7 +115,8 @@ class Auto(Drafter):
         """Draft in the way that the policy of such places chooses."""
         now = self.engine.ranks.clock()
         if self._began is not None:
-            self.policies[self._where].learn(self._used, self._gained, now - self._began)
+            seconds = now - self._began
+            self.policies[self._where].learn(self._used, self._gained, seconds, self._ahead)
         self._where = self._repeats(state)
         ways = {"lookup": self._look_up, **self.ways} if self._where else self.ways
         if not self.policies[self._where].is_settled:
@@ -152,17 +159,29 @@ class Auto(Drafter):
             kept = [verified.kept[self.keep.index(layer)] for layer in reader.keep]
             seen = verified._replace(kept=kept)
             reader.verified(state, draft.levels if reader is own else 0, seen)
+        self._ahead = None
         if own is not None and not (state.sampler.do_sample or self._where):
-            self._show(own, verdict, accepted)
+            self._show(own, draft, verdict)
         if self._used in self._chains and draft.levels:
             self._chains[self._used].schedule.end(draft.length, accepted)
 
-    def _show(self, own: ExitReader, verdict: Verdict, accepted: Sequence[int]) -> None:
-        """How often a head is right: the first draft of a greedy round is what it would say."""
+    def _show(self, own: ExitReader, draft: Draft, verdict: Verdict) -> None:
+        """What a head's first choices brought in a greedy round, whichever of its ways drafted.
+
+        A chain is made of them, and so is one branch of a tree: what else a tree kept is what it
+        brought more, on the same text and with the same luck.
+        """
         assert own.shadow is not None
-        for row, count in enumerate(accepted):
-            first = verdict.branch is None or int(verdict.branch[row, 0]) == 1
-            own.shadow.add(float(count > 0 and first))
+        chosen = _first_choices(draft, verdict)
+        for count in chosen:
+            own.shadow.add(float(count > 0))
+        levels = self._levels.get(f"tree {_name(own)}", 0)
+        most, agreement = min(draft.levels, levels), own.shadow.value
+        # What would have been kept of drafts that were not made is guessed.
+        beyond = sum(agreement**level for level in range(1, levels - most + 1))
+        tokens = [1 + min(count, most) + beyond * (count >= most) for count in chosen]
+        self._ahead = sum(tokens) / len(tokens)
+        self.policies[False].ahead(_name(own)).add(self._ahead)
 
     def select(self, rows: Sequence[int]) -> None:
         """Go on with some rows only."""
@@ -172,3 +191,12 @@ class Auto(Drafter):
 
 def _name(reader: ExitReader) -> str:
     return f"{reader.head.kind}@{reader.head.exit_layer}"
+
+
+def _first_choices(draft: Draft, verdict: Verdict) -> list[int]:
+    """Of each row, how many drafts were kept before one that was not its head's first choice."""
+    if draft.tree is None or verdict.branch is None:
+        return verdict.kept
+    ranks = draft.tree.ranks.gather(1, (verdict.branch - 1).clamp_min(0)).tolist()
+    kept = zip(ranks, verdict.kept, strict=True)
+    return [len(list(takewhile(lambda rank: rank == 0, row[:count]))) for row, count in kept]
