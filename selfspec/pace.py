@@ -14,7 +14,8 @@ from selfspec.falls import Falls
 from selfspec.mean import Mean, Slope
 
 FAST, _SLOW = 0.03, 0.1  # weight of the newest round: in what a text brings, in what a pass costs
-_WIDENING_DOUBT = 10.0  # squared distances of drafts from their mean, in sum, that showed no rise
+_WIDENING_DOUBT = 20.0  # squared changes in the number of drafts, in sum, that lengthened nothing
+_JUMP = 0.5  # share of a round's rest by which it may differ from the last one's
 
 
 @dataclass
@@ -23,10 +24,8 @@ class Pace:
 
     Attributes:
         draft_seconds: of making one more draft in a chain.
-        rest_seconds: of a round but for making its drafts: to verify them takes most of it.
-        widening: by how much that rises with every draft.
+        widening: by how much every draft lengthens the rest of a round, above all verification.
         fixed_seconds: of a round without drafts.
-        drafts: in a round.
         tokens: emitted in a round, of a row on average.
         falls: how likely drafts fall, by whether they are drawn.
         judge_seconds: of asking how likely they are kept.
@@ -36,10 +35,8 @@ class Pace:
     """
 
     draft_seconds: Mean = field(default_factory=lambda: Mean(_SLOW, clipped=True))
-    rest_seconds: Mean = field(default_factory=lambda: Mean(_SLOW, clipped=True))
     widening: Slope = field(default_factory=lambda: Slope(0.0, _WIDENING_DOUBT))
     fixed_seconds: Mean = field(default_factory=lambda: Mean(_SLOW, clipped=True))
-    drafts: Mean = field(default_factory=lambda: Mean(_SLOW))
     round_seconds: Mean = field(default_factory=lambda: Mean(_SLOW, clipped=True))
     tokens: Mean = field(default_factory=lambda: Mean(FAST))
     falls: dict[bool, Falls] = field(default_factory=lambda: defaultdict(Falls))
@@ -79,12 +76,15 @@ class RoundClock:
         self._marks: list[float] = []
         self._tokens = 0.0
         self._whole = False
+        self._last: tuple[int, float] | None = None  # drafts of the round before, and its rest
 
     def begin(self) -> None:
         """A round begins; the one before is over."""
         now = self.pace.clock()
         if self._whole:
             self._learn(now)
+        else:
+            self._last = None
         self._began, self._marks, self._whole = now, [], False
 
     def mark(self) -> None:
@@ -105,17 +105,16 @@ class RoundClock:
             # was disturbed from forbidding the others for ever.
             pace.draft_seconds.add(min(pace.draft_seconds.value, self._marks[0] - self._began))
         if self._marks:
-            self._learn_rest(now - self._marks[-1], len(self._marks))
+            self._compare(len(self._marks), now - self._marks[-1])
         if self._marks and pace.draft_seconds.count:
             pace.fixed_seconds.add(max(0.0, seconds - pace.cost * len(self._marks)))
         pace.round_seconds.add(seconds)
         pace.tokens.add(self._tokens)
 
-    def _learn_rest(self, seconds: float, drafts: int) -> None:
-        pace, usual = self.pace, self.pace.rest_seconds.value
-        if pace.rest_seconds.count:
-            # A disturbance says nothing of drafts, however many there were.
-            beyond = min(seconds, 2 * usual) - usual
-            pace.widening.add(drafts - pace.drafts.value, beyond)
-        pace.rest_seconds.add(seconds)
-        pace.drafts.add(drafts)
+    def _compare(self, drafts: int, rest: float) -> None:
+        """Learn from two rounds in a row, between which the machine has hardly changed its pace."""
+        before, usual = self._last or (drafts, rest)
+        if drafts != before:  # else they tell nothing
+            longer = max(-_JUMP * usual, min(rest - usual, _JUMP * usual))
+            self.pace.widening.add(drafts - before, longer)
+        self._last = drafts, rest

@@ -183,7 +183,24 @@ def test_optimal_stopping_counts_what_verification_takes_longer(clock, chance, v
     pace = Pace()
     rate, _ = play(OptimalStop(pace), clock, lambda _: chance, 0.02, 1.0, 8000, **options)
     assert 0.02 + verify_seconds / 2 < pace.cost < 0.03 + verify_seconds
-    assert rate > 0.97 * max(fixed)
+    assert rate > 0.95 * max(fixed)
+
+
+def test_drafts_are_not_blamed_for_a_machine_that_slows_down(clock):
+    pace, source = Pace(), random.Random(0)
+    rounds = RoundClock(pace)
+    for number in range(400):
+        slow = number // 100 % 2
+        rounds.begin()
+        for _ in range(4 * slow + source.choice([1, 2])):
+            clock.now += 0.1
+            rounds.mark()
+        clock.now += 1.0 + slow
+        rounds.end(tokens=2)
+        if number % 100 == 99:  # others draft for long
+            rounds.begin()
+            clock.now += 100.0
+    assert pace.cost == pytest.approx(0.1, rel=0.1)
 
 
 @pytest.mark.parametrize("chance", [0.6, 0.8])
