@@ -93,7 +93,8 @@ def _on_host(parts: list[Tensor]) -> list[list[int]]:
     """The rows of all parts, side by side; a device is waited for once."""
     if parts[0].device.type != "cpu":
         return torch.cat(parts, dim=1).tolist()
-    return [list(itertools.chain(*row)) for row in zip(*(p.tolist() for p in parts), strict=True)]
+    rows = zip(*map(Tensor.tolist, parts), strict=True)
+    return [list(itertools.chain(*row)) for row in rows]
 
 
 def _taken_apart(row: list[int], places: int, drafted: int) -> RowRound:

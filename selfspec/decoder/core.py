@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -46,6 +47,7 @@ class Decoder:
         causal_lm: the transformers model inside.
         base: its body, which owns the layers.
         layers: the decoder layers.
+        depth: number of decoder layers.
         windows: per layer, the sliding window in tokens, or `None`.
         counts_keys: whether attention is biased by the number of a key, wherever its token stands.
         max_positions: positions that the model was made for; `None` where its config names none.
@@ -72,6 +74,7 @@ class Decoder:
         self.base, name, self.layers = find_layers(self.causal_lm, self.config.num_hidden_layers)
         self.windows = layer_windows(self.config, len(self.layers))
         self.gates = Gates(self.causal_lm, self.base, name, self.layers, self.windows, kernels)
+        self.depth = self.gates.depth
         self._runner = Runner(self.causal_lm, self.base, self.gates)
         self._masks = Masks(self.gates, self.windows)
         kind = self.config.model_type
@@ -83,11 +86,6 @@ class Decoder:
         tables = [m for m in self.base.children() if isinstance(m, nn.Embedding) and m is not words]
         self.learned_positions = self.max_positions if tables else None
         self._inputs = Inputs(type(self.base), self.learned_positions, not self._alibi)
-
-    @property
-    def depth(self) -> int:
-        """Number of decoder layers."""
-        return len(self.layers)
 
     @property
     def device(self) -> torch.device:
@@ -232,7 +230,7 @@ class Decoder:
         if span.start > 0 and hidden is None:
             raise ValueError(f"a span from layer {span.start} needs the hidden states below it")
         gates = self.gates
-        if not gates.are_mine:
+        if not gates.entered or gates.owner != threading.get_ident():
             rest = hidden, offset, unembed, keep, own, tree, skips
             with self:
                 return Decoder.run(self, tokens, span, slots, *rest)

@@ -51,7 +51,7 @@ class Gate:
             output = self.run(active, hidden_states, *self._masked(active, args, kwargs))
         else:
             output = (hidden_states,) if gates.returns_tuple else hidden_states
-        if self.index == stop - 1 and stop == len(gates.layers):
+        if self.index == stop - 1 and stop == gates.depth:
             left = output[0] if isinstance(output, tuple) else output
             active.result = active.kept[stop] = left
         if gates.survey is not None:

@@ -49,6 +49,7 @@ class Gates:
         kernels: what computes the layers.
 
     Attributes:
+        depth: number of layers.
         active: the pass in progress, which the model's forward then is.
         owner: the thread whose passes are gated; any other uses the model as it is.
         returns_tuple: whether layers return tuples; known once one has run.
@@ -74,6 +75,7 @@ class Gates:
         kernels: Kernels = "eager",
     ):
         self.model, self.base, self.layers = model, base, layers
+        self.depth = len(layers)
         self.path = path_to(base, model)
         self.layers_name, self.windows = layers_name, windows
         self.active: ActivePass | None = None
@@ -194,11 +196,6 @@ class Gates:
             attributes.pop(name, None)  # a module that was put there since has taken it away
         else:
             attributes[name] = held
-
-    @property
-    def are_mine(self) -> bool:
-        """Whether the calling thread has put them in."""
-        return self.entered > 0 and self.owner == threading.get_ident()
 
     @property
     def gated(self) -> bool:

@@ -72,7 +72,7 @@ class Runner:
                 one is surveyed, if it is over few tokens: a survey keeps copies of their states.
         """
         gates = self.gates
-        ends = active.span.stop == len(gates.layers) and active.own is None
+        ends = active.span.stop == gates.depth and active.own is None
         active.normed = unembed or ends
         key = bool(active.masks), active.normed, unembed
         route = self.routes.get(key) if routed else None

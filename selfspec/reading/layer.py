@@ -38,6 +38,7 @@ class LayerReader(ExitReader):
         self._layer = head.layer
         self.keep = (head.exit_layer, *head.feature_layers)
         self._added = 0  # which of the layers added to the slots is the head's
+        self._at_once = False  # whether passes below the exit go on through the layer
         self._leaves = False  # whether a pass goes on from the layer to logits
         self._of_drafts = Own(self._layer)  # the layer, in the passes of drafts
         self._before = torch.empty(0)  # [rows, width, hidden] features that these enter with
@@ -149,8 +150,9 @@ class LayerReader(ExitReader):
         exit_layer, before = self.head.exit_layer, self._last
         if parents is not None:
             before = pick(before, parents)
-        at_once = self._in_one_pass(state)
-        if at_once and (place or exit_layer == 0):
+        if not place:
+            self._at_once = self._in_one_pass(state)
+        if self._at_once and (place or exit_layer == 0):
             if place:
                 self._before, own = before, self._of_drafts
                 left = self.engine.shallow(

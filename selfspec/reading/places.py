@@ -49,6 +49,6 @@ def pick_from(states: Tensor, starts: Sequence[int], width: int = 1) -> Tensor:
     A view where all rows begin at one place.
     """
     first = starts[0]
-    if first + width <= states.shape[1] and all(start == first for start in starts):
+    if first + width <= states.shape[1] and starts.count(first) == len(starts):
         return states.narrow(1, first, width)
     return pick(states, column(starts, states) + torch.arange(width, device=states.device))
