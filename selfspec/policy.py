@@ -86,7 +86,9 @@ class Way:
 
     def _length(self, agreement: float) -> float:
         """Tokens of a round whose drafts are kept that often: a geometric series."""
-        return sum(agreement**level for level in range(self.levels + 1))
+        if agreement == 1:
+            return self.levels + 1.0
+        return (1 - agreement ** (self.levels + 1)) / (1 - agreement)
 
     @property
     def hope(self) -> float:
