@@ -14,8 +14,10 @@ from selfspec.falls import Falls
 from selfspec.mean import Mean, Slope
 
 FAST, _SLOW = 0.03, 0.1  # weight of the newest round: in what a text brings, in what a pass costs
-_WIDENING_DOUBT = 20.0  # squared changes in the number of drafts, in sum, that lengthened nothing
-_JUMP = 0.5  # share of a round's rest by which it may differ from the last one's
+_WIDENING_DOUBT = 10.0  # squared distances of drafts from their mean, in sum, that showed nothing
+_LATELY = 0.2  # weight of the newest round in what drafts and the rest of a round were lately
+_SAME = 0.25  # a number of drafts no further from their mean tells nothing
+_JUMP = 0.5  # share of that rest by which a round's may differ from it
 
 
 @dataclass
@@ -24,7 +26,8 @@ class Pace:
 
     Attributes:
         draft_seconds: of making one more draft in a chain.
-        widening: by how much every draft lengthens the rest of a round, above all verification.
+        widening: by how much every draft lengthens the rest of a round, above all verification, by
+            the number of rows.
         fixed_seconds: of a round without drafts.
         tokens: emitted in a round, of a row on average.
         falls: how likely drafts fall, by whether they are drawn.
@@ -35,7 +38,9 @@ class Pace:
     """
 
     draft_seconds: Mean = field(default_factory=lambda: Mean(_SLOW, clipped=True))
-    widening: Slope = field(default_factory=lambda: Slope(0.0, _WIDENING_DOUBT))
+    widening: dict[int, Slope] = field(
+        default_factory=lambda: defaultdict(lambda: Slope(0.0, _WIDENING_DOUBT))
+    )
     fixed_seconds: Mean = field(default_factory=lambda: Mean(_SLOW, clipped=True))
     round_seconds: Mean = field(default_factory=lambda: Mean(_SLOW, clipped=True))
     tokens: Mean = field(default_factory=lambda: Mean(FAST))
@@ -51,10 +56,11 @@ class Pace:
         """Whether there is enough to decide by."""
         return self.round_seconds.count >= 2
 
-    @property
-    def cost(self) -> float:
-        """Seconds by which one more draft makes a round longer."""
-        return self.draft_seconds.value + max(0.0, self.widening.value)
+    def cost(self, rows: int) -> float:
+        """Seconds by which one more draft of each row makes a round longer."""
+        # To verify a draft takes no longer than a round without drafts.
+        widening = min(self.fixed_seconds.value, max(0.0, self.widening[rows].value))
+        return self.draft_seconds.value + widening
 
     @property
     def rate(self) -> float:
@@ -74,9 +80,9 @@ class RoundClock:
         self.pace = pace
         self._began = 0.0
         self._marks: list[float] = []
-        self._tokens = 0.0
+        self._tokens, self._rows = 0.0, 0
         self._whole = False
-        self._last: tuple[int, float] | None = None  # drafts of the round before, and its rest
+        self._drafts, self._rest = Mean(_LATELY), Mean(_LATELY)  # of rounds in a row, lately
 
     def begin(self) -> None:
         """A round begins; the one before is over."""
@@ -84,16 +90,21 @@ class RoundClock:
         if self._whole:
             self._learn(now)
         else:
-            self._last = None
+            self._forget()
         self._began, self._marks, self._whole = now, [], False
 
     def mark(self) -> None:
         """Another draft is there."""
         self._marks.append(self.pace.clock())
 
-    def end(self, tokens: float) -> None:
+    def end(self, tokens: float, rows: int = 1) -> None:
         """The round has emitted `tokens` of a row on average; it lasts until the next begins."""
-        self._tokens, self._whole = tokens, True
+        if rows != self._rows:
+            self._forget()
+        self._tokens, self._rows, self._whole = tokens, rows, True
+
+    def _forget(self) -> None:
+        self._drafts, self._rest = Mean(_LATELY), Mean(_LATELY)
 
     def _learn(self, now: float) -> None:
         pace, seconds = self.pace, now - self._began
@@ -105,16 +116,22 @@ class RoundClock:
             # was disturbed from forbidding the others for ever.
             pace.draft_seconds.add(min(pace.draft_seconds.value, self._marks[0] - self._began))
         if self._marks:
-            self._compare(len(self._marks), now - self._marks[-1])
-        if self._marks and pace.draft_seconds.count:
-            pace.fixed_seconds.add(max(0.0, seconds - pace.cost * len(self._marks)))
+            drafts, rest = len(self._marks), now - self._marks[-1]
+            self._learn_widening(drafts, rest)
+            if pace.draft_seconds.count:
+                least = rest / (drafts + 1)  # the same for every token
+                fixed = seconds - pace.cost(self._rows) * drafts
+                pace.fixed_seconds.add(max(least, fixed))
         pace.round_seconds.add(seconds)
         pace.tokens.add(self._tokens)
 
-    def _compare(self, drafts: int, rest: float) -> None:
-        """Learn from two rounds in a row, between which the machine has hardly changed its pace."""
-        before, usual = self._last or (drafts, rest)
-        if drafts != before:  # else they tell nothing
+    def _learn_widening(self, drafts: int, rest: float) -> None:
+        """Learn from rounds in a row, in which the machine has hardly changed its pace."""
+        more, usual = drafts - self._drafts.value, self._rest.value
+        if self._rest.count:
             longer = max(-_JUMP * usual, min(rest - usual, _JUMP * usual))
-            self.pace.widening.add(drafts - before, longer)
-        self._last = drafts, rest
+            # Where no round has more than one draft, what is known fades, for nothing can be seen.
+            if abs(more) > _SAME or drafts == 1:
+                self.pace.widening[self._rows].add(more, longer)
+        self._drafts.add(drafts)
+        self._rest.add(rest)

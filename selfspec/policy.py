@@ -25,6 +25,7 @@ _CREDIT = 1.0  # rounds that may be lost before anything is known
 _STALE = 32  # rounds after which a way is worth another look
 _SHADOW = 0.02  # weight of a token in how often a head would have agreed
 _LUCK = 1.5  # standard deviations of that which are no change of the text
+_ROUNDING = 1e-9
 _MARGIN = 1.02  # how much faster another way must look
 
 
@@ -37,9 +38,9 @@ class Way:
         shadow: how often it would have agreed with the text, whoever drafted.
         agreed: `shadow` in the rounds that its pace is of; what it has gained since says how the
             text changed.
-        ahead: tokens that its head's first choices would have brought in rounds of any way that
-            shows them, a better measure; `None` where another way of the head cannot be compared.
-        beside: `ahead` in the rounds that its pace is of.
+        firsts: of a tree, tokens that its head's first choices alone bring, learned in rounds of
+            the chain that is made of them, too; `None` for other ways.
+        firsts_then: `firsts` in the rounds that its pace is of.
         seen: the round of the last use.
         since: the policy's seconds then.
         guess: its rate by what is known elsewhere, for as long as it was not used here.
@@ -49,8 +50,8 @@ class Way:
     pace: Pace = field(default_factory=Pace)
     shadow: Mean = field(default_factory=lambda: Mean(_SHADOW))
     agreed: Mean = field(default_factory=lambda: Mean(FAST))
-    ahead: Mean | None = None
-    beside: Mean = field(default_factory=lambda: Mean(FAST))
+    firsts: Mean | None = None
+    firsts_then: Mean = field(default_factory=lambda: Mean(FAST))
     seen: int = 0
     since: float = 0.0
     guess: float | None = None
@@ -71,8 +72,8 @@ class Way:
     @property
     def _change(self) -> float:
         """How many times as many tokens its rounds would bring now."""
-        if self.ahead is not None and self.beside.count:
-            change = self.ahead.value / self.beside.value
+        if self.firsts is not None and self.firsts_then.count:
+            change = self.firsts.value / self.firsts_then.value
         elif self.agreed.count:
             now, then = self.shadow.value, self.agreed.value
             # Luck changes how often first drafts are kept; a text, how often deeper ones are, too.
@@ -86,7 +87,7 @@ class Way:
 
     def _length(self, agreement: float) -> float:
         """Tokens of a round whose drafts are kept that often: a geometric series."""
-        if agreement == 1:
+        if 1 - agreement < _ROUNDING:
             return self.levels + 1.0
         return (1 - agreement ** (self.levels + 1)) / (1 - agreement)
 
@@ -102,8 +103,8 @@ class Policy:
 
     Attributes:
         ways: what is known of each, the one to begin with first.
-        shadows: what several ways share of such knowledge.
-        aheads: the same.
+        shadows: what several ways share of such knowledge, by its name.
+        all_firsts: the same of what first choices bring.
         rounds: rounds so far.
         seconds: what they took.
         lost: seconds that trials took beyond what the best way would have, as they were charged.
@@ -111,7 +112,7 @@ class Policy:
 
     ways: dict[str, Way] = field(default_factory=dict)
     shadows: dict[str, Mean] = field(default_factory=dict)
-    aheads: dict[str, Mean] = field(default_factory=dict)
+    all_firsts: dict[str, Mean] = field(default_factory=dict)
     rounds: int = 0
     seconds: float = 0.0
     lost: float = 0.0
@@ -124,20 +125,20 @@ class Policy:
     def _round_seconds(self) -> float:
         return self.seconds / max(1, self.rounds)
 
-    def way(self, name: str) -> Way:
-        """What is known of a way."""
+    def way(self, name: str, levels: int | None = None) -> Way:
+        """What is known of a way; one of other `levels` is another way."""
         found = self.ways.get(name)
-        if found is None:
-            found = self.ways[name] = Way()
+        if found is None or levels not in (None, found.levels):
+            found = self.ways[name] = Way(levels=levels or 1)
         return found
 
     def shadow(self, name: str) -> Mean:
         """How often something that several ways share would have agreed with the text."""
         return self.shadows.setdefault(name, Mean(_SHADOW))
 
-    def ahead(self, name: str) -> Mean:
-        """How many tokens its first choices would have brought."""
-        return self.aheads.setdefault(name, Mean(FAST))
+    def firsts(self, name: str, levels: int) -> Mean:
+        """How many tokens the first choices of a head bring in a round of so many levels."""
+        return self.all_firsts.setdefault(f"{name} {levels}", Mean(FAST))
 
     @property
     def is_settled(self) -> bool:
@@ -159,7 +160,7 @@ class Policy:
         if trial and self._is_stale(self.ways[trial]):
             self.ways[trial].pace.tokens.doubt(_ENOUGH)
             self.ways[trial].agreed.doubt(_ENOUGH)
-            self.ways[trial].beside.doubt(_ENOUGH)
+            self.ways[trial].firsts_then.doubt(_ENOUGH)
             self.ways[trial].pace.round_seconds.doubt(_STRETCH)  # the machine may have changed
         # To choose takes time, too: the best way is used for as many rounds as one that is tried.
         self._left = (_STRETCH if trial or self.ways[best].pace.known else _FIRST) - 1
@@ -219,14 +220,14 @@ class Policy:
             return 1.0
         return min(_DEAREST, max(1.0, top.rate / way.rate) ** 2)
 
-    def learn(self, name: str, tokens: float, seconds: float, ahead: float | None = None) -> None:
+    def learn(self, name: str, tokens: float, seconds: float, firsts: float | None = None) -> None:
         """Take in a round.
 
         Args:
             name: the way.
             tokens: that it brought, of a row on average.
             seconds: that it took.
-            ahead: tokens that its head's first choices would have brought, if it showed them.
+            firsts: tokens that its head's first choices alone bring, if it showed that.
         """
         way = self.way(name)
         way.pace.round_seconds.add(seconds)
@@ -235,8 +236,8 @@ class Policy:
         # look like a change of the text.
         if way.shadow.count * _SHADOW >= 1:
             way.agreed.add(way.shadow.value)
-        if ahead is not None:
-            way.beside.add(ahead)
+        if firsts is not None:
+            way.firsts_then.add(firsts)
         self.rounds += 1
         way.seen = self.rounds
         self.seconds += seconds

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -18,7 +20,7 @@ _SERVED = 3.0  # decisions of a round that an answer serves
 _FIRST_GUESS = 4  # drafts of the rounds that nothing is known before
 _LONGEST = 16  # drafts of the longest rounds that are thought of
 _AHEAD = 16  # drafts that are decided at once, at most
-_HOLD = 4  # rounds that this holds for
+_HOLD = 4  # rounds that what was decided ahead holds for
 
 
 class Schedule:
@@ -66,7 +68,8 @@ class OptimalStop(Schedule):
     A draft behind others counts only if all of them are kept: it brings the product of their
     chances, times its own, which is not known before it is drafted and taken for the usual one.
     What is usual is learned from how drafts fare; what the head's calibrator says of a draft counts
-    as far as it has told more than that (`Falls`). A draft costs what one has cost so far.
+    as far as it has told more than that (`Falls`). A draft costs what one has cost so far, to make
+    and to verify.
 
     Asking the calibrator takes time, too. On a CPU it is asked behind a draft where its answers
     have saved more, by other decisions than would be made without. Now and then, to find out, it is
@@ -93,8 +96,10 @@ class OptimalStop(Schedule):
         self._asked = [1.0]  # the same of those that were asked of
         self._rounds = 0
         self._rate = 0.0  # tokens per second: what time is worth
-        # Drafts behind which another is settled before they are made, and how likely all are kept.
-        self._settled, self._ahead = 0, [1.0]
+        self._rows = 1
+        # Drafts behind which another is settled before they are made, how likely all are kept, and
+        # the round in which that was settled.
+        self._settled, self._settled_reach, self._settled_in = 0, [1.0], -_HOLD
 
     def begin(self, judge: Judge) -> None:
         """Time the round from here."""
@@ -111,41 +116,51 @@ class OptimalStop(Schedule):
         """Whether a row on average gains enough."""
         self._clock.mark()
         place = len(self._chances) + len(self._waiting)
-        self._drawn = probs is not None
+        self._drawn, self._rows = probs is not None, scores.shape[0]
         self._waiting.append(scores if probs is None else probs)
-        if place == 0 and (not self._settled or self._rounds % _HOLD == 0):
+        if not self._known:
+            if scores.device.type != "cpu":
+                self._ask()
+            return place + 1 < _FIRST_GUESS
+        if place == 0 and self._rounds >= self._settled_in + _HOLD:
             self._look_ahead(scores.device)
         if place < self._settled:
             return True
-        self._reach = self._further(self._ahead if place == self._settled else self._reach, place)
-        if not self.pace.known or self._pays(place + 1, scores.device):
+        before = self._settled_reach if place == self._settled else self._reach
+        self._reach = self._further(before, place)
+        if self._pays(place + 1, scores.device):
             self._ask()
-        if not self.pace.known:
-            return place + 1 < _FIRST_GUESS
         return self._lost_by_another(self._reach, place + 1) < 0
+
+    @property
+    def _known(self) -> bool:
+        """Whether there is enough to decide by."""
+        pace = self.pace
+        return bool(pace.known and pace.draft_seconds.value > 0 and self._falls.fell.count)
 
     def _look_ahead(self, device: torch.device) -> None:
         """Settle the drafts that are made whatever comes.
 
         In one go that takes a fraction of what it takes draft by draft, between other things.
         """
-        self._rate, self._settled, self._ahead = self._best_rate(), 0, [1.0]
-        while self.pace.known and self._settled < _AHEAD:
+        self._rate, self._settled_in = self._best_rate(), self._rounds
+        self._settled, self._settled_reach = 0, [1.0]
+        while self._settled < _AHEAD:
             drafted = self._settled + 1
-            reach = self._further(self._ahead, self._settled)
+            reach = self._further(self._settled_reach, self._settled)
             if self._pays(drafted, device) or self._lost_by_another(reach, drafted) >= 0:
                 return
-            self._ahead, self._settled = reach, drafted
+            self._settled_reach, self._settled = reach, drafted
 
     def _best_rate(self) -> float:
         """The most tokens per second that rounds of one length have, as drafts usually fare."""
-        seconds, tokens, reach, best = self.pace.fixed_seconds.value, 1.0, 1.0, 0.0
+        cost, seconds = self.pace.cost(self._rows), self.pace.fixed_seconds.value
+        tokens, reach, best = 1.0, 1.0, 0.0
         for place in range(_LONGEST):
             reach *= 1 - self._falls.usual(place)
             tokens += reach
-            seconds += self.pace.cost
-            if seconds > 0:
-                best = max(best, tokens / seconds)
+            seconds += cost
+            best = max(best, tokens / seconds)
         return best
 
     def _pays(self, drafted: int, device: torch.device) -> bool:
@@ -156,7 +171,8 @@ class OptimalStop(Schedule):
     def _wonders(self) -> bool:
         """Whether to ask it of the drafts that wait, for what that would have been worth."""
         asked = len(self._chances)
-        places = range(asked + 1, asked + len(self._waiting) + 1)
+        made = len(self._waiting) if self._known else 0
+        places = range(asked + 1, asked + made + 1)
         fewest = min((self.pace.worth[self._drawn, n].count for n in places), default=_ENOUGH)
         return bool(places) and (fewest < _ENOUGH or self._rounds % _LOOK == 1)
 
@@ -173,7 +189,7 @@ class OptimalStop(Schedule):
             fall = [self._falls.expected(place, 1 - chance) for chance in chances]
             reach = [r * (1 - f) for r, f in zip(_widened(reach, len(fall)), fall, strict=True)]
             guess = self._further(guess, place)
-            if pace.known:
+            if self._known:
                 lost = self._lost_by_another(reach, place + 1)
                 other = self._lost_by_another(guess, place + 1) < 0
                 worth = abs(lost) if other != (lost < 0) else 0.0
@@ -189,13 +205,17 @@ class OptimalStop(Schedule):
     def _lost_by_another(self, reach: list[float], drafted: int) -> float:
         """Seconds that a draft takes beyond what it brings, behind that many."""
         gain = (1 - self._falls.usual(drafted)) * sum(reach) / len(reach)
-        return self.pace.cost - (gain / self._rate if self._rate else 0.0)
+        return self.pace.cost(self._rows) - gain / self._rate
 
     def end(self, drafted: int, accepted: Sequence[int]) -> None:
         """Learn from the round."""
         if self._wonders():
             self._ask()
-        self._clock.end(1 + sum(accepted) / len(accepted))
+        self._clock.end(1 + sum(accepted) / len(accepted), len(accepted))
+        self.seen(drafted, accepted)
+
+    def seen(self, drafted: int, accepted: Sequence[int]) -> None:
+        """Learn how drafts fared that this would have made, whoever did."""
         asked = len(self._chances)
         for row, kept in enumerate(accepted):
             for place in range(min(drafted, kept + 1)):
@@ -203,6 +223,11 @@ class OptimalStop(Schedule):
                 self._falls.add(place, place == kept, fear)
             if kept == drafted:
                 self._falls.unseen(drafted)
+
+    def further(self, drafted: int, most: int) -> float:
+        """Drafts up to `most` that would usually be kept behind that many, if all of these are."""
+        kept = [1 - self._falls.usual(place) for place in range(drafted, most)]
+        return sum(itertools.accumulate(kept, operator.mul))
 
     @property
     def _falls(self) -> Falls:

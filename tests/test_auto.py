@@ -9,6 +9,7 @@ from head_tools import assert_reads_as_forced, close_in_double, own_head, record
 
 from selfspec import SelfSpecModel
 from selfspec.decoder import Decoder
+from selfspec.draft import Draft, Tree, Verdict
 from selfspec.drafters import auto
 from selfspec.drafters.auto import Auto
 from selfspec.policy import Policy
@@ -110,7 +111,7 @@ def shown_choices(monkeypatch, seed, way):
     spec = SelfSpecModel(tiny_llama("sometimes", seed=seed))
     draft = {"drafter": "auto", "exit_layer": EXIT, "num_draft_tokens": 4}
     spec.generate(IDS[:1], max_new_tokens=150, draft=draft)
-    assert spec.engine.policy("auto", 1, False, False).ahead(f"shared@{EXIT}").count
+    assert spec.engine.policy("auto", 1, False, False).firsts(f"shared@{EXIT}", 4).count
     monkeypatch.undo()
     rounds = spec.last_trace.rows[0]
     begins = itertools.accumulate(len(step.tokens) for step in rounds)
@@ -132,10 +133,25 @@ def test_a_tree_shows_what_the_chain_of_its_head_would_have_kept(monkeypatch):
     assert compared > 10
 
 
+def test_first_choices_are_counted_up_to_the_first_that_was_another():
+    #        0
+    #      1   2      places; 1 is the first choice behind 0, 3 behind 1, 5 behind 3
+    #    3 4   .
+    #    5
+    parents = torch.tensor([[0, 0, 1, 1, 3]]).expand(4, -1)
+    branch = torch.tensor([[1, 3, 5], [1, 4, 0], [2, 0, 0], [1, 3, 5]])
+    accepted = torch.tensor([3, 2, 1, 2])
+    tree = Draft(torch.zeros(4, 5, dtype=torch.long), tree=Tree(parents, 3, 2))
+    verdict = Verdict(accepted, torch.zeros(4, 4, dtype=torch.long), branch)
+    assert auto._first_choices(tree, verdict) == [3, 1, 0, 2]
+    chain = Draft(torch.zeros(4, 3, dtype=torch.long))
+    assert auto._first_choices(chain, Verdict(accepted, verdict.tokens)) == [3, 2, 1, 2]
+
+
 def test_plain_decoding_is_judged_by_the_rounds_of_chains(monkeypatch):
     spec = SelfSpecModel(tiny_llama("always"))
     monkeypatch.setattr(Auto, "_repeats", lambda auto, state: False)
-    spec.generate(IDS[:1], max_new_tokens=60, draft={"drafter": "auto", "exit_layer": EXIT})
+    spec.generate(IDS[:1], max_new_tokens=120, draft={"drafter": "auto", "exit_layer": EXIT})
     plain = spec.engine.policy("auto", 1, False, False).way("none")
     assert plain.known and plain.rate > 0
     assert plain.pace.known or spec.engine.pace("auto", f"shared@{EXIT}").fixed_seconds.count

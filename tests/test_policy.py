@@ -116,13 +116,16 @@ def play(
     judge_seconds=0.0,
     said=None,
     verify_seconds=0.0,
+    noise=lambda: 1.0,
+    drawn=False,
 ):
     """Tokens per second of chains whose drafts are kept with `chance(source)`, on that schedule.
 
     The head says these chances, or `said(source)`.
     """
     source, began, emitted, lengths = random.Random(seed), clock.now, 0, []
-    scores, drawn = torch.zeros(1, 1, 2), torch.zeros(1, 1, dtype=torch.long)
+    scores, tokens_drawn = torch.zeros(rows, 1, 2), torch.zeros(rows, 1, dtype=torch.long)
+    probs = scores.softmax(-1) if drawn else None
     while emitted < tokens:
         chances = [chance(source) for _ in range(longest)]
         says = chances if said is None else [said(source) for _ in range(longest)]
@@ -136,13 +139,13 @@ def play(
         while drafted < longest:
             clock.now += draft_seconds
             drafted += 1
-            if not schedule.goes_on(scores, drawn, None):
+            if not schedule.goes_on(scores, tokens_drawn, probs):
                 break
         kept = [0] * rows
         for row in range(rows):
             while kept[row] < drafted and source.random() < chances[kept[row]]:
                 kept[row] += 1
-        clock.now += fixed_seconds + verify_seconds * drafted
+        clock.now += (fixed_seconds + verify_seconds * drafted) * noise()
         schedule.end(drafted, kept)
         emitted += sum(kept) + rows
         lengths.append(drafted)
@@ -182,25 +185,77 @@ def test_optimal_stopping_counts_what_verification_takes_longer(clock, chance, v
     ]
     pace = Pace()
     rate, _ = play(OptimalStop(pace), clock, lambda _: chance, 0.02, 1.0, 8000, **options)
-    assert 0.02 + verify_seconds / 2 < pace.cost < 0.03 + verify_seconds
+    assert 0.02 + verify_seconds / 2 < pace.cost(1) < 0.03 + verify_seconds
     assert rate > 0.95 * max(fixed)
 
 
-def test_drafts_are_not_blamed_for_a_machine_that_slows_down(clock):
+@pytest.mark.parametrize("pause", [True, False])
+def test_drafts_are_not_blamed_for_a_machine_that_slows_down(clock, pause):
+    """It has another pace after others have drafted for long, or comes to it bit by bit."""
     pace, source = Pace(), random.Random(0)
     rounds = RoundClock(pace)
-    for number in range(400):
-        slow = number // 100 % 2
+    for number in range(800):
+        slow = number // 100 % 2 if pause else abs(number % 200 - 100) / 100
         rounds.begin()
-        for _ in range(4 * slow + source.choice([1, 2])):
+        for _ in range(round(4 * slow) + source.choice([1, 2])):
             clock.now += 0.1
             rounds.mark()
-        clock.now += 1.0 + slow
+        clock.now += 1.0 + 0.5 * slow
         rounds.end(tokens=2)
-        if number % 100 == 99:  # others draft for long
+        if pause and number % 100 == 99:
             rounds.begin()
             clock.now += 100.0
-    assert pace.cost == pytest.approx(0.1, rel=0.1)
+    assert pace.cost(1) == pytest.approx(0.1, abs=0.02)
+
+
+@pytest.mark.parametrize("noise", [0.1, 0.2])
+@pytest.mark.parametrize("verify_seconds", [0.0, 0.1])
+def test_a_noisy_clock_tells_what_verification_takes_longer(clock, verify_seconds, noise):
+    """Lengths follow from what is believed, and that from the clock."""
+    found = []
+    for seed in range(4):
+        pace, source = Pace(), random.Random(seed)
+        options = {"verify_seconds": verify_seconds, "seed": seed}
+        options["noise"] = lambda source=source: max(0.5, source.gauss(1, noise))
+        play(OptimalStop(pace), clock, lambda _: 0.8, 0.05, 1.0, 4000, **options)
+        found.append(pace.cost(1) - 0.05)
+    assert 0.3 * verify_seconds < sum(found) / 4 < 0.06 + verify_seconds
+
+
+def test_what_a_batch_takes_longer_is_not_laid_to_one_row(clock):
+    """Sixteen rows keep a device busy, one does not."""
+    pace, options = Pace(), {"chance": lambda _: 0.85, "draft_seconds": 0.05, "fixed_seconds": 1.0}
+    many = {"verify_seconds": 0.8, "tokens": 30_000, "rows": 16}
+    play(OptimalStop(pace), clock, **options, **many)
+    rate, _ = play(OptimalStop(pace), clock, **options, tokens=800)
+    fresh, _ = play(OptimalStop(Pace()), clock, **options, tokens=800)
+    assert rate > 0.95 * fresh
+
+
+def test_single_drafts_do_not_end_drafting_more_for_ever(clock):
+    """A call may have asked for one draft a round, and the next for more."""
+    pace = Pace()
+    play(OptimalStop(pace), clock, lambda _: 0.85, 0.05, 1.0, 100, longest=1)
+    _, lengths = play(OptimalStop(pace), clock, lambda _: 0.85, 0.05, 1.0, 1000)
+    assert sum(lengths[10:]) / len(lengths[10:]) > 4
+
+
+def test_what_would_be_kept_of_drafts_that_were_not_made_follows_from_each_place(clock):
+    stop, source = OptimalStop(Pace()), random.Random(0)
+    chances = (0.9, 0.7, 0.5, 0.3)
+    for _ in range(3000):
+        kept = next((i for i, chance in enumerate(chances) if source.random() > chance), 4)
+        stop.seen(4, [kept])
+    assert stop.further(2, 4) == pytest.approx(0.5 + 0.5 * 0.3, abs=0.15)
+    assert stop.further(0, 4) == pytest.approx(0.9 + 0.63 + 0.315 + 0.0945, abs=0.25)
+    assert stop.further(4, 4) == 0
+
+
+def test_greedy_rounds_do_not_tell_how_drawn_drafts_fare(clock):
+    pace = Pace()
+    play(OptimalStop(pace), clock, lambda _: 0.95, 0.05, 1.0, 1000)
+    _, lengths = play(OptimalStop(pace), clock, lambda _: 0.4, 0.05, 1.0, 200, drawn=True)
+    assert max(lengths[:4]) <= 4
 
 
 @pytest.mark.parametrize("chance", [0.6, 0.8])
@@ -459,7 +514,8 @@ def test_what_others_saw_of_the_text_counts():
     before = way.rate
     for _ in range(300):
         way.shadow.add(0.8)
-    assert 1.3 * before < way.rate < 1.75 * before  # rounds of four such drafts: 1.74 times
+    # Rounds of four such drafts bring 1.74 times as much; luck may have done a part of that.
+    assert 1.3 * before < way.rate < 1.6 * before
 
 
 def test_luck_is_no_change_of_the_text():
@@ -477,22 +533,25 @@ def test_luck_is_no_change_of_the_text():
     assert sum(0.8 < rate < 1.25 for rate in rates) > 0.9 * len(rates)
 
 
-@pytest.mark.parametrize("used", ["chain", "tree"])
-def test_a_tree_is_compared_on_its_own_rounds(used):
+def test_a_tree_is_compared_on_its_own_rounds():
     """What its head's first choices brought beside it, and bring now, says how lucky they were."""
-    policy, ahead = Policy(), 3.0
+    policy = Policy()
     policy.choose(GOOD)
-    tree = policy.ways["tree"]
-    tree.ahead, tree.levels = policy.ahead("head"), 8
-    for _ in range(100):
-        policy.ahead("head").add(ahead)
-        policy.learn("tree", 4.0, 1.0, ahead)
-    assert tree.rate == pytest.approx(4.0)
-    for _ in range(500):  # an easier text, for the tree itself or for the chain
-        policy.ahead("head").add(4.5)
-        policy.learn(used, 6.0 if used == "tree" else 4.5, 1.0, 4.5)
+    tree = policy.way("tree", levels=8)
+    tree.firsts = policy.firsts("head", 8)
+    for firsts, name in ((3.0, "tree"), (4.5, "chain")):  # an easier text, for the chain
+        for _ in range(500):
+            policy.firsts("head", 8).add(firsts)
+            policy.learn(name, 4.0 if name == "tree" else firsts, 1.0, firsts)
+    assert tree.pace.rate == pytest.approx(4.0)
     assert tree.rate == pytest.approx(6.0, rel=1e-3)
-    assert tree.pace.tokens.value == pytest.approx(6.0 if used == "tree" else 4.0, rel=1e-3)
+
+
+def test_a_way_of_other_levels_is_another_way():
+    policy = Policy()
+    policy.way("tree", 4).pace.tokens.add(3.0)
+    assert policy.way("tree", 4).pace.tokens.count == policy.way("tree").pace.tokens.count == 1
+    assert policy.way("tree", 8).pace.tokens.count == 0
 
 
 @pytest.mark.parametrize("seed", range(20))

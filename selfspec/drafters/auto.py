@@ -52,13 +52,13 @@ class Auto(Drafter):
         self.ways: dict[str, Propose] = {}
         self._chains: dict[str, ExitChain] = {}
         self._of: dict[str, ExitReader] = {}
-        self._trees: dict[str, ExitReader] = {}
+        self._stops: dict[str, OptimalStop] = {}  # of chains, by the names of their heads
         self._levels: dict[str, int] = {}  # the most drafts that a round of theirs can keep
         self._add_ways(config)
         self._used, self._where = "", False
         self._began: float | None = None
         self._gained = 0.0
-        self._ahead: float | None = None
+        self._firsts: float | None = None
 
     @classmethod
     def from_config(cls, engine: Engine, config: DraftConfig) -> Auto:
@@ -76,15 +76,16 @@ class Auto(Drafter):
         # In the order in which they are tried: first the fitted head, then what costs least.
         for reader in self.readers:
             chain, tree = (f"{shape} {_name(reader)}" for shape in ("chain", "tree"))
-            schedule = OptimalStop(self.engine.pace(self.name, _name(reader)))
-            self._chains[chain] = ExitChain(reader, length, schedule)
+            stop = self._stops[_name(reader)] = OptimalStop(
+                self.engine.pace(self.name, _name(reader))
+            )
+            self._chains[chain] = ExitChain(reader, length, stop)
             self.ways[chain] = self._chains[chain].propose
             self._of[chain], self._levels[chain] = reader, length
             self.ways.setdefault(PLAIN, self._draft_nothing)
             if not self.engine.decoder.counts_keys:
                 self.ways[tree] = ExitGrowth(reader, widths).propose
                 self._of[tree], self._levels[tree] = reader, len(widths)
-                self._trees[tree] = reader
 
     def _draft_nothing(self, state: State, limit: int) -> Draft:
         return Draft.empty(state.rows, state.pending.device)
@@ -101,12 +102,13 @@ class Auto(Drafter):
         for reader in self.readers:
             reader.shadow = self.policies[False].shadow(_name(reader))
             reader.prefilled(state, self._seen_by(reader, block), offset, counts)
-        for policy in self.policies.values():
+        for where, policy in self.policies.items():
             for name, reader in self._of.items():
-                policy.way(name).shadow = self.policies[False].shadow(_name(reader))
-                policy.way(name).levels = self._levels[name]
-        for tree, reader in self._trees.items():
-            self.policies[False].way(tree).ahead = self.policies[False].ahead(_name(reader))
+                levels = self._levels[name]
+                way = policy.way(name, levels)
+                way.shadow = self.policies[False].shadow(_name(reader))
+                if name not in self._chains and not where:
+                    way.firsts = policy.firsts(_name(reader), levels)
 
     def _seen_by(self, reader: ExitReader, block: Pass) -> Pass:
         return block._replace(kept=[block.kept[self.keep.index(layer)] for layer in reader.keep])
@@ -116,7 +118,7 @@ class Auto(Drafter):
         now = self.engine.ranks.clock()
         if self._began is not None:
             seconds = now - self._began
-            self.policies[self._where].learn(self._used, self._gained, seconds, self._ahead)
+            self.policies[self._where].learn(self._used, self._gained, seconds, self._firsts)
         self._where = self._repeats(state)
         ways = {"lookup": self._look_up, **self.ways} if self._where else self.ways
         if not self.policies[self._where].is_settled:
@@ -159,7 +161,7 @@ class Auto(Drafter):
             kept = [verified.kept[self.keep.index(layer)] for layer in reader.keep]
             seen = verified._replace(kept=kept)
             reader.verified(state, draft.levels if reader is own else 0, seen)
-        self._ahead = None
+        self._firsts = None
         if own is not None and not (state.sampler.do_sample or self._where):
             self._show(own, draft, verdict)
         if self._used in self._chains and draft.levels:
@@ -168,20 +170,24 @@ class Auto(Drafter):
     def _show(self, own: ExitReader, draft: Draft, verdict: Verdict) -> None:
         """What a head's first choices brought in a greedy round, whichever of its ways drafted.
 
-        A chain is made of them, and so is one branch of a tree: what else a tree kept is what it
-        brought more, on the same text and with the same luck.
+        A chain is made of them, and so is a branch of a tree, but for what was pruned of it: what
+        else a tree keeps is what it brings more, on the same text and with the same luck.
         """
         assert own.shadow is not None
         chosen = _first_choices(draft, verdict)
         for count in chosen:
             own.shadow.add(float(count > 0))
-        levels = self._levels.get(f"tree {_name(own)}", 0)
-        most, agreement = min(draft.levels, levels), own.shadow.value
-        # What would have been kept of drafts that were not made is guessed.
-        beyond = sum(agreement**level for level in range(1, levels - most + 1))
-        tokens = [1 + min(count, most) + beyond * (count >= most) for count in chosen]
-        self._ahead = sum(tokens) / len(tokens)
-        self.policies[False].ahead(_name(own)).add(self._ahead)
+        name = _name(own)
+        levels, stop = self._levels.get(f"tree {name}"), self._stops[name]
+        if levels is None:
+            return
+        if draft.tree is not None:
+            stop.seen(draft.levels, chosen)
+        made = min(draft.levels, levels)
+        further = stop.further(made, levels)  # would have been kept of drafts that were not made
+        tokens = [1 + min(count, made) + further * (count >= made) for count in chosen]
+        self._firsts = sum(tokens) / len(tokens)
+        self.policies[False].firsts(name, levels).add(self._firsts)
 
     def select(self, rows: Sequence[int]) -> None:
         """Go on with some rows only."""

@@ -37,6 +37,7 @@ class LayerReader(ExitReader):
         assert head.layer is not None  # `make_reader` gives other heads another reader
         self._layer = head.layer
         self.keep = (head.exit_layer, *head.feature_layers)
+        self._joins = bool(head.feature_layers)
         self._added = 0  # which of the layers added to the slots is the head's
         self._at_once = False  # whether passes below the exit go on through the layer
         self._leaves = False  # whether a pass goes on from the layer to logits
@@ -49,10 +50,6 @@ class LayerReader(ExitReader):
         self._right: list[int] = []  # per row, positions whose KV needs no second look
         self._last = torch.empty(0)  # [rows, width, hidden] what the layer left at the last tokens
         self._seen: list[tuple[list[int], list[Tensor]]] = []  # since: settled tokens, streams
-
-    @property
-    def _joins(self) -> bool:
-        return bool(self.head.feature_layers)
 
     # What the target saw
 

@@ -73,7 +73,7 @@ class SlotCache(Cache):
                 then the place of the first in the block.
         """
         if isinstance(offset, int):
-            place, starts = offset, list(map(offset.__add__, self.lengths))
+            place, starts = offset, [length + offset for length in self.lengths]
         else:
             place, starts = 0, [n + more for n, more in zip(self.lengths, offset, strict=True)]
         end = max(starts) + width
