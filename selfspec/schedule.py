@@ -212,14 +212,19 @@ class OptimalStop(Schedule):
         if self._wonders():
             self._ask()
         self._clock.end(1 + sum(accepted) / len(accepted), len(accepted))
-        self.seen(drafted, accepted)
+        self._learn(drafted, accepted, self._chances)
 
     def seen(self, drafted: int, accepted: Sequence[int]) -> None:
-        """Learn how drafts fared that this would have made, whoever did."""
-        asked = len(self._chances)
+        """Learn how drafts fared that this would have made, in a round of another way."""
+        self._learn(drafted, accepted, [])
+
+    def _learn(
+        self, drafted: int, accepted: Sequence[int], chances: Sequence[Sequence[float]]
+    ) -> None:
+        asked = len(chances)
         for row, kept in enumerate(accepted):
             for place in range(min(drafted, kept + 1)):
-                fear = 1 - self._chances[place][row] if place < asked else None
+                fear = 1 - chances[place][row] if place < asked else None
                 self._falls.add(place, place == kept, fear)
             if kept == drafted:
                 self._falls.unseen(drafted)

@@ -240,6 +240,17 @@ def test_single_drafts_do_not_end_drafting_more_for_ever(clock):
     assert sum(lengths[10:]) / len(lengths[10:]) > 4
 
 
+def test_what_was_feared_of_a_chain_is_not_taken_for_fear_of_a_tree(clock):
+    pace = Pace()
+    stop = OptimalStop(pace)
+    play(stop, clock, lambda _: 0.8, 0.1, 1.0, 500)
+    falls = pace.falls[False]
+    feared, fell = falls.feared.count, falls.fell.count
+    assert feared > 0
+    stop.seen(4, [4])
+    assert (falls.feared.count, falls.fell.count) == (feared, fell + 4)
+
+
 def test_what_would_be_kept_of_drafts_that_were_not_made_follows_from_each_place(clock):
     stop, source = OptimalStop(Pace()), random.Random(0)
     chances = (0.9, 0.7, 0.5, 0.3)
