@@ -14,8 +14,8 @@ from typing_extensions import Self
 ConfigT = TypeVar("ConfigT", bound="StrictConfig")
 
 # What computes the layers in passes: transformers' own code; the same with linear maps in the
-# layout of oneDNN; `torch.compile`.
-Kernels = Literal["eager", "prepacked", "compiled"]
+# layout of oneDNN; `torch.compile`; CUDA graphs.
+Kernels = Literal["eager", "prepacked", "compiled", "graphs"]
 
 # What keys and values are kept in: the dtype that layers compute in, or 8 bits a number.
 KVCacheDtype = Literal["auto", "int8"]

@@ -57,8 +57,9 @@ class SelfSpecModel:
             transformers runs them. `"prepacked"`: linear maps in half precision on a CPU keep their
             weights in oneDNN's layout beside the model's own, which takes the weights' memory a
             second time. `"compiled"`: through `torch.compile` where passes are over few tokens; the
-            first ones wait for the compiler. What cannot be packed or compiled runs as it is, with
-            a warning.
+            first ones wait for the compiler. `"graphs"`: on a CUDA device, layers that follow on
+            each other as one CUDA graph where passes are over few tokens. What cannot be packed,
+            compiled or recorded runs as it is, with a warning.
         kv_cache_dtype: what keys and values are kept in. `"auto"`: the dtype that layers compute
             in. `"int8"`: 8 bits a number and a scale for every token and head, half the memory of
             half precision; texts are those of the model over a cache that rounds alike.

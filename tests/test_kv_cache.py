@@ -168,6 +168,7 @@ def test_a_token_takes_a_byte_a_number_and_a_scale() -> None:
     [
         ({"kv_cache_dtype": "int4"}, r"kv_cache_dtype must be one of .*'int4'"),
         ({"kv_cache_dtype": "int8", "kernels": "compiled"}, "choose other kernels"),
+        ({"kv_cache_dtype": "int8", "kernels": "graphs"}, "choose other kernels"),
     ],
 )
 def test_other_caches_are_refused(options: dict[str, Any], message: str) -> None:

@@ -28,6 +28,7 @@ class Kernels(str, Enum):
     eager = "eager"
     prepacked = "prepacked"
     compiled = "compiled"
+    graphs = "graphs"
 
 
 class KVCache(str, Enum):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from selfspec.decoder.direct import hooked_part
 from selfspec.slots import WIDEST, SlotCache, Strip
 
 # How a layer's inputs differ: one row or several, one token or several, with or without a mask,
@@ -67,19 +68,17 @@ class CompiledLayers:
                 try:
                     return self._run(layer, hidden, rest, named, *inputs)
                 except Exception as error:  # whatever it was, the layer itself may run
-                    self.give_up(_told(error))
+                    self.give_up(told(error))
         return layer(hidden, *args, **kwargs)
 
     def _is_plain(self, layer: nn.Module) -> bool:
         """Whether nothing hangs on the layer that compiled code would leave out or be stale of."""
         plain = self._plain.get(layer)
         if plain is None:
-            hooked = [name for name, part in layer.named_modules() if _is_hooked(part)]
-            plain = self._plain[layer] = not hooked
-            if hooked:
-                self.give_up(
-                    f"hooks on {type(layer).__name__}{'.' if hooked[0] else ''}{hooked[0]}"
-                )
+            hooked = hooked_part(layer)
+            plain = self._plain[layer] = hooked is None
+            if hooked is not None:
+                self.give_up(f"hooks on {hooked}")
         return plain
 
     def give_up(self, problem: str) -> None:
@@ -108,11 +107,7 @@ def _run(
     return layer(hidden, *args, **kwargs)
 
 
-def _is_hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
-
-
-def _told(error: Exception) -> str:
+def told(error: Exception) -> str:
     """What went wrong, in a line: the compiler's own error, where torch has wrapped it."""
     inner = getattr(error, "inner_exception", None) or error
     return f"{type(inner).__name__}: {str(inner).strip().partition(chr(10))[0]}"

@@ -81,6 +81,8 @@ class Decoder:
         # These size their position bias from a 2-D mask and refuse a 4-D one.
         self._alibi = kind == "bloom" or getattr(self.config, "alibi", False)
         self.counts_keys = self._alibi or kind == "mpt"
+        if self.gates.graphs is not None and self.counts_keys:
+            self.gates.graphs.give_up("biases of attention that count keys")
         self.max_positions: int | None = getattr(self.config, "max_position_embeddings", None)
         words = self.causal_lm.get_input_embeddings()
         tables = [m for m in self.base.children() if isinstance(m, nn.Embedding) and m is not words]
@@ -172,7 +174,8 @@ class Decoder:
 
     def new_slots(self, rows: int, capacity: int = 0) -> SlotCache:
         """An empty KV cache for `rows` rows."""
-        return SlotCache(self.windows, rows, capacity, self.device, self.kv_cache_dtype)
+        page = 1 if self.gates.graphs is None else self.gates.graphs.page
+        return SlotCache(self.windows, rows, capacity, self.device, self.kv_cache_dtype, page)
 
     def own_cache(self) -> Cache | None:
         """What the model's own `generate` needs as `past_key_values` to round as slots do.

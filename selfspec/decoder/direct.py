@@ -81,6 +81,14 @@ def is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
+def hooked_part(layer: nn.Module) -> str | None:
+    """The first module in a layer that is more than its class's forward, by its path."""
+    for path, part in layer.named_modules():
+        if part._forward_hooks or part._forward_pre_hooks or "forward" in part.__dict__:
+            return f"{type(layer).__name__}.{path}".rstrip(".")
+    return None
+
+
 def direct(module: nn.Module) -> Callable[..., Any]:
     """What calls the module in the shortest way."""
     if is_watched(module):

@@ -10,6 +10,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
+from selfspec.decoder.graphs import Stretch
 from selfspec.decoder.inputs import MASK
 from selfspec.decoder.passes import ActivePass, Own, Skips
 from selfspec.decoder.placement import device_of
@@ -98,7 +99,12 @@ class Gate:
         if "_hf_hook" in self.layer.__dict__:  # which brings the layer what comes from elsewhere
             device = device_of(own.layer)
             args, kwargs = send_to_device((args, kwargs), device, skip_keys="past_key_values")
-        output = self._call(own.layer, hidden_states, args, kwargs)
+        graphs, output = self.gates.graphs, None
+        if graphs is not None:
+            stretch = Stretch([own.layer], self.index, [(args, kwargs)], [0])
+            output = graphs.run(active, stretch, hidden_states)
+        if output is None:
+            output = self._call(own.layer, hidden_states, args, kwargs)
         active.head_seconds += time.perf_counter() - began
         return output
 

@@ -22,6 +22,7 @@ from selfspec.config import Kernels
 from selfspec.decoder.compiled import CompiledLayers
 from selfspec.decoder.direct import is_watched, shortcuts
 from selfspec.decoder.gate import Gate
+from selfspec.decoder.graphs import GraphedLayers
 from selfspec.decoder.lean import lean_forward
 from selfspec.decoder.passes import ActivePass
 from selfspec.decoder.prepacked import PrepackedLinears
@@ -57,6 +58,7 @@ class Gates:
         sublayers: what passes may skip of each layer.
         entered: how many `with gates:` are open.
         compiled: how layers are called; `None` for as they are.
+        graphs: how stretches of layers are run; `None` for layer by layer.
         prepacked: how linear maps are called; `None` for as they are.
         others: modules of heads, which run in passes beside the model's own.
         survey: what watches the pass in progress, if anything does.
@@ -89,8 +91,10 @@ class Gates:
         self.lock = _LOCKS.setdefault(model, threading.RLock())
         self.entered = 0
         self.compiled = CompiledLayers(type(model).__name__) if kernels == "compiled" else None
-        if self.compiled is not None and self.own_masks:
-            self.compiled.give_up("attention masks that are tables of its own")
+        self.graphs = GraphedLayers(type(model).__name__) if kernels == "graphs" else None
+        for special in (self.compiled, self.graphs):
+            if special is not None and self.own_masks:
+                special.give_up("attention masks that are tables of its own")
         packs = kernels == "prepacked"
         self.prepacked = PrepackedLinears(type(model).__name__) if packs else None
         self.others: list[nn.Module] = []
@@ -116,6 +120,8 @@ class Gates:
     def _put_in(self) -> None:
         if self.compiled is not None:
             self.compiled.begin()
+        if self.graphs is not None:
+            self.graphs.begin([*self.layers, *self.others])
         if self.prepacked is not None:
             for module, forward in self.prepacked.forwards(self.model, *self.others):
                 self.shadow(module.__dict__, "forward", forward)

@@ -42,7 +42,7 @@ class Masks:
         # A prefill from nothing is causal in every row, and one token of rows of equal length sees
         # all there is: the family's own mask is right then, and may be none at all. Anywhere else
         # masks come from the rows' lengths.
-        simple = window.even and window.width in (1, window.end)
+        simple = window.even and window.tight and window.width in (1, window.end)
         if simple and not self._gates.own_masks and not (added and any(slots.added_from)):
             return {}
         dtype = self._dtype(hidden)

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from selfspec.decoder.direct import callee_of
 from selfspec.decoder.gate import Gate
 from selfspec.decoder.gates import Gates
+from selfspec.decoder.graphs import Bound, Stretch
 from selfspec.decoder.inputs import MASK
 from selfspec.decoder.passes import ActivePass
 
 HIDDEN = object()  # what the first layer starts from, among the values of a pass
 
 Values = dict[Hashable, Any]  # of a pass, by keys that modules' arguments are known by
-_Bound = tuple[tuple[Any, ...], dict[str, Any]]  # what a module is called with
 
 
 class Arguments(NamedTuple):
@@ -33,7 +33,7 @@ class Arguments(NamedTuple):
     names: tuple[str, ...]
     keys: tuple[Hashable, ...]
 
-    def bind(self, values: Values) -> _Bound:
+    def bind(self, values: Values) -> Bound:
         """Find the values."""
         value_of = values.__getitem__  # a comprehension would be one call more
         return tuple(map(value_of, self.args)), dict(
@@ -125,7 +125,7 @@ class Route:
             hidden = values[self._first]
         values[HIDDEN] = hidden
         _take(self._beside, values)
-        bound: list[_Bound] = []
+        bound: list[Bound] = []
         for arguments, window in self._kinds:
             if active.masks:
                 values[MASK] = active.masks[window]
@@ -149,11 +149,18 @@ class Route:
         return hidden
 
     def _through(
-        self, active: ActivePass, hidden: Tensor, start: int, stop: int, bound: list[_Bound]
+        self, active: ActivePass, hidden: Tensor, start: int, stop: int, bound: list[Bound]
     ) -> Tensor:
         """Layers that run as they are, timed as one: asking a clock takes time, too."""
         keep, kind_of, compiled = active.keep, self._kind_of, self._compiled
         began = time.perf_counter()
+        if self._of.graphs is not None:
+            layers = [gate.layer for gate in self._gates[start:stop]]
+            stretch = Stretch(layers, start, bound, kind_of[start:stop], keep)
+            output = self._of.graphs.run(active, stretch, hidden)
+            if output is not None:
+                active.layer_seconds += time.perf_counter() - began
+                return output
         for index in range(start, stop):
             if index in keep:
                 active.kept[index] = hidden

@@ -39,9 +39,10 @@ def refuse_options(kernels: str, kv_cache_dtype: str) -> None:
         raise ValueError(
             f"kv_cache_dtype must be one of {get_args(KVCacheDtype)}, got {kv_cache_dtype!r}"
         )
-    if kernels == "compiled" and kv_cache_dtype != "auto":
+    if kernels in ("compiled", "graphs") and kv_cache_dtype != "auto":
         raise ValueError(
-            f"compiled layers write keys and values as they are, not as {kv_cache_dtype}; "
+            f"with kernels {kernels!r} layers write keys and values as they are, not as "
+            f"{kv_cache_dtype}; "
             "choose other kernels, or leave kv_cache_dtype out"
         )
 

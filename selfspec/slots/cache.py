@@ -28,6 +28,7 @@ class SlotCache(Cache):
         capacity: slots reserved at the first write (buffers double when more is needed).
         device: where positions and masks are made.
         kv_cache_dtype: what keys and values are kept in.
+        page: what slots that a pass over few tokens sees are a multiple of.
 
     Attributes:
         lengths: tokens of each row that are settled in every layer.
@@ -41,12 +42,14 @@ class SlotCache(Cache):
         capacity: int = 0,
         device: torch.device | str = "cpu",
         kv_cache_dtype: KVCacheDtype = "auto",
+        page: int = 1,
     ):
         self._layer_class = Int8Layer if kv_cache_dtype == "int8" else SlotLayer
         super().__init__(layers=[self._layer_class(window) for window in windows])
         self.layers: list[SlotLayer]
         self._windows = windows
         self._kv_cache_dtype: KVCacheDtype = kv_cache_dtype
+        self._page = page
         self.lengths = [0] * rows
         self.added_from = [0] * rows
         self.depth = len(windows)
@@ -76,11 +79,12 @@ class SlotCache(Cache):
             place, starts = offset, [length + offset for length in self.lengths]
         else:
             place, starts = 0, [n + more for n, more in zip(self.lengths, offset, strict=True)]
-        end = max(starts) + width
+        page = self._page if width <= WIDEST else 1
+        end = max(starts) + width + page
         if self._counted.length < end:  # the numbers 0, 1, 2, … as far as is needed
             counted = torch.arange(max(2 * end, _GROWTH), device=self.device)
             self._counted = Pieces(counted[None], dim=1)
-        return Window(starts, width, self._counted, tree, place)
+        return Window(starts, width, self._counted, tree, place, page)
 
     def turn(
         self, window: Window | None, added: Mapping[int, int]
@@ -240,7 +244,8 @@ class SlotCache(Cache):
 
     def empty(self, rows: int) -> SlotCache:
         """A cache like this one, for other rows."""
-        return SlotCache(self._windows, rows, 0, self.device, self._kv_cache_dtype)
+        kept_in, page = self._kv_cache_dtype, self._page
+        return SlotCache(self._windows, rows, 0, self.device, kept_in, page)
 
     def take(self, other: SlotCache) -> None:
         """Become a cache of other rows."""

@@ -25,7 +25,9 @@ class Window:
         place: of the first token in the tree's block.
         slots: `[rows, width]` the slots.
         positions: `[rows, width]` the tokens' positions: their slots, but for a tree's.
-        end: one more than the last slot written: what the longest row attends to.
+        end: how many slots passes see: up to the last one that is written, or a few more that the
+            mask hides.
+        tight: whether there are none of these.
         uniform: whether all rows write the same slots.
         even: whether these are their tokens' positions, too.
     """
@@ -37,10 +39,12 @@ class Window:
         counted: Pieces,
         tree: Tree | None = None,
         place: int = 0,
+        page: int = 1,
     ):
         self.starts, self.width, self.tree, self.place = starts, width, tree, place
         first, last, (numbers,) = min(starts), max(starts), counted.wholes
-        self.end = last + width
+        self.end = -(-(last + width) // page) * page
+        self.tight = self.end == last + width
         self.uniform = first == last
         if self.uniform:
             (slots,) = counted.view(first, width)

@@ -1,0 +1,287 @@
+"""Stretches of decoder layers as CUDA graphs, for passes over few tokens.
+
+A GPU is done with a small operation before Python has launched the next. A CUDA graph is a stretch
+of layers launched at once: the same kernels, on the same addresses, of the same shapes. So what a
+pass hands to its layers is copied to where the graph reads it, and a pass sees more slots than are
+settled, hidden by its mask, so that shapes change once in `PAGE` tokens.
+
+What a graph says is compared once with what the layers say, bit by bit. It lasts as long as its
+call of `generate`: nothing that a user does to a model between calls can make it stale.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from operator import is_
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from selfspec.decoder.compiled import told
+from selfspec.decoder.direct import hooked_part
+from selfspec.decoder.passes import ActivePass
+from selfspec.slots import WIDEST, SlotCache, Strip
+
+PAGE = 256  # slots by which what a pass sees grows
+MOST = 64  # graphs of one call
+_KNOWN = (Tensor, SlotCache, torch.dtype, bool, int, float, str, type(None))  # in arguments
+_PATIENCE = 2  # passes of a shape that run as they are before one is recorded
+
+Bound = tuple[tuple[Any, ...], dict[str, Any]]  # what a layer is called with
+
+
+class Tape(Protocol):
+    """What a device did, to be done again.
+
+    Attributes:
+        outputs: what it left, each time in the same places.
+    """
+
+    outputs: list[Tensor]
+
+    def replay(self) -> None:
+        """Do it again."""
+
+
+class CudaTape:
+    """A recorded CUDA graph.
+
+    Args:
+        run: what is recorded; it has run before.
+    """
+
+    def __init__(self, run: Callable[[], list[Tensor]]):
+        here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+        aside.wait_stream(here)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(aside):
+            run()  # libraries make room for themselves the first time a stream needs them
+            # Not by `torch.cuda.graph`, which collects garbage and empties the cache each time.
+            self._graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                self.outputs = run()
+            finally:
+                self._graph.capture_end()
+        here.wait_stream(aside)
+
+    def replay(self) -> None:
+        """Launch the graph."""
+        self._graph.replay()
+
+
+RECORDERS: dict[str, Callable[[Callable[[], list[Tensor]]], Tape]] = {"cuda": CudaTape}
+
+
+class Stretch(NamedTuple):
+    """Layers that follow on each other, in one pass.
+
+    Attributes:
+        layers: the layers.
+        start: the number of the first.
+        bound: what layers are called with beside their input, in few kinds.
+        kind_of: the kind of each.
+        keep: which of the layers' inputs to keep, by the layers' numbers.
+    """
+
+    layers: Sequence[nn.Module]
+    start: int
+    bound: Sequence[Bound]
+    kind_of: Sequence[int]
+    keep: Sequence[int] = ()
+
+
+class _Recording:
+    """A stretch of layers that was recorded.
+
+    Args:
+        stretch: the layers.
+        leaves: what the pass hands to the layers: their input first, then the slots it writes.
+        spec: where in `bound` these belong.
+        strips: keys, values, slots and seen of each layer.
+    """
+
+    def __init__(
+        self,
+        stretch: Stretch,
+        leaves: Sequence[Any],
+        spec: TreeSpec,
+        strips: Sequence[tuple[Tensor, ...]],
+    ):
+        self._inputs = [_clone(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        hidden, slots, *_ = self._inputs
+        self.layers, self._buffers = stretch.layers, _buffers_of(strips)
+        calls: list[tuple[nn.Module, bool, Bound]] = []
+        for place, layer in enumerate(stretch.layers):
+            keys, values, _, seen = strips[place]
+            strip = Strip(keys, values, slots, seen)
+            filled = [strip if isinstance(leaf, SlotCache) else leaf for leaf in self._inputs]
+            _, _, bound = tree_unflatten(filled, spec)
+            is_kept = stretch.start + place in stretch.keep
+            calls.append((layer, is_kept, bound[stretch.kind_of[place]]))
+
+        def run() -> list[Tensor]:
+            stream, kept = hidden, []
+            for layer, is_kept, (args, kwargs) in calls:
+                if is_kept:
+                    kept.append(stream.clone())  # it may be the place of the input
+                output = layer(stream, *args, **kwargs)
+                stream = output[0] if isinstance(output, tuple) else output
+            return [*kept, stream]
+
+        self.run = run
+        self._tape: Tape | None = None
+
+    def record(self, recorder: Callable[[Callable[[], list[Tensor]]], Tape]) -> str | None:
+        """Record what the layers do.
+
+        Returns:
+            What is wrong with what was recorded, if anything is.
+        """
+        expected = self.run()
+        self._tape = recorder(self.run)
+        for output in self._tape.outputs:
+            output.zero_()
+        self._tape.replay()
+        if all(map(torch.equal, self._tape.outputs, expected)):
+            return None
+        return "what was recorded differs from what the layers say"
+
+    def fits(self, buffers: Sequence[Tensor]) -> bool:
+        """Whether it reads and writes these keys and values."""
+        return all(map(is_, self._buffers, buffers))
+
+    def replay(self, leaves: Sequence[Any]) -> list[Tensor]:
+        """What the layers make of other inputs of the same shapes."""
+        for place, leaf in zip(self._inputs, leaves, strict=True):
+            if isinstance(place, Tensor):
+                place.copy_(leaf)
+        assert self._tape is not None
+        self._tape.replay()
+        # The next pass of this shape leaves its own in the same places.
+        return [output.clone() for output in self._tape.outputs]
+
+
+class GraphedLayers:
+    """Runs stretches of layers by CUDA graphs, or as they are where that cannot be.
+
+    Args:
+        name: the model's, for the warning.
+
+    Attributes:
+        problem: why layers run as they are from now on; `None` while they are recorded.
+    """
+
+    def __init__(self, name: str):
+        self._name = name
+        self.problem: str | None = None
+        self._recordings: dict[Hashable, _Recording] = {}
+        self._passes: Counter[Hashable] = Counter()
+
+    @property
+    def page(self) -> int:
+        """Slots by which what a pass over few tokens sees grows."""
+        return PAGE if self.problem is None else 1
+
+    def begin(self, layers: Iterable[nn.Module]) -> None:
+        """Forget all recordings, and look at the layers anew: they may have moved, or got hooks."""
+        self._recordings.clear()
+        self._passes.clear()
+        for layer in layers if self.problem is None else ():
+            devices = {weight.device for weight in layer.parameters()}
+            strange = sorted({device.type for device in devices} - RECORDERS.keys())
+            part = hooked_part(layer)
+            if strange:
+                return self.give_up(f"a device of the kind {strange[0]} has none")
+            if len(devices) > 1:
+                return self.give_up(f"a {type(layer).__name__} lies on several devices")
+            if part is not None:
+                return self.give_up(f"hooks on {part}")
+
+    def run(self, active: ActivePass, stretch: Stretch, hidden: Tensor) -> Tensor | None:
+        """Run a stretch of layers.
+
+        Args:
+            active: the pass, which is left what is kept.
+            stretch: the layers.
+            hidden: `[rows, width, hidden]` what the first starts from.
+
+        Returns:
+            `[rows, width, hidden]` what the last leaves; `None` where they have to run as they are.
+        """
+        window = active.window
+        if self.problem is not None or window is None or hidden.shape[1] > WIDEST:
+            return None
+        leaves, spec = tree_flatten((hidden, window.slots, list(stretch.bound)))
+        slots = next((leaf for leaf in leaves if isinstance(leaf, SlotCache)), None)
+        strange = next((leaf for leaf in leaves if not isinstance(leaf, _KNOWN)), None)
+        if strange is not None:
+            return self.give_up(f"they are called with a {type(strange).__name__}")
+        if slots is None:
+            return None
+        places = range(stretch.start, stretch.start + len(stretch.layers))
+        strips = [strip for strip in map(slots.strip, places) if strip is not None]
+        if len(strips) < len(places):  # nothing has been written yet
+            return None
+        keep = tuple(place for place in places if place in stretch.keep)
+        which = tuple(map(id, stretch.layers)), stretch.start, tuple(stretch.kind_of), keep
+        key = which, window.end, spec, tuple(map(_shape_of, leaves))
+        recording = self._recordings.get(key)
+        if recording is None or not recording.fits(_buffers_of(strips)):
+            recording = self._record(key, stretch, leaves, spec, strips)
+        if recording is None:
+            return None
+        *kept, last = recording.replay(leaves)
+        active.kept.update(zip(keep, kept, strict=True))
+        return last
+
+    def _record(
+        self,
+        key: Hashable,
+        stretch: Stretch,
+        leaves: Sequence[Any],
+        spec: TreeSpec,
+        strips: Sequence[tuple[Tensor, ...]],
+    ) -> _Recording | None:
+        """Record a pass of a shape that has come before."""
+        self._recordings.pop(key, None)  # its keys and values have moved
+        self._passes[key] += 1
+        if self._passes[key] <= _PATIENCE or len(self._recordings) >= MOST:
+            return None
+        recording = _Recording(stretch, leaves, spec, strips)
+        try:
+            problem = recording.record(RECORDERS[leaves[0].device.type])
+        except Exception as error:  # whatever it was, the layers themselves may run
+            problem = told(error)
+        if problem is not None:
+            return self.give_up(problem)
+        self._recordings[key] = recording
+        return recording
+
+    def give_up(self, problem: str) -> None:
+        """Run layers as they are from now on, and say why."""
+        self.problem = problem
+        self._recordings.clear()
+        warnings.warn(
+            f"the layers of {self._name} are not recorded as graphs ({problem}); they run as they "
+            "are, with the same output: leave kernels out to get no warning",
+            stacklevel=2,
+        )
+
+
+def _clone(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _buffers_of(strips: Iterable[tuple[Tensor, ...]]) -> list[Tensor]:
+    return [buffer for keys, values, *_ in strips for buffer in (keys, values)]
+
+
+def _shape_of(leaf: Any) -> Hashable:
+    """What of an argument has to be the same: all of it, but for what a tensor says."""
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype, leaf.device
+    return None if isinstance(leaf, SlotCache) else leaf
