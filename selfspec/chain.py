@@ -43,7 +43,7 @@ def draft_chain(
         logits, left = read(token, step)
         began = time.perf_counter()
         scores = sampler.drawable(sampler.scores(logits, context, offset=step))
-        token, drawn_from = sampler.draw(scores)
+        token, drawn_from = sampler.draw(scores, context, step)
         seconds["sampling"] += time.perf_counter() - began
         if sampler.reads_prefix:
             context.write(token, offset=step)

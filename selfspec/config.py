@@ -165,8 +165,9 @@ class DraftConfig(StrictConfig):
         lookup: how `prompt_lookup` and `cascade` find what came before.
         lookahead: the branches of `lookahead`.
         skip: what `layer_skip` leaves out.
-        rule: how sampled chains are verified: `"block"`, `"token"`, or `"typical_lossy"`, which
-            changes the output's distribution.
+        rule: how sampled drafts are verified: chains by `"block"`, `"token"`, or `"typical_lossy"`,
+            which changes the output's distribution; `"coupled"`, for trees, too: a seed gives the
+            text that it gives without drafts.
     """
 
     drafter: str = "early_exit"
@@ -180,7 +181,7 @@ class DraftConfig(StrictConfig):
     lookup: LookupConfig = LookupConfig()
     lookahead: LookaheadConfig = LookaheadConfig()
     skip: SkipConfig = SkipConfig()
-    rule: Literal["block", "token", "typical_lossy"] = "block"
+    rule: Literal["block", "token", "coupled", "typical_lossy"] = "block"
 
     @property
     def most_tokens(self) -> int:

@@ -22,12 +22,13 @@ from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from selfspec.acceptance import LOSSLESS_RULES, accept
+from selfspec.acceptance import COUPLED, LOSSLESS_RULES, accept
 from selfspec.coverage import refuse_uncovered
 from selfspec.decoder import held
 from selfspec.draft import Draft, Verdict
 from selfspec.drafters import Drafter
 from selfspec.engine import Engine, State
+from selfspec.noise import Noise
 from selfspec.prompts import Prompt
 from selfspec.records import StepRecord
 from selfspec.rounds import RowRound, broken_places, read_rounds
@@ -149,7 +150,8 @@ class Session:
             scores = state.sampler.scores(logits, state.context)
         else:
             scores = state.sampler.tree_scores(logits, state.context, draft.tokens, draft.tree)
-        verdict = accept(draft, scores, state.sampler, self.drafter.rule)
+        judged = state.sampler.choosable(scores, state.context, draft.tree)
+        verdict = accept(draft, judged, state.sampler, self.drafter.rule)
         self.logits.begin(logits, verdict.branch)
         self.scores.begin(scores, verdict.branch)
         return verdict, broken_places(logits, verdict.branch, self.sampler.do_sample)
@@ -246,7 +248,10 @@ def speculate(
     call.engine.ranks.check_alike(input_ids)
     sampler = Sampler(logits_processor, bool(generation_config.do_sample), call.generator)
     if sampler.do_sample:
-        call.engine.ranks.draw_alike(call.generator, prompt.tokens.device)
+        device = prompt.tokens.device
+        call.engine.ranks.draw_alike(call.generator, device)
+        if call.drafter.rule == COUPLED:
+            sampler.noise = Noise([prompt.width] * prompt.rows, device, call.generator)
     padding = padding_id(generation_config)
     stream = Stream(call.streamer, prompt.width, padding)
     stops = Stops(stopping_criteria, call.engine.ranks)

@@ -105,16 +105,13 @@ class ExitGrowth:
             Their tokens `[rows, width]`, and which draft of the last level each continues.
         """
         scores = self._scores(state, logits, growth)
-        order = scores
-        if state.sampler.do_sample:
-            probs = scores.softmax(-1)
-            growth.probs.append(probs)
-            # Run to its k-th place, the exponential race draws k tokens without replacement.
-            race = torch.empty_like(probs).exponential_(1, generator=state.sampler.generator)
-            order = probs / race
+        sampler, level = state.sampler, len(growth.widths)
+        order = sampler.order(scores, state.context, level)
+        if sampler.do_sample:
+            growth.probs.append(scores.softmax(-1))
         most = min(width, scores.shape[-1])
         children = order.topk(most, dim=-1).indices
-        chances = self._chances(scores, most, len(growth.widths), state.sampler.do_sample)
+        chances = self._chances(scores, most, level, sampler.do_sample)
         reach = (growth.reach[..., None] + chances).flatten(1)
         best = reach.topk(min(width, reach.shape[1]), dim=-1)
         tokens = children.flatten(1).gather(1, best.indices)

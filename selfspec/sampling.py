@@ -16,6 +16,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from selfspec.draft import Tree
+from selfspec.noise import Noise
 
 # Processors that look at one row of scores and nothing else: a block of positions can be processed
 # at once. Any other processor, a user's own included, is called position by position.
@@ -117,11 +118,24 @@ class Context:
 
 @dataclass
 class Sampler:
-    """How scores become tokens: the caller's processors, greedy or sampled, and its generator."""
+    """How scores become tokens: the caller's processors, greedy or sampled, and its generator.
+
+    Attributes:
+        processors: the caller's.
+        do_sample: whether tokens are drawn.
+        generator: the source of the draws; `None` takes torch's global one.
+        noise: noise of every place, where draws belong to places (the rule "coupled").
+    """
 
     processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
     do_sample: bool = False
     generator: torch.Generator | None = None
+    noise: Noise | None = None
+
+    @property
+    def chooses(self) -> bool:
+        """Whether there is one right token at every place, to which a draft is compared."""
+        return not self.do_sample or self.noise is not None
 
     @cached_property
     def reads_prefix(self) -> bool:
@@ -205,14 +219,60 @@ class Sampler:
         nothing = scores.amax(-1, keepdim=True) == -torch.inf
         return scores.masked_fill(nothing, 0.0)
 
-    def draw(self, scores: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Tokens `[...]` for `scores` `[..., vocab]`, and the distribution they came from.
+    def choosable(self, scores: Tensor, context: Context, tree: Tree | None = None) -> Tensor:
+        """Scores `[batch, n, vocab]` behind a block's places, the largest of which is chosen.
+
+        Without noise of places they are the processed scores themselves.
+
+        Args:
+            scores: processed scores.
+            context: the text so far.
+            tree: which drafts of the block continue which; `None` for a chain.
+        """
+        if self.noise is None:
+            return scores
+        levels = scores.shape[1] if tree is None else tree.levels + 1
+        noise = self.noise.ahead(context.rows, context.lengths, levels, scores.shape[-1])
+        if tree is not None:
+            noise = noise.gather(1, tree.depths[..., None].expand_as(scores))
+        return scores + noise
+
+    def order(self, scores: Tensor, context: Context, depth: int) -> Tensor:
+        """In which order tokens are drawn, the largest first, `depth` places behind the text.
+
+        Run to its k-th place, an exponential race draws k tokens without replacement.
+
+        Args:
+            scores: `[batch, n, vocab]` processed scores at n branches of that place.
+            context: the text so far.
+            depth: distance from the text's next token.
+        """
+        if self.noise is not None:
+            vocab = scores.shape[-1]
+            noise = self.noise.ahead(context.rows, context.lengths, depth + 1, vocab)
+            return scores + noise[:, depth:]
+        if not self.do_sample:
+            return scores
+        race = torch.empty_like(scores).exponential_(1, generator=self.generator)
+        return scores - race.log()
+
+    def draw(
+        self, scores: Tensor, context: Context, depth: int = 0
+    ) -> tuple[Tensor, Tensor | None]:
+        """Tokens `[batch, 1]` for `scores` `[batch, 1, vocab]`, and what they were drawn from.
 
         The distribution is `None` when decoding is greedy: it is one-hot at the token.
+
+        Args:
+            scores: processed scores.
+            context: the text so far.
+            depth: distance of the token from the text's next.
         """
         if not self.do_sample:
             return scores.argmax(-1), None
         probs = scores.softmax(-1)
+        if self.noise is not None:
+            return self.order(scores, context, depth).argmax(-1), probs
         return draw(probs, self.generator), probs
 
 

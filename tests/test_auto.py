@@ -202,7 +202,7 @@ def test_a_lossy_rule_for_chains_is_refused_where_drafts_are_trees(drafter):
         spec.generate(IDS[:1], draft={"drafter": drafter, "rule": "typical_lossy"})
 
 
-@pytest.mark.parametrize("rule", ["block", "token", "typical_lossy"])
+@pytest.mark.parametrize("rule", ["block", "token", "coupled", "typical_lossy"])
 @pytest.mark.parametrize("do_sample", [True, False])
 def test_stats_say_whether_the_output_is_the_targets(rule, do_sample):
     spec = SelfSpecModel(tiny_llama("sometimes"))

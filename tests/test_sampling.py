@@ -229,7 +229,7 @@ def test_what_is_settled_is_there_when_somebody_reads_it(written):
 
 def test_greedy_takes_the_best_and_names_no_distribution():
     _, logits = block(3, 1)
-    tokens, probs = Sampler().draw(logits[:, 0])
+    tokens, probs = Sampler().draw(logits[:, 0], context())
     assert torch.equal(tokens, logits[:, 0].argmax(-1)) and probs is None
 
 
@@ -237,7 +237,7 @@ def test_a_drawn_token_comes_with_the_distribution_it_was_drawn_from():
     _, logits = block(1, 1)
     scores = logits[:, 0].expand(50_000, -1)
     sampler = Sampler(do_sample=True, generator=torch.Generator().manual_seed(0))
-    tokens, probs = sampler.draw(scores)
+    tokens, probs = sampler.draw(scores, context())
     torch.testing.assert_close(probs, scores.softmax(-1))
     counts = torch.bincount(tokens, minlength=VOCAB).double()
     expected = probs[0].double() / probs[0].double().sum() * len(tokens)

@@ -22,7 +22,8 @@ from selfspec.sampling import Sampler
 # How a sampled chain is verified, by the name of the rule in configs.
 CHAIN_RULES = {"block": block_verify, "token": rejection_sample, "typical_lossy": typical_lossy}
 
-LOSSLESS_RULES = frozenset(CHAIN_RULES) - {"typical_lossy"}
+COUPLED = "coupled"  # no rule of probabilities: drafts are compared with what is chosen
+LOSSLESS_RULES = frozenset(CHAIN_RULES) - {"typical_lossy"} | {COUPLED}
 
 
 def accept(draft: Draft, scores: Tensor, sampler: Sampler, rule: str = "block") -> Verdict:
@@ -31,16 +32,16 @@ def accept(draft: Draft, scores: Tensor, sampler: Sampler, rule: str = "block") 
     Args:
         draft: the proposal.
         scores: `[batch, n + 1, vocab]` target scores behind each place of the block, after the
-            caller's processors.
+            caller's processors; with the noise of the places, where draws belong to them.
         sampler: greedy or sampled, and the generator to draw from.
-        rule: how sampled chains are verified (`CHAIN_RULES`).
+        rule: how sampled chains are verified (`CHAIN_RULES`), unless draws belong to places.
     """
     if draft.tree is not None:
-        if not sampler.do_sample:
+        if sampler.chooses:
             return longest_branch(draft.tokens, draft.tree, scores)
         probs = scores.softmax(-1)
         return sample_branch(draft.tokens, draft.tree, draft.probs, probs, sampler.generator)
-    if not sampler.do_sample:
+    if sampler.chooses:
         return longest_match(draft.tokens, scores, draft.counts)
     probs = scores.softmax(-1)
     draft_probs = draft.probs if draft.probs is not None else one_hot(draft.tokens, probs)
@@ -50,6 +51,7 @@ def accept(draft: Draft, scores: Tensor, sampler: Sampler, rule: str = "block") 
 
 __all__ = [
     "CHAIN_RULES",
+    "COUPLED",
     "LOSSLESS_RULES",
     "accept",
     "block_verify",
