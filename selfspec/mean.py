@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 _STEADY = 0.005  # weight of the newest value in a slope
+_FADE = 0.03  # share of what a slope stands on that is forgotten at a time
 _WILD = 2.0  # a measurement beyond that many times the estimate counts as that many
 
 
@@ -71,3 +72,8 @@ class Slope:
         """Take in the distances of both from their means."""
         self.squares.add(one * one)
         self.products.add(one * other)
+
+    def fade(self) -> None:
+        """Forget some of what was seen: it cannot be seen again."""
+        self.squares.value *= 1 - _FADE
+        self.products.value *= 1 - _FADE

@@ -14,10 +14,11 @@ from selfspec.falls import Falls
 from selfspec.mean import Mean, Slope
 
 FAST, _SLOW = 0.03, 0.1  # weight of the newest round: in what a text brings, in what a pass costs
-_WIDENING_DOUBT = 10.0  # squared distances of drafts from their mean, in sum, that showed nothing
+_WIDENING_DOUBT = 20.0  # squared distances of drafts from their mean, in sum, that showed nothing
 _LATELY = 0.2  # weight of the newest round in what drafts and the rest of a round were lately
 _SAME = 0.25  # a number of drafts no further from their mean tells nothing
-_JUMP = 0.5  # share of that rest by which a round's may differ from it
+_FEW = 2  # drafts of rounds from which, if no other is longer, nothing can be told
+_JUMP = 0.3  # share of that rest by which a round's may differ from it and tell of its drafts
 
 
 @dataclass
@@ -128,10 +129,13 @@ class RoundClock:
     def _learn_widening(self, drafts: int, rest: float) -> None:
         """Learn from rounds in a row, in which the machine has hardly changed its pace."""
         more, usual = drafts - self._drafts.value, self._rest.value
-        if self._rest.count:
-            longer = max(-_JUMP * usual, min(rest - usual, _JUMP * usual))
-            # Where no round has more than one draft, what is known fades, for nothing can be seen.
-            if abs(more) > _SAME or drafts == 1:
-                self.pace.widening[self._rows].add(more, longer)
+        widening, longer = self.pace.widening[self._rows], rest - usual
+        if self._rest.count and abs(more) > _SAME:
+            # The first rounds of a process take several times as long as the next, and those that
+            # something disturbs: a few of them would forbid drafts for ever.
+            if abs(longer) <= _JUMP * usual:
+                widening.add(more, longer)
+        elif drafts <= _FEW:  # where all rounds have as few drafts, nothing can be seen
+            widening.fade()
         self._drafts.add(drafts)
         self._rest.add(rest)

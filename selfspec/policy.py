@@ -18,7 +18,7 @@ _FIRST = 8  # rounds of the first way, before any other is tried
 _STRETCH = 4  # rounds that are chosen for
 _ENOUGH = 16  # rounds from which luck no longer decides
 _SPREAD = 0.5  # of the tokens of a round: standard deviation over mean
-_WASTE = 0.01  # share of the time that trials may lose
+_WASTE = {True: 0.01, False: 0.005}  # share of the time that trials may lose of known ways, of new
 _DEAREST = 4.0  # times its loss that the trial of a way that lags far behind is charged with
 _AGAIN = 0.005  # share of the time without plain decoding that looking at it again may lose
 _CREDIT = 1.0  # rounds that may be lost before anything is known
@@ -38,8 +38,8 @@ class Way:
         shadow: how often it would have agreed with the text, whoever drafted.
         agreed: `shadow` in the rounds that its pace is of; what it has gained since says how the
             text changed.
-        firsts: of a tree, tokens that its head's first choices alone bring, learned in rounds of
-            the chain that is made of them, too; `None` for other ways.
+        firsts: of a head's chain and its tree, tokens that the head's first choices alone bring in
+            a round of the tree's levels, learned in rounds of both; `None` for other ways.
         firsts_then: `firsts` in the rounds that its pace is of.
         seen: the round of the last use.
         since: the policy's seconds then.
@@ -107,7 +107,8 @@ class Policy:
         all_firsts: the same of what first choices bring.
         rounds: rounds so far.
         seconds: what they took.
-        lost: seconds that trials took beyond what the best way would have, as they were charged.
+        lost: seconds that trials took beyond what the best way would have, as they were charged, by
+            whether anything was known of what was tried.
     """
 
     ways: dict[str, Way] = field(default_factory=dict)
@@ -115,10 +116,11 @@ class Policy:
     all_firsts: dict[str, Mean] = field(default_factory=dict)
     rounds: int = 0
     seconds: float = 0.0
-    lost: float = 0.0
+    lost: dict[bool, float] = field(default_factory=lambda: {False: 0.0, True: 0.0})
     _current: str = ""
     _left: int = 0
     _trial: bool = False
+    _known: bool = False  # whether what is tried was
     _dear: float = 1.0
 
     @property
@@ -156,6 +158,7 @@ class Policy:
         trial = self._to_try(ways, best)
         self._trial = trial is not None
         self._current = trial or best
+        self._known = self.ways[self._current].known
         self._dear = self._charge(self.ways[self._current], self.ways[best])
         if trial and self._is_stale(self.ways[trial]):
             self.ways[trial].pace.tokens.doubt(_ENOUGH)
@@ -181,17 +184,20 @@ class Policy:
         top = self.ways[best]
         if not top.known:
             return None
-        budget = _WASTE * self.seconds + _CREDIT * self._round_seconds - self.lost
+        credit = _CREDIT * self._round_seconds
+        budget = {k: _WASTE[k] * self.seconds + credit - lost for k, lost in self.lost.items()}
         others = [name for name in ways if name != best]
         # A few unlucky rounds may have put off what is best: such a way is tried on at once.
         unlucky = [name for name in others if self._is_unlucky(self.ways[name], top)]
-        if unlucky and budget > 0:
+        if unlucky and sum(budget.values()) > 0:
             return max(unlucky, key=lambda name: self.ways[name].hope)
-        # What was never tried comes first, and is saved for: it may be better than all the rest.
+        # What was never tried may be better than all the rest; what is known may have been judged
+        # by the wrong rounds. Neither has to wait until the other was afforded.
         unknown = [name for name in others if not self.ways[name].known][:1]
-        stale = unknown or [name for name in others if self._is_stale(self.ways[name])]
-        for name in sorted(stale, key=lambda name: self.ways[name].seen):
-            if self._price(self.ways[name], top) <= budget:
+        stale = [name for name in others if self._is_stale(self.ways[name])]
+        for name in unknown + sorted(stale, key=lambda name: self.ways[name].seen):
+            way = self.ways[name]
+            if (way.known or name in unknown) and self._price(way, top) <= budget[way.known]:
                 return name
         # Plain decoding is what must never be missed, and a few rounds tell how fast it is.
         plain = self.ways.get(PLAIN)
@@ -246,4 +252,4 @@ class Policy:
             best = max(other.rate for other in self.ways.values())
             if best > 0:
                 lost = max(0.0, seconds - tokens / best)
-                self.lost += lost * self._dear
+                self.lost[self._known] += lost * self._dear

@@ -240,6 +240,21 @@ def test_single_drafts_do_not_end_drafting_more_for_ever(clock):
     assert sum(lengths[10:]) / len(lengths[10:]) > 4
 
 
+def test_the_first_rounds_of_a_process_do_not_end_drafting_for_long(clock):
+    """They take several times as long as the next, and drafts are made for the first time, too."""
+    for seed in range(20):
+        source = random.Random(seed)
+        warming = [8.0 * source.uniform(0.6, 1), *(1 + 1.5 * 0.75**n for n in range(12))]
+
+        def noise(source=source, warming=warming):
+            return (warming.pop(0) if warming else 1.0) * max(0.5, source.gauss(1, 0.1))
+
+        stop = OptimalStop(Pace())
+        play(stop, clock, lambda _: 0.65, 0.12, 1.0, 60, seed=seed, noise=noise)
+        _, lengths = play(stop, clock, lambda _: 0.65, 0.12, 1.0, 300, seed=seed, noise=noise)
+        assert sum(lengths) / len(lengths) > 2, seed
+
+
 def test_what_was_feared_of_a_chain_is_not_taken_for_fear_of_a_tree(clock):
     pace = Pace()
     stop = OptimalStop(pace)
@@ -477,13 +492,28 @@ def test_the_policy_is_nearly_as_fast_as_the_best_way(ways, seed):
     assert max(used, key=used.__getitem__) == best
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_the_policy_goes_back_to_drafting_when_the_text_changes(seed):
-    policy = Policy()
-    write(policy, BAD, 3000, seed)
-    rate, used = write(policy, GOOD, 6000, seed)
-    assert rate > 0.85 * expected(GOOD["tree"])
-    assert used["chain"] + used["tree"] > 2 * used["plain"]
+def test_the_policy_goes_back_to_drafting_when_the_text_changes():
+    rates = []
+    for seed in range(12):
+        policy = Policy()
+        write(policy, BAD, 3000, seed)
+        rate, used = write(policy, GOOD, 6000, seed)
+        rates.append(rate)
+        assert used["chain"] + used["tree"] > 2 * used["plain"]
+    assert sum(rates) / len(rates) > 0.86 * expected(GOOD["tree"])
+    assert min(rates) > 0.8 * expected(GOOD["tree"])
+
+
+def test_what_is_known_is_tried_again_though_other_ways_were_never_tried():
+    """It may have been judged by the wrong rounds: by slow ones, of a machine that was busy."""
+    dear = {f"dear {number}": (0.5, 4, 60.0) for number in range(4)}
+    judged = {"chain": (0.7, 4, 19.0), "tree": (0.78, 4, 19.0), "plain": (0.0, 0, 9.0), **dear}
+    ways, rates = {**judged, "chain": (0.7, 4, 14.0)}, []
+    for seed in range(12):
+        policy = Policy()
+        write(policy, judged, 900, seed)
+        rates.append(write(policy, ways, 3000, seed)[0])
+    assert sum(rates) / len(rates) > 0.93 * expected(ways["chain"])
 
 
 def test_a_way_that_lags_far_behind_is_tried_for_less_than_one_that_is_close():
@@ -491,7 +521,8 @@ def test_a_way_that_lags_far_behind_is_tried_for_less_than_one_that_is_close():
         policy = Policy()
         ways = {"fast": (0.0, 0, 1.0), "slow": (0.0, 0, seconds)}
         _, used = write(policy, ways, 20_000)
-        assert policy.ways["slow"].seen > 18_000, "it is tried again all the same"
+        # Trials of a way that takes 2 seconds more are charged with 4 * 4 * 2, in 100 times that.
+        assert policy.ways["slow"].seen > 20_000 - 3300, "it is tried again all the same"
         return used["slow"] * (seconds - 1)
 
     assert 2 * lost(3.0) < lost(1.15)

@@ -31,8 +31,9 @@ class Auto(Drafter):
     at all, and a lookup where the text repeats itself. What is best there says nothing of
     elsewhere, so there are two policies, one for places with a confident match and one for all
     others. Each way is judged by the tokens and seconds of its own rounds; trials of the others
-    lose about a hundredth of the time at most (`policy`). Heads not in use follow the text in wide
-    passes, now and then, and say how often they would have agreed with it.
+    lose a hundredth of the time, those of ways that were never tried half as much (`policy`). Heads
+    not in use follow the text in wide passes, now and then, and say how often they would have
+    agreed with it.
 
     Args:
         engine: the target and its passes.
@@ -107,8 +108,9 @@ class Auto(Drafter):
                 levels = self._levels[name]
                 way = policy.way(name, levels)
                 way.shadow = self.policies[False].shadow(_name(reader))
-                if name not in self._chains and not where:
-                    way.firsts = policy.firsts(_name(reader), levels)
+                shared = self._levels.get(f"tree {_name(reader)}")
+                if shared is not None and not where:
+                    way.firsts = policy.firsts(_name(reader), shared)
 
     def _seen_by(self, reader: ExitReader, block: Pass) -> Pass:
         return block._replace(kept=[block.kept[self.keep.index(layer)] for layer in reader.keep])
