@@ -19,7 +19,7 @@ from selfspec.heads import ExitHead
 from selfspec.reading.exit import ExitReader
 from selfspec.reading.places import column, newest, pick, pick_from
 
-_DEFERRED = 128  # tokens that a head's own layer may be behind while others draft
+_DEFERRED = 512  # tokens that a head's own layer may be behind while others draft
 _COMPARED = 32  # of these, the last ones, whose next token the head says: the LM head is wide
 
 
