@@ -53,7 +53,8 @@ class CpuTape:
 
     replays = 0
 
-    def __init__(self, run: Callable[[], list[Tensor]]):
+    def __init__(self, run: Callable[[], list[Tensor]], device: torch.device):
+        assert device.type == "cpu"
         with Watch() as watch:
             self.outputs = run()
         self._done = watch.done
@@ -204,7 +205,7 @@ def test_a_recording_that_says_something_else_is_not_used(monkeypatch):
 
 
 def test_an_error_while_recording_is_told_once(monkeypatch):
-    def broken(run):
+    def broken(run, device):
         raise RuntimeError("out of memory")
 
     monkeypatch.setitem(graphs.RECORDERS, "cpu", broken)

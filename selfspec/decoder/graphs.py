@@ -52,10 +52,11 @@ class CudaTape:
 
     Args:
         run: what is recorded; it has run before.
+        device: where it runs.
     """
 
-    def __init__(self, run: Callable[[], list[Tensor]]):
-        here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+    def __init__(self, run: Callable[[], list[Tensor]], device: torch.device):
+        here, aside = torch.cuda.current_stream(device), torch.cuda.Stream(device)
         aside.wait_stream(here)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(aside):
@@ -73,7 +74,8 @@ class CudaTape:
         self._graph.replay()
 
 
-RECORDERS: dict[str, Callable[[Callable[[], list[Tensor]]], Tape]] = {"cuda": CudaTape}
+Recorder = Callable[[Callable[[], list[Tensor]], torch.device], Tape]
+RECORDERS: dict[str, Recorder] = {"cuda": CudaTape}
 
 
 class Stretch(NamedTuple):
@@ -135,14 +137,14 @@ class _Recording:
         self.run = run
         self._tape: Tape | None = None
 
-    def record(self, recorder: Callable[[Callable[[], list[Tensor]]], Tape]) -> str | None:
+    def record(self, recorder: Recorder) -> str | None:
         """Record what the layers do.
 
         Returns:
             What is wrong with what was recorded, if anything is.
         """
         expected = self.run()
-        self._tape = recorder(self.run)
+        self._tape = recorder(self.run, expected[-1].device)
         for output in self._tape.outputs:
             output.zero_()
         self._tape.replay()
