@@ -248,10 +248,9 @@ def speculate(
     call.engine.ranks.check_alike(input_ids)
     sampler = Sampler(logits_processor, bool(generation_config.do_sample), call.generator)
     if sampler.do_sample:
-        device = prompt.tokens.device
-        call.engine.ranks.draw_alike(call.generator, device)
+        call.engine.ranks.draw_alike(call.generator, prompt.tokens.device)
         if call.drafter.rule == COUPLED:
-            sampler.noise = Noise([prompt.width] * prompt.rows, device, call.generator)
+            sampler.noise = Noise([prompt.width] * prompt.rows, prompt.tokens.device, call.generator)
     padding = padding_id(generation_config)
     stream = Stream(call.streamer, prompt.width, padding)
     stops = Stops(stopping_criteria, call.engine.ranks)
