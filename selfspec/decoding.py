@@ -77,8 +77,7 @@ class Session:
         stream: Stream,
     ):
         self.engine, self.drafter, self.prompt = engine, drafter, prompt
-        self.sampler, self.stops, self.stream = sampler, stops, stream
-        self.config = config
+        self.sampler, self.stops, self.stream, self.config = sampler, stops, stream, config
         wanted = bool(config.return_dict_in_generate)
         empty: list[list[Any]] = [[] for _ in range(prompt.rows)]
         self.scores = StepRecord(wanted and bool(config.output_scores), [*map(list, empty)])
@@ -248,9 +247,10 @@ def speculate(
     call.engine.ranks.check_alike(input_ids)
     sampler = Sampler(logits_processor, bool(generation_config.do_sample), call.generator)
     if sampler.do_sample:
-        call.engine.ranks.draw_alike(call.generator, prompt.tokens.device)
+        device = prompt.tokens.device
+        call.engine.ranks.draw_alike(call.generator, device)
         if call.drafter.rule == COUPLED:
-            sampler.noise = Noise([prompt.width] * prompt.rows, prompt.tokens.device, call.generator)
+            sampler.noise = Noise([prompt.width] * prompt.rows, device, call.generator)
     padding = padding_id(generation_config)
     stream = Stream(call.streamer, prompt.width, padding)
     stops = Stops(stopping_criteria, call.engine.ranks)

@@ -8,13 +8,13 @@ target and of heads: it takes weights, KV buffers and masks as inputs, of any le
 from __future__ import annotations
 
 import inspect
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from selfspec.decoder.direct import hooked_part
+from selfspec.decoder.standin import StandIn, told
 from selfspec.slots import WIDEST, SlotCache, Strip
 
 # How a layer's inputs differ: one row or several, one token or several, with or without a mask,
@@ -24,19 +24,17 @@ BACKEND: Any = "inductor"
 _HERE = ...  # where the cache goes among a layer's arguments
 
 
-class CompiledLayers:
+class CompiledLayers(StandIn):
     """Calls decoder layers by compiled code, or as they are where that cannot be.
 
     Args:
         name: the model's, for the warning.
-
-    Attributes:
-        problem: why layers run as they are from now on; `None` while they are compiled.
     """
 
+    done = "compiled"
+
     def __init__(self, name: str):
-        self._name = name
-        self.problem: str | None = None
+        super().__init__(name)
         self._plain: dict[nn.Module, bool] = {}
         wanted = {"recompile_limit": PROGRAMS, "isolate_recompiles": True}
         known = inspect.signature(torch.compile).parameters  # older builds of torch lack them
@@ -81,15 +79,6 @@ class CompiledLayers:
                 self.give_up(f"hooks on {hooked}")
         return plain
 
-    def give_up(self, problem: str) -> None:
-        """Run layers as they are from now on, and say why."""
-        self.problem = problem
-        warnings.warn(
-            f"the layers of {self._name} are not compiled ({problem}); they run as they are, "
-            "with the same output: leave kernels out to get no warning",
-            stacklevel=2,
-        )
-
 
 def _run(
     layer: nn.Module,
@@ -105,9 +94,3 @@ def _run(
     args = tuple(strip if value is _HERE else value for value in args)
     kwargs = {name: strip if value is _HERE else value for name, value in kwargs.items()}
     return layer(hidden, *args, **kwargs)
-
-
-def told(error: Exception) -> str:
-    """What went wrong, in a line: the compiler's own error, where torch has wrapped it."""
-    inner = getattr(error, "inner_exception", None) or error
-    return f"{type(inner).__name__}: {str(inner).strip().partition(chr(10))[0]}"

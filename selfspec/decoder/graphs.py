@@ -11,7 +11,6 @@ call of `generate`: nothing that a user does to a model between calls can make i
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from operator import is_
@@ -21,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from selfspec.decoder.compiled import told
 from selfspec.decoder.direct import hooked_part
 from selfspec.decoder.passes import ActivePass
+from selfspec.decoder.standin import StandIn, told
 from selfspec.slots import WIDEST, SlotCache, Strip
 
 PAGE = 256  # slots by which what a pass sees grows
@@ -167,19 +166,17 @@ class _Recording:
         return [output.clone() for output in self._tape.outputs]
 
 
-class GraphedLayers:
+class GraphedLayers(StandIn):
     """Runs stretches of layers by CUDA graphs, or as they are where that cannot be.
 
     Args:
         name: the model's, for the warning.
-
-    Attributes:
-        problem: why layers run as they are from now on; `None` while they are recorded.
     """
 
+    done = "recorded as graphs"
+
     def __init__(self, name: str):
-        self._name = name
-        self.problem: str | None = None
+        super().__init__(name)
         self._recordings: dict[Hashable, _Recording] = {}
         self._passes: Counter[Hashable] = Counter()
 
@@ -265,13 +262,8 @@ class GraphedLayers:
 
     def give_up(self, problem: str) -> None:
         """Run layers as they are from now on, and say why."""
-        self.problem = problem
         self._recordings.clear()
-        warnings.warn(
-            f"the layers of {self._name} are not recorded as graphs ({problem}); they run as they "
-            "are, with the same output: leave kernels out to get no warning",
-            stacklevel=2,
-        )
+        super().give_up(problem)
 
 
 def _clone(tensor: Tensor) -> Tensor:

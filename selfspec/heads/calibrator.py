@@ -82,28 +82,31 @@ class Calibrator(nn.Module):
         constants = cache(self._constants)
 
         def chance(summary: list[float], depth: int) -> float:
-            *likeliest, entropy = summary
-            first, second = (math.log(max(chance, _LEAST)) for chance in likeliest)
+            likeliest, second, entropy = summary
+            first = math.log(max(likeliest, _LEAST))
+            margin = min(first - math.log(max(second, _LEAST)), _WIDEST_MARGIN)
             fit, logit = constants()
-            features = first, min(first - second, _WIDEST_MARGIN), entropy, depth
-            for value, (low, high, mean, std, weight) in zip(features, fit, strict=True):
-                logit += weight * (min(max(value, low), high) - mean) / std
+            for value, (low, high, slope) in zip((first, margin, entropy, depth), fit, strict=True):
+                logit += slope * min(max(value, low), high)
             # In this order NaN, of scores that are NaN, is sure to fall.
             return 1 / (1 + math.exp(-max(-_SUREST, min(logit, _SUREST))))
 
         def judge(drafts: Sequence[Tensor], first: int) -> list[list[float]]:
-            summaries = _summary(torch.stack(list(drafts))).tolist()
+            probs = torch.stack(list(drafts)) if len(drafts) > 1 else drafts[0][None]
+            summaries = _summary(probs).tolist()
             return [
                 [chance(row, depth) for row in rows] for depth, rows in enumerate(summaries, first)
             ]
 
         return judge
 
-    def _constants(self) -> tuple[list[tuple[float, ...]], float]:
-        """The buffers, feature by feature, and the bias."""
-        buffers = (self.lowest, self.highest, self.mean, self.std, self.weight)
-        fit = zip(*(buffer.float().tolist() for buffer in buffers), strict=True)
-        return list(fit), float(self.bias)
+    def _constants(self) -> tuple[list[tuple[float, float, float]], float]:
+        """Of each feature what bounds it and what a unit of it adds, and what is added anyway."""
+        low, high = self.lowest.tolist(), self.highest.tolist()
+        slope = (self.weight.float() / self.std.float()).tolist()
+        shifts = zip(self.mean.tolist(), slope, strict=True)
+        anyway = float(self.bias) - sum(mean * by for mean, by in shifts)
+        return list(zip(low, high, slope, strict=True)), anyway
 
     def forward(self, scores: Tensor, depth: int) -> Tensor:
         """P(accepted) `[rows]` of a token drafted from `scores` `[rows, vocab]`, `depth` deep."""
