@@ -1,0 +1,38 @@
+"""What runs in place of layers, and lets them run as they are where it cannot."""
+
+from __future__ import annotations
+
+import warnings
+
+
+class StandIn:
+    """Runs layers in a way of its own until something turns up that it cannot do.
+
+    Args:
+        name: the model's, for the warning.
+
+    Attributes:
+        done: what it does to layers, for the warning.
+        problem: why layers run as they are from now on; `None` while they do not.
+    """
+
+    done: str
+
+    def __init__(self, name: str):
+        self._name = name
+        self.problem: str | None = None
+
+    def give_up(self, problem: str) -> None:
+        """Run layers as they are from now on, and say why."""
+        self.problem = problem
+        warnings.warn(
+            f"the layers of {self._name} are not {self.done} ({problem}); they run as they are, "
+            "with the same output: leave kernels out to get no warning",
+            stacklevel=2,
+        )
+
+
+def told(error: Exception) -> str:
+    """What went wrong, in a line: the compiler's own error, where torch has wrapped it."""
+    inner = getattr(error, "inner_exception", None) or error
+    return f"{type(inner).__name__}: {str(inner).strip().partition(chr(10))[0]}"
