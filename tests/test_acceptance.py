@@ -85,12 +85,14 @@ def test_a_certain_draft_stands_with_the_targets_probability():
     assert abs(verdict.accepted.double().mean().item() - expected) < 5 * deviation
 
 
-def test_residual_is_what_q_leaves_of_p_and_p_where_it_leaves_nothing():
-    p, q = distributions(50), distributions(50, seed=1)
-    assert torch.equal(residual(p, q), (p - q).clamp_min(0))
-    assert torch.equal(residual(p, p), p)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_residual_is_what_q_leaves_of_p_and_p_where_it_leaves_nothing(dtype):
+    p, q = (distributions(50, seed=seed).to(dtype) for seed in (0, 1))
+    left = (p - q).clamp_min(0)
+    torch.testing.assert_close(residual(p, q), left, rtol=0, atol=1e-20)
     # q above p everywhere, as rounding may leave it.
-    assert torch.equal(residual(p, p + 1e-9), p)
+    for nothing in (residual(p, p), residual(p, p + 1e-6)):
+        torch.testing.assert_close(nothing / nothing.sum(-1, keepdim=True), p)
 
 
 # Rejection sampling: the law

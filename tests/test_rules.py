@@ -99,17 +99,16 @@ def test_no_row_keeps_more_than_its_own_drafts(rule):
 CHAIN_FAULTS = {
     "residual without the weight": (
         block_verify,
-        "left = _at(rest, accepted)",
-        "left = residual(_at(target_probs, accepted),"
-        " _at(_behind(draft_probs, tokens, counts), accepted))",
+        "left = _at(rest.add_(target_probs, alpha=_CRUMB), accepted)",
+        "left = residual(_at(target_probs, accepted), _at(_behind(draft_probs, counts), accepted))",
     ),
     "mass without the weight": (
         block_verify,
         "rest = weight[..., None] * target_probs",
         "rest = target_probs.clone()",
     ),
-    "coin against the ratio": (block_verify, "< hold)", "< ratios)"),
-    "coin against the weight": (block_verify, "< hold)", "< weight[:, 1:])"),
+    "coin against the ratio": (block_verify, "< hold,", "< ratios,"),
+    "coin against the weight": (block_verify, "< hold,", "< weight[:, 1:],"),
     "weight not cut at 1": (block_verify, ".clamp_(max=1))", ")"),
     "stops at the first that falls": (
         block_verify,
@@ -118,16 +117,16 @@ CHAIN_FAULTS = {
     ),
     "q behind the last draft": (
         chain._of_real,
-        "draft_probs * _real(tokens, counts)[..., None]",
-        "draft_probs",
+        "if counts is None",
+        "if counts is None or values.dim() == 3",
     ),
     "replacement from p": (
         rejection_sample,
         "residual(_at(target_probs, accepted), _at(behind, accepted))",
         "_at(target_probs, accepted)",
     ),
-    "keeps what is likely enough": (rejection_sample, "(coins * q < p)", "(coins < p)"),
-    "residual not cut at 0": (chain.residual, ".clamp_min(0)", ".abs()"),
+    "keeps what is likely enough": (rejection_sample, "coins * q < p,", "coins < p,"),
+    "residual not cut at 0": (chain.residual, ".clamp_min_(0)", ".abs()"),
 }
 
 

@@ -14,6 +14,8 @@ from selfspec.sampling import draw
 
 # Medusa's settings (Cai et al. 2024, section 2.3.1).
 _TYPICAL_FLOOR, _TYPICAL_SHARE = 0.09, 0.3
+# Share of p in residuals: next to nothing, and p itself where rounding leaves nothing else.
+_CRUMB = 1e-25
 
 
 def longest_match(tokens: Tensor, scores: Tensor, counts: Tensor | None = None) -> Verdict:
@@ -25,7 +27,7 @@ def longest_match(tokens: Tensor, scores: Tensor, counts: Tensor | None = None) 
         counts: real drafts of each row.
     """
     target = scores.argmax(-1)
-    kept = (tokens == target[:, :-1]) & _real(tokens, counts)
+    kept = _of_real(tokens == target[:, :-1], counts)
     return Verdict(kept.cumprod(-1).sum(-1), target)
 
 
@@ -49,11 +51,10 @@ def rejection_sample(
         generator: source of the draws; `None` takes torch's global one.
         counts: real drafts of each row.
     """
-    real = _real(tokens, counts)
     p, q = _of_drafts(tokens, draft_probs, target_probs)
     coins = _coins(p, generator)
-    accepted = ((coins * q < p) & real).cumprod(-1).sum(-1)
-    behind = _behind(draft_probs, tokens, counts)
+    accepted = _of_real(coins * q < p, counts).cumprod(-1).sum(-1)
+    behind = _behind(draft_probs, counts)
     at_end = residual(_at(target_probs, accepted), _at(behind, accepted))
     return _end(tokens, accepted, draw(at_end, generator))
 
@@ -80,22 +81,20 @@ def block_verify(
         generator: source of the draws; `None` takes torch's global one.
         counts: real drafts of each row.
     """
-    real = _real(tokens, counts)
     p, q = _of_drafts(tokens, draft_probs, target_probs)
-    ratios = torch.where(real, p / q.clamp_min(torch.finfo(q.dtype).tiny), 0.0)
+    ratios = p / q.clamp_min(torch.finfo(q.dtype).tiny)
     weights = [p.new_ones(len(p))]
     for ratio in ratios.unbind(1):
         weights.append((weights[-1] * ratio).clamp_(max=1))
     weight = torch.stack(weights, dim=1)
     rest = weight[..., None] * target_probs
-    rest[:, :-1].sub_(_of_real(draft_probs, tokens, counts))
+    rest[:, :-1].sub_(_of_real(draft_probs, counts))
     mass = rest.clamp_min_(0).sum(-1)[:, 1:]
     hold = mass / (mass + 1 - weight[:, 1:]).clamp_min(torch.finfo(mass.dtype).tiny)
     places = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
-    stands = (_coins(p, generator) < hold) & real
+    stands = _of_real(_coins(p, generator) < hold, counts)
     accepted = (stands * places).amax(-1) if len(places) else tokens.new_zeros(len(tokens))
-    left = _at(rest, accepted)
-    left = torch.where(left.sum(-1, keepdim=True) > 0, left, _at(target_probs, accepted))
+    left = _at(rest.add_(target_probs, alpha=_CRUMB), accepted)
     return _end(tokens, accepted, draw(left, generator))
 
 
@@ -121,27 +120,19 @@ def typical_lossy(
     p, _ = _of_drafts(tokens, draft_probs, target_probs)
     entropy = torch.special.entr(target_probs[:, :-1]).sum(-1)
     needed = (_TYPICAL_SHARE * (-entropy).exp()).clamp(max=_TYPICAL_FLOOR)
-    accepted = ((p > needed) & _real(tokens, counts)).cumprod(-1).sum(-1)
+    accepted = _of_real(p > needed, counts).cumprod(-1).sum(-1)
     return _end(tokens, accepted, draw(_at(target_probs, accepted), generator))
 
 
 def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
-    """max(0, p - q), not normalised; p itself where rounding leaves nothing (p equals q)."""
-    rest = (target_probs - draft_probs).clamp_min(0)
-    return torch.where(rest.sum(-1, keepdim=True) > 0, rest, target_probs)
+    """max(0, p - q), not normalised; p's where rounding leaves nothing (p equals q)."""
+    return (target_probs - draft_probs).clamp_min_(0).add_(target_probs, alpha=_CRUMB)
 
 
 def one_hot(tokens: Tensor, like: Tensor) -> Tensor:
     """The distribution of a drafter that proposes `tokens` `[...]` with certainty."""
     probs = torch.zeros(*tokens.shape, like.shape[-1], dtype=like.dtype, device=like.device)
     return probs.scatter_(-1, tokens[..., None], 1)
-
-
-def _real(tokens: Tensor, counts: Tensor | None) -> Tensor:
-    """`[batch, k]` whether each draft is no padding."""
-    if counts is None:
-        return torch.ones_like(tokens, dtype=torch.bool)
-    return torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]
 
 
 def _of_drafts(tokens: Tensor, draft_probs: Tensor, target_probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,14 +142,17 @@ def _of_drafts(tokens: Tensor, draft_probs: Tensor, target_probs: Tensor) -> tup
     return p, draft_probs.gather(-1, chosen).squeeze(-1)
 
 
-def _of_real(draft_probs: Tensor, tokens: Tensor, counts: Tensor | None) -> Tensor:
-    """Q, zero where nothing was drafted."""
-    return draft_probs if counts is None else draft_probs * _real(tokens, counts)[..., None]
+def _of_real(values: Tensor, counts: Tensor | None) -> Tensor:
+    """What is said of drafts, `[batch, k, ...]`: zero, or false, where nothing was drafted."""
+    if counts is None:
+        return values
+    real = torch.arange(values.shape[1], device=values.device) < counts[:, None]
+    return values * real.view(*real.shape, *[1] * (values.dim() - 2))
 
 
-def _behind(draft_probs: Tensor, tokens: Tensor, counts: Tensor | None) -> Tensor:
+def _behind(draft_probs: Tensor, counts: Tensor | None) -> Tensor:
     """Q at every place of the block: zero where nothing was drafted behind it."""
-    return torch.nn.functional.pad(_of_real(draft_probs, tokens, counts), (0, 0, 0, 1))
+    return torch.nn.functional.pad(_of_real(draft_probs, counts), (0, 0, 0, 1))
 
 
 def _at(probs: Tensor, places: Tensor) -> Tensor:
