@@ -57,6 +57,11 @@ class Way:
     guess: float | None = None
     levels: int = 1
 
+    def pair(self, firsts: Mean) -> None:
+        """Judge it by what its head's first choices bring in rounds of as many levels as these."""
+        if firsts is not self.firsts:
+            self.firsts, self.firsts_then = firsts, Mean(FAST)
+
     @property
     def known(self) -> bool:
         """Whether there is something to judge it by."""
@@ -72,7 +77,7 @@ class Way:
     @property
     def _change(self) -> float:
         """How many times as many tokens its rounds would bring now."""
-        if self.firsts is not None and self.firsts_then.count:
+        if self.firsts is not None and self.firsts.count and self.firsts_then.count:
             change = self.firsts.value / self.firsts_then.value
         elif self.agreed.count:
             now, then = self.shadow.value, self.agreed.value

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,38 +69,39 @@ def read_rounds(draft: Draft, verdict: Verdict, broken: Tensor) -> list[RowRound
     Raises:
         ValueError: one of these counts: the logits are NaN, or infinite where tokens are drawn.
     """
-    places, drafted, numbers = verdict.branch, draft.tokens, [verdict.accepted]
-    if draft.tree is not None and places is not None:
-        drafted = draft.tokens.gather(1, (places - 1).clamp_min(0))
-        numbers += [(places > 0).sum(-1), (draft.tree.parents >= 0).sum(-1)]
+    tree, places = draft.tree, verdict.branch
+    parts = [verdict.accepted, verdict.tokens, draft.tokens, broken]
+    if tree is not None and places is not None:
+        parts[2] = draft.tokens.gather(1, (places - 1).clamp_min(0))
+        parts += [(places > 0).sum(-1), (tree.parents >= 0).sum(-1), places]
     elif draft.counts is not None:
-        numbers += [draft.counts, draft.counts]
-    columns = [number.unsqueeze(1) for number in numbers] + ([] if places is None else [places])
-    rows = _on_host([*columns, drafted, verdict.tokens, broken])
-    first = len(rows[0]) - broken.shape[1]
-    if any(any(row[first : first + row[0] + 1]) for row in rows):
+        parts.append(draft.counts)
+    here = parts[0].device.type == "cpu"
+    kept, blocks, drafted, breaks, *more = list(map(Tensor.tolist, parts)) if here else fetch(parts)
+    if any(any(row[: count + 1]) for row, count in zip(breaks, kept, strict=True)):
         raise ValueError(
             "the model's logits are NaN or infinite; check its weights and dtype (float16 "
             "overflows where bfloat16 and float32 do not)"
         )
-    if len(numbers) == 1:  # all drafts are real
-        rows = [[row[0], draft.length, draft.length, *row[1:]] for row in rows]
-    verdict.kept = [row[0] for row in rows]
-    branch = 0 if places is None else places.shape[1]
-    return [_taken_apart(row, branch, drafted.shape[1]) for row in rows]
+    verdict.kept = kept
+    counts = more[0] if more else [draft.length] * len(kept)
+    branches, proposed = [[]] * len(kept), counts
+    if len(more) > 1:
+        _, proposed, branches = more
+    return [
+        RowRound(accepted, tokens[:count], block[: accepted + 1], branch[:count], checked)
+        for accepted, tokens, block, count, branch, checked in zip(
+            kept, drafted, blocks, counts, branches, proposed, strict=True
+        )
+    ]
 
 
-def _on_host(parts: list[Tensor]) -> list[list[int]]:
-    """The rows of all parts, side by side; a device is waited for once."""
-    if parts[0].device.type != "cpu":
-        return torch.cat(parts, dim=1).tolist()
-    rows = zip(*map(Tensor.tolist, parts), strict=True)
-    return [list(itertools.chain(*row)) for row in rows]
-
-
-def _taken_apart(row: list[int], places: int, drafted: int) -> RowRound:
-    """`[accepted, count, proposed, places, drafts, drafts + 1 tokens, ...]` by name."""
-    accepted, count, proposed = row[:3]
-    branch, rest = row[3 : 3 + places], row[3 + places :]
-    block = rest[drafted : drafted + accepted + 1]
-    return RowRound(accepted, rest[:count], block, branch[:count], proposed)
+def fetch(parts: Sequence[Tensor]) -> list[list[Any]]:
+    """Tensors `[rows]` or `[rows, n]` of a device as lists, in one transfer."""
+    columns = [part if part.dim() > 1 else part[:, None] for part in parts]
+    ends = list(itertools.accumulate(column.shape[1] for column in columns))
+    rows = torch.cat(columns, dim=1).tolist()
+    return [
+        [row[end - column.shape[1] : end] if part.dim() > 1 else row[end - 1] for row in rows]
+        for part, column, end in zip(parts, columns, ends, strict=True)
+    ]

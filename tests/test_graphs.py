@@ -6,6 +6,7 @@ one operation after the other, on the tensors that were there when it was record
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,9 +18,11 @@ from head_tools import own_head
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 from selfspec import DraftConfig, SelfSpecModel
-from selfspec.decoder import Decoder, graphs
+from selfspec.decoder import Decoder, Span, graphs
+from selfspec.decoder.tape import RECORDERS
 
 DRAFTS = (
     "none",
@@ -53,8 +56,7 @@ class CpuTape:
 
     replays = 0
 
-    def __init__(self, run: Callable[[], list[Tensor]], device: torch.device):
-        assert device.type == "cpu"
+    def __init__(self, run: Callable[[], list[Tensor]]):
         with Watch() as watch:
             self.outputs = run()
         self._done = watch.done
@@ -71,10 +73,23 @@ class CpuTape:
 @pytest.fixture(autouse=True)
 def recorder(monkeypatch) -> Iterator[type[CpuTape]]:
     """Graphs of what a CPU does, in pages that a text of a test turns."""
-    monkeypatch.setitem(graphs.RECORDERS, "cpu", CpuTape)
+    monkeypatch.setitem(RECORDERS, "cpu", lambda device: CpuTape)
     monkeypatch.setattr(graphs, "PAGE", 16)
     CpuTape.replays = 0
     return CpuTape
+
+
+@pytest.fixture
+def recorded(monkeypatch) -> list[int]:
+    """How many recordings there were beside, each time that another was made."""
+    beside, make_room = [], graphs.GraphedLayers._make_room
+
+    def note(self):
+        make_room(self)
+        beside.append(len(self._recordings))
+
+    monkeypatch.setattr(graphs.GraphedLayers, "_make_room", note)
+    return beside
 
 
 def writes_the_same(spec, *lengths, drafts=DRAFTS, vocab=VOCAB, new_tokens=40):
@@ -86,6 +101,17 @@ def writes_the_same(spec, *lengths, drafts=DRAFTS, vocab=VOCAB, new_tokens=40):
             ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, draft=draft
         )
         assert torch.equal(out, own), draft
+
+
+class EndsInTurn(StoppingCriteria):
+    """Ends one row after the other, eight tokens apart."""
+
+    def __init__(self, first: int):
+        self.first = first
+
+    def __call__(self, input_ids, scores, **kwargs):
+        ends = self.first + 8 * torch.arange(len(input_ids))
+        return torch.as_tensor(input_ids.shape[1] >= ends)
 
 
 def is_recorded(spec) -> bool:
@@ -155,36 +181,72 @@ def test_sampled_text_is_that_of_layers_as_they_are():
     assert torch.equal(*texts) and CpuTape.replays > 10
 
 
-def test_a_shape_is_recorded_once_in_a_page_and_few_shapes_come():
+@pytest.mark.parametrize("family", ["falcon", "gptj"])  # bodies that take layers' tuples apart
+def test_a_heads_own_layer_is_recorded_where_the_models_own_code_runs(family):
+    target = build(family, "eager")
+    head = own_head(Decoder(target), "block", 1)
+    spec = SelfSpecModel(target, heads=[head], kernels="graphs")
+    target.base_model.register_forward_hook(lambda *call: None)
+    draft = {"head": "block", "exit_layer": 1, "num_draft_tokens": 3}
+    writes_the_same(spec, 9, 5, 2, drafts=(draft,))
+    assert CpuTape.replays and is_recorded(spec)
+
+
+def test_a_shape_is_recorded_once_in_a_page_and_few_shapes_come(recorded):
     spec = SelfSpecModel(tiny_llama(dtype=torch.float32), kernels="graphs")
-    recorded, record = [], graphs._Recording.record
-
-    def note(self, recorder):
-        recorded.append(self)
-        return record(self, recorder)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graphs._Recording, "record", note)
-        writes_the_same(spec, 6, drafts=("none",), vocab=64, new_tokens=60)
+    writes_the_same(spec, 6, drafts=("none",), vocab=64, new_tokens=60)
     assert len(recorded) == 4  # pages of 66 tokens: the fifth is too short to be worth it
 
 
-def test_what_was_recorded_ends_with_its_call():
+def test_what_was_not_used_for_longest_makes_room(recorded, monkeypatch):
+    monkeypatch.setattr(graphs, "MOST", 2)
+    spec = SelfSpecModel(tiny_llama(dtype=torch.float32), kernels="graphs")
+    writes_the_same(spec, 6, drafts=("none",), vocab=64, new_tokens=60)
+    assert recorded == [0, 1, 1, 1]
+
+
+def test_what_reads_keys_that_are_gone_makes_room(recorded):
+    """Each time that a row leaves its batch, the others' keys move."""
+    spec = SelfSpecModel(tiny_llama(dtype=torch.float32), kernels="graphs")
+    ids, mask = prompt(*[6] * 4)
+    ends = StoppingCriteriaList([EndsInTurn(6 + 8)])
+    spec.generate(
+        ids, attention_mask=mask, max_new_tokens=60, do_sample=False, draft="none",
+        stopping_criteria=ends,
+    )  # fmt: skip
+    assert len(recorded) >= 4 and max(recorded) <= 1
+
+
+def test_caches_that_take_turns_have_recordings_of_their_own(recorded):
+    decoder = Decoder(tiny_llama(dtype=torch.float32), kernels="graphs")
+    ids, _ = prompt(6)
+    everything, caches = Span(0, decoder.depth), [decoder.new_slots(1) for _ in range(2)]
+    with decoder, torch.inference_mode():
+        for slots in caches:
+            decoder.run(ids, everything, slots)
+            slots.commit([6])
+        for slots in caches * 8:
+            decoder.run(ids[:, :1], everything, slots)
+    assert len(recorded) == 2
+
+
+def test_nothing_recorded_outlives_its_call(recorded):
     target = tiny_llama("always", dtype=torch.float32)
-    spec = SelfSpecModel(target, kernels="graphs")
-    writes_the_same(spec, 6, vocab=64)
+    spec, plain = SelfSpecModel(target, kernels="graphs"), SelfSpecModel(target)
+    ids, _ = prompt(6)
+    options = {"do_sample": False, "draft": "none", "return_dict_in_generate": True}
+    first = spec.generate(ids, max_new_tokens=7, **options)
+    assert len(recorded) == 1 and not spec.engine.decoder.gates.graphs._recordings
     with torch.no_grad():
         for layer in target.model.layers:  # which weights of another address
             layer.mlp.down_proj.weight = torch.nn.Parameter(2 - layer.mlp.down_proj.weight)
-    writes_the_same(spec, 6, vocab=64)
-    assert is_recorded(spec)
-
-
-def test_no_more_are_recorded_than_allowed(monkeypatch):
-    monkeypatch.setattr(graphs, "MOST", 1)
-    spec = SelfSpecModel(tiny_llama(dtype=torch.float32), kernels="graphs")
-    writes_the_same(spec, 6, vocab=64)
-    assert len(spec.engine.decoder.gates.graphs._recordings) <= 1 and CpuTape.replays
+    # A turn later the keys are the same tensors, and so is the page.
+    caches = first.past_key_values, copy.deepcopy(first.past_key_values)
+    texts = [
+        model.generate(first.sequences, max_new_tokens=2, past_key_values=cache, **options)
+        for model, cache in zip((spec, plain), caches, strict=True)
+    ]
+    assert torch.equal(texts[0].sequences, texts[1].sequences)
 
 
 # The way back
@@ -196,7 +258,7 @@ def test_a_recording_that_says_something_else_is_not_used(monkeypatch):
             super().replay()
             self.outputs[-1].mul_(1.001)
 
-    monkeypatch.setitem(graphs.RECORDERS, "cpu", Worn)
+    monkeypatch.setitem(RECORDERS, "cpu", lambda device: Worn)
     spec = SelfSpecModel(build("llama", "sdpa"), kernels="graphs")
     with pytest.warns(UserWarning, match=r"LlamaForCausalLM are not recorded .*differs") as told:
         writes_the_same(spec, 6)
@@ -205,10 +267,10 @@ def test_a_recording_that_says_something_else_is_not_used(monkeypatch):
 
 
 def test_an_error_while_recording_is_told_once(monkeypatch):
-    def broken(run, device):
+    def broken(run):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setitem(graphs.RECORDERS, "cpu", broken)
+    monkeypatch.setitem(RECORDERS, "cpu", lambda device: broken)
     spec = SelfSpecModel(build("llama", "sdpa"), kernels="graphs")
     with pytest.warns(UserWarning, match="RuntimeError: out of memory") as told:
         writes_the_same(spec, 6)
@@ -217,7 +279,7 @@ def test_an_error_while_recording_is_told_once(monkeypatch):
 
 
 def test_a_device_without_graphs_is_told_once(monkeypatch):
-    monkeypatch.delitem(graphs.RECORDERS, "cpu")
+    monkeypatch.delitem(RECORDERS, "cpu")
     spec = SelfSpecModel(build("llama", "sdpa"), kernels="graphs")
     with pytest.warns(UserWarning, match="a device of the kind cpu has none") as told:
         writes_the_same(spec, 6)
@@ -264,9 +326,8 @@ def test_layers_that_are_skipped_in_part_run_as_they_are():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
 @pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("qwen3", "eager")])
 @pytest.mark.parametrize("lengths", [(6,), (9, 5, 2)])
-def test_cuda_graphs_write_the_models_own_text(family, attention, lengths, monkeypatch):
+def test_cuda_graphs_write_the_models_own_text(family, attention, lengths, monkeypatch, recorded):
     monkeypatch.setattr(graphs, "PAGE", 256)
     spec = SelfSpecModel(build(family, attention).cuda(), kernels="graphs")
     writes_the_same(spec, *lengths)
-    assert is_recorded(spec)
-    assert spec.engine.decoder.gates.graphs._recordings
+    assert is_recorded(spec) and recorded

@@ -580,13 +580,27 @@ def test_a_tree_is_compared_on_its_own_rounds():
     policy = Policy()
     policy.choose(GOOD)
     tree = policy.way("tree", levels=8)
-    tree.firsts = policy.firsts("head", 8)
+    tree.pair(policy.firsts("head", 8))
     for firsts, name in ((3.0, "tree"), (4.5, "chain")):  # an easier text, for the chain
         for _ in range(500):
             policy.firsts("head", 8).add(firsts)
             policy.learn(name, 4.0 if name == "tree" else firsts, 1.0, firsts)
     assert tree.pace.rate == pytest.approx(4.0)
     assert tree.rate == pytest.approx(6.0, rel=1e-3)
+
+
+def test_a_way_that_is_paired_anew_keeps_its_rate():
+    """With a tree of other levels, whose rounds say something else of first choices."""
+    policy = Policy()
+    chain = policy.way("chain", levels=12)
+    chain.pair(policy.firsts("head", 4))
+    for _ in range(50):
+        policy.firsts("head", 4).add(3.0)
+        policy.learn("chain", 4.0, 1.0, 3.0)
+    chain.pair(policy.firsts("head", 2))
+    assert chain.rate == pytest.approx(4.0)
+    policy.firsts("head", 2).add(2.0)  # in a round of the tree
+    assert chain.rate == pytest.approx(4.0)
 
 
 def test_a_way_of_other_levels_is_another_way():

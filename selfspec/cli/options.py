@@ -82,7 +82,8 @@ KernelsOption = Annotated[
     typer.Option(
         "--kernels",
         help="How layers are computed: as transformers does, with linear maps packed once for a "
-        "CPU in half precision (twice the weights' memory), or through torch.compile.",
+        "CPU in half precision (twice the weights' memory), through torch.compile, or on a CUDA "
+        "device as CUDA graphs.",
         rich_help_panel=_TARGET,
     ),
 ]

@@ -105,6 +105,8 @@ class Gate:
             output = graphs.run(active, stretch, hidden_states)
         if output is None:
             output = self._call(own.layer, hidden_states, args, kwargs)
+        elif self.gates.returns_tuple:
+            output = (output,)
         active.head_seconds += time.perf_counter() - began
         return output
 

@@ -148,6 +148,8 @@ class Gates:
         """Take the gates out, whatever happened."""
         self.entered -= 1
         try:
+            if self.graphs is not None and self.entered == 0:
+                self.graphs.end()
             while self._shadows and self.entered == 0:
                 self.unshadow()
         finally:

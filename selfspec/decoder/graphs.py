@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from operator import is_
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from selfspec.decoder.direct import hooked_part
 from selfspec.decoder.passes import ActivePass
 from selfspec.decoder.standin import StandIn, told
+from selfspec.decoder.tape import RECORDERS, Recorder, Tape
 from selfspec.slots import WIDEST, SlotCache, Strip
 
 PAGE = 256  # slots by which what a pass sees grows
@@ -31,50 +32,6 @@ _KNOWN = (Tensor, SlotCache, torch.dtype, bool, int, float, str, type(None))  # 
 _PATIENCE = 2  # passes of a shape that run as they are before one is recorded
 
 Bound = tuple[tuple[Any, ...], dict[str, Any]]  # what a layer is called with
-
-
-class Tape(Protocol):
-    """What a device did, to be done again.
-
-    Attributes:
-        outputs: what it left, each time in the same places.
-    """
-
-    outputs: list[Tensor]
-
-    def replay(self) -> None:
-        """Do it again."""
-
-
-class CudaTape:
-    """A recorded CUDA graph.
-
-    Args:
-        run: what is recorded; it has run before.
-        device: where it runs.
-    """
-
-    def __init__(self, run: Callable[[], list[Tensor]], device: torch.device):
-        here, aside = torch.cuda.current_stream(device), torch.cuda.Stream(device)
-        aside.wait_stream(here)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(aside):
-            run()  # libraries make room for themselves the first time a stream needs them
-            # Not by `torch.cuda.graph`, which collects garbage and empties the cache each time.
-            self._graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                self.outputs = run()
-            finally:
-                self._graph.capture_end()
-        here.wait_stream(aside)
-
-    def replay(self) -> None:
-        """Launch the graph."""
-        self._graph.replay()
-
-
-Recorder = Callable[[Callable[[], list[Tensor]], torch.device], Tape]
-RECORDERS: dict[str, Recorder] = {"cuda": CudaTape}
 
 
 class Stretch(NamedTuple):
@@ -98,6 +55,9 @@ class Stretch(NamedTuple):
 class _Recording:
     """A stretch of layers that was recorded.
 
+    It keeps what it reads and leaves, but not the keys and values: buffers that a cache has given
+    up are free, and the recording is dead.
+
     Args:
         stretch: the layers.
         leaves: what the pass hands to the layers: their input first, then the slots it writes.
@@ -114,7 +74,8 @@ class _Recording:
     ):
         self._inputs = [_clone(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         hidden, slots, *_ = self._inputs
-        self.layers, self._buffers = stretch.layers, _buffers_of(strips)
+        self.layers, self._spec = stretch.layers, spec
+        self._buffers = list(map(ref, _buffers_of(strips)))
         calls: list[tuple[nn.Module, bool, Bound]] = []
         for place, layer in enumerate(stretch.layers):
             keys, values, _, seen = strips[place]
@@ -133,7 +94,7 @@ class _Recording:
                 stream = output[0] if isinstance(output, tuple) else output
             return [*kept, stream]
 
-        self.run = run
+        self._run: Callable[[], list[Tensor]] | None = run
         self._tape: Tape | None = None
 
     def record(self, recorder: Recorder) -> str | None:
@@ -142,8 +103,10 @@ class _Recording:
         Returns:
             What is wrong with what was recorded, if anything is.
         """
-        expected = self.run()
-        self._tape = recorder(self.run, expected[-1].device)
+        run, self._run = self._run, None  # which holds keys and values
+        assert run is not None
+        expected = run()
+        self._tape = recorder(run)
         for output in self._tape.outputs:
             output.zero_()
         self._tape.replay()
@@ -151,9 +114,15 @@ class _Recording:
             return None
         return "what was recorded differs from what the layers say"
 
-    def fits(self, buffers: Sequence[Tensor]) -> bool:
-        """Whether it reads and writes these keys and values."""
-        return all(map(is_, self._buffers, buffers))
+    @property
+    def is_dead(self) -> bool:
+        """Whether keys or values that it reads and writes are gone."""
+        return any(buffer() is None for buffer in self._buffers)
+
+    def fits(self, spec: TreeSpec, buffers: Sequence[Tensor]) -> bool:
+        """Whether it takes arguments of that form, and reads and writes these keys and values."""
+        pairs = zip(self._buffers, buffers, strict=True)
+        return spec == self._spec and all(own() is buffer for own, buffer in pairs)
 
     def replay(self, leaves: Sequence[Any]) -> list[Tensor]:
         """What the layers make of other inputs of the same shapes."""
@@ -177,8 +146,9 @@ class GraphedLayers(StandIn):
 
     def __init__(self, name: str):
         super().__init__(name)
-        self._recordings: dict[Hashable, _Recording] = {}
+        self._recordings: dict[Hashable, _Recording] = {}  # the one used last comes last
         self._passes: Counter[Hashable] = Counter()
+        self._recorders: dict[torch.device, Recorder] = {}
 
     @property
     def page(self) -> int:
@@ -186,9 +156,7 @@ class GraphedLayers(StandIn):
         return PAGE if self.problem is None else 1
 
     def begin(self, layers: Iterable[nn.Module]) -> None:
-        """Forget all recordings, and look at the layers anew: they may have moved, or got hooks."""
-        self._recordings.clear()
-        self._passes.clear()
+        """Look at the layers anew: since the last call they may have moved, or got hooks."""
         for layer in layers if self.problem is None else ():
             devices = {weight.device for weight in layer.parameters()}
             strange = sorted({device.type for device in devices} - RECORDERS.keys())
@@ -199,6 +167,11 @@ class GraphedLayers(StandIn):
                 return self.give_up(f"a {type(layer).__name__} lies on several devices")
             if part is not None:
                 return self.give_up(f"hooks on {part}")
+
+    def end(self) -> None:
+        """Forget all recordings."""
+        self._recordings.clear()
+        self._passes.clear()
 
     def run(self, active: ActivePass, stretch: Stretch, hidden: Tensor) -> Tensor | None:
         """Run a stretch of layers.
@@ -227,12 +200,14 @@ class GraphedLayers(StandIn):
             return None
         keep = tuple(place for place in places if place in stretch.keep)
         which = tuple(map(id, stretch.layers)), stretch.start, tuple(stretch.kind_of), keep
-        key = which, window.end, spec, tuple(map(_shape_of, leaves))
-        recording = self._recordings.get(key)
-        if recording is None or not recording.fits(_buffers_of(strips)):
+        # Caches that take turns have recordings of their own.
+        key = which, id(strips[0][0]), window.end, tuple(map(_shape_of, leaves))
+        recording = self._recordings.pop(key, None)
+        if recording is None or not recording.fits(spec, _buffers_of(strips)):
             recording = self._record(key, stretch, leaves, spec, strips)
         if recording is None:
             return None
+        self._recordings[key] = recording
         *kept, last = recording.replay(leaves)
         active.kept.update(zip(keep, kept, strict=True))
         return last
@@ -246,23 +221,29 @@ class GraphedLayers(StandIn):
         strips: Sequence[tuple[Tensor, ...]],
     ) -> _Recording | None:
         """Record a pass of a shape that has come before."""
-        self._recordings.pop(key, None)  # its keys and values have moved
         self._passes[key] += 1
-        if self._passes[key] <= _PATIENCE or len(self._recordings) >= MOST:
+        if self._passes[key] <= _PATIENCE:
             return None
+        self._make_room()
         recording = _Recording(stretch, leaves, spec, strips)
+        device = leaves[0].device
         try:
-            problem = recording.record(RECORDERS[leaves[0].device.type])
+            if device not in self._recorders:
+                self._recorders[device] = RECORDERS[device.type](device)
+            problem = recording.record(self._recorders[device])
         except Exception as error:  # whatever it was, the layers themselves may run
             problem = told(error)
-        if problem is not None:
-            return self.give_up(problem)
-        self._recordings[key] = recording
-        return recording
+        return recording if problem is None else self.give_up(problem)
+
+    def _make_room(self) -> None:
+        """Forget what is dead, and what has not been used for longest where there is too much."""
+        for key, recording in list(self._recordings.items()):
+            if recording.is_dead or len(self._recordings) >= MOST:
+                del self._recordings[key], self._passes[key]
 
     def give_up(self, problem: str) -> None:
         """Run layers as they are from now on, and say why."""
-        self._recordings.clear()
+        self.end()
         super().give_up(problem)
 
 

@@ -110,7 +110,7 @@ class Auto(Drafter):
                 way.shadow = self.policies[False].shadow(_name(reader))
                 shared = self._levels.get(f"tree {_name(reader)}")
                 if shared is not None and not where:
-                    way.firsts = policy.firsts(_name(reader), shared)
+                    way.pair(policy.firsts(_name(reader), shared))
 
     def _seen_by(self, reader: ExitReader, block: Pass) -> Pass:
         return block._replace(kept=[block.kept[self.keep.index(layer)] for layer in reader.keep])

@@ -21,7 +21,8 @@ class Drafter(ABC):
         decoders: the models beside the target that it runs.
         keep: residual streams, by the number of layers below, that prefill and verification have
             to keep for the drafter.
-        rule: how sampled chains are verified (`acceptance.CHAIN_RULES`).
+        rule: how sampled drafts are verified: chains by one of `acceptance.CHAIN_RULES`, any by
+            `acceptance.COUPLED`.
     """
 
     name: ClassVar[str]
