@@ -23,6 +23,8 @@ _DEAREST = 4.0  # times its loss that the trial of a way that lags far behind is
 _AGAIN = 0.005  # share of the time without plain decoding that looking at it again may lose
 _CREDIT = 1.0  # rounds that may be lost before anything is known
 _STALE = 32  # rounds after which a way is worth another look
+_USUAL = 0.02  # weight of the newest round in what rounds of a way take
+_OLD = 8  # rounds that such a time counts for which was not seen for long
 _SHADOW = 0.02  # weight of a token in how often a head would have agreed
 _LUCK = 1.5  # standard deviations of that which are no change of the text
 _ROUNDING = 1e-9
@@ -47,7 +49,9 @@ class Way:
         levels: the most drafts that a round can keep.
     """
 
-    pace: Pace = field(default_factory=Pace)
+    # A machine that is slow for a while is slow for all ways: what the one in use takes just then
+    # would make the others, last seen before, look fast.
+    pace: Pace = field(default_factory=lambda: Pace(round_seconds=Mean(_USUAL, clipped=True)))
     shadow: Mean = field(default_factory=lambda: Mean(_SHADOW))
     agreed: Mean = field(default_factory=lambda: Mean(FAST))
     firsts: Mean | None = None
@@ -169,7 +173,7 @@ class Policy:
             self.ways[trial].pace.tokens.doubt(_ENOUGH)
             self.ways[trial].agreed.doubt(_ENOUGH)
             self.ways[trial].firsts_then.doubt(_ENOUGH)
-            self.ways[trial].pace.round_seconds.doubt(_STRETCH)  # the machine may have changed
+            self.ways[trial].pace.round_seconds.doubt(_OLD)
         # To choose takes time, too: the best way is used for as many rounds as one that is tried.
         self._left = (_STRETCH if trial or self.ways[best].pace.known else _FIRST) - 1
         return self._current
