@@ -98,11 +98,11 @@ class Session:
 
     def start(self) -> State:
         """Prefill the prompts, which writes each row's first token."""
-        room = min(self.stops.remaining(self.prompt.width) + 1, _FIRST_ROOM)
-        state = self.prompt.state(self.sampler, self.stats, room)
-        state.keep = self.drafter.keep
-        tokens, counts = self.prompt.prefill()
         with self.stats.clock("prefill"):
+            room = min(self.stops.remaining(self.prompt.width) + 1, _FIRST_ROOM)
+            state = self.prompt.state(self.sampler, self.stats, room)
+            state.keep = self.drafter.keep
+            tokens, counts = self.prompt.prefill()
             logits = self.engine.prefill(
                 state,
                 tokens,
