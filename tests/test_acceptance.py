@@ -13,6 +13,7 @@ from selfspec.acceptance import (
     residual,
 )
 from selfspec.draft import Draft
+from selfspec.rounds import fetch
 from selfspec.sampling import Sampler
 
 ROWS = 200_000
@@ -138,3 +139,13 @@ def test_draws_come_from_the_given_generator():
     state = torch.get_rng_state()
     rejection_sample(tokens, probs[:, :1], probs, seeded(7))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_device_is_read_in_one_transfer():
+    parts = [
+        torch.tensor([1, 0]),
+        torch.tensor([[1, 2, 3], [4, 5, 6]]),
+        torch.empty(2, 0, dtype=torch.long),
+        torch.tensor([[True, False], [False, False]]),
+    ]
+    assert fetch(parts) == [part.tolist() for part in parts]
