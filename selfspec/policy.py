@@ -203,10 +203,11 @@ class Policy:
         # What was never tried may be better than all the rest; what is known may have been judged
         # by the wrong rounds. Neither has to wait until the other was afforded.
         unknown = [name for name in others if not self.ways[name].known][:1]
-        stale = [name for name in others if self._is_stale(self.ways[name])]
+        known = [name for name in others if self.ways[name].known]
+        stale = [name for name in known if self._is_stale(self.ways[name])]
         for name in unknown + sorted(stale, key=lambda name: self.ways[name].seen):
             way = self.ways[name]
-            if (way.known or name in unknown) and self._price(way, top) <= budget[way.known]:
+            if self._price(way, top) <= budget[way.known]:
                 return name
         # Plain decoding is what must never be missed, and a few rounds tell how fast it is.
         plain = self.ways.get(PLAIN)

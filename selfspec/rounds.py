@@ -71,7 +71,8 @@ def read_rounds(draft: Draft, verdict: Verdict, broken: Tensor) -> list[RowRound
     """
     tree, places = draft.tree, verdict.branch
     parts = [verdict.accepted, verdict.tokens, draft.tokens, broken]
-    if tree is not None and places is not None:
+    if places is not None:
+        assert tree is not None
         parts[2] = draft.tokens.gather(1, (places - 1).clamp_min(0))
         parts += [(places > 0).sum(-1), (tree.parents >= 0).sum(-1), places]
     elif draft.counts is not None:
@@ -84,10 +85,11 @@ def read_rounds(draft: Draft, verdict: Verdict, broken: Tensor) -> list[RowRound
             "overflows where bfloat16 and float32 do not)"
         )
     verdict.kept = kept
-    counts = more[0] if more else [draft.length] * len(kept)
-    branches, proposed = [[]] * len(kept), counts
-    if len(more) > 1:
-        _, proposed, branches = more
+    if places is not None:
+        counts, proposed, branches = more
+    else:
+        counts = more[0] if more else [draft.length] * len(kept)
+        proposed, branches = counts, [[]] * len(kept)
     return [
         RowRound(accepted, tokens[:count], block[: accepted + 1], branch[:count], checked)
         for accepted, tokens, block, count, branch, checked in zip(
