@@ -103,7 +103,7 @@ def _names(rows: Sequence[Row]) -> list[str]:
 
 def _name_bars(ax: Axes, rows: list[Row]) -> None:
     ax.set_yticks(range(len(rows)), _names(rows), fontsize=8)
-    ax.invert_yaxis()
+    ax.set_ylim(len(rows) - 0.4, -0.6)  # down, with the same margin for any number
 
 
 def _speedups(ax: Axes, rows: list[Row]) -> None:

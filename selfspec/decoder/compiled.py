@@ -31,7 +31,7 @@ class CompiledLayers(StandIn):
         name: the model's, for the warning.
     """
 
-    done = "compiled"
+    manner = "compiled"
 
     def __init__(self, name: str):
         super().__init__(name)

@@ -142,7 +142,7 @@ class GraphedLayers(StandIn):
         name: the model's, for the warning.
     """
 
-    done = "recorded as graphs"
+    manner = "recorded as graphs"
 
     def __init__(self, name: str):
         super().__init__(name)

@@ -12,11 +12,11 @@ class StandIn:
         name: the model's, for the warning.
 
     Attributes:
-        done: what it does to layers, for the warning.
+        manner: how layers run by it, for the warning.
         problem: why layers run as they are from now on; `None` while they do not.
     """
 
-    done: str
+    manner: str
 
     def __init__(self, name: str):
         self._name = name
@@ -26,7 +26,7 @@ class StandIn:
         """Run layers as they are from now on, and say why."""
         self.problem = problem
         warnings.warn(
-            f"the layers of {self._name} are not {self.done} ({problem}); they run as they are, "
+            f"the layers of {self._name} are not {self.manner} ({problem}); they run as they are, "
             "with the same output: leave kernels out to get no warning",
             stacklevel=2,
         )
