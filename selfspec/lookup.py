@@ -54,15 +54,19 @@ class TextIndex(ABC):
     def _add(self, token: int) -> Match:
         """Index the text's new last token; what matches its end."""
 
-    def continuation(self, length: int) -> list[int]:
-        """The `length` tokens that followed the match.
+    @abstractmethod
+    def behind(self, drafts: Sequence[int]) -> Match:
+        """What matches the end of the text with `drafts` behind it, which are not taken in."""
+
+    def continuation(self, length: int, drafts: Sequence[int] = ()) -> list[int]:
+        """The `length` tokens that followed the match, of the text or of `drafts` behind it.
 
         An occurrence so late that the text ends first is copied on from the copy, as Lempel-Ziv
         decoders do: a text that has begun to repeat itself is taken to go on so.
         """
-        start = self.match.end
-        period = len(self.text) - start
-        return [self.text[start + place % period] for place in range(length)]
+        start = self.behind(drafts).end if drafts else self.match.end
+        said = [*self.text[start:], *drafts]
+        return [said[place % len(said)] for place in range(length)]
 
 
 class SuffixIndex(TextIndex):
@@ -102,6 +106,18 @@ class SuffixIndex(TextIndex):
         found = Match(self._lengths[match], self._ends[match])
         self._ends[match] = end
         return found
+
+    def behind(self, drafts: Sequence[int]) -> Match:
+        """Walk on from the text's match: a draft is followed from its longest suffix that can."""
+        state, length = max(0, self._links[self._last]), self.match.length
+        for token in drafts:
+            while state and token not in self._next[state]:
+                state = self._links[state]
+                length = self._lengths[state]
+            state, length = (
+                (self._next[state][token], length + 1) if token in self._next[state] else (0, 0)
+            )
+        return Match(length, self._ends[state])
 
     def _followed(self, state: int, token: int) -> int:
         """The state of the longest string of `state` with `token` behind it, and of no longer."""
@@ -144,6 +160,15 @@ class NgramIndex(TextIndex):
             self._ends[ngram] = end
         return found
 
+    def behind(self, drafts: Sequence[int]) -> Match:
+        """Look up the last tokens, the longest n-gram first."""
+        said = [*self.text[-self._sizes[-1] :], *drafts]
+        for size in reversed(self._sizes[: max(0, len(said) - self._sizes.start + 1)]):
+            ngram = tuple(said[len(said) - size :])
+            if ngram in self._ends:
+                return Match(size, self._ends[ngram])
+        return Match(0, len(self.text))
+
 
 def make_index(config: LookupConfig) -> TextIndex:
     """The index that a config names."""
@@ -185,6 +210,18 @@ class Lookup:
         return Draft(
             torch.tensor(tokens, device=device), counts=torch.tensor(counts, device=device)
         )
+
+    def follows(self, context: Context, drafts: Sequence[Sequence[int]]) -> list[bool]:
+        """Of each row, whether drafts behind it lead into what it said before."""
+        rows = zip(self.read(context), drafts, strict=True)
+        return [index.behind(row).length >= self._config.shortest for index, row in rows]
+
+    def behind(
+        self, context: Context, drafts: Sequence[Sequence[int]], length: int
+    ) -> list[list[int]]:
+        """Of each row, the `length` tokens that followed where the end of its drafts occurred."""
+        rows = zip(self.read(context), drafts, strict=True)
+        return [index.continuation(length, row) for index, row in rows]
 
     def _copied(self, match: int) -> int:
         """How many tokens to copy behind a match of that length."""

@@ -32,6 +32,8 @@ class Pace:
         fixed_seconds: of a round without drafts.
         tokens: emitted in a round, of a row on average.
         falls: how likely drafts fall, by whether they are drawn.
+        copies: how likely what is copied behind them falls, by the same.
+        copied: tokens that such copies bring in a round, of a row on average, by the same.
         judge_seconds: of asking how likely they are kept.
         worth: by the same and the number of drafts, the seconds that asking behind them saves: what
             a decision without would lose, and nothing where it is the same.
@@ -46,6 +48,8 @@ class Pace:
     round_seconds: Mean = field(default_factory=lambda: Mean(_SLOW, clipped=True))
     tokens: Mean = field(default_factory=lambda: Mean(FAST))
     falls: dict[bool, Falls] = field(default_factory=lambda: defaultdict(Falls))
+    copies: dict[bool, Falls] = field(default_factory=lambda: defaultdict(Falls))
+    copied: dict[bool, Mean] = field(default_factory=lambda: defaultdict(lambda: Mean(FAST)))
     judge_seconds: Mean = field(default_factory=lambda: Mean(_SLOW, clipped=True))
     worth: dict[tuple[bool, int], Mean] = field(
         default_factory=lambda: defaultdict(lambda: Mean(_SLOW))
@@ -59,9 +63,12 @@ class Pace:
 
     def cost(self, rows: int) -> float:
         """Seconds by which one more draft of each row makes a round longer."""
-        # To verify a draft takes no longer than a round without drafts.
-        widening = min(self.fixed_seconds.value, max(0.0, self.widening[rows].value))
-        return self.draft_seconds.value + widening
+        return self.draft_seconds.value + self.verifying(rows)
+
+    def verifying(self, rows: int) -> float:
+        """Seconds of these that its verification takes."""
+        # No longer than a round without drafts.
+        return min(self.fixed_seconds.value, max(0.0, self.widening[rows].value))
 
     @property
     def rate(self) -> float:
@@ -81,7 +88,7 @@ class RoundClock:
         self.pace = pace
         self._began = 0.0
         self._marks: list[float] = []
-        self._tokens, self._rows = 0.0, 0
+        self._tokens, self._rows, self._copied = 0.0, 0, 0
         self._whole = False
         self._drafts, self._rest = Mean(_LATELY), Mean(_LATELY)  # of rounds in a row, lately
 
@@ -98,11 +105,17 @@ class RoundClock:
         """Another draft is there."""
         self._marks.append(self.pace.clock())
 
-    def end(self, tokens: float, rows: int = 1) -> None:
-        """The round has emitted `tokens` of a row on average; it lasts until the next begins."""
+    def end(self, tokens: float, rows: int = 1, copied: int = 0) -> None:
+        """The round is decided; it lasts until the next begins.
+
+        Args:
+            tokens: that it emitted, of a row on average.
+            rows: how many.
+            copied: tokens behind the drafts that were verified with them.
+        """
         if rows != self._rows:
             self._forget()
-        self._tokens, self._rows, self._whole = tokens, rows, True
+        self._tokens, self._rows, self._copied, self._whole = tokens, rows, copied, True
 
     def _forget(self) -> None:
         self._drafts, self._rest = Mean(_LATELY), Mean(_LATELY)
@@ -118,24 +131,26 @@ class RoundClock:
             pace.draft_seconds.add(min(pace.draft_seconds.value, self._marks[0] - self._began))
         if self._marks:
             drafts, rest = len(self._marks), now - self._marks[-1]
-            self._learn_widening(drafts, rest)
+            verified = drafts + self._copied
+            self._learn_widening(verified, rest)
             if pace.draft_seconds.count:
-                least = rest / (drafts + 1)  # the same for every token
-                fixed = seconds - pace.cost(self._rows) * drafts
+                least = rest / (verified + 1)  # the same for every token
+                fixed = seconds - pace.draft_seconds.value * drafts
+                fixed -= pace.verifying(self._rows) * verified
                 pace.fixed_seconds.add(max(least, fixed))
         pace.round_seconds.add(seconds)
         pace.tokens.add(self._tokens)
 
-    def _learn_widening(self, drafts: int, rest: float) -> None:
+    def _learn_widening(self, verified: int, rest: float) -> None:
         """Learn from rounds in a row, in which the machine has hardly changed its pace."""
-        more, usual = drafts - self._drafts.value, self._rest.value
+        more, usual = verified - self._drafts.value, self._rest.value
         widening, longer = self.pace.widening[self._rows], rest - usual
         if self._rest.count and abs(more) > _SAME:
             # The first rounds of a process take several times as long as the next, and those that
             # something disturbs: a few of them would forbid drafts for ever.
             if abs(longer) <= _JUMP * usual:
                 widening.add(more, longer)
-        elif drafts <= _FEW:  # where all rounds have as few drafts, nothing can be seen
+        elif verified <= _FEW:  # where all rounds have as few, nothing can be seen
             widening.fade()
-        self._drafts.add(drafts)
+        self._drafts.add(verified)
         self._rest.add(rest)

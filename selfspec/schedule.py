@@ -81,6 +81,9 @@ class OptimalStop(Schedule):
     marginal value rule, Charnov 1976). All is counted for a row on average: what is known holds
     when other rows have ended, and for other batches.
 
+    Behind the drafts tokens may be copied from elsewhere, which cost no more than to be verified
+    (`copies`). What they bring makes time worth more.
+
     Args:
         pace: times and gains so far; may outlive the call.
     """
@@ -155,7 +158,7 @@ class OptimalStop(Schedule):
     def _best_rate(self) -> float:
         """The most tokens per second that rounds of one length have, as drafts usually fare."""
         cost, seconds = self.pace.cost(self._rows), self.pace.fixed_seconds.value
-        tokens, reach, best = 1.0, 1.0, 0.0
+        tokens, reach, best = 1 + self.pace.copied[self._drawn].value, 1.0, 0.0
         for place in range(_LONGEST):
             reach *= 1 - self._falls.usual(place)
             tokens += reach
@@ -207,12 +210,42 @@ class OptimalStop(Schedule):
         gain = (1 - self._falls.usual(drafted)) * sum(reach) / len(reach)
         return self.pace.cost(self._rows) - gain / self._rate
 
-    def end(self, drafted: int, accepted: Sequence[int]) -> None:
-        """Learn from the round."""
+    def copies(self, follow: Sequence[bool], most: int) -> int:
+        """How many tokens to copy behind the drafts.
+
+        Args:
+            follow: of each row, whether it has something to copy.
+            most: tokens that may be copied.
+        """
+        if not (self._known and any(follow)):
+            return 0
+        reach = _widened(self._reach, len(follow))
+        gain = sum(itertools.compress(reach, follow)) / len(follow)
+        seconds = self.pace.verifying(self._rows)
+        for place in range(most):
+            gain *= 1 - self.pace.copies[self._drawn].usual(place)
+            # One, now and then, says whether this has become worth it.
+            if gain < seconds * self._rate and (place or self._rounds % _LOOK):
+                return place
+        return most
+
+    def end(self, drafted: int, accepted: Sequence[int], copied: Sequence[int] = ()) -> None:
+        """Learn from the round.
+
+        Args:
+            drafted: drafts of each row.
+            accepted: of these and of what was copied behind them, how many stand.
+            copied: tokens of each row that were.
+        """
         if self._wonders():
             self._ask()
-        self._clock.end(1 + sum(accepted) / len(accepted), len(accepted))
-        self._learn(drafted, accepted, self._chances)
+        self._clock.end(1 + sum(accepted) / len(accepted), len(accepted), max(copied, default=0))
+        self._learn(drafted, [min(kept, drafted) for kept in accepted], self._chances)
+        for kept, count in itertools.zip_longest(accepted, copied, fillvalue=0):
+            beyond = kept - drafted
+            self.pace.copied[self._drawn].add(max(0, beyond))
+            for place in range(min(count, beyond + 1)):
+                self.pace.copies[self._drawn].add(place, place == beyond)
 
     def seen(self, drafted: int, accepted: Sequence[int]) -> None:
         """Learn how drafts fared that this would have made, in a round of another way."""

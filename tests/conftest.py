@@ -235,3 +235,18 @@ def assert_lengths(session: Session, state: State) -> None:
         if state.emitted is not None:
             emitted = state.emitted[place].tolist()
             assert emitted == context.text[row][-len(emitted) :]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that only moves when told to."""
+
+    class Clock:
+        now = 0.0
+
+        def __call__(self):
+            return self.now
+
+    clock = Clock()
+    monkeypatch.setattr("selfspec.pace.time.perf_counter", clock)
+    return clock

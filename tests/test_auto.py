@@ -13,6 +13,7 @@ from selfspec.draft import Draft, Tree, Verdict
 from selfspec.drafters import auto
 from selfspec.drafters.auto import Auto
 from selfspec.policy import Policy
+from selfspec.schedule import OptimalStop
 
 IDS, MASK = prompt(4, 11, 7)
 
@@ -108,6 +109,7 @@ def shown_choices(monkeypatch, seed, way):
     )
     monkeypatch.setattr(Auto, "_repeats", lambda auto, state: False)
     monkeypatch.setattr(Policy, "choose", lambda policy, ways: f"{way} shared@{EXIT}")
+    monkeypatch.setattr(OptimalStop, "copies", lambda *args: 0)  # which are no choices of a head
     spec = SelfSpecModel(tiny_llama("sometimes", seed=seed))
     draft = {"drafter": "auto", "exit_layer": EXIT, "num_draft_tokens": 4}
     spec.generate(IDS[:1], max_new_tokens=150, draft=draft)

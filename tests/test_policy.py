@@ -13,22 +13,6 @@ from selfspec.pace import Pace, RoundClock
 from selfspec.policy import Policy
 from selfspec.schedule import ConfidenceStop, OptimalStop, Schedule, make_schedule
 
-
-@pytest.fixture
-def clock(monkeypatch):
-    """A clock that only moves when told to."""
-
-    class Clock:
-        now = 0.0
-
-        def __call__(self):
-            return self.now
-
-    clock = Clock()
-    monkeypatch.setattr("selfspec.pace.time.perf_counter", clock)
-    return clock
-
-
 # Estimates
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import takewhile
 
-from selfspec.chain import ExitChain
 from selfspec.config import DraftConfig
+from selfspec.copying import CopyingChain
 from selfspec.decoder import Pass
 from selfspec.draft import Draft, Verdict
 from selfspec.drafters.base import Drafter
@@ -51,7 +52,7 @@ class Auto(Drafter):
         self.lookup, self.confident = Lookup(config.lookup), config.lookup.confident
         self.policies: dict[bool, Policy] = {}  # by whether the text repeats itself
         self.ways: dict[str, Propose] = {}
-        self._chains: dict[str, ExitChain] = {}
+        self._chains: dict[str, CopyingChain] = {}
         self._of: dict[str, ExitReader] = {}
         self._stops: dict[str, OptimalStop] = {}  # of chains, by the names of their heads
         self._levels: dict[str, int] = {}  # the most drafts that a round of theirs can keep
@@ -80,8 +81,8 @@ class Auto(Drafter):
             stop = self._stops[_name(reader)] = OptimalStop(
                 self.engine.pace(self.name, _name(reader))
             )
-            self._chains[chain] = ExitChain(reader, length, stop)
-            self.ways[chain] = self._chains[chain].propose
+            self._chains[chain] = CopyingChain(reader, length, stop, self.lookup)
+            self.ways[chain] = partial(self._draft_chain, self._chains[chain])
             self._of[chain], self._levels[chain] = reader, length
             self.ways.setdefault(PLAIN, self._draft_nothing)
             if not self.engine.decoder.counts_keys:
@@ -90,6 +91,10 @@ class Auto(Drafter):
 
     def _draft_nothing(self, state: State, limit: int) -> Draft:
         return Draft.empty(state.rows, state.pending.device)
+
+    def _draft_chain(self, chain: CopyingChain, state: State, limit: int) -> Draft:
+        # Where the text repeats itself already, to copy at once is a way of its own.
+        return (chain.propose if self._where else chain.propose_on)(state, limit)
 
     def _look_up(self, state: State, limit: int) -> Draft:
         return self.lookup.draft(state.context, limit)
@@ -159,17 +164,19 @@ class Auto(Drafter):
         if verdict.branch is not None:
             verified = verified.along(verdict.branch)
         own = self._of.get(self._used) if draft.levels else None
+        chain = self._chains.get(self._used) if draft.levels else None
+        drafted = draft.levels if chain is None else chain.drafted
         for reader in self.readers:
             kept = [verified.kept[self.keep.index(layer)] for layer in reader.keep]
             seen = verified._replace(kept=kept)
-            reader.verified(state, draft.levels if reader is own else 0, seen)
+            reader.verified(state, drafted if reader is own else 0, seen)
         self._firsts = None
         if own is not None and not (state.sampler.do_sample or self._where):
-            self._show(own, draft, verdict)
-        if self._used in self._chains and draft.levels:
-            self._chains[self._used].schedule.end(draft.length, accepted)
+            self._show(own, drafted, draft, verdict)
+        if chain is not None:
+            chain.end(accepted)
 
-    def _show(self, own: ExitReader, draft: Draft, verdict: Verdict) -> None:
+    def _show(self, own: ExitReader, drafted: int, draft: Draft, verdict: Verdict) -> None:
         """What a head's first choices brought in a greedy round, whichever of its ways drafted.
 
         A chain is made of them, and so is a branch of a tree, but for what was pruned of it: what
@@ -184,8 +191,8 @@ class Auto(Drafter):
         if levels is None:
             return
         if draft.tree is not None:
-            stop.seen(draft.levels, chosen)
-        made = min(draft.levels, levels)
+            stop.seen(drafted, chosen)
+        made = min(drafted, levels)
         further = stop.further(made, levels)  # would have been kept of drafts that were not made
         tokens = [1 + min(count, made) + further * (count >= made) for count in chosen]
         self._firsts = sum(tokens) / len(tokens)
