@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -173,6 +174,19 @@ def test_what_is_reported_of_drafts_is_what_the_traces_say(spec, tokenizer, conf
     assert sum(row.time_split.values()) == pytest.approx(1)
     for run in file.runs.values():
         assert sum(run.counts) == len(run.texts[0]) == TOKENS
+
+
+def test_totals_take_every_prompts_usual_pace(spec, tokenizer, config, tmp_path):
+    """A machine that was slow for one of three repeats is no slow method."""
+    wanted = config(repeats=3)
+    _, file = measured(spec, tokenizer, wanted, tmp_path)
+    paces = {"plain": {0: 1.0, 1: 2.0}, "ours": {0: 0.5, 1: 1.5}}  # seconds of a text
+    for key, run in list(file.runs.items()):
+        seconds = paces[key.place.method][key.number] * (10 if key.repeat == 1 else 1)
+        file.runs[key] = replace(run, counts=[1, TOKENS - 1], times=[0.1, 0.1 + seconds])
+    (_, ours) = summarise(Bench(spec, tokenizer, wanted), file)
+    assert ours.speedup_of_totals == pytest.approx((1.0 + 2.0) / (0.5 + 1.5))
+    assert ours.speedup.value == pytest.approx((1.0 / 0.5 + 2.0 / 1.5) / 2)
 
 
 def test_a_methods_turn_moves_on_from_prompt_to_prompt(spec, tokenizer, config, tmp_path):

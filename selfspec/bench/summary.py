@@ -50,7 +50,8 @@ class Row:
         ms_per_token_p95: what 95 % of tokens do not exceed.
         speedup: over the model's own `generate` on the same batches: median of the paired ratios
             of tokens/s.
-        speedup_of_totals: all tokens over all seconds, as a ratio of both methods.
+        speedup_of_totals: all tokens over all seconds, as a ratio of both methods; a batch has the
+            median pace of its repeats, so that a machine that was slow for a while hardly counts.
         speedup_without_loops: of batches in which neither method's texts end in circles.
         looping: share of texts that end in circles.
         ended: share of texts that ended before their last token was asked for.
@@ -124,8 +125,8 @@ def _row(
     equality: Equality | None,
     memory: Memory | None,
 ) -> Row:
-    rates, seed = _rates(runs), bench.config.seed
-    ratios = _ratios(rates, _rates(base))
+    rates, own, seed = _rates(runs), _rates(base), bench.config.seed
+    ratios = _ratios(rates, own)
     circling = {run.key.number for run in (*base, *runs) if any(map(loops, run.texts))}
     straight = [ratio for number, ratio in ratios.items() if number not in circling]
     texts = [text for run in runs for text in run.texts]
@@ -133,7 +134,7 @@ def _row(
         place=runs[0].key.place,
         texts=len(texts),
         speedup=median_interval(list(ratios.values()), seed),
-        speedup_of_totals=_of_totals(runs, base),
+        speedup_of_totals=_of_totals((runs, rates), (base, own)),
         speedup_without_loops=median_interval(straight, seed),
         looping=sum(map(loops, texts)) / len(texts),
         ended=sum(len(text) < bench.config.max_new_tokens for text in texts) / len(texts),
@@ -157,12 +158,15 @@ def _ratios(rates: Mapping[int, float], base: Mapping[int, float]) -> dict[int, 
     return {number: rate / base[number] for number, rate in rates.items() if number in base}
 
 
-def _of_totals(runs: Sequence[Run], base: Sequence[Run]) -> float | None:
-    ours, own = (
-        sum(run.decoded for run in of) / (sum(run.decode_seconds for run in of) or 1)
-        for of in (runs, base)
-    )
-    return ours / own if own and ours else None
+def _of_totals(*methods: tuple[Sequence[Run], Mapping[int, float]]) -> float | None:
+    """Tokens per second of the first method over the second's, by runs and rates of both."""
+    totals: list[float] = []
+    for runs, rates in methods:
+        timed = [run for run in runs if run.key.number in rates]
+        tokens = sum(run.decoded for run in timed)
+        seconds = sum(run.decoded / rates[run.key.number] for run in timed)
+        totals.append(tokens / seconds if seconds else 0.0)
+    return totals[0] / totals[1] if all(totals) else None
 
 
 def _times(runs: Sequence[Run], rates: Mapping[int, float]) -> dict[str, Any]:
