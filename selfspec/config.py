@@ -59,14 +59,15 @@ class TreeConfig(StrictConfig):
 
 
 class LookupConfig(StrictConfig):
-    """How `prompt_lookup` and `cascade` find what came before.
+    """How `prompt_lookup`, `cascade` and `auto` find what came before.
 
     Attributes:
         index: `"suffix"` finds the longest match of any length in constant time per token;
             `"ngram"` matches the last `longest` tokens, then fewer.
         shortest: tokens of the shortest match that is followed.
         longest: tokens of the longest match that `"ngram"` tries.
-        confident: tokens of the shortest match that `cascade` prefers to its exit.
+        confident: tokens of the shortest match that `cascade` prefers to its exit, and from which
+            on `auto` takes a text to repeat itself.
     """
 
     index: Literal["suffix", "ngram"] = "suffix"

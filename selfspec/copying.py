@@ -15,7 +15,7 @@ from selfspec.reading import ExitReader
 from selfspec.schedule import OptimalStop
 
 
-class CopyingChain(ExitChain):
+class CopyingChain:
     """An exit's drafts, and behind them what followed where their end occurred before.
 
     A draft takes a pass of the shallow layers, a copy nothing but its part in verification. Text
@@ -32,42 +32,42 @@ class CopyingChain(ExitChain):
     """
 
     def __init__(self, reader: ExitReader, longest: int, stop: OptimalStop, lookup: Lookup):
-        super().__init__(reader, longest, stop)
-        self.stop, self.lookup = stop, lookup
+        self._chain = ExitChain(reader, longest, stop)
+        self._stop, self._lookup = stop, lookup
         self.drafted = 0
         self._copied: list[int] = []  # tokens of each row
 
-    def propose(self, state: State, limit: int) -> Draft:
-        """Draft at most `limit` tokens, and copy none."""
-        draft = super().propose(state, limit)
-        self.drafted, self._copied = draft.length, []
-        return draft
+    def propose(self, state: State, limit: int, copying: bool) -> Draft:
+        """Draft at most `limit` tokens, copies among them.
 
-    def propose_on(self, state: State, limit: int) -> Draft:
-        """Draft and copy at most `limit` tokens.
-
-        Drawn drafts go without copies: a token that was not drawn is kept as seldom as the target
-        draws it.
+        Drawn text repeats itself too seldom: its drafts go without copies.
         """
-        draft = self.propose(state, limit)
-        room = min(self.longest, limit) - draft.length
-        if room < 1 or not state.sampler.chooses:
-            return draft
-        context, drafts = state.context, draft.tokens.tolist()
-        follow = self.lookup.follows(context, drafts)
-        count = self.stop.copies(follow, room)
+        self._stop.copying = copying = copying and not state.sampler.do_sample
+        draft = self._chain.propose(state, limit)
+        self.drafted, self._copied = draft.length, []
+        room = min(self._chain.longest, limit) - draft.length
+        return self._copied_on(state, draft, room) if copying and room > 0 else draft
+
+    def _copied_on(self, state: State, draft: Draft, room: int) -> Draft:
+        drafts = draft.tokens.tolist()
+        matches = self._lookup.behind(state.context, drafts)
+        leads = [match is not None for match in matches]
+        count = self._stop.worth_copying(leads, room)
         if not count:
             return draft
-        self._copied = [count * leads for leads in follow]
-        behind = self.lookup.behind(context, drafts, count)
-        copies = torch.tensor(behind, device=context.device)
-        counts = torch.tensor(self._copied, device=context.device) + draft.length
-        return replace(
-            draft,
-            tokens=torch.cat([draft.tokens, copies], dim=1),
-            counts=None if all(follow) else counts,
-        )
+        self._copied = [count * one for one in leads]
+        device = state.context.device
+        copies = torch.tensor(self._lookup.copied(matches, drafts, count), device=device)
+        tokens = torch.cat([draft.tokens, copies], dim=1)
+        if all(leads):
+            return replace(draft, tokens=tokens)
+        counts = torch.tensor(self._copied, device=device) + draft.length
+        return replace(draft, tokens=tokens, counts=counts)
 
     def end(self, accepted: Sequence[int]) -> None:
         """Learn from the round: `accepted` drafts and copies of each row stand."""
-        self.stop.end(self.drafted, accepted, self._copied)
+        self._stop.end(self.drafted, accepted, self._copied)
+
+    def pause(self) -> None:
+        """Leave a round to another way."""
+        self._stop.pause()

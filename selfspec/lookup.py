@@ -58,14 +58,16 @@ class TextIndex(ABC):
     def behind(self, drafts: Sequence[int]) -> Match:
         """What matches the end of the text with `drafts` behind it, which are not taken in."""
 
-    def continuation(self, length: int, drafts: Sequence[int] = ()) -> list[int]:
-        """The `length` tokens that followed the match, of the text or of `drafts` behind it.
+    def continuation(
+        self, length: int, match: Match | None = None, drafts: Sequence[int] = ()
+    ) -> list[int]:
+        """The `length` tokens that followed the match of the text, or of `drafts` behind it.
 
         An occurrence so late that the text ends first is copied on from the copy, as Lempel-Ziv
         decoders do: a text that has begun to repeat itself is taken to go on so.
         """
-        start = self.behind(drafts).end if drafts else self.match.end
-        said = [*self.text[start:], *drafts]
+        start = (match or self.match).end
+        said = [*self.text[start : start + length], *drafts]
         return [said[place % len(said)] for place in range(length)]
 
 
@@ -202,7 +204,7 @@ class Lookup:
         """In each row the tokens that followed its match, `limit` at most; none without one."""
         indexes = self.read(context)
         device = context.device
-        counts = [min(limit, self._copied(index.match.length)) for index in indexes]
+        counts = [min(limit, self._length_behind(index.match.length)) for index in indexes]
         if not any(counts):
             return Draft.empty(len(counts), device)
         rows = zip(indexes, counts, strict=True)
@@ -211,19 +213,29 @@ class Lookup:
             torch.tensor(tokens, device=device), counts=torch.tensor(counts, device=device)
         )
 
-    def follows(self, context: Context, drafts: Sequence[Sequence[int]]) -> list[bool]:
-        """Of each row, whether drafts behind it lead into what it said before."""
+    def behind(self, context: Context, drafts: Sequence[Sequence[int]]) -> list[Match | None]:
+        """Of each row, what matches the end of its drafts; `None` where that is too short."""
         rows = zip(self.read(context), drafts, strict=True)
-        return [index.behind(row).length >= self._config.shortest for index, row in rows]
+        found = [index.behind(row) for index, row in rows]
+        return [match if match.length >= self._config.shortest else None for match in found]
 
-    def behind(
-        self, context: Context, drafts: Sequence[Sequence[int]], length: int
+    def copied(
+        self, matches: Sequence[Match | None], drafts: Sequence[Sequence[int]], length: int
     ) -> list[list[int]]:
-        """Of each row, the `length` tokens that followed where the end of its drafts occurred."""
-        rows = zip(self.read(context), drafts, strict=True)
-        return [index.continuation(length, row) for index, row in rows]
+        """Of each row, the `length` tokens that followed such a match; zeros where there is none.
 
-    def _copied(self, match: int) -> int:
+        Args:
+            matches: of the ends of the drafts, behind the text that was read last.
+            drafts: of each row.
+            length: tokens to copy.
+        """
+        rows = zip(self._indexes.values(), matches, drafts, strict=True)
+        return [
+            [0] * length if match is None else index.continuation(length, match, row)
+            for index, match, row in rows
+        ]
+
+    def _length_behind(self, match: int) -> int:
         """How many tokens to copy behind a match of that length."""
         if match < self._config.shortest:
             return 0

@@ -32,8 +32,10 @@ class Pace:
         fixed_seconds: of a round without drafts.
         tokens: emitted in a round, of a row on average.
         falls: how likely drafts fall, by whether they are drawn.
-        copies: how likely what is copied behind them falls, by the same.
-        copied: tokens that such copies bring in a round, of a row on average, by the same.
+        copy_falls: how likely greedy text parts from what is copied behind drafts, by its place.
+        copies_made: tokens that are copied behind the drafts of a round.
+        copies_kept: these that stand, of a row on average.
+        passed_up: rounds that had something to copy which did not look worth it.
         judge_seconds: of asking how likely they are kept.
         worth: by the same and the number of drafts, the seconds that asking behind them saves: what
             a decision without would lose, and nothing where it is the same.
@@ -48,8 +50,11 @@ class Pace:
     round_seconds: Mean = field(default_factory=lambda: Mean(_SLOW, clipped=True))
     tokens: Mean = field(default_factory=lambda: Mean(FAST))
     falls: dict[bool, Falls] = field(default_factory=lambda: defaultdict(Falls))
-    copies: dict[bool, Falls] = field(default_factory=lambda: defaultdict(Falls))
-    copied: dict[bool, Mean] = field(default_factory=lambda: defaultdict(lambda: Mean(FAST)))
+    # As if half of all copies had been feared for: the first to fall does not end it.
+    copy_falls: Falls = field(default_factory=lambda: Falls(feared=Mean(1.0, value=0.5, count=1)))
+    copies_made: Mean = field(default_factory=lambda: Mean(FAST))
+    copies_kept: Mean = field(default_factory=lambda: Mean(FAST))
+    passed_up: int = 0
     judge_seconds: Mean = field(default_factory=lambda: Mean(_SLOW, clipped=True))
     worth: dict[tuple[bool, int], Mean] = field(
         default_factory=lambda: defaultdict(lambda: Mean(_SLOW))
@@ -66,8 +71,8 @@ class Pace:
         return self.draft_seconds.value + self.verifying(rows)
 
     def verifying(self, rows: int) -> float:
-        """Seconds of these that its verification takes."""
-        # No longer than a round without drafts.
+        """Seconds by which verifying one more draft of each row makes a round longer."""
+        # It takes no longer than a round without drafts.
         return min(self.fixed_seconds.value, max(0.0, self.widening[rows].value))
 
     @property
@@ -88,7 +93,7 @@ class RoundClock:
         self.pace = pace
         self._began = 0.0
         self._marks: list[float] = []
-        self._tokens, self._rows, self._copied = 0.0, 0, 0
+        self._tokens, self._rows, self._copies = 0.0, 0, 0.0
         self._whole = False
         self._drafts, self._rest = Mean(_LATELY), Mean(_LATELY)  # of rounds in a row, lately
 
@@ -105,17 +110,17 @@ class RoundClock:
         """Another draft is there."""
         self._marks.append(self.pace.clock())
 
-    def end(self, tokens: float, rows: int = 1, copied: int = 0) -> None:
+    def end(self, tokens: float, rows: int = 1, copies: float = 0.0) -> None:
         """The round is decided; it lasts until the next begins.
 
         Args:
             tokens: that it emitted, of a row on average.
             rows: how many.
-            copied: tokens behind the drafts that were verified with them.
+            copies: tokens that were verified behind the drafts, as so many drafts.
         """
         if rows != self._rows:
             self._forget()
-        self._tokens, self._rows, self._copied, self._whole = tokens, rows, copied, True
+        self._tokens, self._rows, self._copies, self._whole = tokens, rows, copies, True
 
     def _forget(self) -> None:
         self._drafts, self._rest = Mean(_LATELY), Mean(_LATELY)
@@ -131,7 +136,7 @@ class RoundClock:
             pace.draft_seconds.add(min(pace.draft_seconds.value, self._marks[0] - self._began))
         if self._marks:
             drafts, rest = len(self._marks), now - self._marks[-1]
-            verified = drafts + self._copied
+            verified = drafts + self._copies
             self._learn_widening(verified, rest)
             if pace.draft_seconds.count:
                 least = rest / (verified + 1)  # the same for every token
@@ -141,7 +146,7 @@ class RoundClock:
         pace.round_seconds.add(seconds)
         pace.tokens.add(self._tokens)
 
-    def _learn_widening(self, verified: int, rest: float) -> None:
+    def _learn_widening(self, verified: float, rest: float) -> None:
         """Learn from rounds in a row, in which the machine has hardly changed its pace."""
         more, usual = verified - self._drafts.value, self._rest.value
         widening, longer = self.pace.widening[self._rows], rest - usual

@@ -109,7 +109,9 @@ def shown_choices(monkeypatch, seed, way):
     )
     monkeypatch.setattr(Auto, "_repeats", lambda auto, state: False)
     monkeypatch.setattr(Policy, "choose", lambda policy, ways: f"{way} shared@{EXIT}")
-    monkeypatch.setattr(OptimalStop, "copies", lambda *args: 0)  # which are no choices of a head
+    monkeypatch.setattr(
+        OptimalStop, "worth_copying", lambda *args: 0
+    )  # which are no choices of a head
     spec = SelfSpecModel(tiny_llama("sometimes", seed=seed))
     draft = {"drafter": "auto", "exit_layer": EXIT, "num_draft_tokens": 4}
     spec.generate(IDS[:1], max_new_tokens=150, draft=draft)

@@ -118,9 +118,10 @@ class TestContinuation:
     def test_behind_drafts_is_what_followed_them(self, make):
         index = make()
         index.read([1, 2, 3, 4, 5, 9, 2])
-        assert index.continuation(2, [3]) == [4, 5]
-        assert index.continuation(3, [3, 4]) == [5, 9, 2]
-        assert index.continuation(9, [3, 4])[3:] == [3, 4, 5, 9, 2, 3]  # the copy is copied on
+        assert index.continuation(2, index.behind([3]), [3]) == [4, 5]
+        match = index.behind([3, 4])
+        assert index.continuation(3, match, [3, 4]) == [5, 9, 2]
+        assert index.continuation(9, match, [3, 4])[3:] == [3, 4, 5, 9, 2, 3]  # copied on
 
     def test_follows_what_was_last_followed(self, make):
         index = make()

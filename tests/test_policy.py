@@ -330,10 +330,10 @@ def test_what_was_no_use_for_long_is_used_again_when_the_text_changes(clock, lon
 def test_what_is_settled_ahead_would_have_been_decided_draft_by_draft(
     clock, monkeypatch, chance, judge_seconds
 ):
-    monkeypatch.setattr("selfspec.schedule._HOLD", 1)
+    monkeypatch.setattr("selfspec.schedule.optimal._HOLD", 1)
 
     def lengths(ahead):
-        monkeypatch.setattr("selfspec.schedule._AHEAD", ahead)
+        monkeypatch.setattr("selfspec.schedule.optimal._AHEAD", ahead)
         stop, options = OptimalStop(Pace()), {"judge_seconds": judge_seconds, "tokens": 2000}
         return play(stop, clock, lambda source: chance * source.random(), 0.1, 1.0, **options)[1]
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from selfspec.bench.config import PLAIN, ModeConfig
@@ -50,8 +50,8 @@ class Row:
         ms_per_token_p95: what 95 % of tokens do not exceed.
         speedup: over the model's own `generate` on the same batches: median of the paired ratios
             of tokens/s.
-        speedup_of_totals: all tokens over all seconds, as a ratio of both methods; a batch has the
-            median pace of its repeats, so that a machine that was slow for a while hardly counts.
+        speedup_of_totals: all tokens over all seconds, as a ratio of both methods, of batches that
+            both wrote; a batch has the median pace of its repeats.
         speedup_without_loops: of batches in which neither method's texts end in circles.
         looping: share of texts that end in circles.
         ended: share of texts that ended before their last token was asked for.
@@ -160,12 +160,15 @@ def _ratios(rates: Mapping[int, float], base: Mapping[int, float]) -> dict[int, 
 
 def _of_totals(*methods: tuple[Sequence[Run], Mapping[int, float]]) -> float | None:
     """Tokens per second of the first method over the second's, by runs and rates of both."""
+    both = set.intersection(*(set(rates) for _, rates in methods))
     totals: list[float] = []
     for runs, rates in methods:
-        timed = [run for run in runs if run.key.number in rates]
-        tokens = sum(run.decoded for run in timed)
-        seconds = sum(run.decoded / rates[run.key.number] for run in timed)
-        totals.append(tokens / seconds if seconds else 0.0)
+        tokens = {
+            number: [run.decoded for run in runs if run.key.number == number] for number in both
+        }
+        usual = {number: mean(counts) for number, counts in tokens.items()}
+        seconds = sum(count / rates[number] for number, count in usual.items())
+        totals.append(sum(usual.values()) / seconds if seconds else 0.0)
     return totals[0] / totals[1] if all(totals) else None
 
 

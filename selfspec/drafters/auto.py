@@ -36,6 +36,8 @@ class Auto(Drafter):
     not in use follow the text in wide passes, now and then, and say how often they would have
     agreed with it.
 
+    A chain that leads into what the text has said before is copied on (`copying`).
+
     Args:
         engine: the target and its passes.
         heads: exit heads, the one to begin with first.
@@ -73,13 +75,14 @@ class Auto(Drafter):
         return cls(engine, [chosen, *others], config)
 
     def _add_ways(self, config: DraftConfig) -> None:
-        length = config.num_draft_tokens or _CHAIN
+        length, depth = config.num_draft_tokens or _CHAIN, self.engine.decoder.depth
         widths = share(config.tree.nodes, min(config.tree.nodes, config.num_draft_tokens or 4))
         # In the order in which they are tried: first the fitted head, then what costs least.
         for reader in self.readers:
             chain, tree = (f"{shape} {_name(reader)}" for shape in ("chain", "tree"))
             stop = self._stops[_name(reader)] = OptimalStop(
-                self.engine.pace(self.name, _name(reader))
+                self.engine.pace(self.name, _name(reader)),
+                depth / max(1, depth - reader.head.exit_layer),
             )
             self._chains[chain] = CopyingChain(reader, length, stop, self.lookup)
             self.ways[chain] = partial(self._draft_chain, self._chains[chain])
@@ -94,7 +97,7 @@ class Auto(Drafter):
 
     def _draft_chain(self, chain: CopyingChain, state: State, limit: int) -> Draft:
         # Where the text repeats itself already, to copy at once is a way of its own.
-        return (chain.propose if self._where else chain.propose_on)(state, limit)
+        return chain.propose(state, limit, copying=not self._where)
 
     def _look_up(self, state: State, limit: int) -> Draft:
         return self.lookup.draft(state.context, limit)

@@ -1,4 +1,4 @@
-"""How long to draft."""
+"""Drafting on for as long as another token is worth its time."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from selfspec.config import DraftConfig
 from selfspec.falls import Falls
-from selfspec.heads import Calibrator, Judge
+from selfspec.heads import Judge
 from selfspec.pace import Pace, RoundClock
+from selfspec.schedule.base import Schedule
 
 _ENOUGH = 8  # times asked that tell what it is worth
 _LOOK = 16  # rounds of a call, in one of which it is asked of every draft
@@ -21,45 +21,6 @@ _FIRST_GUESS = 4  # drafts of the rounds that nothing is known before
 _LONGEST = 16  # drafts of the longest rounds that are thought of
 _AHEAD = 16  # drafts that are decided at once, at most
 _HOLD = 4  # rounds that what was decided ahead holds for
-
-
-class Schedule:
-    """Decides after each drafted token whether to draft another; this one always does."""
-
-    def begin(self, judge: Judge) -> None:
-        """A round begins, with what says how likely a draft is kept."""
-
-    def pause(self) -> None:
-        """The next round is another drafter's."""
-
-    def goes_on(self, scores: Tensor, tokens: Tensor, probs: Tensor | None) -> bool:
-        """Whether to draft on.
-
-        Args:
-            scores: `[rows, 1, vocab]` processed draft scores.
-            tokens: `[rows, 1]` the tokens just drafted from them.
-            probs: `[rows, 1, vocab]` their probabilities, where tokens are drawn.
-        """
-        return True
-
-    def end(self, drafted: int, accepted: Sequence[int]) -> None:
-        """The round is decided: `accepted` of the `drafted` tokens stand, in each row."""
-
-
-class ConfidenceStop(Schedule):
-    """Stops once the draft is unsure of its own token in every row (Kangaroo, Liu et al. 2024).
-
-    Args:
-        threshold: the probability below which a row is unsure.
-    """
-
-    def __init__(self, threshold: float):
-        self.threshold = threshold
-
-    def goes_on(self, scores: Tensor, tokens: Tensor, probs: Tensor | None) -> bool:
-        """Whether some row's token has at least the threshold's probability."""
-        confidence = _known(probs, scores).gather(-1, tokens[..., None])
-        return bool((confidence >= self.threshold).any())
 
 
 class OptimalStop(Schedule):
@@ -82,14 +43,20 @@ class OptimalStop(Schedule):
     when other rows have ended, and for other batches.
 
     Behind the drafts tokens may be copied from elsewhere, which cost no more than to be verified
-    (`copies`). What they bring makes time worth more.
+    (`worth_copying`). What they bring makes time worth more.
 
     Args:
         pace: times and gains so far; may outlive the call.
+        copy_cost: drafts whose verification takes as long as that of a copy, which goes through
+            all layers and not only those above the exit.
+
+    Attributes:
+        copying: whether something may be copied in this round.
     """
 
-    def __init__(self, pace: Pace):
-        self.pace = pace
+    def __init__(self, pace: Pace, copy_cost: float = 1.0):
+        self.pace, self._copy_cost = pace, copy_cost
+        self.copying = False
         self._clock = RoundClock(pace)
         self._judge: Judge | None = None
         self._chances: list[list[float]] = []  # of each draft that was asked of, for each row
@@ -156,9 +123,16 @@ class OptimalStop(Schedule):
             self._settled_reach, self._settled = reach, drafted
 
     def _best_rate(self) -> float:
-        """The most tokens per second that rounds of one length have, as drafts usually fare."""
-        cost, seconds = self.pace.cost(self._rows), self.pace.fixed_seconds.value
-        tokens, reach, best = 1 + self.pace.copied[self._drawn].value, 1.0, 0.0
+        """The most tokens per second that rounds of one length have, as drafts usually fare.
+
+        What is copied behind them comes on top, as much as lately.
+        """
+        pace = self.pace
+        cost, seconds = pace.cost(self._rows), pace.fixed_seconds.value
+        tokens, reach, best = 1.0, 1.0, 0.0
+        if self.copying:
+            tokens += pace.copies_kept.value
+            seconds += pace.copies_made.value * self._copy_seconds
         for place in range(_LONGEST):
             reach *= 1 - self._falls.usual(place)
             tokens += reach
@@ -210,24 +184,32 @@ class OptimalStop(Schedule):
         gain = (1 - self._falls.usual(drafted)) * sum(reach) / len(reach)
         return self.pace.cost(self._rows) - gain / self._rate
 
-    def copies(self, follow: Sequence[bool], most: int) -> int:
+    @property
+    def _copy_seconds(self) -> float:
+        """Seconds by which a copied token makes a round longer."""
+        return self._copy_cost * self.pace.verifying(self._rows)
+
+    def worth_copying(self, leads: Sequence[bool], most: int) -> int:
         """How many tokens to copy behind the drafts.
 
         Args:
-            follow: of each row, whether it has something to copy.
+            leads: of each row, whether its drafts lead to something to copy.
             most: tokens that may be copied.
         """
-        if not (self._known and any(follow)):
+        if not (self._known and any(leads)):
             return 0
-        reach = _widened(self._reach, len(follow))
-        gain = sum(itertools.compress(reach, follow)) / len(follow)
-        seconds = self.pace.verifying(self._rows)
+        reach = _widened(self._reach, len(leads))
+        gain = sum(itertools.compress(reach, leads)) / len(leads)
         for place in range(most):
-            gain *= 1 - self.pace.copies[self._drawn].usual(place)
-            # One, now and then, says whether this has become worth it.
-            if gain < seconds * self._rate and (place or self._rounds % _LOOK):
-                return place
+            gain *= 1 - self.pace.copy_falls.usual(place)
+            if gain <= self._copy_seconds * self._rate:
+                return place or self._copy_again()
         return most
+
+    def _copy_again(self) -> int:
+        """One token, now and then, to see whether it has become worth it; none otherwise."""
+        self.pace.passed_up += 1
+        return int(self.pace.passed_up % _LOOK == 0)
 
     def end(self, drafted: int, accepted: Sequence[int], copied: Sequence[int] = ()) -> None:
         """Learn from the round.
@@ -239,13 +221,23 @@ class OptimalStop(Schedule):
         """
         if self._wonders():
             self._ask()
-        self._clock.end(1 + sum(accepted) / len(accepted), len(accepted), max(copied, default=0))
+        rows, copies = len(accepted), max(copied, default=0)
+        self._clock.end(1 + sum(accepted) / rows, rows, copies * self._copy_cost)
         self._learn(drafted, [min(kept, drafted) for kept in accepted], self._chances)
-        for kept, count in itertools.zip_longest(accepted, copied, fillvalue=0):
-            beyond = kept - drafted
-            self.pace.copied[self._drawn].add(max(0, beyond))
-            for place in range(min(count, beyond + 1)):
-                self.pace.copies[self._drawn].add(place, place == beyond)
+        if self.copying:
+            beyond = [max(0, kept - drafted) for kept in accepted]
+            self.pace.copies_made.add(copies)
+            self.pace.copies_kept.add(sum(beyond) / rows)
+            for kept, count in zip(accepted, copied, strict=False):
+                self._learn_copies(kept - drafted, count)
+
+    def _learn_copies(self, stand: int, count: int) -> None:
+        """Learn from a row of so many copies: `stand` of them do, or not even all drafts (< 0)."""
+        falls = self.pace.copy_falls
+        for place in range(min(count, stand + 1)):
+            falls.add(place, place == stand)
+        if count and stand == count:
+            falls.unseen(count)
 
     def seen(self, drafted: int, accepted: Sequence[int]) -> None:
         """Learn how drafts fared that this would have made, in a round of another way."""
@@ -274,21 +266,3 @@ class OptimalStop(Schedule):
 
 def _widened(reach: list[float], rows: int) -> list[float]:
     return reach if len(reach) == rows else reach * rows
-
-
-def _known(probs: Tensor | None, scores: Tensor) -> Tensor:
-    return scores.softmax(-1) if probs is None else probs
-
-
-def make_schedule(config: DraftConfig, pace: Pace | None = None) -> Schedule:
-    """The schedule that a config names; `pace` is what is known from earlier calls."""
-    if config.schedule == "confidence":
-        return ConfidenceStop(config.confidence)
-    if config.schedule == "optimal":
-        return OptimalStop(pace or Pace())
-    return Schedule()
-
-
-def plain_judge() -> Judge:
-    """What to go by where nothing was calibrated."""
-    return Calibrator().judge()
