@@ -15,7 +15,7 @@ from selfspec.pace import Pace, RoundClock
 from selfspec.schedule.base import Schedule
 
 _ENOUGH = 8  # times asked that tell what it is worth
-_LOOK = 16  # rounds of a call, in one of which it is asked of every draft
+_LOOK = 16  # rounds, in one of which all drafts are asked of, or what did not pay is copied
 _SERVED = 3.0  # decisions of a round that an answer serves
 _FIRST_GUESS = 4  # drafts of the rounds that nothing is known before
 _LONGEST = 16  # drafts of the longest rounds that are thought of
