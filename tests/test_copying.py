@@ -53,10 +53,12 @@ def assert_some_stood(ends):
 def test_greedy_text_is_the_models_own(copies, agreement, rows, options):
     model = tiny_llama(agreement)
     ids, mask = IDS[rows], MASK[rows]
-    out = SelfSpecModel(model).generate(
-        ids, attention_mask=mask, max_new_tokens=60, draft=DRAFT, **options
-    )
+    spec = SelfSpecModel(model)
+    out = spec.generate(ids, attention_mask=mask, max_new_tokens=60, draft=DRAFT, **options)
     assert torch.equal(out, greedy(model, ids, mask, max_new_tokens=60, **options))
+    for index, row in enumerate(spec.last_trace.rows):
+        # The padding of a row that copies nothing is no draft of its own.
+        assert {len(step.drafted) for step in row[1:5]} <= ({1} if index == 1 else {1, 3})
     if agreement == "always" and not options:
         assert_some_stood(copies)
 
