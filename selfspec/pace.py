@@ -95,7 +95,7 @@ class RoundClock:
         self._marks: list[float] = []
         self._tokens, self._rows, self._copies = 0.0, 0, 0.0
         self._whole = False
-        self._drafts, self._rest = Mean(_LATELY), Mean(_LATELY)  # of rounds in a row, lately
+        self._verified, self._rest = Mean(_LATELY), Mean(_LATELY)  # of rounds in a row, lately
 
     def begin(self) -> None:
         """A round begins; the one before is over."""
@@ -123,7 +123,7 @@ class RoundClock:
         self._tokens, self._rows, self._copies, self._whole = tokens, rows, copies, True
 
     def _forget(self) -> None:
-        self._drafts, self._rest = Mean(_LATELY), Mean(_LATELY)
+        self._verified, self._rest = Mean(_LATELY), Mean(_LATELY)
 
     def _learn(self, now: float) -> None:
         pace, seconds = self.pace, now - self._began
@@ -148,7 +148,7 @@ class RoundClock:
 
     def _learn_widening(self, verified: float, rest: float) -> None:
         """Learn from rounds in a row, in which the machine has hardly changed its pace."""
-        more, usual = verified - self._drafts.value, self._rest.value
+        more, usual = verified - self._verified.value, self._rest.value
         widening, longer = self.pace.widening[self._rows], rest - usual
         if self._rest.count and abs(more) > _SAME:
             # The first rounds of a process take several times as long as the next, and those that
@@ -157,5 +157,5 @@ class RoundClock:
                 widening.add(more, longer)
         elif verified <= _FEW:  # where all rounds have as few, nothing can be seen
             widening.fade()
-        self._drafts.add(verified)
+        self._verified.add(verified)
         self._rest.add(rest)
