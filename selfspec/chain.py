@@ -29,7 +29,7 @@ def draft_chain(
         state: the call.
         limit: the most tokens to draft.
         schedule: when to stop earlier.
-        judge: how likely a draft is kept, for schedules that ask.
+        judge: how likely a greedy draft is kept, for schedules that ask.
         read: one more step of the drafting model.
         depth: layers below the hidden states that `read` gives; 0 where nothing resumes from them.
     """
@@ -88,7 +88,7 @@ class ExitChain:
             state,
             min(self.longest, limit),
             self.schedule,
-            self.reader.judge(state.sampler.do_sample),
+            self.reader.judge(),
             lambda token, step: self.reader.read(state, token, step),
             self.reader.head.exit_layer,
         )

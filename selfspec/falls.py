@@ -36,9 +36,14 @@ class Falls:
     places: dict[int, Mean] = field(default_factory=lambda: defaultdict(lambda: Mean(_PLACED)))
     fears: dict[int, Mean] = field(default_factory=lambda: defaultdict(lambda: Mean(_PLACED)))
     telling: Slope = field(default_factory=lambda: Slope(1.0, _SLOPE_DOUBT))
+    _level: float = field(init=False)  # how many fall, wherever they stand: asked for often
+
+    def __post_init__(self):
+        """Begin with what is handed in."""
+        self._find_level()
 
     def usual(self, place: int) -> float:
-        """How likely a draft falls that has that many before it, if its head is not asked."""
+        """How likely a draft falls that has that many before it, if it is not asked of."""
         return _bounded(self._level + _at(self.places, place))
 
     def expected(self, place: int, fear: float) -> float:
@@ -60,6 +65,7 @@ class Falls:
         self.fell.add(fell)
         if fear is not None:
             self.feared.add(fear)
+        self._find_level()
 
     def unseen(self, place: int) -> None:
         """A draft there would have been reached, and was not made: what is known of it fades."""
@@ -70,15 +76,14 @@ class Falls:
         """How much more is feared than usually there."""
         return fear - self.feared.value - _at(self.fears, place)
 
-    @property
-    def _level(self) -> float:
-        """How many fall, wherever they stand."""
+    def _find_level(self) -> None:
         if not self.feared.count:
-            return self.fell.value
+            self._level = self.fell.value
+            return
         seen, fear = self.fell.weighed, self.feared.value
         # Where next to nothing is feared, for as much as is ever seen, and no more.
         doubt = _DOUBT / max(fear, _DOUBT * _RECENT)
-        return (self.fell.value * seen + fear * doubt) / (seen + doubt)
+        self._level = (self.fell.value * seen + fear * doubt) / (seen + doubt)
 
 
 def _at(places: dict[int, Mean], place: int) -> float:

@@ -5,6 +5,7 @@ Estimates outlive a call, for times belong to a device and not to a text.
 
 from __future__ import annotations
 
+import operator
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -36,7 +37,7 @@ class Pace:
         copies_made: tokens that are copied behind the drafts of a round.
         copies_kept: these that stand, of a row on average.
         passed_up: rounds that had something to copy which did not look worth it.
-        judge_seconds: of asking how likely they are kept.
+        judge_seconds: of asking how likely they are kept, by the same.
         worth: by the same and the number of drafts, the seconds that asking behind them saves: what
             a decision without would lose, and nothing where it is the same.
         clock: what times them, in seconds.
@@ -55,7 +56,9 @@ class Pace:
     copies_made: Mean = field(default_factory=lambda: Mean(FAST))
     copies_kept: Mean = field(default_factory=lambda: Mean(FAST))
     passed_up: int = 0
-    judge_seconds: Mean = field(default_factory=lambda: Mean(_SLOW, clipped=True))
+    judge_seconds: dict[bool, Mean] = field(
+        default_factory=lambda: defaultdict(lambda: Mean(_SLOW, clipped=True))
+    )
     worth: dict[tuple[bool, int], Mean] = field(
         default_factory=lambda: defaultdict(lambda: Mean(_SLOW))
     )
@@ -127,9 +130,10 @@ class RoundClock:
 
     def _learn(self, now: float) -> None:
         pace, seconds = self.pace, now - self._began
-        steps = [b - a for a, b in zip(self._marks, self._marks[1:], strict=False)]
-        for step in steps:
-            pace.draft_seconds.add(step)
+        if len(self._marks) > 1:
+            steps = sorted(map(operator.sub, self._marks[1:], self._marks))
+            # What one waited for, or what was asked behind it, is none of their time.
+            pace.draft_seconds.add(steps[len(steps) // 2])
         if len(self._marks) == 1 and pace.draft_seconds.count:
             # The first draft takes the longest. Where it alone is made, this keeps an estimate that
             # was disturbed from forbidding the others for ever.

@@ -1,6 +1,7 @@
 """Running estimates, optimal stopping and the choice among ways to draft, on a simulated clock."""
 
 import itertools
+import math
 import random
 
 import pytest
@@ -84,6 +85,18 @@ def test_a_round_that_others_follow_is_timed_to_its_end(clock):
     assert pace.round_seconds.value == pytest.approx(3.0)
 
 
+def test_a_draft_behind_which_something_else_took_its_time_tells_nothing(clock):
+    pace = Pace()
+    rounds = RoundClock(pace)
+    rounds.begin()
+    for seconds in (3.0, 1.0, 1.0, 50.0, 1.0):
+        clock.now += seconds
+        rounds.mark()
+    rounds.end(tokens=2)
+    rounds.begin()
+    assert pace.draft_seconds.value == pytest.approx(1.0)
+
+
 # How long to draft
 
 
@@ -105,16 +118,16 @@ def play(
 ):
     """Tokens per second of chains whose drafts are kept with `chance(source)`, on that schedule.
 
-    The head says these chances, or `said(source)`.
+    What drafts were made from says these chances, or `said(source)`.
     """
     source, began, emitted, lengths = random.Random(seed), clock.now, 0, []
     scores, tokens_drawn = torch.zeros(rows, 1, 2), torch.zeros(rows, 1, dtype=torch.long)
-    probs = scores.softmax(-1) if drawn else None
     while emitted < tokens:
         chances = [chance(source) for _ in range(longest)]
         says = chances if said is None else [said(source) for _ in range(longest)]
 
         def judge(drafts, first, says=says):
+            assert not drawn
             clock.now += judge_seconds
             return [[says[first + place]] * rows for place in range(len(drafts))]
 
@@ -122,6 +135,7 @@ def play(
         drafted = 0
         while drafted < longest:
             clock.now += draft_seconds
+            probs = agreeing(says[drafted], rows) if drawn else None
             drafted += 1
             if not schedule.goes_on(scores, tokens_drawn, probs):
                 break
@@ -134,6 +148,13 @@ def play(
         emitted += sum(kept) + rows
         lengths.append(drafted)
     return emitted / (clock.now - began), lengths
+
+
+def agreeing(chance, rows=1, vocab=256):
+    """Probabilities `[rows, 1, vocab]` from which two draws are the same with about that chance."""
+    probs = torch.full((rows, 1, vocab), (1 - chance**0.5) / (vocab - 1))
+    probs[..., 0] = chance**0.5
+    return probs
 
 
 class FixedStop(Schedule):
@@ -286,6 +307,26 @@ def test_a_calibrator_that_knows_is_asked_though_it_takes_time(clock, judge_seco
     costs = {"judge_seconds": judge_seconds}
     rate, _ = play(OptimalStop(Pace()), clock, chances, 0.2, 1.0, 4000, **costs)
     assert rate > 1.05 * max(fixed)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_drawn_draft_is_trusted_as_far_as_two_draws_would_agree(clock, rows):
+    def chances(source):
+        return source.choice([0.1, 0.97])
+
+    options = {"drawn": True, "rows": rows}
+    rates = [play(FixedStop(k), clock, chances, 0.2, 1.0, 4000, **options)[0] for k in range(1, 13)]
+    rate, _ = play(OptimalStop(Pace()), clock, chances, 0.2, 1.0, 4000, **options)
+    assert rate > 1.05 * max(rates)
+
+
+def test_a_drawn_draft_of_probabilities_that_are_nan_is_sure_to_fall(clock):
+    stop = OptimalStop(Pace())
+    play(stop, clock, lambda source: source.choice([0.1, 0.97]), 0.2, 1.0, 4000, drawn=True)
+    _, lengths = play(
+        stop, clock, lambda _: 0.97, 0.2, 1.0, 100, said=lambda _: math.nan, drawn=True
+    )
+    assert max(lengths) <= 2
 
 
 @pytest.mark.parametrize("says", [(0.2, 0.95), (0.999,), (0.05,)])

@@ -143,13 +143,15 @@ class Auto(Drafter):
         """Tell the policy here what is known elsewhere of ways that were not used here."""
         here, elsewhere = self.policies[self._where], self.policies[not self._where]
         for name in self.ways:
+            if here.way(name).pace.known:
+                continue
             other = elsewhere.way(name)
             # Drafts are kept more often where the text repeats itself: no guess for other places.
             holds = other.pace.known and (self._where or name == PLAIN)
             here.way(name).guess = other.rate if holds else None
         first = _name(self.readers[0])
         times, chain = self.engine.pace(self.name, first), here.way(f"chain {first}").pace
-        if here.way(PLAIN).guess is None and chain.known and times.fixed_seconds.value:
+        if not here.way(PLAIN).known and chain.known and times.fixed_seconds.value:
             # A round of plain decoding takes no longer than one with drafts does without them;
             # what share that is holds for other batches, too.
             share = times.fixed_seconds.value / times.round_seconds.value

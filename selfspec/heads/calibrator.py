@@ -9,8 +9,8 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-# Of drafts of a chain, by the probabilities `[rows, vocab]` that each was drawn from and the depth
-# of the first: for each, how likely it is kept in each row.
+# Of drafts of a chain, by the probabilities `[rows, vocab]` that its head gave and the depth of the
+# first: for each, how likely it is kept in each row.
 Judge = Callable[[Sequence[Tensor], int], list[list[float]]]
 
 # Beyond this many nats the second token is as good as impossible (top-k 1 leaves infinitely many).

@@ -33,7 +33,7 @@ class ExitReader:
     def __init__(self, engine: Engine, head: ExitHead):
         self.engine, self.decoder, self.head = engine, engine.decoder, head
         self._trimmed = head.vocab_ids is not None  # a reader is made for one call
-        self._judges: dict[bool, Judge] = {}
+        self._judge: Judge | None = None
 
     def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
         """See a block of new text, `offset` behind the settled tokens, `counts` of them real."""
@@ -82,11 +82,11 @@ class ExitReader:
         with torch.inference_mode(False):  # it stays in the head, beyond this call
             return fitted.to(self.decoder.device)
 
-    def judge(self, sampled: bool) -> Judge:
-        """The calibrator for chains, which ask once a draft."""
-        if sampled not in self._judges:
-            self._judges[sampled] = self.calibrator(sampled).judge()
-        return self._judges[sampled]
+    def judge(self) -> Judge:
+        """The calibrator for greedy chains, which ask once a draft."""
+        if self._judge is None:
+            self._judge = self.calibrator(sampled=False).judge()
+        return self._judge
 
     def verified(self, state: State, drafted: int, verified: Verified) -> None:
         """See what the target made of a chain, before it settles.

@@ -13,7 +13,7 @@ class Schedule:
     """Decides after each drafted token whether to draft another; this one always does."""
 
     def begin(self, judge: Judge) -> None:
-        """A round begins, with what says how likely a draft is kept."""
+        """A round begins, with what says how likely a greedy draft is kept."""
 
     def pause(self) -> None:
         """The next round is another drafter's."""

@@ -28,14 +28,16 @@ class OptimalStop(Schedule):
 
     A draft behind others counts only if all of them are kept: it brings the product of their
     chances, times its own, which is not known before it is drafted and taken for the usual one.
-    What is usual is learned from how drafts fare; what the head's calibrator says of a draft counts
-    as far as it has told more than that (`Falls`). A draft costs what one has cost so far, to make
-    and to verify.
+    What is usual is learned from how drafts fare; what the probabilities that it was made from say
+    of a draft counts as far as they have told more than that (`Falls`). A draft costs what one has
+    cost so far, to make and to verify.
 
-    Asking the calibrator takes time, too. On a CPU it is asked behind a draft where its answers
-    have saved more, by other decisions than would be made without. Now and then, to find out, it is
-    asked of all at the end of a round. Elsewhere clocks see a draft only because the question waits
-    for it.
+    Of a greedy draft the head's calibrator says how likely it stands. Of a drawn one it knows
+    hardly more than how likely two draws would agree, which takes one operation instead of seven.
+
+    Asking takes time, too. On a CPU it is done behind a draft where the answers have saved more, by
+    other decisions than would be made without. Now and then, to find out, all drafts are asked of
+    at the end of a round. Elsewhere clocks see a draft only because the question waits for it.
 
     What time is worth is the best rate, in tokens per second, that rounds of any one length would
     have with usual drafts, so that drafting longer pays as long as it would raise that rate (the
@@ -64,9 +66,13 @@ class OptimalStop(Schedule):
         self._drawn = False  # which of them: whether tokens are drawn
         self._reach = [1.0]  # how likely all drafts are kept, for each row, or for all alike
         self._asked = [1.0]  # the same of those that were asked of
-        self._rounds = 0
-        self._rate = 0.0  # tokens per second: what time is worth
+        self._rounds, self._made = 0, 0  # drafts of the round so far
+        self._knows = False  # whether there was enough to decide by when it began
         self._rows = 1
+        # As they were at the last look ahead.
+        self._rate = 0.0  # tokens per second: what time is worth
+        self._cost = 0.0  # seconds of another draft
+        self._kept: list[float] = []  # how likely a draft usually stands, by those before it
         # Drafts behind which another is settled before they are made, how likely all are kept, and
         # the round in which that was settled.
         self._settled, self._settled_reach, self._settled_in = 0, [1.0], -_HOLD
@@ -76,7 +82,7 @@ class OptimalStop(Schedule):
         self._clock.begin()
         self._judge, self._chances, self._waiting = judge, [], []
         self._reach = self._asked = [1.0]
-        self._rounds += 1
+        self._rounds, self._made = self._rounds + 1, 0
 
     def pause(self) -> None:
         """The time of the last round ends here."""
@@ -85,20 +91,33 @@ class OptimalStop(Schedule):
     def goes_on(self, scores: Tensor, tokens: Tensor, probs: Tensor | None) -> bool:
         """Whether a row on average gains enough."""
         self._clock.mark()
-        place = len(self._chances) + len(self._waiting)
-        self._drawn, self._rows = probs is not None, scores.shape[0]
         self._waiting.append(scores if probs is None else probs)
-        if not self._known:
-            if scores.device.type != "cpu":
+        place, self._made = self._made, self._made + 1
+        if 0 < place < self._settled:  # most drafts: each step in between takes its time
+            return True
+        if place == 0:
+            self._look(scores, probs is not None)
+        return self._weigh(place, scores.device)
+
+    def _look(self, scores: Tensor, drawn: bool) -> None:
+        """Before the first decision of a round: see what it can be made by."""
+        as_before = self._rows == scores.shape[0]
+        self._drawn, self._rows = drawn, scores.shape[0]
+        self._knows = self._known
+        if self._knows and not (as_before and self._rounds < self._settled_in + _HOLD):
+            self._look_ahead(scores.device)
+
+    def _weigh(self, place: int, device: torch.device) -> bool:
+        """Whether another draft pays behind the one with so many before it."""
+        if not self._knows:
+            if device.type != "cpu":
                 self._ask()
             return place + 1 < _FIRST_GUESS
-        if place == 0 and self._rounds >= self._settled_in + _HOLD:
-            self._look_ahead(scores.device)
         if place < self._settled:
             return True
         before = self._settled_reach if place == self._settled else self._reach
         self._reach = self._further(before, place)
-        if self._pays(place + 1, scores.device):
+        if self._pays(place + 1, device):
             self._ask()
         return self._lost_by_another(self._reach, place + 1) < 0
 
@@ -113,7 +132,9 @@ class OptimalStop(Schedule):
 
         In one go that takes a fraction of what it takes draft by draft, between other things.
         """
-        self._rate, self._settled_in = self._best_rate(), self._rounds
+        self._cost, self._settled_in = self.pace.cost(self._rows), self._rounds
+        self._kept = [1 - self._falls.usual(place) for place in range(_LONGEST)]
+        self._rate = self._best_rate()
         self._settled, self._settled_reach = 0, [1.0]
         while self._settled < _AHEAD:
             drafted = self._settled + 1
@@ -128,27 +149,28 @@ class OptimalStop(Schedule):
         What is copied behind them comes on top, as much as lately.
         """
         pace = self.pace
-        cost, seconds = pace.cost(self._rows), pace.fixed_seconds.value
+        seconds = pace.fixed_seconds.value
         tokens, reach, best = 1.0, 1.0, 0.0
         if self.copying:
             tokens += pace.copies_kept.value
             seconds += pace.copies_made.value * self._copy_seconds
-        for place in range(_LONGEST):
-            reach *= 1 - self._falls.usual(place)
+        for kept in self._kept:
+            reach *= kept
             tokens += reach
-            seconds += cost
+            seconds += self._cost
             best = max(best, tokens / seconds)
         return best
 
     def _pays(self, drafted: int, device: torch.device) -> bool:
-        """Whether to ask the calibrator behind that many drafts."""
+        """Whether to ask of the drafts behind that many."""
         worth = self.pace.worth[self._drawn, drafted]
-        return _SERVED * worth.value > self.pace.judge_seconds.value or device.type != "cpu"
+        seconds = self.pace.judge_seconds[self._drawn].value
+        return _SERVED * worth.value > seconds or device.type != "cpu"
 
     def _wonders(self) -> bool:
-        """Whether to ask it of the drafts that wait, for what that would have been worth."""
+        """Whether to ask of the drafts that wait, for what that would have been worth."""
         asked = len(self._chances)
-        made = len(self._waiting) if self._known else 0
+        made = len(self._waiting) if self._knows else 0
         places = range(asked + 1, asked + made + 1)
         fewest = min((self.pace.worth[self._drawn, n].count for n in places), default=_ENOUGH)
         return bool(places) and (fewest < _ENOUGH or self._rounds % _LOOK == 1)
@@ -157,16 +179,17 @@ class OptimalStop(Schedule):
         """Learn the chances of the drafts that wait, and what it is worth to know them."""
         assert self._judge is not None
         pace, began, first = self.pace, self.pace.clock(), len(self._chances)
-        waiting = [states[:, 0] for states in self._waiting]
-        drafts = waiting if self._drawn else [scores.softmax(-1) for scores in waiting]
-        given = self._judge(drafts, first)
-        pace.judge_seconds.add(pace.clock() - began)
+        if self._drawn:
+            given = [_agreement(probs) for probs in self._waiting]
+        else:
+            given = self._judge([scores[:, 0].softmax(-1) for scores in self._waiting], first)
+        pace.judge_seconds[self._drawn].add(pace.clock() - began)
         guess = reach = self._asked
         for place, chances in enumerate(given, first):
             fall = [self._falls.expected(place, 1 - chance) for chance in chances]
             reach = [r * (1 - f) for r, f in zip(_widened(reach, len(fall)), fall, strict=True)]
             guess = self._further(guess, place)
-            if self._known:
+            if self._knows:
                 lost = self._lost_by_another(reach, place + 1)
                 other = self._lost_by_another(guess, place + 1) < 0
                 worth = abs(lost) if other != (lost < 0) else 0.0
@@ -175,14 +198,18 @@ class OptimalStop(Schedule):
         self._waiting, self._reach, self._asked = [], reach, reach
 
     def _further(self, reach: list[float], place: int) -> list[float]:
-        """How likely drafts are kept, with one more of which the calibrator was not asked."""
-        kept = 1 - self._falls.usual(place)
+        """How likely drafts are kept, with one more that was not asked of."""
+        kept = self._usually(place)
         return [chance * kept for chance in reach]
+
+    def _usually(self, place: int) -> float:
+        """How likely a draft with so many before it stands, if it is not asked of."""
+        return self._kept[place] if place < len(self._kept) else 1 - self._falls.usual(place)
 
     def _lost_by_another(self, reach: list[float], drafted: int) -> float:
         """Seconds that a draft takes beyond what it brings, behind that many."""
-        gain = (1 - self._falls.usual(drafted)) * sum(reach) / len(reach)
-        return self.pace.cost(self._rows) - gain / self._rate
+        gain = self._usually(drafted) * sum(reach) / len(reach)
+        return self._cost - gain / self._rate
 
     @property
     def _copy_seconds(self) -> float:
@@ -196,7 +223,7 @@ class OptimalStop(Schedule):
             leads: of each row, whether its drafts lead to something to copy.
             most: tokens that may be copied.
         """
-        if not (self._known and any(leads)):
+        if not (self._knows and any(leads)):
             return 0
         reach = _widened(self._reach, len(leads))
         gain = sum(itertools.compress(reach, leads)) / len(leads)
@@ -262,6 +289,12 @@ class OptimalStop(Schedule):
     @property
     def _falls(self) -> Falls:
         return self.pace.falls[self._drawn]
+
+
+def _agreement(probs: Tensor) -> list[float]:
+    """How likely two draws from `probs` `[rows, 1, vocab]` agree, in each row (Simpson 1949)."""
+    # In this order NaN, of scores that are NaN, is sure to fall.
+    return [max(0.0, chance) for chance in torch.linalg.vecdot(probs, probs)[:, 0].tolist()]
 
 
 def _widened(reach: list[float], rows: int) -> list[float]:
