@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from selfspec.mean import Mean, Slope
 
 _RECENT = 0.01  # weight of the newest draft in how many fall: texts change
+_DRAWN = 0.0025  # the same where a coin decides: what changes with the text is lost in luck
 _PLACED = 0.01  # in what a place adds
 _DOUBT = 3.0  # falls, as often as feared, that are taken for seen before any were
 _PLACE_DOUBT = 10.0  # drafts at a place that fell like others, taken for seen
@@ -41,6 +42,11 @@ class Falls:
     def __post_init__(self):
         """Begin with what is handed in."""
         self._find_level()
+
+    @classmethod
+    def of_drawn(cls) -> Falls:
+        """What is learned of drawn drafts."""
+        return cls(fell=Mean(_DRAWN), feared=Mean(_DRAWN))
 
     def usual(self, place: int) -> float:
         """How likely a draft falls that has that many before it, if it is not asked of."""
@@ -82,7 +88,7 @@ class Falls:
             return
         seen, fear = self.fell.weighed, self.feared.value
         # Where next to nothing is feared, for as much as is ever seen, and no more.
-        doubt = _DOUBT / max(fear, _DOUBT * _RECENT)
+        doubt = _DOUBT / max(fear, _DOUBT * self.fell.weight)
         self._level = (self.fell.value * seen + fear * doubt) / (seen + doubt)
 
 

@@ -50,7 +50,9 @@ class Pace:
     fixed_seconds: Mean = field(default_factory=lambda: Mean(_SLOW, clipped=True))
     round_seconds: Mean = field(default_factory=lambda: Mean(_SLOW, clipped=True))
     tokens: Mean = field(default_factory=lambda: Mean(FAST))
-    falls: dict[bool, Falls] = field(default_factory=lambda: defaultdict(Falls))
+    falls: dict[bool, Falls] = field(
+        default_factory=lambda: {False: Falls(), True: Falls.of_drawn()}
+    )
     # As if half of all copies had been feared for: the first to fall does not end it.
     copy_falls: Falls = field(default_factory=lambda: Falls(feared=Mean(1.0, value=0.5, count=1)))
     copies_made: Mean = field(default_factory=lambda: Mean(FAST))

@@ -14,8 +14,8 @@ from selfspec.pace import FAST, Pace
 
 PLAIN = "none"  # the way that drafts nothing
 
-_FIRST = 8  # rounds of the first way, before any other is tried
-_STRETCH = 4  # rounds that are chosen for
+_STRETCH = 4  # rounds of a trial
+_SETTLED = 8  # rounds that the best way is chosen for
 _ENOUGH = 16  # rounds from which luck no longer decides
 _SPREAD = 0.5  # of the tokens of a round: standard deviation over mean
 _WASTE = {True: 0.01, False: 0.005}  # share of the time that trials may lose of known ways, of new
@@ -174,8 +174,8 @@ class Policy:
             self.ways[trial].agreed.doubt(_ENOUGH)
             self.ways[trial].firsts_then.doubt(_ENOUGH)
             self.ways[trial].pace.round_seconds.doubt(_OLD)
-        # To choose takes time, too: the best way is used for as many rounds as one that is tried.
-        self._left = (_STRETCH if trial or self.ways[best].pace.known else _FIRST) - 1
+        # To choose takes time, too.
+        self._left = (_STRETCH if trial else _SETTLED) - 1
         return self._current
 
     def best(self, ways: Mapping[str, object]) -> str:

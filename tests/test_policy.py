@@ -571,11 +571,12 @@ def test_a_way_that_lags_far_behind_is_tried_for_less_than_one_that_is_close():
 def test_a_choice_holds_for_a_few_rounds_in_which_nothing_is_compared():
     policy = Policy()
     write(policy, GOOD, 500)
-    settled = []
-    for _ in range(40):
-        settled.append(policy.is_settled)
+    rounds = []  # of each choice
+    for _ in range(400):
+        rounds += [] if policy.is_settled and rounds else [0]
+        rounds[-1] += 1
         policy.learn(policy.choose(GOOD), 2.0, 10.0)
-    assert settled.count(False) == 10
+    assert set(rounds[1:-1]) == {4, 8}, "of a trial, and of what is best"
 
 
 def test_the_first_rounds_use_the_first_way():

@@ -51,6 +51,7 @@ class Auto(Drafter):
         self.engine = engine
         self.readers = [make_reader(engine, head) for head in heads]
         self.keep = tuple(sorted({layer for reader in self.readers for layer in reader.keep}))
+        self._kept = [[self.keep.index(layer) for layer in reader.keep] for reader in self.readers]
         self.lookup, self.confident = Lookup(config.lookup), config.lookup.confident
         self.policies: dict[bool, Policy] = {}  # by whether the text repeats itself
         self.ways: dict[str, Propose] = {}
@@ -108,9 +109,10 @@ class Auto(Drafter):
         key = (self.name, state.rows, state.sampler.do_sample)
         self.policies = {where: self.engine.policy(*key, where) for where in (False, True)}
         self.lookup.read(state.context)
-        for reader in self.readers:
+        for reader, kept in zip(self.readers, self._kept, strict=True):
             reader.shadow = self.policies[False].shadow(_name(reader))
-            reader.prefilled(state, self._seen_by(reader, block), offset, counts)
+            streams = [block.kept[place] for place in kept]
+            reader.prefilled(state, block._replace(kept=streams), offset, counts)
         for where, policy in self.policies.items():
             for name, reader in self._of.items():
                 levels = self._levels[name]
@@ -119,9 +121,6 @@ class Auto(Drafter):
                 shared = self._levels.get(f"tree {_name(reader)}")
                 if shared is not None and not where:
                     way.pair(policy.firsts(_name(reader), shared))
-
-    def _seen_by(self, reader: ExitReader, block: Pass) -> Pass:
-        return block._replace(kept=[block.kept[self.keep.index(layer)] for layer in reader.keep])
 
     def propose(self, state: State, limit: int) -> Draft:
         """Draft in the way that the policy of such places chooses."""
@@ -171,9 +170,9 @@ class Auto(Drafter):
         own = self._of.get(self._used) if draft.levels else None
         chain = self._chains.get(self._used) if draft.levels else None
         drafted = draft.levels if chain is None else chain.drafted
-        for reader in self.readers:
-            kept = [verified.kept[self.keep.index(layer)] for layer in reader.keep]
-            seen = verified._replace(kept=kept)
+        for reader, kept in zip(self.readers, self._kept, strict=True):
+            streams = [verified.kept[place] for place in kept]
+            seen = verified._replace(kept=streams)
             reader.verified(state, drafted if reader is own else 0, seen)
         self._firsts = None
         if own is not None and not (state.sampler.do_sample or self._where):
