@@ -30,14 +30,14 @@ class Pace:
         draft_seconds: of making one more draft in a chain.
         widening: by how much every draft lengthens the rest of a round, above all verification, by
             the number of rows.
-        fixed_seconds: of a round without drafts.
+        fixed_seconds: of a round without drafts and what was asked of them.
         tokens: emitted in a round, of a row on average.
         falls: how likely drafts fall, by whether they are drawn.
         copy_falls: how likely greedy text parts from what is copied behind drafts, by its place.
         copies_made: tokens that are copied behind the drafts of a round.
         copies_kept: these that stand, of a row on average.
         passed_up: rounds that had something to copy which did not look worth it.
-        judge_seconds: of asking how likely they are kept, by the same.
+        judge_seconds: of asking how likely drafts are kept, by whether they are drawn.
         worth: by the same and the number of drafts, the seconds that asking behind them saves: what
             a decision without would lose, and nothing where it is the same.
         clock: what times them, in seconds.
@@ -134,8 +134,9 @@ class RoundClock:
         pace, seconds = self.pace, now - self._began
         if len(self._marks) > 1:
             steps = sorted(map(operator.sub, self._marks[1:], self._marks))
-            # What one waited for, or what was asked behind it, is none of their time.
-            pace.draft_seconds.add(steps[len(steps) // 2])
+            # What one waited for, or what was asked behind it, is none of their time: of two in the
+            # middle it is the shorter one.
+            pace.draft_seconds.add(steps[(len(steps) - 1) // 2])
         if len(self._marks) == 1 and pace.draft_seconds.count:
             # The first draft takes the longest. Where it alone is made, this keeps an estimate that
             # was disturbed from forbidding the others for ever.

@@ -86,15 +86,16 @@ def test_a_round_that_others_follow_is_timed_to_its_end(clock):
 
 
 def test_a_draft_behind_which_something_else_took_its_time_tells_nothing(clock):
-    pace = Pace()
-    rounds = RoundClock(pace)
-    rounds.begin()
-    for seconds in (3.0, 1.0, 1.0, 50.0, 1.0):
-        clock.now += seconds
-        rounds.mark()
-    rounds.end(tokens=2)
-    rounds.begin()
-    assert pace.draft_seconds.value == pytest.approx(1.0)
+    for times in ((3.0, 1.0, 1.0, 50.0, 1.0), (3.0, 1.0, 50.0)):
+        pace = Pace()
+        rounds = RoundClock(pace)
+        rounds.begin()
+        for seconds in times:
+            clock.now += seconds
+            rounds.mark()
+        rounds.end(tokens=2)
+        rounds.begin()
+        assert pace.draft_seconds.value == pytest.approx(1.0)
 
 
 # How long to draft
@@ -320,13 +321,53 @@ def test_a_drawn_draft_is_trusted_as_far_as_two_draws_would_agree(clock, rows):
     assert rate > 1.05 * max(rates)
 
 
+def test_what_a_draft_costs_is_that_of_the_rows_that_are_left(clock):
+    pace = Pace()
+    stop, fresh = OptimalStop(pace), OptimalStop(pace)
+    # With three rows, verifying a draft takes what it is worth; with one, next to nothing.
+    for rows, seconds in ((3, 0.9), (1, 0.0)) * 3:
+        options = {"rows": rows, "verify_seconds": seconds}
+        play(stop, clock, lambda _: 0.8, 0.05, 1.0, 1000, **options)
+    _, (*_, before) = play(stop, clock, lambda _: 0.8, 0.05, 1.0, 30, rows=3, verify_seconds=0.9)
+    # Right after rows have left, and with nothing decided before.
+    (after, *_), (anew, *_) = (
+        play(one, clock, lambda _: 0.8, 0.05, 1.0, 1)[1] for one in (stop, fresh)
+    )
+    assert after == pytest.approx(anew, abs=1) and after > before + 2
+
+
+def test_one_fall_says_less_of_drawn_drafts(clock):
+    greedy, drawn = Falls(), Falls.of_drawn()
+    for falls in (greedy, drawn):
+        for number in range(1000):
+            falls.add(0, number % 4 == 0)
+    before = [falls.usual(1) for falls in (greedy, drawn)]
+    for falls in (greedy, drawn):
+        falls.add(0, fell=True)
+    more = [falls.usual(1) - was for falls, was in zip((greedy, drawn), before, strict=True)]
+    assert 0 < 2 * more[1] < more[0]
+
+
+def test_that_drawn_drafts_are_asked_of_in_no_time_is_no_reason_to_ask_of_others(clock):
+    def chances(source):
+        return source.choice([0.6, 0.9])
+
+    rates = [play(FixedStop(k), clock, chances, 0.1, 1.0, 4000)[0] for k in range(1, 13)]
+    pace = Pace()
+    play(OptimalStop(pace), clock, chances, 0.1, 1.0, 1000, drawn=True)
+    rate, _ = play(OptimalStop(pace), clock, chances, 0.1, 1.0, 4000, judge_seconds=0.3)
+    assert rate > 0.93 * max(rates)
+
+
 def test_a_drawn_draft_of_probabilities_that_are_nan_is_sure_to_fall(clock):
     stop = OptimalStop(Pace())
     play(stop, clock, lambda source: source.choice([0.1, 0.97]), 0.2, 1.0, 4000, drawn=True)
+    feared = stop.pace.falls[True].feared.value
     _, lengths = play(
         stop, clock, lambda _: 0.97, 0.2, 1.0, 100, said=lambda _: math.nan, drawn=True
     )
     assert max(lengths) <= 2
+    assert feared < stop.pace.falls[True].feared.value <= 1
 
 
 @pytest.mark.parametrize("says", [(0.2, 0.95), (0.999,), (0.05,)])

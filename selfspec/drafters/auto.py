@@ -51,7 +51,9 @@ class Auto(Drafter):
         self.engine = engine
         self.readers = [make_reader(engine, head) for head in heads]
         self.keep = tuple(sorted({layer for reader in self.readers for layer in reader.keep}))
-        self._kept = [[self.keep.index(layer) for layer in reader.keep] for reader in self.readers]
+        self._streams = [
+            [self.keep.index(layer) for layer in reader.keep] for reader in self.readers
+        ]
         self.lookup, self.confident = Lookup(config.lookup), config.lookup.confident
         self.policies: dict[bool, Policy] = {}  # by whether the text repeats itself
         self.ways: dict[str, Propose] = {}
@@ -109,10 +111,10 @@ class Auto(Drafter):
         key = (self.name, state.rows, state.sampler.do_sample)
         self.policies = {where: self.engine.policy(*key, where) for where in (False, True)}
         self.lookup.read(state.context)
-        for reader, kept in zip(self.readers, self._kept, strict=True):
+        for reader, streams in zip(self.readers, self._streams, strict=True):
             reader.shadow = self.policies[False].shadow(_name(reader))
-            streams = [block.kept[place] for place in kept]
-            reader.prefilled(state, block._replace(kept=streams), offset, counts)
+            kept = [block.kept[place] for place in streams]
+            reader.prefilled(state, block._replace(kept=kept), offset, counts)
         for where, policy in self.policies.items():
             for name, reader in self._of.items():
                 levels = self._levels[name]
@@ -143,6 +145,7 @@ class Auto(Drafter):
         here, elsewhere = self.policies[self._where], self.policies[not self._where]
         for name in self.ways:
             if here.way(name).pace.known:
+                here.way(name).guess = None
                 continue
             other = elsewhere.way(name)
             # Drafts are kept more often where the text repeats itself: no guess for other places.
@@ -170,9 +173,9 @@ class Auto(Drafter):
         own = self._of.get(self._used) if draft.levels else None
         chain = self._chains.get(self._used) if draft.levels else None
         drafted = draft.levels if chain is None else chain.drafted
-        for reader, kept in zip(self.readers, self._kept, strict=True):
-            streams = [verified.kept[place] for place in kept]
-            seen = verified._replace(kept=streams)
+        for reader, streams in zip(self.readers, self._streams, strict=True):
+            kept = [verified.kept[place] for place in streams]
+            seen = verified._replace(kept=kept)
             reader.verified(state, drafted if reader is own else 0, seen)
         self._firsts = None
         if own is not None and not (state.sampler.do_sample or self._where):

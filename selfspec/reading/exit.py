@@ -83,7 +83,7 @@ class ExitReader:
             return fitted.to(self.decoder.device)
 
     def judge(self) -> Judge:
-        """The calibrator for greedy chains, which ask once a draft."""
+        """The calibrator for greedy chains."""
         if self._judge is None:
             self._judge = self.calibrator(sampled=False).judge()
         return self._judge

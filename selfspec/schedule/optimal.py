@@ -66,16 +66,17 @@ class OptimalStop(Schedule):
         self._drawn = False  # which of them: whether tokens are drawn
         self._reach = [1.0]  # how likely all drafts are kept, for each row, or for all alike
         self._asked = [1.0]  # the same of those that were asked of
-        self._rounds, self._made = 0, 0  # drafts of the round so far
+        self._rounds, self._made = 0, 0  # rounds so far, and drafts of this one
         self._knows = False  # whether there was enough to decide by when it began
         self._rows = 1
         # As they were at the last look ahead.
         self._rate = 0.0  # tokens per second: what time is worth
         self._cost = 0.0  # seconds of another draft
-        self._kept: list[float] = []  # how likely a draft usually stands, by those before it
-        # Drafts behind which another is settled before they are made, how likely all are kept, and
-        # the round in which that was settled.
-        self._settled, self._settled_reach, self._settled_in = 0, [1.0], -_HOLD
+        self._stands: list[float] = []  # how likely a draft usually does, by those before it
+        # Drafts behind which another is settled before they are made, how likely all are kept, for
+        # which kind of drafts and how many rows, and the round from which on to look ahead again.
+        self._settled, self._settled_reach = 0, [1.0]
+        self._settled_for, self._look_next = (False, 0), 0
 
     def begin(self, judge: Judge) -> None:
         """Time the round from here."""
@@ -85,15 +86,16 @@ class OptimalStop(Schedule):
         self._rounds, self._made = self._rounds + 1, 0
 
     def pause(self) -> None:
-        """The time of the last round ends here."""
+        """The time of the last round ends here, and what it knew will be old."""
         self._clock.begin()
+        self._look_next = self._rounds
 
     def goes_on(self, scores: Tensor, tokens: Tensor, probs: Tensor | None) -> bool:
         """Whether a row on average gains enough."""
         self._clock.mark()
         self._waiting.append(scores if probs is None else probs)
         place, self._made = self._made, self._made + 1
-        if 0 < place < self._settled:  # most drafts: each step in between takes its time
+        if self._knows and 0 < place < self._settled:  # most drafts: weighing takes time, too
             return True
         if place == 0:
             self._look(scores, probs is not None)
@@ -101,10 +103,10 @@ class OptimalStop(Schedule):
 
     def _look(self, scores: Tensor, drawn: bool) -> None:
         """Before the first decision of a round: see what it can be made by."""
-        as_before = self._rows == scores.shape[0]
         self._drawn, self._rows = drawn, scores.shape[0]
         self._knows = self._known
-        if self._knows and not (as_before and self._rounds < self._settled_in + _HOLD):
+        others = self._settled_for != (drawn, self._rows)
+        if self._knows and (others or self._rounds >= self._look_next):
             self._look_ahead(scores.device)
 
     def _weigh(self, place: int, device: torch.device) -> bool:
@@ -132,8 +134,9 @@ class OptimalStop(Schedule):
 
         In one go that takes a fraction of what it takes draft by draft, between other things.
         """
-        self._cost, self._settled_in = self.pace.cost(self._rows), self._rounds
-        self._kept = [1 - self._falls.usual(place) for place in range(_LONGEST)]
+        self._settled_for, self._look_next = (self._drawn, self._rows), self._rounds + _HOLD
+        self._cost = self.pace.cost(self._rows)
+        self._stands = [1 - self._falls.usual(place) for place in range(_LONGEST)]
         self._rate = self._best_rate()
         self._settled, self._settled_reach = 0, [1.0]
         while self._settled < _AHEAD:
@@ -154,8 +157,8 @@ class OptimalStop(Schedule):
         if self.copying:
             tokens += pace.copies_kept.value
             seconds += pace.copies_made.value * self._copy_seconds
-        for kept in self._kept:
-            reach *= kept
+        for stands in self._stands:
+            reach *= stands
             tokens += reach
             seconds += self._cost
             best = max(best, tokens / seconds)
@@ -199,16 +202,16 @@ class OptimalStop(Schedule):
 
     def _further(self, reach: list[float], place: int) -> list[float]:
         """How likely drafts are kept, with one more that was not asked of."""
-        kept = self._usually(place)
-        return [chance * kept for chance in reach]
+        stands = self._usually_stands(place)
+        return [chance * stands for chance in reach]
 
-    def _usually(self, place: int) -> float:
+    def _usually_stands(self, place: int) -> float:
         """How likely a draft with so many before it stands, if it is not asked of."""
-        return self._kept[place] if place < len(self._kept) else 1 - self._falls.usual(place)
+        return self._stands[place] if place < len(self._stands) else 1 - self._falls.usual(place)
 
     def _lost_by_another(self, reach: list[float], drafted: int) -> float:
         """Seconds that a draft takes beyond what it brings, behind that many."""
-        gain = self._usually(drafted) * sum(reach) / len(reach)
+        gain = self._usually_stands(drafted) * sum(reach) / len(reach)
         return self._cost - gain / self._rate
 
     @property
