@@ -196,7 +196,7 @@ def test_a_lookup_is_a_way_only_where_the_text_repeats_itself(monkeypatch):
     spec.generate(IDS, attention_mask=MASK, max_new_tokens=60, draft="auto")
     elsewhere, repeated = (spec.engine.policy("auto", 3, False, where) for where in (False, True))
     assert "lookup" not in elsewhere.ways
-    assert repeated.ways["lookup"].pace.known
+    assert repeated.ways["lookup"].pace.tokens.count >= 2  # rounds, however long they took
 
 
 @pytest.mark.parametrize("drafter", ["auto", "tree", "lookahead"])

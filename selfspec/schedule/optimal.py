@@ -103,8 +103,9 @@ class OptimalStop(Schedule):
 
     def _look(self, scores: Tensor, drawn: bool) -> None:
         """Before the first decision of a round: see what it can be made by."""
-        self._drawn, self._rows = drawn, scores.shape[0]
-        self._knows = self._known
+        self._drawn, self._rows, pace = drawn, scores.shape[0], self.pace
+        timed = pace.known and pace.draft_seconds.value > 0
+        self._knows = bool(timed and self._falls.fell.count)
         others = self._settled_for != (drawn, self._rows)
         if self._knows and (others or self._rounds >= self._look_next):
             self._look_ahead(scores.device)
@@ -122,12 +123,6 @@ class OptimalStop(Schedule):
         if self._pays(place + 1, device):
             self._ask()
         return self._lost_by_another(self._reach, place + 1) < 0
-
-    @property
-    def _known(self) -> bool:
-        """Whether there is enough to decide by."""
-        pace = self.pace
-        return bool(pace.known and pace.draft_seconds.value > 0 and self._falls.fell.count)
 
     def _look_ahead(self, device: torch.device) -> None:
         """Settle the drafts that are made whatever comes.
