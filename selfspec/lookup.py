@@ -32,6 +32,9 @@ class Match(NamedTuple):
     end: int
 
 
+_NOTHING = Match(0, 0)
+
+
 class TextIndex(ABC):
     """Finds where the end of one text occurred before.
 
@@ -42,7 +45,7 @@ class TextIndex(ABC):
 
     def __init__(self) -> None:
         self.text: list[int] = []
-        self.match = Match(0, 0)
+        self.match = _NOTHING
 
     def read(self, text: Sequence[int]) -> None:
         """Take in what `text` holds beyond the tokens that were read already."""
@@ -213,25 +216,29 @@ class Lookup:
             torch.tensor(tokens, device=device), counts=torch.tensor(counts, device=device)
         )
 
-    def behind(self, context: Context, drafts: Sequence[Sequence[int]]) -> list[Match | None]:
-        """Of each row, what matches the end of its drafts; `None` where that is too short."""
-        rows = zip(self.read(context), drafts, strict=True)
+    def behind(self, drafts: Sequence[Sequence[int]]) -> list[Match]:
+        """Of each row, what matches the end of its drafts; nothing where that is too short.
+
+        Args:
+            drafts: of each row, behind the text that was read last.
+        """
+        rows = zip(self._indexes.values(), drafts, strict=True)
         found = [index.behind(row) for index, row in rows]
-        return [match if match.length >= self._config.shortest else None for match in found]
+        return [match if match.length >= self._config.shortest else _NOTHING for match in found]
 
     def copied(
-        self, matches: Sequence[Match | None], drafts: Sequence[Sequence[int]], length: int
+        self, matches: Sequence[Match], drafts: Sequence[Sequence[int]], length: int
     ) -> list[list[int]]:
         """Of each row, the `length` tokens that followed such a match; zeros where there is none.
 
         Args:
-            matches: of the ends of the drafts, behind the text that was read last.
-            drafts: of each row.
+            matches: of the ends of the drafts.
+            drafts: of each row, behind the text that was read last.
             length: tokens to copy.
         """
         rows = zip(self._indexes.values(), matches, drafts, strict=True)
         return [
-            [0] * length if match is None else index.continuation(length, match, row)
+            index.continuation(length, match, row) if match.length else [0] * length
             for index, match, row in rows
         ]
 

@@ -33,7 +33,8 @@ class Pace:
         fixed_seconds: of a round without drafts and what was asked of them.
         tokens: emitted in a round, of a row on average.
         falls: how likely drafts fall, by whether they are drawn.
-        copy_falls: how likely greedy text parts from what is copied behind drafts, by its place.
+        copy_falls: how likely greedy text parts from what is copied behind drafts, by how many
+            tokens before had been said before.
         copies_made: tokens that are copied behind the drafts of a round.
         copies_kept: these that stand, of a row on average.
         passed_up: rounds that had something to copy which did not look worth it.

@@ -102,8 +102,19 @@ class Way:
 
     @property
     def hope(self) -> float:
-        """The rate that bad luck, two standard errors of it, may hide."""
-        return self.rate * (1 + 2 * _SPREAD / max(1, self.pace.tokens.count) ** 0.5)
+        """The rate that bad luck may hide."""
+        return self.rate * (1 + self._luck)
+
+    @property
+    def proven(self) -> float:
+        """The rate that is left without good luck, while there are few rounds."""
+        few = self.pace.known and self.pace.tokens.count < _ENOUGH
+        return self.rate * (1 - self._luck) if few else self.rate
+
+    @property
+    def _luck(self) -> float:
+        """Two standard errors of the rate, as a share of it."""
+        return 2 * _SPREAD / max(1, self.pace.tokens.count) ** 0.5
 
 
 @dataclass
@@ -126,6 +137,7 @@ class Policy:
     rounds: int = 0
     seconds: float = 0.0
     lost: dict[bool, float] = field(default_factory=lambda: {False: 0.0, True: 0.0})
+    _best: str = ""
     _current: str = ""
     _left: int = 0
     _trial: bool = False
@@ -163,7 +175,7 @@ class Policy:
             return self._current
         for name in ways:
             self.way(name)
-        best = self.best(ways)
+        best = self._best = self.best(ways)
         trial = self._to_try(ways, best)
         self._trial = trial is not None
         self._current = trial or best
@@ -179,14 +191,19 @@ class Policy:
         return self._current
 
     def best(self, ways: Mapping[str, object]) -> str:
-        """The fastest as far as is known; the one in use where another is hardly faster."""
-        first = next(iter(ways))
+        """The fastest as far as is known; the one that was where no other is clearly faster."""
+        first, before = next(iter(ways)), self._best
         if not self.ways[first].pace.known:
             return first
-        known = {name: self.ways[name].rate for name in ways if self.ways[name].known}
+        # What a few lucky rounds put first is tried on, but not yet chosen: it would be used until
+        # as many more have told otherwise. Plain decoding has no luck.
+        known = {
+            name: self.ways[name].rate if name in (before, PLAIN) else self.ways[name].proven
+            for name in ways
+            if self.ways[name].known
+        }
         best = max(known, key=lambda name: known[name])
-        used = self._current if not self._trial else ""
-        return used if used in known and known[best] < _MARGIN * known[used] else best
+        return before if before in known and known[best] < _MARGIN * known[before] else best
 
     def _to_try(self, ways: Mapping[str, object], best: str) -> str | None:
         """A way that was not fairly tried, or not for long, if its trial may be afforded."""
@@ -196,7 +213,8 @@ class Policy:
         credit = _CREDIT * self._round_seconds
         budget = {k: _WASTE[k] * self.seconds + credit - lost for k, lost in self.lost.items()}
         others = [name for name in ways if name != best]
-        # A few unlucky rounds may have put off what is best: such a way is tried on at once.
+        # A few unlucky rounds may have put off what is best: such a way is tried on soon. Not at
+        # once, for the text may be an easy one just there.
         unlucky = [name for name in others if self._is_unlucky(self.ways[name], top)]
         if unlucky and sum(budget.values()) > 0:
             return max(unlucky, key=lambda name: self.ways[name].hope)
@@ -217,7 +235,8 @@ class Policy:
         return None
 
     def _is_unlucky(self, way: Way, top: Way) -> bool:
-        return way.pace.known and way.pace.tokens.count < _ENOUGH and way.hope > top.rate
+        few = way.pace.known and way.pace.tokens.count < _ENOUGH
+        return few and self.rounds - way.seen >= _STRETCH and way.hope > top.rate
 
     def _is_stale(self, way: Way) -> bool:
         return self.rounds - way.seen >= _STALE

@@ -8,12 +8,12 @@ from conftest import AGREEMENT, EXIT, contrary, greedy, prompt, tiny_llama
 from head_tools import assert_reads_as_forced, close_in_double, own_head, record
 
 from selfspec import SelfSpecModel
+from selfspec.copying import CopyingStop
 from selfspec.decoder import Decoder
 from selfspec.draft import Draft, Tree, Verdict
 from selfspec.drafters import auto
 from selfspec.drafters.auto import Auto
 from selfspec.policy import Policy
-from selfspec.schedule import OptimalStop
 
 IDS, MASK = prompt(4, 11, 7)
 
@@ -109,9 +109,7 @@ def shown_choices(monkeypatch, seed, way):
     )
     monkeypatch.setattr(Auto, "_repeats", lambda auto, state: False)
     monkeypatch.setattr(Policy, "choose", lambda policy, ways: f"{way} shared@{EXIT}")
-    monkeypatch.setattr(
-        OptimalStop, "worth_copying", lambda *args: 0
-    )  # which are no choices of a head
+    monkeypatch.setattr(CopyingStop, "_leads", False)  # copies are no choices of a head
     spec = SelfSpecModel(tiny_llama("sometimes", seed=seed))
     draft = {"drafter": "auto", "exit_layer": EXIT, "num_draft_tokens": 4}
     spec.generate(IDS[:1], max_new_tokens=150, draft=draft)

@@ -8,6 +8,7 @@ from conftest import AGREEMENT, EXIT, greedy, prompt, tiny_llama
 from head_tools import assert_reads_as_forced, close_in_double, own_head, record
 
 from selfspec import SelfSpecModel
+from selfspec.copying import CopyingStop
 from selfspec.decoder import Decoder
 from selfspec.drafters.auto import Auto
 from selfspec.lookup import Lookup, Match
@@ -28,14 +29,15 @@ def copies(monkeypatch):
     monkeypatch.setattr(Auto, "_repeats", lambda auto, state: False)
     monkeypatch.setattr(Policy, "choose", lambda policy, ways: next(iter(ways)))
     monkeypatch.setattr(OptimalStop, "goes_on", lambda stop, scores, *_: stop._clock.mark())
-    monkeypatch.setattr(OptimalStop, "worth_copying", lambda stop, leads, most: min(2, most))
-    ends, end = [], OptimalStop.end
-    monkeypatch.setattr(OptimalStop, "end", lambda *args: ends.append(args[1:]) or end(*args))
+    monkeypatch.setattr(CopyingStop, "count", lambda stop: bool(stop.find) * min(2, stop.most - 1))
+    ends, end = [], CopyingStop.end
+    monkeypatch.setattr(CopyingStop, "end", lambda *args: ends.append(args[1:]) or end(*args))
     behind = Lookup.behind
 
-    def every_other(lookup, context, drafts):
-        found = behind(lookup, context, drafts)
-        return [None if n % 2 else match or Match(0, 0) for n, match in enumerate(found)]
+    def every_other(lookup, drafts):
+        found = behind(lookup, drafts)
+        none = Match(0, 0)
+        return [none if n % 2 else max(match, Match(1, 1)) for n, match in enumerate(found)]
 
     monkeypatch.setattr(Lookup, "behind", every_other)
     return ends
@@ -102,12 +104,14 @@ def write(
     follow=0.5,
     seed=0,
     copy_cost=1.0,
+    said=3,
 ):
-    """Tokens per second of chains that lead into what was said before, and copies made a round."""
+    """Tokens per second of chains that lead into what was said before; drafts and copies made."""
     source, began, emitted, made = random.Random(seed), clock.now, 0, []
     scores, drawn = torch.zeros(1, 1, 2), torch.zeros(1, 1, dtype=torch.long)
-    stop.copying = True
     while emitted < tokens:
+        match = Match(said, 0) if source.random() < follow else Match(0, 0)
+        stop.find, stop.most = lambda drafts, match=match: [match], 12
         stop.begin(lambda drafts, first: [[chance]] * len(drafts))
         drafted = 0
         while drafted < 12:
@@ -115,7 +119,7 @@ def write(
             drafted += 1
             if not stop.goes_on(scores, drawn, None):
                 break
-        copies = stop.worth_copying([source.random() < follow], 12 - drafted)
+        copies = stop.count()
         clock.now += 1.0 + verify_seconds * (drafted + copy_cost * copies)
         kept = 0
         while kept < drafted + copies:
@@ -124,65 +128,102 @@ def write(
             kept += 1
         stop.end(drafted, [kept], [copies])
         emitted += kept + 1
-        made.append(copies)
+        made.append((drafted, copies))
     return emitted / (clock.now - began), made
 
 
-class NoCopies(OptimalStop):
-    def worth_copying(self, leads, most):
-        return 0
+def usual(made, last=None):
+    """Drafts and copies of a round, on average, once something is known."""
+    rounds = made[200:] if last is None else made[-last:]
+    return [sum(counts) / len(rounds) for counts in zip(*rounds, strict=True)]
+
+
+class NoCopies(CopyingStop):
+    def goes_on(self, *args):
+        return OptimalStop.goes_on(self, *args)
 
 
 @pytest.mark.parametrize("chance", [0.5, 0.7, 0.9])
 @pytest.mark.parametrize("copy", [0.3, 0.6, 0.9])
 def test_copies_pay_and_never_cost(clock, chance, copy):
-    rate, _ = write(OptimalStop(Pace()), clock, 8000, chance, copy)
+    rate, _ = write(CopyingStop(Pace()), clock, 8000, chance, copy)
     without, _ = write(NoCopies(Pace()), clock, 8000, chance, copy)
     assert rate > {0.3: 0.99, 0.6: 1.0, 0.9: 1.02}[copy] * without
 
 
 def test_fewer_are_copied_where_they_fall_or_their_verification_is_dear(clock):
-    def usual(**options):
-        _, made = write(OptimalStop(Pace()), clock, 6000, follow=1.0, **options)
-        return sum(made[200:]) / len(made[200:])
+    def copies(**options):
+        return usual(write(CopyingStop(Pace()), clock, 6000, follow=1.0, **options)[1])[1]
 
-    assert usual(copy=0.9) > 2 * usual(copy=0.5)
-    assert usual(copy=0.5, verify_seconds=0.01) > 1.5 * usual(copy=0.5, verify_seconds=0.15)
-    assert usual(copy=0.05, verify_seconds=0.15) < 0.2
+    assert copies(copy=0.9) > 2 * copies(copy=0.5)
+    assert copies(copy=0.5, verify_seconds=0.01) > 1.5 * copies(copy=0.5, verify_seconds=0.15)
+    assert copies(copy=0.05, verify_seconds=0.15) < 0.2
+
+
+def test_a_chain_ends_where_copies_stand_as_often_as_drafts(clock):
+    def drafts(stop, **options):
+        return usual(write(stop, clock, 6000, chance=0.85, follow=1.0, **options)[1])[0]
+
+    alone = drafts(NoCopies(Pace()))
+    assert alone > 4
+    assert drafts(CopyingStop(Pace()), copy=0.85) < 1.2
+    assert drafts(CopyingStop(Pace()), copy=0.3) > 0.8 * alone, "a draft passes where copies fall"
+
+
+def test_a_chain_that_leads_nowhere_is_as_long_as_without_copies(clock):
+    _, made = write(CopyingStop(Pace()), clock, 6000, follow=0.0)
+    _, alone = write(NoCopies(Pace()), clock, 6000, follow=0.0)
+    assert made == [(drafts, 0) for drafts, _ in alone]
+
+
+def test_more_is_copied_behind_more_that_was_said_before(clock):
+    """A phrase goes on as it did more often than a word does."""
+    pace = Pace()
+    stop = CopyingStop(pace)
+    for seed in range(10):
+        write(stop, clock, 400, copy=0.3, follow=1.0, seed=seed, said=2)
+        write(stop, clock, 400, copy=0.9, follow=1.0, seed=seed, said=6)
+    assert pace.copy_falls.usual(2) > 0.4 and pace.copy_falls.usual(6) < 0.15
+
+    def copies(said):
+        return usual(write(stop, clock, 40, copy=0.6, follow=1.0, said=said)[1], last=8)[1]
+
+    assert copies(said=6) > 1.5 * copies(said=2)
 
 
 def test_what_did_not_pay_is_seen_to_pay_again_in_short_calls(clock):
     pace = Pace()
 
-    def usual(calls, **options):
+    def copies(calls, **options):
         made = [
-            count
+            counts
             for seed in range(calls)
-            for count in write(OptimalStop(pace), clock, 20, seed=seed, **options)[1]
+            for counts in write(CopyingStop(pace), clock, 20, seed=seed, **options)[1]
         ]
-        return sum(made[-200:]) / 200
+        return usual(made, last=200)[1]
 
-    assert usual(200, copy=0.0, verify_seconds=0.02) < 0.2
-    assert usual(400, copy=0.95, verify_seconds=0.1) > 1
+    assert copies(200, copy=0.0, verify_seconds=0.02) < 0.2
+    assert copies(400, copy=0.95, verify_seconds=0.1) > 1
 
 
 def test_the_first_copy_to_fall_does_not_end_it(clock):
-    stop = OptimalStop(Pace())
+    stop = CopyingStop(Pace())
     write(stop, clock, 100, copy=0.0)
     assert stop.pace.copy_falls.fell.value == 1
-    assert stop.worth_copying([True], 8) > 0
+    _, made = write(stop, clock, 3, follow=1.0)
+    assert made[0][1] > 0
 
 
-def test_a_copy_that_was_not_made_may_have_become_worth_it(clock):
+def test_a_copy_that_was_not_made_may_have_become_worth_it():
     """Where the first stands as often as before, and now the second does, too."""
     pace = Pace()
-    for place in (0, 1) * 200:
-        pace.copy_falls.add(place, fell=place == 1)
-    before = pace.copy_falls.usual(1)
-    stop = OptimalStop(pace)
+    for said in (3, 4) * 200:
+        pace.copy_falls.add(said, fell=said == 4)
+    before = pace.copy_falls.usual(4)
+    stop = CopyingStop(pace)
     for _ in range(200):
-        stop._learn_copies(1, 1)
-    assert before > 0.8 and pace.copy_falls.usual(1) < 0.2
+        stop._learn_copies(3, stand=1, count=1)
+    assert before > 0.8 and pace.copy_falls.usual(4) < 0.2
 
 
 @pytest.mark.parametrize("copy_cost", [1.0, 2.0])
@@ -190,6 +231,6 @@ def test_drafts_are_not_blamed_for_what_copies_take(clock, copy_cost):
     """A copy goes through all layers, a draft's verification through those above the exit."""
     pace = Pace()
     options = {"verify_seconds": 0.1, "copy": 0.9, "copy_cost": copy_cost}
-    write(OptimalStop(pace, copy_cost), clock, 6000, **options)
+    write(CopyingStop(pace, copy_cost), clock, 6000, **options)
     assert 0.08 < pace.verifying(1) < 0.115
     assert pace.fixed_seconds.value == pytest.approx(1.0, rel=0.15)

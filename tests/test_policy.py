@@ -624,6 +624,19 @@ def test_the_first_rounds_use_the_first_way():
     assert Policy().choose(GOOD) == "chain"
 
 
+def test_a_few_lucky_rounds_are_no_reason_to_leave_what_is_known():
+    policy, brings, used = Policy(), {"chain": 3.0, "tree": 4.0, "plain": 1.0}, ""
+    write(policy, {"chain": GOOD["chain"]}, 2000)
+    for _ in range(160):
+        way = policy.choose(GOOD)
+        policy.learn(way, brings[way], 12.0)
+        used += way[0]
+    tried = used[: [place for place, way in enumerate(used) if way == "t"][12]]
+    # A trial, then rounds of the chain, for an easy text is one for both.
+    assert "ttttt" not in tried and tried.count("c") >= 8
+    assert used[-80:].count("t") > 60, "what goes on being lucky is better"
+
+
 def test_what_others_saw_of_the_text_counts():
     """A way whose shadow agrees more than when it was used is taken for faster than it was."""
     policy = Policy()

@@ -7,7 +7,7 @@ from functools import partial
 from itertools import takewhile
 
 from selfspec.config import DraftConfig
-from selfspec.copying import CopyingChain
+from selfspec.copying import CopyingChain, CopyingStop
 from selfspec.decoder import Pass
 from selfspec.draft import Draft, Verdict
 from selfspec.drafters.base import Drafter
@@ -83,7 +83,7 @@ class Auto(Drafter):
         # In the order in which they are tried: first the fitted head, then what costs least.
         for reader in self.readers:
             chain, tree = (f"{shape} {_name(reader)}" for shape in ("chain", "tree"))
-            stop = self._stops[_name(reader)] = OptimalStop(
+            stop = self._stops[_name(reader)] = CopyingStop(
                 self.engine.pace(self.name, _name(reader)),
                 depth / max(1, depth - reader.head.exit_layer),
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from collections.abc import Sequence
 
@@ -44,21 +45,12 @@ class OptimalStop(Schedule):
     marginal value rule, Charnov 1976). All is counted for a row on average: what is known holds
     when other rows have ended, and for other batches.
 
-    Behind the drafts tokens may be copied from elsewhere, which cost no more than to be verified
-    (`worth_copying`). What they bring makes time worth more.
-
     Args:
         pace: times and gains so far; may outlive the call.
-        copy_cost: drafts whose verification takes as long as that of a copy, which goes through
-            all layers and not only those above the exit.
-
-    Attributes:
-        copying: whether something may be copied in this round.
     """
 
-    def __init__(self, pace: Pace, copy_cost: float = 1.0):
-        self.pace, self._copy_cost = pace, copy_cost
-        self.copying = False
+    def __init__(self, pace: Pace):
+        self.pace = pace
         self._clock = RoundClock(pace)
         self._judge: Judge | None = None
         self._chances: list[list[float]] = []  # of each draft that was asked of, for each row
@@ -142,22 +134,19 @@ class OptimalStop(Schedule):
             self._settled_reach, self._settled = reach, drafted
 
     def _best_rate(self) -> float:
-        """The most tokens per second that rounds of one length have, as drafts usually fare.
-
-        What is copied behind them comes on top, as much as lately.
-        """
-        pace = self.pace
-        seconds = pace.fixed_seconds.value
-        tokens, reach, best = 1.0, 1.0, 0.0
-        if self.copying:
-            tokens += pace.copies_kept.value
-            seconds += pace.copies_made.value * self._copy_seconds
+        """The most tokens per second that rounds of one length have, as drafts usually fare."""
+        tokens, seconds = self._without_drafts()
+        reach, best = 1.0, 0.0
         for stands in self._stands:
             reach *= stands
             tokens += reach
             seconds += self._cost
             best = max(best, tokens / seconds)
         return best
+
+    def _without_drafts(self) -> tuple[float, float]:
+        """Tokens that a round brings besides drafts, and the seconds that it takes without."""
+        return 1.0, self.pace.fixed_seconds.value
 
     def _pays(self, drafted: int, device: torch.device) -> bool:
         """Whether to ask of the drafts behind that many."""
@@ -200,6 +189,12 @@ class OptimalStop(Schedule):
         stands = self._usually_stands(place)
         return [chance * stands for chance in reach]
 
+    def _all_kept(self) -> list[float]:
+        """How likely all drafts so far are kept, for each row."""
+        if self._made > self._settled:
+            return _widened(self._reach, self._rows)
+        return [math.prod(self._stands[: self._made])] * self._rows
+
     def _usually_stands(self, place: int) -> float:
         """How likely a draft with so many before it stands, if it is not asked of."""
         return self._stands[place] if place < len(self._stands) else 1 - self._falls.usual(place)
@@ -209,60 +204,17 @@ class OptimalStop(Schedule):
         gain = self._usually_stands(drafted) * sum(reach) / len(reach)
         return self._cost - gain / self._rate
 
-    @property
-    def _copy_seconds(self) -> float:
-        """Seconds by which a copied token makes a round longer."""
-        return self._copy_cost * self.pace.verifying(self._rows)
+    def end(self, drafted: int, accepted: Sequence[int]) -> None:
+        """Learn from the round: `accepted` of the `drafted` tokens stand, in each row."""
+        self._end(drafted, accepted)
 
-    def worth_copying(self, leads: Sequence[bool], most: int) -> int:
-        """How many tokens to copy behind the drafts.
-
-        Args:
-            leads: of each row, whether its drafts lead to something to copy.
-            most: tokens that may be copied.
-        """
-        if not (self._knows and any(leads)):
-            return 0
-        reach = _widened(self._reach, len(leads))
-        gain = sum(itertools.compress(reach, leads)) / len(leads)
-        for place in range(most):
-            gain *= 1 - self.pace.copy_falls.usual(place)
-            if gain <= self._copy_seconds * self._rate:
-                return place or self._copy_again()
-        return most
-
-    def _copy_again(self) -> int:
-        """One token, now and then, to see whether it has become worth it; none otherwise."""
-        self.pace.passed_up += 1
-        return int(self.pace.passed_up % _LOOK == 0)
-
-    def end(self, drafted: int, accepted: Sequence[int], copied: Sequence[int] = ()) -> None:
-        """Learn from the round.
-
-        Args:
-            drafted: drafts of each row.
-            accepted: of these and of what was copied behind them, how many stand.
-            copied: tokens of each row that were.
-        """
+    def _end(self, drafted: int, accepted: Sequence[int], besides: float = 0.0) -> None:
+        """The same, where what was verified besides took as long as so many drafts."""
         if self._wonders():
             self._ask()
-        rows, copies = len(accepted), max(copied, default=0)
-        self._clock.end(1 + sum(accepted) / rows, rows, copies * self._copy_cost)
+        rows = len(accepted)
+        self._clock.end(1 + sum(accepted) / rows, rows, besides)
         self._learn(drafted, [min(kept, drafted) for kept in accepted], self._chances)
-        if self.copying:
-            beyond = [max(0, kept - drafted) for kept in accepted]
-            self.pace.copies_made.add(copies)
-            self.pace.copies_kept.add(sum(beyond) / rows)
-            for kept, count in zip(accepted, copied, strict=False):
-                self._learn_copies(kept - drafted, count)
-
-    def _learn_copies(self, stand: int, count: int) -> None:
-        """Learn from a row of so many copies: `stand` of them do, or not even all drafts (< 0)."""
-        falls = self.pace.copy_falls
-        for place in range(min(count, stand + 1)):
-            falls.add(place, place == stand)
-        if count and stand == count:
-            falls.unseen(count)
 
     def seen(self, drafted: int, accepted: Sequence[int]) -> None:
         """Learn how drafts fared that this would have made, in a round of another way."""
