@@ -40,8 +40,6 @@ class CopyingStop(OptimalStop):
             all layers and not only those above the exit.
 
     Attributes:
-        find: tells where drafts lead; `None` for rounds that copy nothing.
-        most: tokens of a round, drafts and copies.
         drafts: tokens of each row in this round.
         matches: of their ends, with what was said before.
     """
@@ -49,28 +47,41 @@ class CopyingStop(OptimalStop):
     def __init__(self, pace: Pace, copy_cost: float = 1.0):
         super().__init__(pace)
         self._copy_cost = copy_cost
-        self.find: Find | None = None
-        self.most = 0
+        self._find: Find | None = None
+        self._most = 0
         self.drafts: list[list[int]] = []
         self.matches: list[Match] = []
         self._count = 0  # tokens to copy behind these drafts
+        self._cut = False  # whether the chain ended for them
+
+    def prepare(self, find: Find | None, most: int) -> None:
+        """Before a round.
+
+        Args:
+            find: tells where drafts lead; `None` to copy nothing.
+            most: tokens of the round, drafts and copies.
+        """
+        if (find is None) != (self._find is None):
+            self._look_next = self._rounds  # what time is worth was another's
+        self._find, self._most = find, most
 
     def begin(self, judge: Judge) -> None:
         """Time the round from here."""
         super().begin(judge)
-        self.drafts, self.matches, self._count = [], [], 0
+        self.drafts, self.matches, self._count, self._cut = [], [], 0, False
 
     def goes_on(self, scores: Tensor, tokens: Tensor, probs: Tensor | None) -> bool:
         """Whether a row on average gains enough, and more than by copying."""
         on = super().goes_on(scores, tokens, probs)
-        if self.find is None:
+        if self._find is None:
             return on
         new = tokens.tolist()
         before = self.drafts or [[] for _ in new]
         self.drafts = [said + more for said, more in zip(before, new, strict=True)]
-        self.matches = self.find(self.drafts)
+        self.matches = self._find(self.drafts)
         self._count = self._best_count() if self._leads else 0
-        return on and not (self._count and self._better_copied())
+        self._cut = on and bool(self._count) and self._better_copied()
+        return on and not self._cut
 
     @property
     def _leads(self) -> bool:
@@ -92,7 +103,7 @@ class CopyingStop(OptimalStop):
     def _worth_behind(self, drafted: int) -> float:
         """Tokens that drafts behind so many that stand bring beyond what their time is worth."""
         worth, best, reach = 0.0, 0.0, 1.0
-        for place in range(drafted, self.most):
+        for place in range(drafted, self._most):
             reach *= self._usually_stands(place)
             worth += reach - self._cost * self._rate
             best = max(best, worth)
@@ -100,7 +111,7 @@ class CopyingStop(OptimalStop):
 
     def count(self) -> int:
         """How many tokens to copy behind the drafts."""
-        if not self._leads or self._made >= self.most:
+        if not self._leads or self._made >= self._most:
             return 0
         return self._count or self._copy_again()
 
@@ -110,7 +121,7 @@ class CopyingStop(OptimalStop):
         reach = {row: kept for row, (kept, match) in enumerate(rows) if match.length}
         price = self._copy_seconds * self._rate * len(self.matches)
         best, count, worth = 0.0, 0, 0.0
-        for place in range(self.most - self._made):
+        for place in range(self._most - self._made):
             for row in reach:
                 reach[row] *= 1 - self._falls_behind(self.matches[row].length + place)
             worth += sum(reach.values()) - price
@@ -128,9 +139,9 @@ class CopyingStop(OptimalStop):
         return int(self.pace.passed_up % _LOOK == 0)
 
     def _without_drafts(self) -> tuple[float, float]:
-        """The same with copies behind, as many as lately."""
+        """The same with copies behind, as many as lately, whatever drafts they came instead of."""
         tokens, seconds = super()._without_drafts()
-        if self.find is None:
+        if self._find is None:
             return tokens, seconds
         pace = self.pace
         seconds += pace.copies_made.value * self._copy_seconds
@@ -150,8 +161,8 @@ class CopyingStop(OptimalStop):
             copied: tokens of each row that were.
         """
         copies = max(copied, default=0)
-        self._end(drafted, accepted, copies * self._copy_cost)
-        if self.find is None:
+        self._end(drafted, accepted, copies * self._copy_cost, self._cut)
+        if self._find is None:
             return
         beyond = [max(0, kept - drafted) for kept in accepted]
         self.pace.copies_made.add(copies)
@@ -167,8 +178,8 @@ class CopyingStop(OptimalStop):
         falls = self.pace.copy_falls
         for place in range(min(count, stand + 1)):
             falls.add(min(said + place, _LONG), place == stand)
-        if count and stand == count:
-            falls.unseen(min(said + count, _LONG))
+        if count and stand == count and said + count <= _LONG:  # behind it all are one place
+            falls.unseen(said + count)
 
 
 class CopyingChain:
@@ -199,9 +210,10 @@ class CopyingChain:
         Drawn text repeats itself too seldom: its drafts go without copies.
         """
         copying = copying and not state.sampler.do_sample
-        self._stop.find = self._lookup.behind if copying else None
-        self._stop.most = min(self._chain.longest, limit)
-        self._lookup.read(state.context)
+        if copying:
+            self._lookup.read(state.context)
+        find = self._lookup.behind if copying else None
+        self._stop.prepare(find, min(self._chain.longest, limit))
         draft = self._chain.propose(state, limit)
         self.drafted, self._copied = draft.length, []
         count = self._stop.count()

@@ -192,9 +192,10 @@ class Policy:
 
     def best(self, ways: Mapping[str, object]) -> str:
         """The fastest as far as is known; the one that was where no other is clearly faster."""
-        first, before = next(iter(ways)), self._best
+        first = next(iter(ways))
         if not self.ways[first].pace.known:
             return first
+        before = self._best if self._best in ways and self.ways[self._best].known else first
         # What a few lucky rounds put first is tried on, but not yet chosen: it would be used until
         # as many more have told otherwise. Plain decoding has no luck.
         known = {
@@ -203,7 +204,7 @@ class Policy:
             if self.ways[name].known
         }
         best = max(known, key=lambda name: known[name])
-        return before if before in known and known[best] < _MARGIN * known[before] else best
+        return before if known[best] < _MARGIN * known[before] else best
 
     def _to_try(self, ways: Mapping[str, object], best: str) -> str | None:
         """A way that was not fairly tried, or not for long, if its trial may be afforded."""
@@ -215,9 +216,10 @@ class Policy:
         others = [name for name in ways if name != best]
         # A few unlucky rounds may have put off what is best: such a way is tried on soon. Not at
         # once, for the text may be an easy one just there.
-        unlucky = [name for name in others if self._is_unlucky(self.ways[name], top)]
-        if unlucky and sum(budget.values()) > 0:
-            return max(unlucky, key=lambda name: self.ways[name].hope)
+        unlucky = [] if self._trial else [n for n in others if self._is_unlucky(self.ways[n], top)]
+        afforded = [n for n in unlucky if sum(budget.values()) > 0 or self.ways[n].rate > top.rate]
+        if afforded:
+            return max(afforded, key=lambda name: self.ways[name].hope)
         # What was never tried may be better than all the rest; what is known may have been judged
         # by the wrong rounds. Neither has to wait until the other was afforded.
         unknown = [name for name in others if not self.ways[name].known][:1]
@@ -225,7 +227,7 @@ class Policy:
         stale = [name for name in known if self._is_stale(self.ways[name])]
         for name in unknown + sorted(stale, key=lambda name: self.ways[name].seen):
             way = self.ways[name]
-            if self._price(way, top) <= budget[way.known]:
+            if self._price(way, top) <= max(0.0, budget[way.known]):
                 return name
         # Plain decoding is what must never be missed, and a few rounds tell how fast it is.
         plain = self.ways.get(PLAIN)
@@ -235,8 +237,7 @@ class Policy:
         return None
 
     def _is_unlucky(self, way: Way, top: Way) -> bool:
-        few = way.pace.known and way.pace.tokens.count < _ENOUGH
-        return few and self.rounds - way.seen >= _STRETCH and way.hope > top.rate
+        return way.pace.known and way.pace.tokens.count < _ENOUGH and way.hope > top.rate
 
     def _is_stale(self, way: Way) -> bool:
         return self.rounds - way.seen >= _STALE
@@ -278,7 +279,7 @@ class Policy:
         self.seconds += seconds
         way.since = self.seconds
         if self._trial and name == self._current:
-            best = max(other.rate for other in self.ways.values())
+            best = self.ways[self._best].rate
             if best > 0:
                 lost = max(0.0, seconds - tokens / best)
                 self.lost[self._known] += lost * self._dear

@@ -29,7 +29,9 @@ def copies(monkeypatch):
     monkeypatch.setattr(Auto, "_repeats", lambda auto, state: False)
     monkeypatch.setattr(Policy, "choose", lambda policy, ways: next(iter(ways)))
     monkeypatch.setattr(OptimalStop, "goes_on", lambda stop, scores, *_: stop._clock.mark())
-    monkeypatch.setattr(CopyingStop, "count", lambda stop: bool(stop.find) * min(2, stop.most - 1))
+    monkeypatch.setattr(
+        CopyingStop, "count", lambda stop: bool(stop._find) * min(2, stop._most - 1)
+    )
     ends, end = [], CopyingStop.end
     monkeypatch.setattr(CopyingStop, "end", lambda *args: ends.append(args[1:]) or end(*args))
     behind = Lookup.behind
@@ -111,7 +113,7 @@ def write(
     scores, drawn = torch.zeros(1, 1, 2), torch.zeros(1, 1, dtype=torch.long)
     while emitted < tokens:
         match = Match(said, 0) if source.random() < follow else Match(0, 0)
-        stop.find, stop.most = lambda drafts, match=match: [match], 12
+        stop.prepare(lambda drafts, match=match: [match], 12)
         stop.begin(lambda drafts, first: [[chance]] * len(drafts))
         drafted = 0
         while drafted < 12:
@@ -224,6 +226,31 @@ def test_a_copy_that_was_not_made_may_have_become_worth_it():
     for _ in range(200):
         stop._learn_copies(3, stand=1, count=1)
     assert before > 0.8 and pace.copy_falls.usual(4) < 0.2
+
+
+def test_copies_that_stand_behind_long_matches_are_believed():
+    """One at a time, as what did not pay is tried: each is of the place that the next is of."""
+    stop = CopyingStop(Pace())
+    for _ in range(50):
+        stop._learn_copies(9, stand=0, count=1)
+    assert stop.pace.copy_falls.usual(8) > 0.6
+    for _ in range(200):
+        stop._learn_copies(9, stand=1, count=1)
+    assert stop.pace.copy_falls.places[8].weighed > 90
+    assert stop.pace.copy_falls.usual(8) < 0.2
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_drafts_that_copies_came_instead_of_are_still_known(clock, cut):
+    """Chains that end because drafting does not pay forget what it was to draft on."""
+    stop = CopyingStop(Pace())
+    falls = stop.pace.falls[False]
+    for _ in range(80):
+        falls.add(1, fell=False)
+    for _ in range(60):
+        stop.begin(lambda drafts, first: [[0.9]] * len(drafts))
+        stop._end(1, [1], cut=cut)
+    assert falls.places[1].weighed == (79 if cut else 19)
 
 
 @pytest.mark.parametrize("copy_cost", [1.0, 2.0])

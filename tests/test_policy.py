@@ -637,6 +637,47 @@ def test_a_few_lucky_rounds_are_no_reason_to_leave_what_is_known():
     assert used[-80:].count("t") > 60, "what goes on being lucky is better"
 
 
+def test_what_is_not_chosen_yet_makes_no_trial_dearer():
+    """A trial is charged with what the best way would have done, not with another's luck."""
+    policy = Policy()
+    write(policy, {"chain": GOOD["chain"]}, 2000)
+    policy.ways["chain"].pace.tokens.value = 3.0
+    policy.ways["chain"].pace.round_seconds.value = 12.0
+    while policy.choose(GOOD) != "tree":
+        policy.learn("chain", 3.0, 12.0)
+    before = sum(policy.lost.values())
+    policy.learn("tree", 6.0, 12.0)
+    policy.learn(policy.choose(GOOD), 3.0, 12.0)
+    assert sum(policy.lost.values()) == pytest.approx(before)
+
+
+def test_a_way_that_looks_faster_is_tried_on_though_trials_have_lost_too_much():
+    policy, used = Policy(), ""
+    write(policy, {"chain": GOOD["chain"]}, 2000)
+    while policy.choose(GOOD) != "tree":
+        policy.learn("chain", 3.0, 12.0)
+    policy.learn("tree", 4.5, 12.0)
+    policy.lost = {True: 1e6, False: 1e6}
+    for _ in range(60):
+        way = policy.choose(GOOD)
+        policy.learn(way, {"chain": 3.0, "tree": 4.5, "plain": 1.0}[way], 12.0)
+        used += way[0]
+    assert "p" not in used and used.endswith("tttttttt")
+
+
+def test_where_what_was_best_is_no_way_the_first_is_not_taken_for_lucky():
+    policy = Policy()
+    policy.choose(GOOD)
+    for _ in range(40):
+        policy.learn("chain", 3.0, 12.0)
+    policy.choose(GOOD)
+    for _ in range(4):
+        policy.learn("tree", 3.0, 12.0)
+    policy.way("plain").guess = 0.15
+    rest = {"tree": GOOD["tree"], "plain": GOOD["plain"]}
+    assert policy.choose(GOOD) == "chain" and policy.best(rest) == "tree"
+
+
 def test_what_others_saw_of_the_text_counts():
     """A way whose shadow agrees more than when it was used is taken for faster than it was."""
     policy = Policy()

@@ -16,7 +16,7 @@ from selfspec.pace import Pace, RoundClock
 from selfspec.schedule.base import Schedule
 
 _ENOUGH = 8  # times asked that tell what it is worth
-_LOOK = 16  # rounds, in one of which all drafts are asked of, or what did not pay is copied
+_LOOK = 16  # rounds, in one of which all drafts are asked of
 _SERVED = 3.0  # decisions of a round that an answer serves
 _FIRST_GUESS = 4  # drafts of the rounds that nothing is known before
 _LONGEST = 16  # drafts of the longest rounds that are thought of
@@ -208,27 +208,36 @@ class OptimalStop(Schedule):
         """Learn from the round: `accepted` of the `drafted` tokens stand, in each row."""
         self._end(drafted, accepted)
 
-    def _end(self, drafted: int, accepted: Sequence[int], besides: float = 0.0) -> None:
-        """The same, where what was verified besides took as long as so many drafts."""
+    def _end(
+        self, drafted: int, accepted: Sequence[int], besides: float = 0.0, cut: bool = False
+    ) -> None:
+        """The same, where what was verified besides took as long as so many drafts.
+
+        What is `cut` short for it says nothing of how much another draft would have been worth.
+        """
         if self._wonders():
             self._ask()
         rows = len(accepted)
         self._clock.end(1 + sum(accepted) / rows, rows, besides)
-        self._learn(drafted, [min(kept, drafted) for kept in accepted], self._chances)
+        self._learn(drafted, [min(kept, drafted) for kept in accepted], self._chances, cut)
 
     def seen(self, drafted: int, accepted: Sequence[int]) -> None:
         """Learn how drafts fared that this would have made, in a round of another way."""
         self._learn(drafted, accepted, [])
 
     def _learn(
-        self, drafted: int, accepted: Sequence[int], chances: Sequence[Sequence[float]]
+        self,
+        drafted: int,
+        accepted: Sequence[int],
+        chances: Sequence[Sequence[float]],
+        cut: bool = False,
     ) -> None:
         asked = len(chances)
         for row, kept in enumerate(accepted):
             for place in range(min(drafted, kept + 1)):
                 fear = 1 - chances[place][row] if place < asked else None
                 self._falls.add(place, place == kept, fear)
-            if kept == drafted:
+            if kept == drafted and not cut:
                 self._falls.unseen(drafted)
 
     def further(self, drafted: int, most: int) -> float:
