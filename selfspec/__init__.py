@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from selfspec.assets import DEMO_MODEL
     from selfspec.config import DraftConfig
     from selfspec.model import SelfSpecModel
 
 __version__ = "0.1.0"
 
+DEMO_MODEL = Path(__file__).parent / "display" / "assets" / "mixed16"
+"""Folder of the embedded target, in Hugging Face format."""
+
 __all__ = ["DEMO_MODEL", "DraftConfig", "SelfSpecModel", "__version__"]
 
 # Imported on first use: the command line answers --help without loading PyTorch.
 _HOMES = {
-    "DEMO_MODEL": "selfspec.assets",
     "DraftConfig": "selfspec.config",
     "SelfSpecModel": "selfspec.model",
 }

@@ -18,12 +18,14 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from selfspec.config import DraftConfig, Kernels, KVCacheDtype
-from selfspec.coverage import refuse_other_loops
 from selfspec.decoder import Decoder
-from selfspec.decoding import Call, SpecOutput, speculate
-from selfspec.draft_models import load_causal_lm
 from selfspec.drafters import make_drafter
-from selfspec.engine import Engine
+from selfspec.drafters.draft_models import load_causal_lm
+from selfspec.drafters.engine import Engine
+from selfspec.generation.loop import Call, SpecOutput, speculate
+from selfspec.generation.prompts import left_padded
+from selfspec.generation.stopping import without_stop_strings
+from selfspec.generation.unsupported import refuse_other_loops
 from selfspec.heads import (
     CONFIG_NAME,
     ExitHead,
@@ -32,11 +34,9 @@ from selfspec.heads import (
     push_heads,
     save_heads,
 )
-from selfspec.profile import Profile
-from selfspec.profile_files import find_profile
-from selfspec.prompts import left_padded
-from selfspec.stats import Stats, Trace
-from selfspec.stopping import without_stop_strings
+from selfspec.schedule.profile import Profile
+from selfspec.schedule.profile_files import find_profile
+from selfspec.schedule.stats import Stats, Trace
 
 
 class SelfSpecModel:

@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from selfspec import SelfSpecModel
-from selfspec.decoding import Session
-from selfspec.draft import Draft
-from selfspec.engine import Engine, State
+from selfspec.drafters.engine import Engine, State
+from selfspec.generation.loop import Session
 from selfspec.heads import SharedHead
+from selfspec.sampling.draft import Draft
 
 torch.set_num_threads(1)
 # A profile that the developer made must not change what the tests draft with.
@@ -248,5 +248,5 @@ def clock(monkeypatch):
             return self.now
 
     clock = Clock()
-    monkeypatch.setattr("selfspec.pace.time.perf_counter", clock)
+    monkeypatch.setattr("selfspec.schedule.pace.time.perf_counter", clock)
     return clock

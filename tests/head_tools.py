@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from selfspec.decoder import Decoder
-from selfspec.engine import State
-from selfspec.forcing import draft_states, needs, read_text
+from selfspec.drafters.engine import State
+from selfspec.drafters.exit_readers import LayerReader
 from selfspec.heads import HEAD_KINDS, ExitHead
-from selfspec.reading import LayerReader
+from selfspec.heads.teacher_forcing import draft_states, needs, read_text
 
 KINDS = list(HEAD_KINDS)
 

@@ -11,7 +11,7 @@ import torch
 from scipy.stats import chi2
 from torch import Tensor
 
-from selfspec.draft import Tree, Verdict
+from selfspec.sampling.draft import Tree, Verdict
 
 VOCAB = 5
 

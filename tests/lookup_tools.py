@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from selfspec.draft import Draft
-from selfspec.engine import Engine
-from selfspec.lookup import TextIndex
+from selfspec.drafters.engine import Engine
+from selfspec.drafters.suffix_lookup import TextIndex
+from selfspec.sampling.draft import Draft
 
 BETWEEN = 0  # a token between two foreseen texts
 

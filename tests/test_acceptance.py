@@ -4,7 +4,8 @@ import pytest
 import torch
 from law_tools import VOCAB, distributions, p_value, seeded
 
-from selfspec.acceptance import (
+from selfspec.generation.rounds import fetch
+from selfspec.sampling import (
     accept,
     block_verify,
     longest_match,
@@ -12,9 +13,8 @@ from selfspec.acceptance import (
     rejection_sample,
     residual,
 )
-from selfspec.draft import Draft
-from selfspec.rounds import fetch
-from selfspec.sampling import Sampler
+from selfspec.sampling.draft import Draft
+from selfspec.sampling.sampler import Sampler
 
 ROWS = 200_000
 

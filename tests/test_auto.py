@@ -8,12 +8,12 @@ from conftest import AGREEMENT, EXIT, contrary, greedy, prompt, tiny_llama
 from head_tools import assert_reads_as_forced, close_in_double, own_head, record
 
 from selfspec import SelfSpecModel
-from selfspec.copying import CopyingStop
 from selfspec.decoder import Decoder
-from selfspec.draft import Draft, Tree, Verdict
 from selfspec.drafters import auto
 from selfspec.drafters.auto import Auto
-from selfspec.policy import Policy
+from selfspec.drafters.copying import CopyingStop
+from selfspec.sampling.draft import Draft, Tree, Verdict
+from selfspec.schedule.policy import Policy
 
 IDS, MASK = prompt(4, 11, 7)
 
@@ -75,7 +75,7 @@ def test_a_head_that_lags_behind_says_how_often_it_would_have_agreed(monkeypatch
     model = tiny_llama("always")
     spec = SelfSpecModel(model, fitted(model, [("block", EXIT)]))
     monkeypatch.setattr(Policy, "choose", lambda policy, ways: "none")
-    monkeypatch.setattr("selfspec.reading.layer._DEFERRED", 40)
+    monkeypatch.setattr("selfspec.drafters.exit_readers.layer._DEFERRED", 40)
     spec.generate(IDS, attention_mask=MASK, max_new_tokens=90, draft="auto")
     policy = spec.engine.policy("auto", 3, False, False)
     shadow = policy.shadow(f"block@{EXIT}")

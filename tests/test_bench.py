@@ -33,7 +33,7 @@ from selfspec.bench.runs import Key, Place, Run
 from selfspec.bench.statistics import loops, median_interval, percentile
 from selfspec.cli import commands
 from selfspec.config import parse
-from selfspec.stats import PARTS
+from selfspec.schedule.stats import PARTS
 
 ROOT = Path(__file__).parent.parent
 TOKENS = 12

@@ -14,7 +14,7 @@ from test_distribution import target as target
 from selfspec import DraftConfig, SelfSpecModel
 from selfspec.decoder import Decoder
 from selfspec.drafters import Cascade
-from selfspec.engine import Engine
+from selfspec.drafters.engine import Engine
 from selfspec.schedule import Schedule
 
 IDS, MASK = prompt(3, 8, 5)

@@ -7,7 +7,7 @@ from conftest import EXIT, greedy, tiny_llama
 from transformers.generation.streamers import BaseStreamer
 
 from selfspec import DraftConfig, SelfSpecModel
-from selfspec.chat import Conversation
+from selfspec.cli.conversation import Conversation
 
 DRAFT = DraftConfig(exit_layer=EXIT, num_draft_tokens=3)
 TEMPLATE = (

@@ -14,7 +14,7 @@ from selfspec.bench import Sampling, check_exactness
 from selfspec.bench.exactness import chi_square, exact_probabilities
 from selfspec.cli import commands
 from selfspec.config import DraftConfig
-from selfspec.sampling import Sampler
+from selfspec.sampling.sampler import Sampler
 
 DRAFT = DraftConfig(exit_layer=EXIT, num_draft_tokens=2)
 PROMPTS = [torch.tensor([[5, 6, 7]])]

@@ -14,8 +14,8 @@ from conftest import EXIT, tiny_llama
 from rich.console import Console
 
 from selfspec import DraftConfig, SelfSpecModel
-from selfspec.chat import Conversation
 from selfspec.cli import chat as module
+from selfspec.cli.conversation import Conversation
 
 SAID = "the cat\non the mat\n"
 

@@ -11,9 +11,9 @@ from rich.console import Console
 from selfspec import SelfSpecModel
 from selfspec.cli import demo
 from selfspec.cli.demo import comparison_tables, demo_table
-from selfspec.demo import DemoOptions, Run, Writer, compare, load_prompts, run_demo
 from selfspec.display import unmarked
-from selfspec.stats import PARTS
+from selfspec.display.demo import DemoOptions, Run, Writer, compare, load_prompts, run_demo
+from selfspec.schedule.stats import PARTS
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_the_comparisons_tables_show_the_figures_of_its_json(writer):
 
 
 def test_runs_are_interleaved_and_compared_by_their_medians():
-    from selfspec.demo.timing import interleaved, ratio
+    from selfspec.display.demo.timing import interleaved, ratio
 
     order = []
     clock = {"a": iter([1, 2, 99]), "b": iter([1, 4, 8])}

@@ -8,13 +8,13 @@ from conftest import AGREEMENT, EXIT, greedy, prompt, tiny_llama
 from head_tools import assert_reads_as_forced, close_in_double, own_head, record
 
 from selfspec import SelfSpecModel
-from selfspec.copying import CopyingStop
 from selfspec.decoder import Decoder
 from selfspec.drafters.auto import Auto
-from selfspec.lookup import Lookup, Match
-from selfspec.pace import Pace
-from selfspec.policy import Policy
+from selfspec.drafters.copying import CopyingStop
+from selfspec.drafters.suffix_lookup import Lookup, Match
 from selfspec.schedule import OptimalStop
+from selfspec.schedule.pace import Pace
+from selfspec.schedule.policy import Policy
 
 IDS, MASK = prompt(4, 11, 7)
 DRAFT = {"drafter": "auto", "exit_layer": EXIT, "num_draft_tokens": 6}

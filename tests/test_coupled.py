@@ -14,7 +14,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogits
 
 from selfspec import SelfSpecModel
 from selfspec.drafters import DRAFTERS
-from selfspec.noise import Noise
+from selfspec.sampling.coupled_noise import Noise
 
 FAMILIES = ("llama", "gpt2", "gemma3_text", "mistral", "mixtral", "gpt_neox")
 SEED, COUNT = 5, 14

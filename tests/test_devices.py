@@ -20,12 +20,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import AutoModelForCausalLM, LogitsProcessorList, TopKLogitsWarper
 
 from selfspec import DraftConfig, SelfSpecModel
-from selfspec.acceptance import accept
 from selfspec.drafters import make_drafter
-from selfspec.engine import State
+from selfspec.drafters.engine import State
 from selfspec.heads import save_heads
-from selfspec.sampling import Context, Sampler
-from selfspec.stats import Stats
+from selfspec.sampling import accept
+from selfspec.sampling.sampler import Context, Sampler
+from selfspec.schedule.stats import Stats
 
 IDS, MASK = prompt(5, 3, 7)
 FITTED = [kind for kind in KINDS if kind != "shared"]

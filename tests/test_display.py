@@ -31,7 +31,7 @@ from selfspec.display import (
     unmarked,
 )
 from selfspec.heads import FusedHead, LensHead, SharedHead
-from selfspec.stats import Round, Stats, Trace
+from selfspec.schedule.stats import Round, Stats, Trace
 
 DRAFT = DraftConfig(exit_layer=EXIT, num_draft_tokens=3)
 NOVELS = AutoTokenizer.from_pretrained(DEMO_MODEL)

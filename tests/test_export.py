@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from selfspec import DEMO_MODEL, SelfSpecModel
 from selfspec.cli import commands
 from selfspec.decoder import Decoder
-from selfspec.demo import load_prompts
+from selfspec.display.demo import load_prompts
 from selfspec.export import (
     FOLDABLE,
     SIDE_CAR,
@@ -26,8 +26,8 @@ from selfspec.export import (
     export_draft,
     fold,
 )
-from selfspec.forcing import draft_states, needs, read_text
 from selfspec.heads import save_heads
+from selfspec.heads.teacher_forcing import draft_states, needs, read_text
 
 TEXT = prompt(20, seed=3, vocab=60)[0]
 

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from selfspec import DraftConfig, SelfSpecModel
 from selfspec.config import load_config
-from selfspec.prediction import expected_tokens
+from selfspec.schedule.prediction import expected_tokens
 from training import fit_heads as fit_module
 from training import fitting, report
 from training import measure as measure_module

@@ -7,7 +7,7 @@ from families import LAYERS, build
 from head_tools import own_head
 
 from selfspec.decoder import Decoder, Packing
-from selfspec.forcing import draft_states, needs, read_text
+from selfspec.heads.teacher_forcing import draft_states, needs, read_text
 
 STEPS = 3
 LENGTHS = (5, 2, 9, 1, 4)

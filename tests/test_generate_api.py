@@ -17,9 +17,9 @@ from transformers import (
 from transformers.generation.logits_process import TemperatureLogitsWarper
 
 from selfspec import DraftConfig, SelfSpecModel
-from selfspec.decoding import SpecOutput
-from selfspec.slots import SlotCache, take_row
-from selfspec.stats import Stats, Trace
+from selfspec.decoder.cache import SlotCache, take_row
+from selfspec.generation.loop import SpecOutput
+from selfspec.schedule.stats import Stats, Trace
 
 DRAFT = DraftConfig(exit_layer=EXIT, num_draft_tokens=4)
 target = tiny_llama("sometimes")

@@ -25,7 +25,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from selfspec import DraftConfig, SelfSpecModel
 from selfspec.decoder import Decoder, Span
-from selfspec.engine import Engine
+from selfspec.drafters.engine import Engine
 from selfspec.heads import HEAD_KINDS, LensHead, LoraHead, SharedHead
 
 IDS, MASK = prompt(4, 9, 6)

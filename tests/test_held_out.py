@@ -8,8 +8,8 @@ from fit_tools import packed
 from head_tools import own_head
 
 from selfspec.decoder import Decoder
-from selfspec.forcing import draft_states, needs, read_text
 from selfspec.heads import BlockHead, FusedHead, SharedHead
+from selfspec.heads.teacher_forcing import draft_states, needs, read_text
 from training.data import Blocks, collate
 from training.exits import DraftLossConfig, ExitTask
 from training.held_out import HeldOutDrafts

@@ -17,7 +17,7 @@ from job_tools import Shouter
 from typer.testing import CliRunner
 
 from selfspec.cli import commands
-from selfspec.jobs import run_job
+from selfspec.generation.jobs import run_job
 
 PROMPTS = [f"prompt {number}" for number in range(30)]
 IDENTITY = {"model": "a"}
@@ -62,7 +62,7 @@ def test_the_rows_of_a_killed_process_are_done_again(tmp_path, output):
 def test_a_killed_job_goes_on_where_it_was(tmp_path, output):
     code = (
         "import sys; from pathlib import Path; from job_tools import Shouter;"
-        "from selfspec.jobs import run_job;"
+        "from selfspec.generation.jobs import run_job;"
         f"run_job({PROMPTS}, Shouter(Path({str(tmp_path)!r}), dies_at='prompt 7'),"
         f" {str(output)!r}, {IDENTITY})"
     )

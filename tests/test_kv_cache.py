@@ -17,8 +17,8 @@ from selfspec.bench import Sampling, check_exactness
 from selfspec.cli import commands
 from selfspec.config import DraftConfig
 from selfspec.decoder import Decoder, Span
-from selfspec.slots import RoundedCache, SlotCache, join_rows, take_row
-from selfspec.slots.int8 import from_int8, to_int8
+from selfspec.decoder.cache import RoundedCache, SlotCache, join_rows, take_row
+from selfspec.decoder.cache.int8 import from_int8, to_int8
 
 # transformers' mpt cannot go on over any cache that it is handed, its own kind included.
 WITHOUT_REFERENCE = {"mpt"}

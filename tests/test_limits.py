@@ -26,9 +26,9 @@ from selfspec.bench.meters import held_memory
 from selfspec.bench.scaling import SWEEPS, Shape
 from selfspec.bench.tiny import tiny_target
 from selfspec.bench.traffic import Traffic, kv_bytes, read_bandwidth
+from selfspec.bench.tune.work import WorkFile
 from selfspec.cli import commands
 from selfspec.config import parse
-from selfspec.tune.work import WorkFile
 
 TOKENS = 30
 CPU = torch.device("cpu")

@@ -14,8 +14,8 @@ from transformers import DynamicCache
 from selfspec import DraftConfig, SelfSpecModel
 from selfspec.config import LookupConfig
 from selfspec.drafters import Cascade, PromptLookup
-from selfspec.lookup import Lookup, NgramIndex, SuffixIndex
-from selfspec.sampling import Context
+from selfspec.drafters.suffix_lookup import Lookup, NgramIndex, SuffixIndex
+from selfspec.sampling.sampler import Context
 
 TEXTS = st.integers(1, 4).flatmap(lambda n: st.lists(st.integers(0, n - 1), max_size=40))
 FAMILIES = ["llama", "gpt2", "qwen3", "gemma3_text", "mistral", "mixtral", "bloom", "gpt_neox"]

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from selfspec import DraftConfig
-from selfspec.falls import Falls
-from selfspec.mean import Mean
-from selfspec.pace import Pace, RoundClock
-from selfspec.policy import Policy
 from selfspec.schedule import ConfidenceStop, OptimalStop, Schedule, make_schedule
+from selfspec.schedule.falls import Falls
+from selfspec.schedule.mean import Mean
+from selfspec.schedule.pace import Pace, RoundClock
+from selfspec.schedule.policy import Policy
 
 # Estimates
 

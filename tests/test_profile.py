@@ -9,7 +9,7 @@ from head_tools import own_head
 
 from selfspec import DEMO_MODEL, DraftConfig, SelfSpecModel
 from selfspec.heads import save_heads
-from selfspec.profile import (
+from selfspec.schedule.profile import (
     PROFILE_NAME,
     DraftSeconds,
     ExitRates,
@@ -19,7 +19,7 @@ from selfspec.profile import (
     Times,
     Validation,
 )
-from selfspec.profile_files import default_path, find_profile
+from selfspec.schedule.profile_files import default_path, find_profile
 
 DRAFT = DraftConfig(exit_layer=3, num_draft_tokens=2)
 

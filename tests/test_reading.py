@@ -7,7 +7,7 @@ from head_tools import assert_reads_as_forced, close_in_double, own_head, record
 
 from selfspec import SelfSpecModel
 from selfspec.decoder import Decoder
-from selfspec.decoding import Session
+from selfspec.generation.loop import Session
 
 IDS, MASK = prompt(3, 8, 5)
 ONE = IDS[1:2]

@@ -21,7 +21,7 @@ from law_tools import (
     tree_round,
 )
 
-from selfspec.acceptance import (
+from selfspec.sampling import (
     block_verify,
     chain,
     longest_branch,
@@ -31,7 +31,7 @@ from selfspec.acceptance import (
     sample_branch,
     typical_lossy,
 )
-from selfspec.draft import Tree
+from selfspec.sampling.draft import Tree
 
 ROWS, TREES = 100_000, 50_000
 LOSSLESS = {"block": block_verify, "token": rejection_sample}

@@ -6,7 +6,7 @@ from scipy.stats import chisquare
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
-from selfspec.sampling import Context, Sampler, draw
+from selfspec.sampling.sampler import Context, Sampler, draw
 
 VOCAB = 11
 LENGTHS = [6, 4, 7]

@@ -13,10 +13,10 @@ import torch
 from conftest import gates, prompt, tiny_llama
 
 from selfspec import DraftConfig, SelfSpecModel
+from selfspec.bench.tune.skips import SkipSearch, SkipTrial, search_skips
+from selfspec.bench.tune.validation import Runner
 from selfspec.config import SkipConfig
-from selfspec.engine import Engine
-from selfspec.tune.skips import SkipSearch, SkipTrial, search_skips
-from selfspec.tune.validation import Runner
+from selfspec.drafters.engine import Engine
 
 pytest.importorskip("optuna")
 

@@ -6,8 +6,8 @@ from conftest import EXIT, contrary, greedy, prompt, tiny_llama
 from transformers import DynamicCache, LlamaConfig, MistralConfig
 
 from selfspec import DraftConfig, SelfSpecModel
-from selfspec.draft import Tree
-from selfspec.slots import SlotCache, join_rows, take_row
+from selfspec.decoder.cache import SlotCache, join_rows, take_row
+from selfspec.sampling.draft import Tree
 
 HEADS, DIM = 2, 4
 

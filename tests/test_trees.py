@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from selfspec import SelfSpecModel
 from selfspec.decoder import Decoder
-from selfspec.draft import Tree
 from selfspec.heads import Calibrator
+from selfspec.sampling.draft import Tree
 
 FAMILIES = ["llama", "gpt2", "qwen3", "gemma3_text", "mistral", "mixtral", "gpt_neox"]
 IDS, MASK = prompt(4, 9, 6)

@@ -17,18 +17,18 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from selfspec import DraftConfig, SelfSpecModel
+from selfspec.bench.tune import TuneConfig, run, skips, tune
+from selfspec.bench.tune.acceptance import Written, conditional, measure_rates, reach, write_on
+from selfspec.bench.tune.clock import measure_times
+from selfspec.bench.tune.skips import SkipSearch, SkipTrial
+from selfspec.bench.tune.texts import cut_prompts, in_batches, padded, split_prompts
+from selfspec.bench.tune.validation import Runner, fastest
 from selfspec.cli.options import draft_config
 from selfspec.config import SkipConfig
 from selfspec.display import speedup_map, speedup_table, validation_table
 from selfspec.heads import SharedHead
-from selfspec.prediction import expected_tokens, interpolated, predict_speedup
-from selfspec.profile import Profile, Validation
-from selfspec.tune import TuneConfig, run, skips, tune
-from selfspec.tune.acceptance import Written, conditional, measure_rates, reach, write_on
-from selfspec.tune.clock import measure_times
-from selfspec.tune.skips import SkipSearch, SkipTrial
-from selfspec.tune.texts import cut_prompts, in_batches, padded, split_prompts
-from selfspec.tune.validation import Runner, fastest
+from selfspec.schedule.prediction import expected_tokens, interpolated, predict_speedup
+from selfspec.schedule.profile import Profile, Validation
 
 RATES = st.floats(0, 0.99)
 TEXTS = [PROMPT, "the man is on the sand and the sea is near", "a boat on the sea; the sun is red"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from selfspec.assets import DEMO_MODEL
+from selfspec import DEMO_MODEL
 from selfspec.config import StrictConfig
 from training.language import HeldOut
 from training.script import run_script

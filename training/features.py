@@ -22,8 +22,8 @@ from torch import Tensor
 
 from selfspec.config import StrictConfig
 from selfspec.decoder import Decoder, Packing
-from selfspec.forcing import Reading, needs, read_text
 from selfspec.heads import ExitHead
+from selfspec.heads.teacher_forcing import Reading, needs, read_text
 from training.data import Batch, Blocks, collate
 from training.feature_files import Manifest, TextFacts, check_files, make_files, shard_path
 from training.identity import digest, target_facts

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from selfspec.decoder import Decoder
-from selfspec.forcing import Reading, draft_states
 from selfspec.heads import ExitHead
+from selfspec.heads.teacher_forcing import Reading, draft_states
 from training.data import Batch
 from training.losses import NO_TOKEN
 

@@ -12,7 +12,7 @@ from selfspec import DraftConfig, SelfSpecModel
 from selfspec.config import StrictConfig
 from selfspec.decoder import Decoder
 from selfspec.heads import ExitHead
-from selfspec.prediction import expected_tokens
+from selfspec.schedule.prediction import expected_tokens
 from training.calibrate import Bin, Calibration, calibration, fit_calibrator
 from training.data import Blocks
 from training.decode import DecodeConfig, accepted_lengths, draft_of, round_seconds, take_prompts

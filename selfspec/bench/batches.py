@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from selfspec.tune.texts import in_batches, padded
+from selfspec.bench.tune.texts import in_batches, padded
 
 
 class Batch(NamedTuple):

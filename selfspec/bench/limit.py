@@ -19,12 +19,12 @@ from selfspec.bench.methods import make_method
 from selfspec.bench.runner import Bench
 from selfspec.bench.runs import Place, Run, RunFile
 from selfspec.bench.traffic import Traffic, read_bandwidth
+from selfspec.bench.tune.clock import measure_times
+from selfspec.bench.tune.config import TuneConfig
+from selfspec.bench.tune.work import WorkFile
 from selfspec.config import DraftConfig
 from selfspec.heads import ExitHead
-from selfspec.profile import Times, exit_name
-from selfspec.tune.clock import measure_times
-from selfspec.tune.config import TuneConfig
-from selfspec.tune.work import WorkFile
+from selfspec.schedule.profile import Times, exit_name
 
 _ORACLE_TOKENS = 12  # drafts of a round, of which the oracle takes those that were kept
 _COLUMNS = ("way", "tokens/s", "passes", "layers", "memory", "of layers", "of memory")

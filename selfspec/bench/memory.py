@@ -17,9 +17,9 @@ from selfspec.bench.plots import COLOURS, MARKERS, write_picture
 from selfspec.bench.tiny import tiny_target
 from selfspec.bench.traffic import kv_bytes
 from selfspec.config import DraftConfig
+from selfspec.generation.streaming import RoundStreamer
 from selfspec.model import SelfSpecModel
-from selfspec.stats import Round
-from selfspec.streaming import RoundStreamer
+from selfspec.schedule.stats import Round
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

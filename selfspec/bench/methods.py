@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from selfspec.bench.batches import Batch
 from selfspec.bench.config import PEER_OPTIONS, MethodConfig
 from selfspec.config import DraftConfig
+from selfspec.generation.streaming import RoundStreamer
 from selfspec.model import SelfSpecModel
-from selfspec.stats import Round, Stats
-from selfspec.streaming import RoundStreamer
+from selfspec.schedule.stats import Round, Stats
 
 # What transformers' documentation shows; a config's `options` come before these.
 _LOOKUP = {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 2}

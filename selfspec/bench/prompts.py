@@ -12,9 +12,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.assets import PROMPTS, SAMPLES
+from selfspec import DEMO_MODEL
 from selfspec.bench.config import PromptSetConfig
-from selfspec.prose import clean_prose
+from selfspec.bench.prose import clean_prose
 
 # The first turn alone is asked of conversations. MBPP's test split has ids 11 to 510.
 _TEMPLATES = {
@@ -104,7 +104,11 @@ def _fitting(
 
 
 def _records(config: PromptSetConfig) -> Iterator[dict[str, Any]]:
-    path = Path(config.path) if config.path else SAMPLES / f"{config.reader}.jsonl"
+    path = (
+        Path(config.path)
+        if config.path
+        else DEMO_MODEL.parent / "prompts" / f"{config.reader}.jsonl"
+    )
     if not path.is_file():
         raise FileNotFoundError(f"no prompt file at {path}, which {config.name!r} reads")
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -165,7 +169,12 @@ def _passage(
 
 def _texts(config: PromptSetConfig) -> list[str]:
     if config.path is None:
-        return [entry["text"] for entry in json.loads(PROMPTS.read_text(encoding="utf-8"))]
+        return [
+            entry["text"]
+            for entry in json.loads(
+                (DEMO_MODEL.parent / "prompts.json").read_text(encoding="utf-8")
+            )
+        ]
     pattern = config.path.replace("{stdlib}", sysconfig.get_paths()["stdlib"])
     files = sorted(path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file())  # noqa: PTH207
     if not files:

@@ -13,10 +13,10 @@ from torch import Tensor
 from selfspec.bench.grid import Grid, number
 from selfspec.bench.plots import COLOURS, write_picture
 from selfspec.bench.tiny import tiny_target
+from selfspec.bench.tune.clock import Probe, Seconds, begin, medians
+from selfspec.bench.tune.config import TuneConfig
+from selfspec.bench.tune.work import WorkFile
 from selfspec.config import DraftConfig
-from selfspec.tune.clock import Probe, Seconds, begin, medians
-from selfspec.tune.config import TuneConfig
-from selfspec.tune.work import WorkFile
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

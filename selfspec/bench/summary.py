@@ -15,7 +15,7 @@ from selfspec.bench.meters import Memory
 from selfspec.bench.runner import Bench
 from selfspec.bench.runs import Place, Run, RunFile
 from selfspec.bench.statistics import Interval, loops, median_interval, percentile
-from selfspec.stats import PARTS
+from selfspec.schedule.stats import PARTS
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from selfspec.bench.grid import Grid, mebibytes, number
 from selfspec.bench.statistics import Interval
 from selfspec.bench.summary import Equality, Row
-from selfspec.stats import PARTS
+from selfspec.schedule.stats import PARTS
 
 Cell = Callable[[Row], str]
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
+from selfspec.bench.tune.clock import wait_for
 from selfspec.decoder import Decoder, Span
 from selfspec.heads import ExitHead
-from selfspec.tune.clock import wait_for
 
 _MOST = 2**30  # bytes of the buffer that is read: beyond any cache
 _COLUMNS = 1024

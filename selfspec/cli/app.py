@@ -50,8 +50,8 @@ def app(
     """
     drafting = opt.draft_config(config, draft)
     with reporting(as_json) as console:
-        from selfspec.app import Offer, SideBySide
-        from selfspec.app.page import Page
+        from selfspec.display.app import Offer, SideBySide
+        from selfspec.display.app.page import Page
 
         target = load(model, heads, dtype, device, profile, kernels)
         ran = target.to_dict()

@@ -120,7 +120,7 @@ def run_bench(config: BenchConfig, output: Path, limit: bool = False) -> Report:
 
 def _limits(bench: Benchmark, file: RunFile, identity: dict[str, Any], show: Say) -> Limits:
     from selfspec.bench import Progress, measure_limits
-    from selfspec.tune.work import WorkFile
+    from selfspec.bench.tune.work import WorkFile
 
     work = WorkFile(file.folder / "work.jsonl", identity)
     return measure_limits(bench, file, work, lambda part: show(Progress(0, 1, part)))
@@ -141,8 +141,8 @@ def run_scaling(config: BenchConfig, output: Path, console: Console) -> dict[str
     import torch
 
     from selfspec.bench import Progress, measure_scaling
-    from selfspec.profile import device_name
-    from selfspec.tune.work import WorkFile
+    from selfspec.bench.tune.work import WorkFile
+    from selfspec.schedule.profile import device_name
 
     _set_threads(config)
     device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -191,7 +191,7 @@ def _drawn(plots: Callable[[Path], list[Path]], output: Path) -> list[str]:
 
 def _loaded(config: BenchConfig) -> tuple[Loaded, dict[str, Any]]:
     """The target, and what runs where."""
-    from selfspec.profile import device_name
+    from selfspec.schedule.profile import device_name
 
     _set_threads(config)
     dtype = opt.Dtype(config.dtype)

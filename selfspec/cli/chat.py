@@ -17,7 +17,7 @@ from selfspec.cli.load import load
 from selfspec.cli.output import complain, print_json, reporting, summary
 
 if TYPE_CHECKING:
-    from selfspec.chat import Conversation, Turn
+    from selfspec.cli.conversation import Conversation, Turn
 
 _COMMAND = re.compile(r"/[a-z]+")
 _COMMANDS = {"/reset": "forget every turn", "/quit": "leave"}
@@ -56,7 +56,7 @@ def chat(
     terminal every line of stdin is a turn. /reset forgets every turn, /quit or Ctrl-D leaves;
     Ctrl-C stops a reply, and leaves where there is none.
     """
-    from selfspec.chat import Conversation
+    from selfspec.cli.conversation import Conversation
 
     drafting = opt.draft_config(config, draft)
     options = {"max_new_tokens": max_new_tokens, **opt.sampling(temperature, top_k, top_p)}

@@ -67,7 +67,7 @@ def check(
 
 
 def _prompts(target: Loaded, file: Path | None) -> list[Tensor]:
-    from selfspec.demo import load_prompts
+    from selfspec.display.demo import load_prompts
 
     texts = read_prompts(None, file) if file else [prompt.text for prompt in load_prompts()]
     device = target.spec.engine.decoder.device

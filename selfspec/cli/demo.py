@@ -18,7 +18,7 @@ from selfspec.cli.output import print_json, progress, reporting
 
 if TYPE_CHECKING:
     from selfspec.config import DraftConfig
-    from selfspec.demo import Comparison, DemoResult, Writer
+    from selfspec.display.demo import Comparison, DemoResult, Writer
 
 
 class Domain(str, Enum):
@@ -78,7 +78,7 @@ def demo(
     as_json: opt.AsJson = False,
 ) -> None:
     """Write a text by plain decoding and by self-speculation, and compare texts and speed."""
-    from selfspec.demo import DemoOptions, Writer
+    from selfspec.display.demo import DemoOptions, Writer
 
     drafting = opt.draft_config(config, draft)
     with reporting(as_json) as console:
@@ -114,7 +114,7 @@ def _filled_in(target: Loaded, draft: DraftConfig) -> DraftConfig:
 
 def _passage(prompt: str | None, domain: Domain, seed: int) -> tuple[str, str]:
     """The text to go on from, and where it is from."""
-    from selfspec.demo import load_prompts
+    from selfspec.display.demo import load_prompts
 
     if prompt is not None:
         return prompt, "your prompt"
@@ -137,8 +137,8 @@ def _headline(head: dict[str, Any], source: str) -> str:
 
 def _show_demo(console: Console, writer: Writer) -> tuple[dict[str, Any], bool]:
     """Stream the text, then say whether both texts are equal, and how fast they came."""
-    from selfspec.demo import run_demo, verdict
     from selfspec.display import OriginStreamer, legend
+    from selfspec.display.demo import run_demo, verdict
 
     streamer = None
     if not console.quiet:
@@ -179,7 +179,7 @@ def exits_table(result: DemoResult) -> Table:
 
 
 def _show_comparison(console: Console, writer: Writer) -> tuple[dict[str, Any], bool]:
-    from selfspec.demo import compare
+    from selfspec.display.demo import compare
 
     with progress().status("timing"):
         result = compare(writer)

@@ -19,7 +19,7 @@ from selfspec.cli.prompts import read_prompts
 
 if TYPE_CHECKING:
     from selfspec.config import DraftConfig
-    from selfspec.stats import Trace
+    from selfspec.schedule.stats import Trace
 
 _JOB = "Job"
 
@@ -198,7 +198,7 @@ class _Job:
 
     def run(self, prompts: list[str], output: Path, processes: int, as_json: bool) -> None:
         """Answer all prompts into `output`."""
-        from selfspec.jobs import run_job
+        from selfspec.generation.jobs import run_job
 
         aside = ("device",)  # the text is the same
         identity = {name: str(value) for name, value in vars(self).items() if name not in aside}

@@ -14,7 +14,7 @@ from selfspec.cli.load import load, quiet_transformers, resolve
 from selfspec.cli.output import in_units, print_json, reporting
 
 if TYPE_CHECKING:
-    from selfspec.engine import Engine
+    from selfspec.drafters.engine import Engine
 
 
 def info(
@@ -50,7 +50,7 @@ def _without_weights(path: Path | str) -> Engine | None:
 
     from selfspec.bench.traffic import kv_bytes
     from selfspec.decoder import Decoder
-    from selfspec.engine import Engine
+    from selfspec.drafters.engine import Engine
 
     quiet_transformers()
     config = AutoConfig.from_pretrained(path)

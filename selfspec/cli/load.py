@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from selfspec.assets import DEMO_MODEL
+from selfspec import DEMO_MODEL
 from selfspec.cli.options import Dtype, Kernels, KVCache
 from selfspec.cli.output import progress
 

@@ -13,7 +13,7 @@ from rich.console import Console
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from selfspec.stats import Stats
+    from selfspec.schedule.stats import Stats
 
 
 @contextmanager

@@ -20,8 +20,8 @@ from selfspec.cli.output import make_folder_of, print_json, progress, reporting
 from selfspec.cli.prompts import read_prompts
 
 if TYPE_CHECKING:
-    from selfspec.profile import Profile
-    from selfspec.tune.skips import SkipSearch
+    from selfspec.bench.tune.skips import SkipSearch
+    from selfspec.schedule.profile import Profile
 
 tuning = typer.Typer(invoke_without_command=True)
 
@@ -79,8 +79,8 @@ def tune(
     """Measure passes and acceptance on this device, and write the profile that generate takes."""
     if ctx.invoked_subcommand is not None:
         return
+    from selfspec.bench.tune import TuneConfig
     from selfspec.config import load_config
-    from selfspec.tune import TuneConfig
 
     wanted = load_config(TuneConfig, config, fields or ())
     texts = read_texts(text)
@@ -116,9 +116,9 @@ def skip(
     as_json: opt.AsJson = False,
 ) -> None:
     """Search for the sublayers that are best left out when layer_skip drafts."""
-    from selfspec.tune.config import TuneConfig
-    from selfspec.tune.skips import search_skips
-    from selfspec.tune.texts import cut_prompts
+    from selfspec.bench.tune.config import TuneConfig
+    from selfspec.bench.tune.skips import search_skips
+    from selfspec.bench.tune.texts import cut_prompts
 
     limits, texts = TuneConfig(), read_texts(text)
     if output is not None:
@@ -183,13 +183,13 @@ def read_texts(files: Sequence[Path] | None) -> list[str]:
 
 
 def _output(target: Loaded, model: str | None, heads: str | None) -> Path:
-    from selfspec.profile_files import default_path
+    from selfspec.schedule.profile_files import default_path
 
     return default_path(target.spec.engine.decoder, heads or resolve(model)[1])
 
 
 def _tuned(target: Loaded, texts: Sequence[str], config: Any, work: Path) -> Profile:
-    from selfspec.tune import tune as measure
+    from selfspec.bench.tune import tune as measure
 
     with _showing() as show:
         return measure(target.spec, target.tokenizer, texts, config, work, show)

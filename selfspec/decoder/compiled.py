@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from selfspec.decoder.cache import WIDEST, SlotCache, Strip
 from selfspec.decoder.direct import hooked_part
 from selfspec.decoder.standin import StandIn, told
-from selfspec.slots import WIDEST, SlotCache, Strip
 
 # How a layer's inputs differ: one row or several, one token or several, with or without a mask,
 # rows of one length or of many, gradients wanted of its weights or not, kinds of layers.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from selfspec.config import Kernels, KVCacheDtype
+from selfspec.decoder.cache import RoundedCache, SlotCache, StepCache
 from selfspec.decoder.gates import Gates
 from selfspec.decoder.inputs import Inputs
 from selfspec.decoder.layers import trainable
@@ -27,8 +28,7 @@ from selfspec.decoder.support import (
     refuse_unsupported,
     unwrap,
 )
-from selfspec.draft import Tree
-from selfspec.slots import RoundedCache, SlotCache, StepCache
+from selfspec.sampling.draft import Tree
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 

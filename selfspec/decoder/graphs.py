@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from selfspec.decoder.cache import WIDEST, SlotCache, Strip
 from selfspec.decoder.direct import hooked_part
 from selfspec.decoder.passes import ActivePass
 from selfspec.decoder.standin import StandIn, told
 from selfspec.decoder.tape import RECORDERS, Recorder, Tape
-from selfspec.slots import WIDEST, SlotCache, Strip
 
 PAGE = 256  # slots by which what a pass sees grows
 MOST = 64  # graphs of one call

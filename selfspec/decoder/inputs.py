@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from selfspec.slots import SlotCache
+from selfspec.decoder.cache import SlotCache
 
 MASK = "attention_mask"
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from selfspec.decoder.cache import SlotCache, Window
 from selfspec.decoder.gates import Gates
 from selfspec.decoder.packing import Packing
-from selfspec.slots import SlotCache, Window
 
 
 class Masks:

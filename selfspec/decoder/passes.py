@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from selfspec.slots import Window
+from selfspec.decoder.cache import Window
 
 
 class Span(NamedTuple):

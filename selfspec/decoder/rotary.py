@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from selfspec.slots import Pieces, Window
+from selfspec.decoder.cache import Pieces, Window
 
 # Kinds whose frequencies stay what they are. Others depend on the longest position of the pass.
 _STATIC = {"default", "linear", "llama3", "yarn"}

@@ -7,13 +7,13 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from selfspec.decoder.cache import WIDEST
 from selfspec.decoder.gates import Gates
 from selfspec.decoder.passes import ActivePass, Pass
 from selfspec.decoder.route import Route
 from selfspec.decoder.snapshot import Snapshot
 from selfspec.decoder.survey import Survey
 from selfspec.decoder.tail import Tail
-from selfspec.slots import WIDEST
 
 
 class Runner:

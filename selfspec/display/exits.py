@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from selfspec.decoder import Decoder
 from selfspec.display.pieces import Detokenizer
-from selfspec.forcing import draft_states, needs, read_text
 from selfspec.heads import ExitHead, SharedHead
+from selfspec.heads.teacher_forcing import draft_states, needs, read_text
 from selfspec.model import SelfSpecModel
 
 MODEL = "model"  # the kind of the last row

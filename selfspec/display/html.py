@@ -10,7 +10,7 @@ from html import escape
 from transformers import PreTrainedTokenizerBase
 
 from selfspec.display.pieces import Kind, Piece, kinds, pieces
-from selfspec.stats import Trace
+from selfspec.schedule.stats import Trace
 
 # Transparent fills (Okabe and Ito's colours) read on light and dark pages alike.
 _STYLES: dict[Kind, str] = {

@@ -8,7 +8,7 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.stats import Origin, Round, Trace
+from selfspec.schedule.stats import Origin, Round, Trace
 
 Kind = Literal[Origin, "rejected"]
 

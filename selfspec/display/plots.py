@@ -10,7 +10,7 @@ from torch import Tensor
 
 from selfspec.config import unknown_name
 from selfspec.display.exits import MODEL, ExitReadings
-from selfspec.stats import Stats
+from selfspec.schedule.stats import Stats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from selfspec.display.plots import new_axes
-from selfspec.profile import Profile, Validation
+from selfspec.schedule.profile import Profile, Validation
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from selfspec.display.pieces import Kind, Piece, RoundPieces, pieces
-from selfspec.stats import Round, Stats, Trace
-from selfspec.streaming import RoundStreamer
+from selfspec.generation.streaming import RoundStreamer
+from selfspec.schedule.stats import Round, Stats, Trace
 
 _STYLES: dict[Kind, str] = {
     "accepted": "green",

@@ -1,18 +1,18 @@
 """Drafting strategies, one file each, by name."""
 
-from selfspec.acceptance import LOSSLESS_RULES
 from selfspec.config import DraftConfig, unknown_name
 from selfspec.drafters.auto import Auto
 from selfspec.drafters.base import Drafter
 from selfspec.drafters.cascade import Cascade
 from selfspec.drafters.early_exit import EarlyExit
+from selfspec.drafters.engine import Engine
 from selfspec.drafters.layer_skip import SkipLayers
 from selfspec.drafters.lookahead import Lookahead
 from selfspec.drafters.plain import Plain
 from selfspec.drafters.prompt_lookup import PromptLookup
 from selfspec.drafters.tree import ExitTree
 from selfspec.drafters.two_model import TwoModel
-from selfspec.engine import Engine
+from selfspec.sampling import LOSSLESS_RULES
 
 _ALL: tuple[type[Drafter], ...] = (
     Auto,

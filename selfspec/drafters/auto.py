@@ -7,17 +7,17 @@ from functools import partial
 from itertools import takewhile
 
 from selfspec.config import DraftConfig
-from selfspec.copying import CopyingChain, CopyingStop
 from selfspec.decoder import Pass
-from selfspec.draft import Draft, Verdict
 from selfspec.drafters.base import Drafter
-from selfspec.engine import Engine, State, Verified
-from selfspec.growth import ExitGrowth, share
+from selfspec.drafters.copying import CopyingChain, CopyingStop
+from selfspec.drafters.engine import Engine, State, Verified
+from selfspec.drafters.exit_readers import ExitReader, make_reader
+from selfspec.drafters.suffix_lookup import Lookup
+from selfspec.drafters.tree_expansion import ExitGrowth, share
 from selfspec.heads import ExitHead
-from selfspec.lookup import Lookup
-from selfspec.policy import PLAIN, Policy
-from selfspec.reading import ExitReader, make_reader
+from selfspec.sampling.draft import Draft, Verdict
 from selfspec.schedule import OptimalStop
+from selfspec.schedule.policy import PLAIN, Policy
 
 _CHAIN = 12  # the most drafts of a chain, whose schedule decides
 

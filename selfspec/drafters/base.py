@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from selfspec.config import DraftConfig
 from selfspec.decoder import Decoder, Pass
-from selfspec.draft import Draft, Verdict
-from selfspec.engine import Engine, State, Verified
+from selfspec.drafters.engine import Engine, State, Verified
+from selfspec.sampling.draft import Draft, Verdict
 
 
 class Drafter(ABC):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from selfspec.chain import ExitChain
 from selfspec.config import DraftConfig
 from selfspec.decoder import Pass
-from selfspec.draft import Draft, Verdict
 from selfspec.drafters.base import Drafter
-from selfspec.engine import Engine, State, Verified
-from selfspec.reading import make_reader
+from selfspec.drafters.chain import ExitChain
+from selfspec.drafters.engine import Engine, State, Verified
+from selfspec.drafters.exit_readers import make_reader
+from selfspec.sampling.draft import Draft, Verdict
 from selfspec.schedule import make_schedule
 
 

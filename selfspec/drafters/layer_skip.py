@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from selfspec.chain import draft_chain
 from selfspec.config import DraftConfig
 from selfspec.decoder import Span
-from selfspec.draft import Draft, Verdict
 from selfspec.drafters.base import Drafter
-from selfspec.engine import Engine, State, Verified
+from selfspec.drafters.chain import draft_chain
+from selfspec.drafters.engine import Engine, State, Verified
+from selfspec.drafters.skipped_layers import FixedSkips, make_skips
+from selfspec.sampling.draft import Draft, Verdict
 from selfspec.schedule import Schedule, make_schedule, plain_judge
-from selfspec.skipping import FixedSkips, make_skips
 
 
 class SkipLayers(Drafter):

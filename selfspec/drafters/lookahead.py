@@ -11,9 +11,9 @@ import torch
 
 from selfspec.config import DraftConfig, LookaheadConfig
 from selfspec.decoder import Pass
-from selfspec.draft import Draft, Tree, Verdict
 from selfspec.drafters.base import Drafter
-from selfspec.engine import Engine, State, Verified
+from selfspec.drafters.engine import Engine, State, Verified
+from selfspec.sampling.draft import Draft, Tree, Verdict
 
 Ngram = tuple[int, ...]
 

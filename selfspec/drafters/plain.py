@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from selfspec.config import DraftConfig
-from selfspec.draft import Draft
 from selfspec.drafters.base import Drafter
-from selfspec.engine import Engine, State
+from selfspec.drafters.engine import Engine, State
+from selfspec.sampling.draft import Draft
 
 
 class Plain(Drafter):

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from selfspec.config import DraftConfig
 from selfspec.decoder import Pass
-from selfspec.draft import Draft
 from selfspec.drafters.base import Drafter
-from selfspec.engine import Engine, State
-from selfspec.lookup import Lookup
+from selfspec.drafters.engine import Engine, State
+from selfspec.drafters.suffix_lookup import Lookup
+from selfspec.sampling.draft import Draft
 
 
 class PromptLookup(Drafter):

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from selfspec.config import DraftConfig
 from selfspec.decoder import Pass
-from selfspec.draft import Draft, Verdict
 from selfspec.drafters.base import Drafter
-from selfspec.engine import Engine, State, Verified
-from selfspec.growth import ExitGrowth, share
-from selfspec.reading import ExitReader, make_reader
+from selfspec.drafters.engine import Engine, State, Verified
+from selfspec.drafters.exit_readers import ExitReader, make_reader
+from selfspec.drafters.tree_expansion import ExitGrowth, share
+from selfspec.sampling.draft import Draft, Verdict
 
 
 class ExitTree(Drafter):

@@ -9,12 +9,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from selfspec.chain import draft_chain
 from selfspec.config import DraftConfig
 from selfspec.decoder import Decoder, Pass
-from selfspec.draft import Draft, Verdict
 from selfspec.drafters.base import Drafter
-from selfspec.engine import Engine, State, Verified
+from selfspec.drafters.chain import draft_chain
+from selfspec.drafters.engine import Engine, State, Verified
+from selfspec.sampling.draft import Draft, Verdict
 from selfspec.schedule import Schedule, make_schedule, plain_judge
 
 _PIECE = 512  # tokens of a pass over text that the smaller model has not read

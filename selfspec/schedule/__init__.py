@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from selfspec.config import DraftConfig
 from selfspec.heads import Calibrator, Judge
-from selfspec.pace import Pace
 from selfspec.schedule.base import ConfidenceStop, Schedule
 from selfspec.schedule.optimal import OptimalStop
+from selfspec.schedule.pace import Pace
 
 
 def make_schedule(config: DraftConfig, pace: Pace | None = None) -> Schedule:

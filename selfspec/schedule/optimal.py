@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from selfspec.falls import Falls
 from selfspec.heads import Judge
-from selfspec.pace import Pace, RoundClock
 from selfspec.schedule.base import Schedule
+from selfspec.schedule.falls import Falls
+from selfspec.schedule.pace import Pace, RoundClock
 
 _ENOUGH = 8  # times asked that tell what it is worth
 _LOOK = 16  # rounds, in one of which all drafts are asked of

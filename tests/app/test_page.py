@@ -11,8 +11,8 @@ from cli_tools import PROMPT, TOKENS, call
 from conftest import EXIT, tiny_llama
 
 from selfspec import DraftConfig, SelfSpecModel
-from selfspec.app import Offer, SideBySide
 from selfspec.cli import load
+from selfspec.display.app import Offer, SideBySide
 
 pytestmark = [
     pytest.mark.app,
@@ -37,7 +37,7 @@ CHOSEN = {
 @pytest.fixture
 def page(tokenizer):
     """The page of a tiny target."""
-    from selfspec.app.page import Page
+    from selfspec.display.app.page import Page
 
     spec = SelfSpecModel(tiny_llama("sometimes"))
     made = Page(SideBySide(spec, tokenizer, 0), Offer(spec, DraftConfig(exit_layer=EXIT)), "tiny")

@@ -16,8 +16,8 @@ from pydantic import Field, field_validator, model_validator
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import Self
 
+from selfspec.bench.prose import clean_prose
 from selfspec.config import StrictConfig
-from selfspec.prose import clean_prose
 
 Record = dict[str, Any]
 

@@ -1,0 +1,188 @@
+"""A conversation: turns over one text, its KV kept from one to the next.
+
+With a chat template, turns are messages. Without one the text simply goes on: every turn is a new
+line behind what the model wrote last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from selfspec.config import DraftConfig
+from selfspec.generation.stopping import StopOnRequest
+from selfspec.model import SelfSpecModel
+from selfspec.schedule.stats import Stats
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What was said, and what it took.
+
+    Attributes:
+        prompt: what the user said.
+        text: the reply.
+        stopped: whether the reply was stopped before the model ended it.
+        prompt_tokens: tokens of the text up to the reply.
+        cached_tokens: how many of them the KV of earlier turns held already.
+        stats: counters and clocks of the reply.
+    """
+
+    prompt: str
+    text: str
+    stopped: bool
+    prompt_tokens: int
+    cached_tokens: int
+    stats: Stats
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as plain values."""
+        return {**vars(self), "stats": self.stats.to_dict()}
+
+
+class Conversation:
+    """Replies to one turn after another.
+
+    Args:
+        spec: what replies.
+        tokenizer: its tokenizer; with a chat template, turns are messages.
+        draft: how to draft.
+        options: of transformers' `generate`; `max_new_tokens` is the most that a reply has.
+        seed: seeds sampling, once for the conversation.
+        system: a message in front of all turns.
+
+    Attributes:
+        tokens: ids of the text so far.
+
+    Raises:
+        ValueError: there is a system message, but no chat template to put it in.
+    """
+
+    def __init__(
+        self,
+        spec: SelfSpecModel,
+        tokenizer: PreTrainedTokenizerBase,
+        draft: DraftConfig,
+        options: dict[str, Any],
+        seed: int = 0,
+        system: str | None = None,
+    ):
+        self.spec, self.tokenizer = spec, tokenizer
+        self.draft, self.options = draft, options
+        if system is not None and not self.templated:
+            raise ValueError(
+                "a system message needs a chat template, and the tokenizer has none; say it in the "
+                "first turn"
+            )
+        self.device = spec.engine.decoder.device
+        self.generator = torch.Generator(self.device).manual_seed(seed)
+        self.system = system
+        self.cache = spec.engine.decoder.new_slots(1)
+        self.reset()
+
+    @property
+    def templated(self) -> bool:
+        """Whether turns are messages of a chat template."""
+        return bool(self.tokenizer.chat_template)
+
+    def reset(self) -> None:
+        """Forget every turn."""
+        first = [] if self.system is None else [{"role": "system", "content": self.system}]
+        self.messages: list[dict[str, str]] = first
+        self.tokens: list[int] = []
+        self._read: list[int] = []  # what the KV is of, a reply that failed included
+        self.cache.reset()
+
+    def say(
+        self,
+        prompt: str,
+        streamer: BaseStreamer | None = None,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> Turn:
+        """Say something, and get the reply.
+
+        Args:
+            prompt: what the user says.
+            streamer: is shown the reply as it is written.
+            stop: asked after every token; once it says yes, the reply ends there.
+
+        Raises:
+            ValueError: there is no text, no room for a reply, or a draft that cannot be made. The
+                conversation is then what it was.
+        """
+        if not prompt.strip():
+            raise ValueError("an empty turn; say something")
+        text = self._with(prompt)
+        room = self._room(len(text))
+        cached, self._read = self._keep_prefix_of(text), text
+        stopping = StopOnRequest(stop)
+        output: Any = self.spec.generate(
+            torch.tensor([text], device=self.device),
+            attention_mask=torch.ones(1, len(text), dtype=torch.long, device=self.device),
+            draft=self.draft,
+            generator=self.generator,
+            streamer=streamer,
+            stopping_criteria=StoppingCriteriaList([stopping]),
+            past_key_values=self.cache,
+            return_dict_in_generate=True,
+            **{**self.options, "max_new_tokens": room},
+        )
+        self.tokens = self._read = output.sequences[0].tolist()
+        reply = self.tokenizer.decode(self.tokens[len(text) :], skip_special_tokens=True)
+        assert isinstance(reply, str)  # one sequence in, one text out
+        self.messages += _message("user", prompt) + _message("assistant", reply)
+        return Turn(prompt, reply, stopping.said, len(text), cached, output.stats)
+
+    def _with(self, prompt: str) -> list[int]:
+        """Ids of the text up to the reply to `prompt`."""
+        if self.templated:
+            ids: Any = self.tokenizer.apply_chat_template(
+                self.messages + _message("user", prompt),
+                add_generation_prompt=True,
+                return_dict=False,
+            )
+            return list(ids)
+        if not self.tokens:
+            return self.tokenizer(prompt).input_ids
+        written = self.tokenizer.decode(self.tokens)
+        ended = self.tokens[-1] in _ids(self.spec.causal_lm.generation_config.eos_token_id)
+        line = prompt if ended or str(written).endswith("\n") else f"\n{prompt}"
+        return self.tokens + self.tokenizer(line, add_special_tokens=False).input_ids
+
+    def _room(self, length: int) -> int:
+        """Tokens that the reply to a text of that length may have."""
+        wanted = self.options["max_new_tokens"]
+        positions = self.spec.engine.decoder.max_positions
+        if positions is None or length + wanted <= positions:
+            return wanted
+        if length >= positions:
+            raise ValueError(
+                f"the conversation would have {length} tokens, the model {positions} positions; "
+                "reset it to begin anew"
+            )
+        return positions - length
+
+    def _keep_prefix_of(self, text: Sequence[int]) -> int:
+        """Keep KV of the tokens that `text` begins with as well; returns how many they are.
+
+        A template may write a reply otherwise than the model did, or leave a part of it out.
+        """
+        # The last token is run in any case: its logits are wanted.
+        held = min(self.cache.lengths[0], len(self._read), len(text) - 1)
+        pairs = enumerate(zip(self._read[:held], text, strict=False))
+        kept = next((place for place, (old, new) in pairs if old != new), held)
+        self.cache.crop(kept - self.cache.lengths[0])
+        return kept
+
+
+def _message(role: str, content: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": content}]
+
+
+def _ids(tokens: int | list[int] | None) -> list[int]:
+    return [tokens] if isinstance(tokens, int) else tokens or []

@@ -1,0 +1,299 @@
+"""Keys and values of all layers, for rows of different lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache
+
+from selfspec.config import KVCacheDtype
+from selfspec.decoder.cache.int8 import Int8Layer
+from selfspec.decoder.cache.layer import SlotLayer, Window
+from selfspec.decoder.cache.masks import WIDEST, Stairs, hide, tree_mask
+from selfspec.decoder.cache.pieces import Pieces
+from selfspec.sampling.draft import Tree
+
+_GROWTH = 256  # least numbers that are counted ahead
+
+
+class SlotCache(Cache):
+    """KV of all layers for rows of different lengths.
+
+    Args:
+        windows: per layer, the sliding window in tokens, or `None` for full attention.
+        rows: number of rows.
+        capacity: slots reserved at the first write (buffers double when more is needed).
+        device: where positions and masks are made.
+        kv_cache_dtype: what keys and values are kept in.
+        page: what slots that a pass over few tokens sees are a multiple of.
+
+    Attributes:
+        lengths: tokens of each row that are settled in every layer.
+        added_from: per row, the first slot of the added layers that holds anything.
+    """
+
+    def __init__(
+        self,
+        windows: Sequence[int | None],
+        rows: int,
+        capacity: int = 0,
+        device: torch.device | str = "cpu",
+        kv_cache_dtype: KVCacheDtype = "auto",
+        page: int = 1,
+    ):
+        self._layer_class = Int8Layer if kv_cache_dtype == "int8" else SlotLayer
+        super().__init__(layers=[self._layer_class(window) for window in windows])
+        self.layers: list[SlotLayer]
+        self._windows = windows
+        self._kv_cache_dtype: KVCacheDtype = kv_cache_dtype
+        self._page = page
+        self.lengths = [0] * rows
+        self.added_from = [0] * rows
+        self.depth = len(windows)
+        self.device = torch.device(device)
+        self._reserved = capacity
+        self._sliding = [window is not None for window in windows]
+        self._never = [False] * len(windows)
+        self._window: Window | None = None
+        self._to_added: Mapping[int, int] = {}
+        self._counted = Pieces(torch.arange(0, device=self.device)[None], dim=1)
+        self._stairs = Stairs(self.device)
+
+    # What passes write and see
+
+    def window(
+        self, width: int, offset: int | Sequence[int] = 0, tree: Tree | None = None
+    ) -> Window:
+        """`width` slots of each row, `offset` behind its settled tokens.
+
+        Args:
+            width: slots of each row.
+            offset: of all rows, or one a row.
+            tree: which drafts continue which, when a pass is over those of a tree; `offset` is
+                then the place of the first in the block.
+        """
+        if isinstance(offset, int):
+            place, starts = offset, [length + offset for length in self.lengths]
+        else:
+            place, starts = 0, [n + more for n, more in zip(self.lengths, offset, strict=True)]
+        page = self._page if width <= WIDEST else 1
+        end = max(starts) + width + page
+        if self._counted.length < end:  # the numbers 0, 1, 2, … as far as is needed
+            counted = torch.arange(max(2 * end, _GROWTH), device=self.device)
+            self._counted = Pieces(counted[None], dim=1)
+        return Window(starts, width, self._counted, tree, place, page)
+
+    def turn(
+        self, window: Window | None, added: Mapping[int, int]
+    ) -> tuple[Window | None, Mapping[int, int]]:
+        """Have passes write this window from now on; returns what they wrote before.
+
+        Args:
+            window: the slots; `None`: none.
+            added: which added layer, from 1, states go to that a layer of some number writes.
+        """
+        before = self._window, self._to_added
+        self._window, self._to_added = window, added
+        return before
+
+    @contextmanager
+    def writing(
+        self,
+        width: int,
+        offset: int | Sequence[int] = 0,
+        added: Mapping[int, int] | None = None,
+        tree: Tree | None = None,
+    ) -> Iterator[Window]:
+        """While active, passes write a `window` (and added layers, `turn`).
+
+        A pass itself takes its turn without this, which costs it as much as a small operation.
+        """
+        window = self.window(width, offset, tree)
+        outer = self.turn(window, added or {})
+        try:
+            yield window
+        finally:
+            self.turn(*outer)
+
+    def mask(self, window: int | None, dtype: torch.dtype, added: bool = False) -> Tensor:
+        """`[rows, 1, width, end]` additive mask of the active pass: 0 where a query may look.
+
+        A query at position p sees slots up to p, and none at or before p - `window`; in the
+        `added` layer none before `added_from`.
+        """
+        active = self._active()
+        partial = added and any(self.added_from)
+        if active.even and active.width <= WIDEST and not partial:
+            return self._stairs.view(active, window, dtype)
+        slots = self._counted.wholes[0][0, : active.end]
+        if active.tree is None:
+            mask = hide(slots, active.positions, window, dtype)
+        else:
+            mask = tree_mask(active, active.tree, slots, self.lengths, window, dtype)
+        if partial:
+            first = torch.tensor(self.added_from, device=self.device)[:, None, None]
+            mask = mask.masked_fill(slots < first, torch.finfo(dtype).min)
+        return mask[:, None]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
+        """Write a layer's new states; returns its keys and values up to the longest row's end."""
+        active = self._window or self._active()
+        layer = self._written(layer_idx)
+        if not layer.is_initialized:
+            layer.lazy_initialization(key_states, value_states)
+            layer.grow(max(self._reserved, active.end))
+        return layer.write(key_states, value_states, active)
+
+    def strip(self, layer_idx: int) -> tuple[Tensor, ...] | None:
+        """What a `Strip` of the active pass is made of; `None` for a layer that holds nothing."""
+        active, layer = self._active(), self._written(layer_idx)
+        if layer.keys is None or layer.values is None:
+            return None
+        layer.make_room(active)
+        return layer.keys, layer.values, active.slots, self._counted.wholes[0][0, : active.end]
+
+    def _written(self, layer_idx: int) -> SlotLayer:
+        added = self._to_added.get(layer_idx)
+        return self.layers[layer_idx if added is None else self.depth + added - 1]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens before the active pass (of the longest row); settled tokens between passes."""
+        if self._window is not None:
+            return max(self._window.starts)
+        return max(self.lengths)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """What a family that makes its own mask needs: keys up to the longest row's end."""
+        return self.get_seq_length(layer_idx) + query_length, 0
+
+    # transformers asks these of every layer in every pass; here they never change.
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """Whether each layer attends to a window."""
+        return self._sliding
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """No layer is recurrent."""
+        return self._never
+
+    @property
+    def is_dummy(self) -> list[bool]:
+        """Every layer has keys and values of its own."""
+        return self._never
+
+    def _active(self) -> Window:
+        if self._window is None:
+            raise RuntimeError(
+                "a SlotCache is written by SelfSpecModel only; for the model's own generate pass a "
+                "transformers DynamicCache"
+            )
+        return self._window
+
+    # What rounds do
+
+    def commit(self, counts: Sequence[int]) -> None:
+        """Settle `counts` more tokens in each row; everything behind them is rejected."""
+        self.lengths = [have + new for have, new in zip(self.lengths, counts, strict=True)]
+
+    def gather(self, branch: Tensor) -> None:
+        """Move an accepted branch together: its i-th slot becomes the i-th behind the settled.
+
+        Args:
+            branch: `[rows, n]` offsets from each row's length, rising; states of a tree's nodes
+                lie in the order in which they were drafted.
+        """
+        starts = torch.tensor(self.lengths, device=self.device)[:, None]
+        target = starts + torch.arange(branch.shape[1], device=self.device)
+        # An added layer has not run over leaves, whose states it will not need either.
+        capacity = max(layer.capacity for layer in self.layers)
+        for layer in self.layers:
+            layer.grow(capacity)
+            for buffer in layer.buffers:
+                rows = torch.arange(buffer.shape[0], device=buffer.device)[:, None]
+                source = (starts + branch).to(buffer.device)
+                buffer[rows, :, target.to(buffer.device)] = buffer[rows, :, source]
+
+    def add_layer(self, window: int | None) -> int:
+        """Make room for the KV of one layer more, which has not seen what is settled.
+
+        Returns:
+            Which added layer it is, from 1.
+        """
+        self.layers.append(self._layer_class(window))
+        self.added_from = list(self.lengths)
+        return len(self.layers) - self.depth
+
+    def drop_added(self) -> None:
+        """Forget the added layers."""
+        del self.layers[self.depth :]
+        self.added_from = [0] * self.rows
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only some rows, in the given order."""
+        self.lengths = [self.lengths[row] for row in rows]
+        self.added_from = [self.added_from[row] for row in rows]
+        for layer in self.layers:
+            layer.change(lambda buffer: buffer[list(rows)])
+
+    def empty(self, rows: int) -> SlotCache:
+        """A cache like this one, for other rows."""
+        kept_in, page = self._kv_cache_dtype, self._page
+        return SlotCache(self._windows, rows, 0, self.device, kept_in, page)
+
+    def take(self, other: SlotCache) -> None:
+        """Become a cache of other rows."""
+        self.layers, self.lengths = other.layers, other.lengths
+        self.added_from = other.added_from
+
+    # Memory, and caches of transformers
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return len(self.lengths)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the buffers of all layers take."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def token_bytes(self) -> list[int]:
+        """Bytes that one token of one row takes in each layer that has been written."""
+        sizes = [(layer.nbytes, self.rows * layer.capacity) for layer in self.layers]
+        return [nbytes // slots if slots else 0 for nbytes, slots in sizes]
+
+    def reset(self) -> None:
+        """Forget every token; buffers stay."""
+        self.lengths = [0] * self.rows
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens of each row; as in transformers, their number negated."""
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop takes the number of tokens to remove, negated, got {tokens_to_remove}"
+            )
+        self.lengths = [max(length - abs(tokens_to_remove), 0) for length in self.lengths]
+
+    def load(self, cache: DynamicCache) -> None:
+        """Copy the KV of a one-row `DynamicCache` into this empty cache."""
+        length = cache.get_seq_length()
+        for index, (keys, values, _) in enumerate(cache):
+            assert keys is not None and values is not None
+            kept = keys.shape[2]
+            with self.writing(kept, length - kept):
+                self.update(keys, values, index)
+        self.lengths = [length]
+
+    def store(self, cache: DynamicCache, beyond: int) -> None:
+        """Append the one row's tokens from position `beyond` on to a `DynamicCache`."""
+        for index, layer in enumerate(self.layers):
+            keys, values = layer.seen(self.lengths[0])
+            cache.update(keys[:, :, beyond:], values[:, :, beyond:], index)

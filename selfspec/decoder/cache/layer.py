@@ -1,0 +1,159 @@
+"""One layer's keys and values, and the slots that a pass writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from selfspec.decoder.cache.pieces import Pieces
+from selfspec.sampling.draft import Tree
+
+_GROWTH = 256  # smallest step by which a buffer grows, in slots
+
+
+class Window:
+    """The slots that one pass writes: `width` of them behind `starts` in each row.
+
+    Attributes:
+        starts: first slot written, per row.
+        width: tokens of the pass, per row.
+        tree: which of a block's drafts continue which; `None` where a token continues the slot
+            before its own.
+        place: of the first token in the tree's block.
+        slots: `[rows, width]` the slots.
+        positions: `[rows, width]` the tokens' positions: their slots, but for a tree's.
+        end: how many slots passes see: up to the last one that is written, or a few more that the
+            mask hides.
+        tight: whether there are none of these.
+        uniform: whether all rows write the same slots.
+        even: whether these are their tokens' positions, too.
+    """
+
+    def __init__(
+        self,
+        starts: list[int],
+        width: int,
+        counted: Pieces,
+        tree: Tree | None = None,
+        place: int = 0,
+        page: int = 1,
+    ):
+        self.starts, self.width, self.tree, self.place = starts, width, tree, place
+        first, last, (numbers,) = min(starts), max(starts), counted.wholes
+        self.end = -(-(last + width) // page) * page
+        self.tight = self.end == last + width
+        self.uniform = first == last
+        if self.uniform:
+            (slots,) = counted.view(first, width)
+            self.slots = slots if len(starts) == 1 else slots.expand(len(starts), -1)
+        else:
+            rows = torch.tensor(starts, device=numbers.device)
+            self.slots = rows[:, None] + numbers[:, :width]
+        self.even = self.uniform and tree is None
+        self.positions = self.slots
+        if tree is not None:
+            block = slice(place, place + width)
+            self.positions = self.slots - numbers[:, block] + tree.depths[:, block]
+
+    def put(self, states: Tensor, buffer: Tensor) -> None:
+        """Write `[rows, heads, width, any]` to these slots of `[rows, heads, slots, any]`."""
+        if self.uniform:
+            buffer.narrow(2, self.starts[0], self.width).copy_(states)
+        else:
+            slots = self.slots.to(states.device)
+            rows = torch.arange(states.shape[0], device=states.device)[:, None]
+            buffer[rows, :, slots] = states.transpose(1, 2)
+
+
+class SlotLayer(CacheLayerMixin):
+    """One layer's keys and values, as they are."""
+
+    names: tuple[str, ...] = ("keys", "values")  # of its buffers
+
+    def __init__(self, window: int | None = None):
+        super().__init__()
+        self.window = window
+        self.is_sliding = window is not None
+
+    @property
+    def capacity(self) -> int:
+        """Slots that fit before the buffers grow."""
+        return self.keys.shape[2] if self.keys is not None else 0
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """All that is held, `[rows, heads, slots, any]` each; nothing before the first write."""
+        return [getattr(self, name) for name in self.names] if self.is_initialized else []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(buffer.nbytes for buffer in self.buffers)
+
+    def hold(self, buffers: Sequence[Tensor]) -> None:
+        """Put others in place of the buffers."""
+        for name, buffer in zip(self.names, buffers, strict=True):
+            setattr(self, name, buffer)
+        self.is_initialized = True
+
+    def change(self, how: Callable[[Tensor], Tensor]) -> None:
+        """Put what `how` makes of each buffer in its place."""
+        if self.is_initialized:
+            self.hold([how(buffer) for buffer in self.buffers])
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Take dtype, device and widths from the first states that arrive."""
+        self.hold([part[:, :, :0] for part in self._kept(key_states, value_states)])
+
+    def grow(self, capacity: int) -> None:
+        """Make room for `capacity` slots, keeping what is there."""
+        room = capacity - self.capacity
+        if room > 0:
+            self.change(lambda buffer: torch.nn.functional.pad(buffer, (0, 0, 0, room)))
+
+    def make_room(self, window: Window) -> None:
+        """Grow, by doubling, where the window reaches beyond the buffers."""
+        if self.keys is None or self.keys.shape[2] < window.end:
+            self.grow(max(window.end, 2 * self.capacity, _GROWTH))
+
+    def write(
+        self, key_states: Tensor, value_states: Tensor, window: Window
+    ) -> tuple[Tensor, Tensor]:
+        """Scatter `[rows, heads, width, dim]` states to the window's slots.
+
+        Returns:
+            The keys and values up to the window's end.
+        """
+        self.make_room(window)
+        assert self.keys is not None and self.values is not None
+        window.put(key_states, self.keys)
+        window.put(value_states, self.values)
+        return self.seen(window.end)
+
+    def seen(self, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the first `end` slots, as layers read them."""
+        assert self.keys is not None and self.values is not None
+        return self.keys.narrow(2, 0, end), self.values.narrow(2, 0, end)
+
+    def _kept(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, ...]:
+        """What the buffers hold of states."""
+        return key_states, value_states
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
+        """Refused: the cache that owns this layer knows where states go."""
+        raise NotImplementedError("SlotLayer is written through SlotCache.update")
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Refused: the cache that owns this layer knows its sizes."""
+        raise NotImplementedError("ask SlotCache.get_mask_sizes")
+
+    def get_seq_length(self) -> int:
+        """Refused: the cache that owns this layer knows its lengths."""
+        raise NotImplementedError("ask SlotCache.get_seq_length")
+
+    def get_max_length(self) -> int:
+        """-1: buffers grow."""
+        return -1

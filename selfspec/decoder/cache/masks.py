@@ -1,0 +1,91 @@
+"""Additive attention masks over slots: 0 where a query may look, the dtype's least elsewhere.
+
+Legend: rows = rows of the cache; width = tokens of the pass; end = slots that it sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from selfspec.decoder.cache.layer import Window
+from selfspec.sampling.draft import Tree
+
+WIDEST = 64  # queries of the table; a wider pass builds its own mask
+_GROWTH = 256  # least keys of the table on either side
+
+
+def hide(keys: Tensor, queries: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
+    """`[..., queries, keys]` mask for the positions of keys and queries."""
+    hidden = keys > queries[..., None]
+    if window is not None:
+        hidden = hidden | (keys <= queries[..., None] - window)
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=keys.device)
+    return mask.masked_fill_(hidden, torch.finfo(dtype).min)
+
+
+def tree_mask(
+    active: Window,
+    tree: Tree,
+    slots: Tensor,
+    lengths: Sequence[int],
+    window: int | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """`[rows, width, end]` mask of a pass over a tree: a draft sees its ancestors alone.
+
+    Args:
+        active: the pass.
+        tree: which drafts continue which.
+        slots: `[end]` 0, 1, 2, …
+        lengths: settled tokens of each row.
+        window: the sliding window in positions, or `None`.
+        dtype: of the mask.
+    """
+    settled = torch.tensor(lengths, device=slots.device)[:, None]
+    places = slots - settled  # in the block; below 0 the slots of settled tokens
+    last = tree.depths.shape[1] - 1
+    inside = places.clamp(0, last)
+    keys = torch.where(places < 0, slots, settled + tree.depths.gather(1, inside))
+    mask = hide(keys[:, None], active.positions, window, dtype)
+    queries = tree.ancestors[:, active.place : active.place + active.width]
+    related = queries.gather(2, inside[:, None].expand(-1, active.width, -1))
+    strange = (places >= 0)[:, None] & (~related | (places > last)[:, None])
+    return mask.masked_fill_(strange, torch.finfo(dtype).min)
+
+
+class Stairs:
+    """All masks of rows that write the same slots, as views of one table.
+
+    Query i of a pass that starts at any slot sees one key more than query i - 1. A table with its
+    middle column as that slot holds all such masks: none is built anew.
+
+    Args:
+        device: where the table lies.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._tables: dict[tuple[int | None, torch.dtype], Tensor] = {}
+
+    def view(self, active: Window, window: int | None, dtype: torch.dtype) -> Tensor:
+        """`[rows, 1, width, end]` the mask of a pass of at most `WIDEST` tokens."""
+        table = self._table(window, dtype, active.end)
+        rows, length = len(active.starts), table.shape[1]
+        whole = active.width * length  # strides of one row are those of a mask made anew
+        return table.as_strided(
+            (rows, 1, active.width, active.end),
+            (0 if rows > 1 else whole, whole, length, 1),
+            length // 2 - active.starts[0],
+        )
+
+    def _table(self, window: int | None, dtype: torch.dtype, end: int) -> Tensor:
+        table = self._tables.get((window, dtype))
+        if table is None or table.shape[1] < 2 * end:
+            half = max(2 * end, _GROWTH)
+            keys = torch.arange(-half, half, device=self.device)
+            queries = torch.arange(WIDEST, device=self.device)
+            table = self._tables[window, dtype] = hide(keys, queries, window, dtype)
+        return table

@@ -1,0 +1,111 @@
+"""Drafting token by token: the loop behind every drafter that makes chains."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from selfspec.decoder import Pass
+from selfspec.drafters.engine import State, Verified
+from selfspec.drafters.exit_readers import ExitReader
+from selfspec.heads import Judge
+from selfspec.sampling.draft import Draft, Verdict
+from selfspec.schedule import Schedule
+
+# From the next token `[rows, 1]` of each row, the n-th of the draft, to logits `[rows, 1, vocab]`
+# and the hidden states `[rows, 1, hidden]` that verification may resume from, if there are any.
+Read = Callable[[Tensor, int], tuple[Tensor, Tensor | None]]
+
+
+def draft_chain(
+    state: State, limit: int, schedule: Schedule, judge: Judge, read: Read, depth: int = 0
+) -> Draft:
+    """Draft behind each row's pending token until the schedule stops.
+
+    Args:
+        state: the call.
+        limit: the most tokens to draft.
+        schedule: when to stop earlier.
+        judge: how likely a greedy draft is kept, for schedules that ask.
+        read: one more step of the drafting model.
+        depth: layers below the hidden states that `read` gives; 0 where nothing resumes from them.
+    """
+    schedule.begin(judge)
+    sampler, context, seconds = state.sampler, state.context, state.stats.seconds
+    token = state.pending
+    tokens: list[Tensor] = []
+    probs: list[Tensor] = []
+    hidden: list[Tensor] = []
+    for step in range(limit):
+        logits, left = read(token, step)
+        began = time.perf_counter()
+        scores = sampler.drawable(sampler.scores(logits, context, offset=step))
+        token, drawn_from = sampler.draw(scores, context, step)
+        seconds["sampling"] += time.perf_counter() - began
+        if sampler.reads_prefix:
+            context.write(token, offset=step)
+        tokens.append(token)
+        if left is not None:
+            hidden.append(left)
+        if drawn_from is not None:
+            probs.append(drawn_from)
+        if not schedule.goes_on(scores, token, drawn_from):
+            break
+    began = time.perf_counter()
+    drawn = torch.cat(probs, dim=1) if probs else None  # as large as logits
+    seconds["sampling"] += time.perf_counter() - began
+    return Draft(
+        tokens=torch.cat(tokens, dim=1),
+        probs=drawn,
+        depth=depth,
+        hidden=torch.cat(hidden, dim=1) if depth else None,
+    )
+
+
+class ExitChain:
+    """A chain of drafts from an exit head.
+
+    Args:
+        reader: the exit head and the passes behind it.
+        longest: the most tokens drafted in a round.
+        schedule: when to stop earlier.
+    """
+
+    def __init__(self, reader: ExitReader, longest: int, schedule: Schedule):
+        self.reader, self.longest, self.schedule = reader, longest, schedule
+        self.keep = reader.keep
+
+    def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
+        """Show the head the prompt."""
+        self.reader.prefilled(state, block, offset, counts)
+
+    def propose(self, state: State, limit: int) -> Draft:
+        """Draft at most `limit` tokens."""
+        return draft_chain(
+            state,
+            min(self.longest, limit),
+            self.schedule,
+            self.reader.judge(),
+            lambda token, step: self.reader.read(state, token, step),
+            self.reader.head.exit_layer,
+        )
+
+    def commit(self, state: State, draft: Draft, verified: Verified, verdict: Verdict) -> None:
+        """Show the head what the target made of its drafts."""
+        self.reader.verified(state, draft.length, verified)
+        self.schedule.end(draft.length, verdict.kept)
+
+    def pause(self) -> None:
+        """Leave a round to another drafter."""
+        self.schedule.pause()
+
+    def skipped(self, state: State, verified: Verified) -> None:
+        """Show the head what the target made of drafts that were not its own, or of none."""
+        self.reader.verified(state, 0, verified)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with some rows only."""
+        self.reader.select(rows)

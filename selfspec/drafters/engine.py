@@ -1,0 +1,248 @@
+"""The machine under every strategy: a target, its heads, and the passes of a round."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from selfspec.config import DraftConfig
+from selfspec.decoder import Decoder, Own, Pass, Ranks, Span
+from selfspec.decoder.cache import SlotCache
+from selfspec.drafters.draft_models import DraftModels
+from selfspec.heads import ExitHead, check_distinct, check_exit_layer, head_class
+from selfspec.sampling.draft import Draft, Tree
+from selfspec.sampling.sampler import Context, Sampler
+from selfspec.schedule.pace import Pace
+from selfspec.schedule.policy import Policy
+from selfspec.schedule.stats import Stats
+
+
+@dataclass
+class State:
+    """A call in progress, for the rows that are still being written.
+
+    Between rounds each row has one *pending* token: emitted, with no KV anywhere; every layer
+    holds KV for all tokens before it.
+
+    Attributes:
+        slots: the KV cache.
+        context: the text so far, as processors and stopping criteria see it.
+        pending: `[rows, 1]` the last emitted token of each row.
+        sampler: how scores become tokens.
+        stats: counters and clocks of the call.
+        keep: residual streams, by the number of layers below, that verification keeps.
+        below: those of them that the round's shallow passes left, a block for each pass.
+        emitted: `[rows, n]` what the last round emitted, the pending token last; `None` before
+            there was one, where rows emitted more or less than others, and after one left.
+    """
+
+    slots: SlotCache
+    context: Context
+    pending: Tensor
+    sampler: Sampler
+    stats: Stats = field(default_factory=Stats)
+    keep: tuple[int, ...] = ()
+    below: dict[int, list[Tensor]] = field(default_factory=dict)
+    emitted: Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows still being written."""
+        return self.pending.shape[0]
+
+
+class Verified(NamedTuple):
+    """What a verifying pass leaves.
+
+    Attributes:
+        logits: `[rows, n + 1, vocab]` the target's logits behind the pending token and every draft.
+        kept: `[rows, n + 1, hidden]` each, the residual streams that were asked for.
+    """
+
+    logits: Tensor
+    kept: list[Tensor]
+
+    def along(self, branch: Tensor) -> Verified:
+        """What it says of the pending token and of the drafts at places `[rows, levels]`."""
+        way = torch.nn.functional.pad(branch, (1, 0))[..., None]
+        logits, *kept = (
+            states.gather(1, way.expand(-1, -1, states.shape[2]).to(states.device))
+            for states in (self.logits, *self.kept)
+        )
+        return Verified(logits, kept)
+
+
+# Sees a block of a prefill: what the pass left, its offset, and the real tokens of each row.
+Watch = Callable[[Pass, int], None]
+
+
+class Engine:
+    """Runs a target in two parts, shallow and deep, and reads exits.
+
+    Args:
+        decoder: the target.
+        heads: exit heads fitted to it.
+        draft_model: a smaller model of the same vocabulary, or the folder or id to load it from.
+
+    Raises:
+        OSError: there is no checkpoint at `draft_model`.
+        ValueError: the heads belong to another target, or `draft_model` cannot draft for it.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        heads: Sequence[ExitHead] = (),
+        draft_model: nn.Module | str | Path | None = None,
+    ):
+        self.decoder = decoder
+        self.heads = list(heads)
+        self.ranks = Ranks(decoder.causal_lm)
+        self._policies: dict[tuple[Any, ...], Policy] = {}
+        self._paces: dict[tuple[Any, ...], Pace] = {}
+        check_distinct(self.heads)
+        for head in self.heads:
+            head.check(decoder)
+            decoder.include(*(part for part in (head, head.readout) if part is not None))
+        self.draft_models = DraftModels(decoder, draft_model)
+
+    def beside(self, draft_model: nn.Module) -> Engine:
+        """The same engine with a draft model of its own, for one call.
+
+        Raises:
+            ValueError: `draft_model` cannot be run, or has another vocabulary.
+        """
+        other = copy.copy(self)
+        other.draft_models = self.draft_models.beside(draft_model)
+        return other
+
+    def pace(self, *key: Any) -> Pace:
+        """What is known of the times and gains of one way to draft, from earlier calls too."""
+        return self._paces.setdefault(key, Pace(clock=self.ranks.clock))
+
+    def policy(self, *key: Any) -> Policy:
+        """What is known of all ways to draft, from earlier calls too."""
+        return self._policies.setdefault(key, Policy())
+
+    def head(self, config: DraftConfig) -> ExitHead:
+        """The head that a config asks for, checked; a kind that needs no fitting is made here."""
+        exit_layer = self._exit_layer(config)
+        fitted = [head for head in self.heads if head.exit_layer == exit_layer]
+        kind = config.head or (fitted[0].kind if fitted else "shared")
+        for head in fitted:
+            if head.kind == kind:
+                return head
+        check_exit_layer(self.decoder, exit_layer, head_class(kind).lowest_exit)
+        if kind != "shared":
+            have = ", ".join(f"{h.kind} at {h.exit_layer}" for h in self.heads) or "none"
+            raise ValueError(
+                f"no {kind!r} head was fitted at exit_layer {exit_layer} (fitted: {have}); "
+                "pass heads=..., or use head='shared', which needs no fitting"
+            )
+        return head_class(kind).build(self.decoder, exit_layer)
+
+    def _exit_layer(self, config: DraftConfig) -> int:
+        if config.exit_layer is not None:
+            return config.exit_layer
+        fitted = [h for h in self.heads if config.head in (None, h.kind)]
+        return fitted[0].exit_layer if fitted else max(1, self.decoder.depth // 4)
+
+    def prefill(
+        self,
+        state: State,
+        tokens: Tensor,
+        counts: Sequence[int],
+        chunk: int | None = None,
+        keep: Sequence[int] = (),
+        watch: Watch | None = None,
+    ) -> Tensor:
+        """Write KV for new text at every layer; the caller commits the lengths.
+
+        Args:
+            state: the call.
+            tokens: `[rows, width]` the text, left-aligned.
+            counts: real tokens of each row.
+            chunk: tokens of one pass; `None` takes all at once.
+            keep: residual streams to keep for `watch`.
+            watch: called after each pass with what it left and its offset.
+
+        Returns:
+            `[rows, 1, vocab]` the target's logits after each row's last token: the LM head runs
+            over no other.
+        """
+        everything = Span(0, self.decoder.depth)
+        ends = torch.tensor(counts, device=tokens.device) - 1
+        last: Tensor | None = None
+        width = tokens.shape[1]
+        for start in range(0, width, chunk or width):
+            block = tokens[:, start : start + (chunk or width)]
+            left = self.decoder.run(block, everything, state.slots, offset=start, keep=keep)
+            if watch is not None:
+                watch(left, start)
+            ends = ends.to(left.output.device)  # the last layer's, which may be another one
+            places = (ends - start).clamp(0, block.shape[1] - 1)
+            at_end = left.output[torch.arange(len(places)), places][:, None]
+            here = (ends >= start)[:, None, None]
+            last = at_end if last is None else torch.where(here, at_end, last)
+        assert last is not None
+        return self.decoder.unembed(last)
+
+    def shallow(
+        self,
+        state: State,
+        tokens: Tensor,
+        exit_layer: int,
+        offset: int | Sequence[int],
+        unembed: bool = False,
+        tree: Tree | None = None,
+        own: Own | None = None,
+    ) -> Pass:
+        """Run the layers below an exit over `tokens`, `offset` (or one a row) behind the settled.
+
+        With a head's `own` layer the same pass goes on through that, and leaves what it left; the
+        exit's hidden states are kept then, alone, unless they are the embeddings.
+        """
+        span = Span(0, exit_layer if own is None else exit_layer + 1)
+        below = [layer for layer in state.keep if layer < exit_layer] if exit_layer else []
+        keep = [*below, exit_layer] if own is not None and exit_layer else below
+        left = self.decoder.run(tokens, span, state.slots, None, offset, unembed, keep, own, tree)
+        state.stats.seconds["shallow"] += left.layer_seconds
+        state.stats.seconds["head"] += left.head_seconds
+        if not below:
+            return left
+        for layer, kept in zip(below, left.kept, strict=False):
+            state.below.setdefault(layer, []).append(kept)
+        return left._replace(kept=left.kept[len(below) :])
+
+    def verify(self, state: State, draft: Draft) -> Verified:
+        """Run the target over the pending token and every draft.
+
+        Resumes from the draft's hidden states: the layers below `draft.depth` run only over the
+        tokens that the drafter has not run (the last drafts), the rest run over all n + 1.
+        """
+        tokens = torch.cat([state.pending, draft.tokens], dim=1)
+        hidden = draft.hidden
+        if hidden is not None and hidden.shape[1] < tokens.shape[1]:
+            # The last drafts have no KV until this pass.
+            done = hidden.shape[1]
+            rest = self.shallow(state, tokens[:, done:], draft.depth, done, tree=draft.tree)
+            hidden = torch.cat([hidden, rest.hidden], dim=1)
+        span = Span(draft.depth, self.decoder.depth)
+        keep = [layer for layer in state.keep if layer >= draft.depth]
+        full = self.decoder.run(
+            tokens, span, state.slots, hidden, unembed=True, keep=keep, tree=draft.tree
+        )
+        state.stats.seconds["deep"] += full.layer_seconds
+        state.stats.seconds["head"] += full.head_seconds
+        if not state.below:
+            return Verified(full.output, full.kept)
+        kept = dict(zip(keep, full.kept, strict=True))
+        kept |= {layer: torch.cat(blocks, dim=1) for layer, blocks in state.below.items()}
+        state.below.clear()
+        return Verified(full.output, [kept[layer] for layer in state.keep])

@@ -1,0 +1,299 @@
+"""Reading a head with a decoder layer of its own, and the KV of that layer.
+
+Legend: rows = rows still being written; n = a row's settled tokens, so its pending token stands at
+position n; k = drafts of the round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from selfspec.decoder import Own, Pass, Span
+from selfspec.drafters.engine import Engine, State, Verified
+from selfspec.drafters.exit_readers.exit import ExitReader
+from selfspec.drafters.exit_readers.places import column, newest, pick, pick_from
+from selfspec.heads import ExitHead
+from selfspec.sampling.draft import Tree
+
+_DEFERRED = 512  # tokens that a head's own layer may be behind while others draft
+_COMPARED = 32  # of these, the last ones, whose next token the head says: the LM head is wide
+
+
+class LayerReader(ExitReader):
+    """Draft logits of a head with a decoder layer of its own.
+
+    The layer's KV lies beside the target's, slot = position. A round begins by running the layer
+    over all tokens whose KV is not there yet or was made from the head's own output, up to the
+    pending one; each draft then adds one. Slots behind the pending token are overwritten later, so
+    rows that kept fewer drafts just take part.
+    """
+
+    def __init__(self, engine: Engine, head: ExitHead):
+        super().__init__(engine, head)
+        assert head.layer is not None  # `make_reader` gives other heads another reader
+        self._layer = head.layer
+        self.keep = (head.exit_layer, *head.feature_layers)
+        self._joins = bool(head.feature_layers)
+        self._added = 0  # which of the layers added to the slots is the head's
+        self._at_once = False  # whether passes below the exit go on through the layer
+        self._leaves = False  # whether a pass goes on from the layer to logits
+        self._of_drafts = Own(self._layer)  # the layer, in the passes of drafts
+        self._before = torch.empty(0)  # [rows, width, hidden] features that these enter with
+        self._hidden = torch.empty(0)  # [rows, m, hidden] exits of positions `_base` and on
+        # [rows, m + 1, hidden] joined features from `_base` - 1 on: the first, then the others.
+        self._known: list[Tensor] = []
+        self._base: list[int] = []
+        self._right: list[int] = []  # per row, positions whose KV needs no second look
+        self._last = torch.empty(0)  # [rows, width, hidden] what the layer left at the last tokens
+        self._seen: list[tuple[list[int], list[Tensor]]] = []  # since: settled tokens, streams
+
+    # What the target saw
+
+    def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
+        """Run the head's layer over the text; keep what its next tokens need."""
+        hidden = block.kept[0]
+        rows, width = hidden.shape[:2]
+        if offset == 0:
+            self._added = state.slots.add_layer(self.decoder.windows[self.head.place])
+            self._known = [hidden.new_zeros(rows, 1, hidden.shape[2])]
+            self._leaves = self.decoder.leaves
+            self._of_drafts = self._own(lambda hidden: self.head.enter(hidden, self._before))
+        features = self._shifted(block)
+        self._run(state, self._enter(state, hidden, features), offset)
+        ends = torch.tensor(counts, device=hidden.device) - offset  # of the text, in this block
+        if features is not None:
+            (known,) = self._known
+            joined = torch.cat([known, self._join(block)], dim=1)
+            at_end = pick(joined, ends.clamp(0, width)[:, None])
+            self._known = [torch.where((ends > 0)[:, None, None], at_end, known)]
+        self._hidden = hidden[:, :0]
+        self._base = self._right = [
+            length + count for length, count in zip(state.slots.lengths, counts, strict=True)
+        ]
+
+    def verified(self, state: State, drafted: int, verified: Verified) -> None:
+        """Keep the exits and features of the pending token and the drafts."""
+        hidden = verified.kept[0]
+        lengths = state.slots.lengths
+        if not drafted:
+            # What the layer holds behind the pending token was made of drafts that fell.
+            self._right = [min(right, n) for right, n in zip(self._right, lengths, strict=True)]
+            if max(n - right for n, right in zip(lengths, self._right, strict=True)) < _DEFERRED:
+                self._seen.append((lengths, verified.kept))
+                return
+            self._follow(state, hidden[:, :1])
+        if self._joins:
+            with state.stats.clock("head"):
+                joined = self.head.join(verified.kept[1:])
+            self._known = [self._known_before(lengths), joined]
+        self._hidden, self._base = hidden, lengths
+        # The pending token's KV is right. So is a block's for drafts; a head that was fed its own
+        # output reads them again with the target's features.
+        seen = 1 if self._joins else max(1, drafted)
+        self._right = [length + seen for length in lengths]
+
+    def _take_in(self, state: State) -> None:
+        """Add what the target left while others drafted to what the layer has to look at."""
+        if not self._seen:
+            return
+        blocks = [kept for _, kept in self._seen]
+        starts = [self._base, *(lengths for lengths, _ in self._seen)]
+        widths = [self._hidden.shape[1], *(kept[0].shape[1] for kept in blocks)]
+        at = torch.tensor(newest(starts, widths), device=self._hidden.device)
+        self._hidden = pick(torch.cat([self._hidden, *(kept[0] for kept in blocks)], dim=1), at)
+        if self._joins:
+            streams = [torch.cat(parts, dim=1) for parts in zip(*blocks, strict=True)]
+            with state.stats.clock("head"):
+                joined = self.head.join(streams[1:])
+            first, *later = self._known
+            self._known = [first, pick(torch.cat([*later, joined], dim=1), at)]
+        self._seen = []
+
+    def _known_before(self, positions: Sequence[int], width: int = 1) -> Tensor:
+        """Joined features `[rows, width, hidden]` of the token before each position, and on."""
+        places = self._since_base(positions)
+        first, *later = self._known
+        if later and min(places) > 0:
+            return pick_from(later[0], [place - 1 for place in places], width)
+        return pick_from(torch.cat([first, *later], dim=1), places, width)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep some rows."""
+        kept = list(rows)
+        self._hidden = self._hidden[kept]
+        self._known = [states[kept] for states in self._known]
+        self._base = [self._base[row] for row in kept]
+        self._right = [self._right[row] for row in kept]
+        self._seen = [
+            ([lengths[row] for row in kept], [states[kept] for states in streams])
+            for lengths, streams in self._seen
+        ]
+
+    # Drafting
+
+    def read(
+        self,
+        state: State,
+        tokens: Tensor,
+        place: int,
+        tree: Tree | None = None,
+        parents: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the layers below the exit and the head's own over the next tokens of the block."""
+        exit_layer, before = self.head.exit_layer, self._last
+        if parents is not None:
+            before = pick(before, parents)
+        if not place:
+            self._at_once = self._in_one_pass(state)
+        if self._at_once and (place or exit_layer == 0):
+            if place:
+                self._before, own = before, self._of_drafts
+                left = self.engine.shallow(
+                    state, tokens, exit_layer, place, self._leaves, tree, own
+                )
+                self._last = left.hidden
+            else:
+                left = self._catch_up_at_once(state)
+            at_exit = left.kept[0] if exit_layer else None
+            if self._leaves:
+                return self._spread(left.output), at_exit
+        else:
+            at_exit = self.engine.shallow(state, tokens, exit_layer, place, tree=tree).hidden
+            if place:
+                self._last = self._run(state, self._enter(state, at_exit, before), place, tree)
+            else:
+                self._last = self._catch_up(state, at_exit)
+        with state.stats.clock("head"):
+            return self._logits(self._last), at_exit if exit_layer else None
+
+    def _own(self, enter: Callable[[Tensor], Tensor], ends: Sequence[int] | None = None) -> Own:
+        """The layer, in the same pass as those below the exit.
+
+        Args:
+            enter: from the exit to what the layer starts from.
+            ends: where to read logits, one place a row; `None`: everywhere.
+        """
+        if not self._leaves:
+            return Own(self._layer, enter, self._added)
+        at = None if ends is None else partial(pick_from, starts=ends)
+        readout = self.head.readout
+        return Own(self._layer, enter, self._added, leave=self.head, at=at, readout=readout)
+
+    def _in_one_pass(self, state: State) -> bool:
+        """Whether the pass below the exit may go on through the head's layer.
+
+        What surrounds the layers is then paid once. The masks have to be the same, and the layer
+        that was copied has to be the next.
+        """
+        return self.head.place == self.head.exit_layer and not any(state.slots.added_from)
+
+    def _follow(self, state: State, pending: Tensor) -> None:
+        """Run the layer over what others drafted, and see how often it would have agreed."""
+        states, end = self._looked_at(state, pending)
+        if self.shadow is None:
+            return
+        first = (end - _COMPARED).clamp(min=0)
+        compared = pick(states, first + torch.arange(_COMPARED, device=first.device))
+        with state.stats.clock("head"):
+            choice = self._logits(compared).argmax(-1)
+        counts = (end - first)[:, 0].tolist()
+        text = [state.context.text[row] for row in state.context.rows]
+        for row, drafted, count in zip(text, choice.tolist(), counts, strict=True):
+            for said, token in zip(drafted[:count], row[len(row) - count :], strict=True):
+                self.shadow.add(float(said == token))
+
+    def _catch_up(self, state: State, pending: Tensor) -> Tensor:
+        """Run the layer up to the pending token; `[rows, 1, hidden]` what it left there."""
+        return pick(*self._looked_at(state, pending))
+
+    def _catch_up_at_once(self, state: State) -> Pass:
+        """`_catch_up` of a head at the embedding, which needs no states: tokens are enough.
+
+        Returns:
+            What the pass left, logits of each row's pending token among it where it `_leaves`.
+        """
+        starts, ends = self._behind(state)
+        block, features = self._unseen(state, starts, ends), None
+        if self._joins:
+            features = self._known_before(starts, block.shape[1])
+        offsets = [-end for end in ends]
+        own = self._own(partial(self.head.enter, features=features), ends)
+        left = self.engine.shallow(state, block, 0, offsets, self._leaves, own=own)
+        self._last = pick_from(left.hidden, ends)
+        return left
+
+    def _unseen(self, state: State, starts: Sequence[int], ends: Sequence[int]) -> Tensor:
+        """`[rows, width]` each row's tokens from `starts` on, the last one again where it ends."""
+        most = max(ends)
+        if state.emitted is not None and min(ends) == most == state.emitted.shape[1] - 1:
+            return state.emitted  # as after most rounds
+        text = state.context.text
+        tokens = [
+            text[row][start:] + text[row][-1:] * (most - end)
+            for row, start, end in zip(state.context.rows, starts, ends, strict=True)
+        ]
+        return torch.tensor(tokens, device=state.pending.device)
+
+    def _behind(self, state: State) -> tuple[list[int], list[int]]:
+        """Of each row, the first token that the layer has not seen right, and how far back it is.
+
+        What the target left while others drafted is there then, too.
+        """
+        self._take_in(state)
+        lengths = state.slots.lengths
+        starts = [min(right, n) for right, n in zip(self._right, lengths, strict=True)]
+        return starts, [n - start for n, start in zip(lengths, starts, strict=True)]
+
+    def _since_base(self, positions: Sequence[int]) -> list[int]:
+        """Where tokens at these positions, one a row, are in what was kept."""
+        return [position - base for position, base in zip(positions, self._base, strict=True)]
+
+    def _looked_at(self, state: State, pending: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the layer from the first token it has not seen right up to the pending one.
+
+        Returns:
+            `[rows, width, hidden]` what it left, and `[rows, 1]` the place of the pending token.
+        """
+        starts, ends = self._behind(state)
+        width = max(ends) + 1
+        if width == 1 and not self._joins:
+            return self._run(state, self._enter(state, pending, None), 0), column(ends, pending)
+        at = column(self._since_base(starts), pending) + torch.arange(width, device=pending.device)
+        end = column(ends, pending)
+        hidden = pick(torch.cat([self._hidden, pending], dim=1), at)
+        hidden = hidden.scatter(1, end[..., None].expand_as(pending), pending)
+        features = pick(torch.cat(self._known, dim=1), at) if self._joins else None
+        offsets = [-end for end in ends]
+        return self._run(state, self._enter(state, hidden, features), offsets), end
+
+    def _run(
+        self,
+        state: State,
+        entered: Tensor,
+        offset: int | Sequence[int],
+        tree: Tree | None = None,
+    ) -> Tensor:
+        tokens = state.pending.new_zeros(entered.shape[:2])  # the layer starts from `entered`
+        span = Span(self.head.place, self.head.place + 1)
+        own = Own(self._layer, added=self._added)
+        slots = state.slots
+        left = self.decoder.run(tokens, span, slots, entered, offset=offset, own=own, tree=tree)
+        state.stats.seconds["head"] += left.head_seconds
+        return left.hidden
+
+    def _enter(self, state: State, hidden: Tensor, features: Tensor | None) -> Tensor:
+        with state.stats.clock("head"):
+            return self.head.enter(hidden, features)
+
+    def _join(self, block: Pass) -> Tensor:
+        return self.head.join(block.kept[1:])
+
+    def _shifted(self, block: Pass) -> Tensor | None:
+        """Of each token of a block, the joined features of the token before."""
+        if not self._joins:
+            return None
+        return torch.cat([*self._known, self._join(block)[:, :-1]], dim=1)

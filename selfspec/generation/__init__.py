@@ -1,0 +1,1 @@
+"""One call of `generate`: the loop, prompts, stopping, streaming."""

@@ -1,0 +1,300 @@
+"""The loop: draft, verify, accept, cut, commit.
+
+`speculate` is what `model.generate(custom_generate=...)` calls, so every option of generate keeps
+its meaning: processors, stopping criteria, streamers and returned dictionaries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
+from transformers.cache_utils import Cache
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from selfspec.decoder import held
+from selfspec.drafters import Drafter
+from selfspec.drafters.engine import Engine, State
+from selfspec.generation.prompts import Prompt
+from selfspec.generation.rounds import RowRound, broken_places, read_rounds
+from selfspec.generation.score_history import StepRecord
+from selfspec.generation.stopping import Stops
+from selfspec.generation.streaming import Stream
+from selfspec.generation.unsupported import refuse_uncovered
+from selfspec.sampling import COUPLED, LOSSLESS_RULES, accept
+from selfspec.sampling.coupled_noise import Noise
+from selfspec.sampling.draft import Draft, Verdict
+from selfspec.sampling.sampler import Sampler
+from selfspec.schedule.stats import Stats, Trace
+
+_FIRST_ROOM = 1024  # tokens reserved ahead; buffers double when a call writes more
+
+
+@dataclass
+class SpecOutput(GenerateDecoderOnlyOutput):
+    """What `generate(return_dict_in_generate=True)` returns: transformers' fields and ours.
+
+    Attributes:
+        stats: counters and clocks of the call.
+        trace: every round of every row.
+    """
+
+    stats: Stats | None = None
+    trace: Trace | None = None
+
+
+class Session:
+    """One call of `generate`.
+
+    Args:
+        engine: the target and its passes.
+        drafter: the strategy.
+        prompt: the caller's rows.
+        sampler: how scores become tokens.
+        stops: the stopping criteria.
+        config: the call's generation config.
+        stream: where tokens are shown.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        drafter: Drafter,
+        prompt: Prompt,
+        sampler: Sampler,
+        stops: Stops,
+        config: GenerationConfig,
+        stream: Stream,
+    ):
+        self.engine, self.drafter, self.prompt = engine, drafter, prompt
+        self.sampler, self.stops, self.stream, self.config = sampler, stops, stream, config
+        wanted = bool(config.return_dict_in_generate)
+        empty: list[list[Any]] = [[] for _ in range(prompt.rows)]
+        self.scores = StepRecord(wanted and bool(config.output_scores), [*map(list, empty)])
+        self.logits = StepRecord(wanted and bool(config.output_logits), [*map(list, empty)])
+        self.trace = Trace([*map(list, empty)])
+        self.stats = Stats(lossless=not sampler.do_sample or drafter.rule in LOSSLESS_RULES)
+
+    # What this makes is not for gradients: operations skip what would count its changes.
+    @torch.inference_mode()
+    def run(self) -> State:
+        """Write every row to its stop."""
+        with held(self.engine.decoder, *self.drafter.decoders), self.stats.clock("total"):
+            state = self.start()
+            while state.rows:
+                self.step(state)
+        self.stream.end()
+        return state
+
+    def start(self) -> State:
+        """Prefill the prompts, which writes each row's first token."""
+        with self.stats.clock("prefill"):
+            room = min(self.stops.remaining(self.prompt.width) + 1, _FIRST_ROOM)
+            state = self.prompt.state(self.sampler, self.stats, room)
+            state.keep = self.drafter.keep
+            tokens, counts = self.prompt.prefill()
+            logits = self.engine.prefill(
+                state,
+                tokens,
+                counts,
+                self.config.prefill_chunk_size,
+                keep=self.drafter.keep,
+                watch=lambda block, offset: self.drafter.prefilled(state, block, offset, counts),
+            )
+            # Every token written settles one slot: here that of the prompt's last token.
+            state.slots.commit([count - 1 for count in counts])
+            nothing = Draft.empty(state.rows, tokens.device)
+            verdict, broken = self._accept(state, nothing, logits)
+            self._settle(state, verdict, read_rounds(nothing, verdict, broken))
+        self.stats.prefilled = self.stats.emitted
+        self.stats.rounds = 0
+        return state
+
+    def step(self, state: State) -> None:
+        """One round."""
+        self._check_positions(state)
+        limit = self._limit(state)
+        if limit > 0:
+            draft = self.drafter.propose(state, limit)
+        else:
+            draft = Draft.empty(state.rows, state.pending.device)
+        verified = self.engine.verify(state, draft)
+        with self.stats.clock("sampling"):
+            verdict, broken = self._accept(state, draft, verified.logits)
+        rounds = read_rounds(draft, verdict, broken)  # the one synchronisation of a round
+        if verdict.branch is not None and any(step.moved for step in rounds):
+            state.slots.gather(torch.nn.functional.pad(verdict.branch, (1, 0)))
+        self.drafter.commit(state, draft, verified, verdict)
+        self._settle(state, verdict, rounds)
+
+    def _accept(self, state: State, draft: Draft, logits: Tensor) -> tuple[Verdict, Tensor]:
+        """Compare the drafts with the target's logits behind pending and drafted tokens.
+
+        Returns:
+            The verdict, and `[rows, m + 1]` behind which of the places nothing can be decided.
+        """
+        if draft.tree is None:
+            if state.sampler.reads_prefix:
+                state.context.write(draft.tokens)
+            scores = state.sampler.scores(logits, state.context)
+        else:
+            scores = state.sampler.tree_scores(logits, state.context, draft.tokens, draft.tree)
+        judged = state.sampler.choosable(scores, state.context, draft.tree)
+        verdict = accept(draft, judged, state.sampler, self.drafter.rule)
+        self.logits.begin(logits, verdict.branch)
+        self.scores.begin(scores, verdict.branch)
+        return verdict, broken_places(logits, verdict.branch, self.sampler.do_sample)
+
+    def _check_positions(self, state: State) -> None:
+        positions = self.engine.decoder.learned_positions
+        if positions is not None and max(state.slots.lengths) >= positions:
+            raise ValueError(
+                f"the text has reached the last of the model's {positions} learned positions; "
+                "lower max_new_tokens"
+            )
+
+    def _limit(self, state: State) -> int:
+        """Drafts that can still be used: the last token allowed is the target's own."""
+        shortest = min(map(state.context.lengths.__getitem__, state.context.rows))
+        limit = self.stops.remaining(shortest) - 1
+        positions = self.engine.decoder.max_positions
+        if positions is not None:
+            limit = min(limit, positions - 1 - max(state.slots.lengths))
+        return limit
+
+    def _settle(self, state: State, verdict: Verdict, rounds: list[RowRound]) -> None:
+        """Cut the new tokens at their stops, then commit what stands."""
+        context, rows = state.context, list(state.context.rows)
+        blocks = [step.block for step in rounds]
+        # Few look at the tensor of all tokens in between; the text itself is on the host.
+        written = state.sampler.reads_prefix or bool(self.stops.others)
+        if written:
+            context.write(verdict.tokens)
+        kept, ended = self.stops.cut(context, blocks, self.scores)
+        steps = [step.cut(count) for step, count in zip(rounds, kept, strict=True)]
+        for row, step in zip(rows, steps, strict=True):
+            context.settle(row, step.tokens, written)
+            self.stats.count(step)
+            self.trace.rows[row].append(step)
+        self.scores.keep(rows, kept)
+        self.logits.keep(rows, kept)
+        state.slots.commit(kept)
+        # A row that goes on was not cut: its last token is the one that the target added.
+        first = verdict.kept[0]
+        if all(count == first for count in verdict.kept):
+            state.emitted = verdict.tokens.narrow(1, 0, first + 1)
+            state.pending = state.emitted.narrow(1, first, 1)
+        else:
+            state.emitted = None
+            state.pending = verdict.tokens.gather(1, verdict.accepted[:, None])
+        self.stream.put(context, [rows[i] for i, stop in enumerate(ended) if stop], steps)
+        if any(ended):
+            self._leave(state, [index for index, stop in enumerate(ended) if not stop])
+
+    def _leave(self, state: State, going: Sequence[int]) -> None:
+        """Finished rows leave the batch; their KV is kept where the caller gets it back."""
+        rows, stay = state.context.rows, set(going)
+        leaving = {row: index for index, row in enumerate(rows) if index not in stay}
+        self.prompt.retire(state.slots, leaving)
+        state.context.rows = [rows[i] for i in going]
+        if going:
+            state.slots.select(going)
+            self.drafter.select(going)
+        state.pending, state.emitted = state.pending[list(going)], None
+
+
+def speculate(
+    causal_lm: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    *,
+    call: Call,
+    **model_kwargs: Any,
+) -> Tensor | SpecOutput:
+    """Write `input_ids` on: the callable behind `generate(custom_generate=...)`.
+
+    Args:
+        causal_lm: the model whose `generate` calls.
+        input_ids: `[batch, width]`, left-padded where rows differ.
+        logits_processor: the caller's processors.
+        stopping_criteria: the caller's criteria.
+        generation_config: the call's options.
+        call: what selfspec's own `generate` adds: engine, drafter, streamer, generator.
+        **model_kwargs: attention mask and cache, as `generate` prepared them.
+
+    Raises:
+        ValueError: an option that speculation does not cover, or a prompt that cannot be decoded.
+    """
+    refuse_uncovered(causal_lm, generation_config, logits_processor, model_kwargs)
+    mask = model_kwargs.get("attention_mask")
+    if mask is None and call.mask is not None:
+        # generate drops a mask without zeros; with a cache its width says what the cache holds.
+        mask = input_ids.new_ones(input_ids.shape[0], call.mask.shape[1])
+    as_dict = bool(generation_config.return_dict_in_generate)
+    prompt = Prompt(call.engine, input_ids, mask, call.cache, keep_cache=as_dict)
+    call.engine.ranks.check_alike(input_ids)
+    sampler = Sampler(logits_processor, bool(generation_config.do_sample), call.generator)
+    if sampler.do_sample:
+        device = prompt.tokens.device
+        call.engine.ranks.draw_alike(call.generator, device)
+        if call.drafter.rule == COUPLED:
+            sampler.noise = Noise([prompt.width] * prompt.rows, device, call.generator)
+    padding = padding_id(generation_config)
+    stream = Stream(call.streamer, prompt.width, padding)
+    stops = Stops(stopping_criteria, call.engine.ranks)
+    session = Session(call.engine, call.drafter, prompt, sampler, stops, generation_config, stream)
+    call.session = session
+    state = session.run()
+    sequences = state.context.padded(padding)
+    final_cache = prompt.final_cache(state.slots)
+    if not as_dict:
+        return sequences
+    return SpecOutput(
+        sequences=sequences,  # pyright: ignore[reportArgumentType]
+        scores=session.scores.steps(),  # pyright: ignore[reportArgumentType]
+        logits=session.logits.steps(),  # pyright: ignore[reportArgumentType]
+        past_key_values=final_cache,
+        stats=session.stats,
+        trace=session.trace,
+    )
+
+
+@dataclass
+class Call:
+    """What a call of `SelfSpecModel.generate` adds to transformers' own options.
+
+    Attributes:
+        engine: the target and its passes.
+        drafter: the strategy.
+        cache: the cache that the caller handed in; `generate` makes one of its own otherwise.
+        mask: the attention mask that the caller gave.
+        streamer: where tokens are shown.
+        generator: source of the draws.
+        session: the call in progress, once it has begun.
+    """
+
+    engine: Engine
+    drafter: Drafter
+    cache: Cache | None = None
+    mask: Tensor | None = None
+    streamer: BaseStreamer | None = None
+    generator: torch.Generator | None = None
+    session: Session | None = None
+
+
+def padding_id(config: GenerationConfig) -> int:
+    """The token behind rows that ended earlier than others."""
+    padding = getattr(config, "_pad_token_tensor", None)
+    return int(padding) if padding is not None else 0

@@ -1,0 +1,202 @@
+"""The caller's rows and cache: what `generate` was given, checked, and what it gets back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache
+
+from selfspec.decoder.cache import RowStates, SlotCache, join_rows, take_row
+from selfspec.drafters.engine import Engine, State
+from selfspec.sampling.sampler import Context, Sampler
+from selfspec.schedule.stats import Stats
+
+
+class Prompt:
+    """The rows of one call, padding removed.
+
+    Args:
+        engine: the target.
+        tokens: `[batch, width]` token ids, left-padded where rows differ.
+        mask: `[batch, >= width]` 1 for real tokens, or `None`; wider than `tokens` when a cache
+            holds earlier ones.
+        cache: KV of earlier turns, or `None`.
+        keep_cache: whether the call gives its KV back.
+
+    Raises:
+        ValueError: what was given cannot be decoded; the message says what and why.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokens: Tensor,
+        mask: Tensor | None,
+        cache: Cache | None,
+        keep_cache: bool,
+    ):
+        self.engine, self.tokens = engine, tokens.to(engine.decoder.device)
+        self.rows, self.width = tokens.shape
+        self.cache, self.keep_cache = cache, keep_cache or cache is not None
+        self.retired: dict[int, RowStates] = {}
+        mask = torch.ones_like(tokens) if mask is None else mask
+        self.lengths = _real_lengths(tokens, mask)
+        self.known = _known_lengths(cache, self.rows, padded=bool((mask == 0).any()))
+        _check_layers(cache, engine.decoder.depth)
+        self.given = self.width if mask.shape[1] == self.width else None
+        self._check(engine)
+
+    def _check(self, engine: Engine) -> None:
+        if min(self.lengths) < 1:
+            raise ValueError("empty prompt: every row needs at least one token to continue from")
+        for row, (length, known) in enumerate(zip(self.lengths, self.known, strict=True)):
+            if length <= known:
+                raise ValueError(
+                    f"row {row} has {length} tokens, but the cache already holds {known}; "
+                    "pass the whole text so far, which must go beyond the cache"
+                )
+        vocab = engine.decoder.vocab_size
+        if not 0 <= int(self.tokens.min()) <= int(self.tokens.max()) < vocab:
+            raise ValueError(f"token ids must be in [0, {vocab - 1}]; was another tokenizer used?")
+        positions = engine.decoder.max_positions
+        if positions is not None and max(self.lengths) > positions:
+            raise ValueError(
+                f"the prompt has {max(self.lengths)} tokens, the model {positions} positions; "
+                "shorten the prompt"
+            )
+
+    def state(self, sampler: Sampler, stats: Stats, room: int) -> State:
+        """The call's state before prefill, with room for `room` more tokens."""
+        rows = zip(self.tokens.tolist(), self.lengths, strict=True)
+        text = [tokens[max(0, self.width - length) :] for tokens, length in rows]
+        widths, places = [self.width] * self.rows, list(range(self.rows))
+        context = Context(self.tokens.clone(), widths, places, text)
+        context.reserve(self.width + room)
+        return State(self._slots(room), context, self.tokens[:, -1:], sampler, stats)
+
+    def _slots(self, room: int) -> SlotCache:
+        if isinstance(self.cache, SlotCache):
+            self.cache.drop_added()
+            return self.cache
+        slots = self.engine.decoder.new_slots(self.rows, max(self.lengths) + room)
+        if isinstance(self.cache, DynamicCache) and self.known[0]:
+            slots.load(self.cache)
+        return slots
+
+    def prefill(self) -> tuple[Tensor, list[int]]:
+        """Tokens that the cache does not hold, `[rows, n]` left-aligned, and their counts."""
+        counts = [n - known for n, known in zip(self.lengths, self.known, strict=True)]
+        block = self.tokens.new_zeros(self.rows, max(counts))
+        for row, count in enumerate(counts):
+            block[row, :count] = self.tokens[row, self.width - count :]
+        return block, counts
+
+    def retire(self, slots: SlotCache, leaving: Mapping[int, int]) -> None:
+        """Keep the KV of rows (row of the call: place in `slots`) that leave the batch."""
+        if self.keep_cache and self.rows > 1:
+            self.retired |= {row: take_row(slots, place) for row, place in leaving.items()}
+
+    def final_cache(self, slots: SlotCache) -> Cache | None:
+        """The cache that the caller gets back: the one it passed in, or a `SlotCache`."""
+        if not self.keep_cache:
+            return None
+        slots.drop_added()
+        if isinstance(self.cache, DynamicCache):
+            slots.store(self.cache, self.known[0])
+            return self.cache
+        if self.rows == 1:
+            return slots
+        states = [self.retired[row] for row in range(self.rows)]
+        whole = join_rows(states, slots)
+        if isinstance(self.cache, SlotCache):
+            self.cache.take(whole)
+            return self.cache
+        return whole
+
+
+def _real_lengths(tokens: Tensor, mask: Tensor) -> list[int]:
+    """Real tokens of each row, those in the cache included."""
+    real = mask != 0
+    if bool((real[:, :-1] & ~real[:, 1:]).any()):
+        raise ValueError(
+            "attention_mask has zeros behind ones in a row; pad each row on one side only"
+        )
+    return real.sum(-1).tolist()
+
+
+def check_mask(tokens: Tensor, mask: Tensor, cached: bool) -> None:
+    """Raise ValueError unless `mask` covers `tokens`, and, with a cache, maybe more."""
+    fits = mask.ndim == 2 and mask.shape[0] == tokens.shape[0]
+    longer = cached and fits and mask.shape[1] > tokens.shape[1]
+    if not fits or (mask.shape[1] != tokens.shape[1] and not longer):
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)}, the tokens {tuple(tokens.shape)}; "
+            "it must be [batch, length] like them, or longer when past_key_values holds the rest"
+        )
+
+
+def _known_lengths(cache: Cache | None, rows: int, padded: bool) -> list[int]:
+    """Tokens that the caller's cache holds, per row."""
+    if cache is None:
+        return [0] * rows
+    if isinstance(cache, SlotCache):
+        if cache.rows != rows:
+            raise ValueError(f"the cache holds {cache.rows} rows, the prompt has {rows}")
+        return list(cache.lengths)
+    if type(cache) is not DynamicCache or rows > 1 or padded:
+        raise ValueError(
+            f"past_key_values is a {type(cache).__name__} for {rows} rows; selfspec goes on from "
+            "a SlotCache (out.past_key_values of its own calls) for any batch, or from a "
+            "DynamicCache for one row without padding"
+        )
+    held = {keys.shape[0] for keys, _, _ in cache if keys is not None}
+    if held - {rows}:
+        raise ValueError(f"the cache holds {max(held)} rows, the prompt has {rows} rows")
+    return [cache.get_seq_length()]
+
+
+def _check_layers(cache: Cache | None, depth: int) -> None:
+    """Raise ValueError for the cache of a model with another number of layers."""
+    held = cache.depth if isinstance(cache, SlotCache) else len(cache.layers) if cache else 0
+    if held not in (0, depth):
+        raise ValueError(
+            f"the cache holds {held} layers, the model has {depth}; past_key_values must come from "
+            "this model"
+        )
+
+
+def left_padded(inputs: Tensor | None, kwargs: dict[str, Any]) -> tuple[Tensor | None, Any]:
+    """Move right padding to the left, and a way to undo that in what comes back."""
+    tokens = inputs if inputs is not None else kwargs.pop("input_ids", None)
+    if tokens is not None and tokens.numel() == 0:
+        raise ValueError(
+            f"empty prompt: input_ids has shape {tuple(tokens.shape)}; "
+            "every row needs at least one token to continue from"
+        )
+    if tokens is not None and tokens.ndim != 2:
+        raise ValueError(f"input_ids must be [batch, length], got shape {tuple(tokens.shape)}")
+    mask = kwargs.get("attention_mask")
+    if tokens is not None and mask is not None:
+        check_mask(tokens, mask, cached=kwargs.get("past_key_values") is not None)
+    if tokens is None or mask is None or mask.shape != tokens.shape or bool(mask[:, -1].all()):
+        return tokens, lambda output: output
+    aligned, kwargs["attention_mask"] = to_left_padding(tokens, mask)
+
+    def restore(output: Any) -> Any:
+        sequences = output if isinstance(output, Tensor) else output.sequences
+        copies = sequences.shape[0] // tokens.shape[0]
+        sequences[:, : tokens.shape[1]] = tokens.repeat_interleave(copies, dim=0)
+        return output
+
+    return aligned, restore
+
+
+def to_left_padding(tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows padded on the right, with their padding moved to the left."""
+    width = tokens.shape[1]
+    shift = (mask != 0).flip(-1).int().argmax(-1)
+    columns = (torch.arange(width, device=tokens.device)[None] - shift[:, None]) % width
+    return tokens.gather(1, columns), mask.gather(1, columns)

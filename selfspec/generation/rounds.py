@@ -1,0 +1,109 @@
+"""A round on the host: brought there in one synchronisation, then cut at its rows' stops."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from selfspec.sampling.draft import Draft, Verdict
+from selfspec.schedule.stats import Round
+
+
+class RowRound(NamedTuple):
+    """One row's round before it is cut.
+
+    Attributes:
+        accepted: drafts that were kept.
+        drafted: tokens proposed on the branch of the kept ones.
+        block: the kept drafts and the token of the target.
+        branch: places of the drafted in the block; empty for a chain.
+        proposed: tokens that the target checked, those of other branches included.
+    """
+
+    accepted: int
+    drafted: list[int]
+    block: list[int]
+    branch: list[int]
+    proposed: int
+
+    @property
+    def moved(self) -> bool:
+        """Whether kept drafts lie apart."""
+        kept = self.branch[: self.accepted]
+        return kept != list(range(1, len(kept) + 1))
+
+    def cut(self, count: int) -> Round:
+        """The round as it stands with `count` tokens; drafts behind a stop do not count."""
+        if count > self.accepted:
+            target = self.block[self.accepted]
+            return Round(tuple(self.drafted), self.accepted, target, self.proposed)
+        return Round(tuple(self.drafted[:count]), count, None, self.proposed)
+
+
+def broken_places(logits: Tensor, branch: Tensor | None, sampled: bool) -> Tensor:
+    """`[rows, m + 1]` behind which places of a row's branch no token can be told.
+
+    Args:
+        logits: `[rows, n + 1, vocab]` what tokens are told from.
+        branch: `[rows, m]` the places that count, of a tree.
+        sampled: whether tokens are drawn, which bears no infinity either.
+    """
+    top = logits.amax(-1)  # NaN where any logit is
+    if branch is not None:
+        top = top.gather(1, torch.nn.functional.pad(branch, (1, 0)))
+    return ~(top < torch.inf) if sampled else top.isnan()
+
+
+def read_rounds(draft: Draft, verdict: Verdict, broken: Tensor) -> list[RowRound]:
+    """Bring what was drafted and decided to the host.
+
+    Args:
+        draft: the proposal.
+        verdict: what was decided.
+        broken: `[rows, m + 1]` behind which places nothing could be.
+
+    Raises:
+        ValueError: one of these counts: the logits are NaN, or infinite where tokens are drawn.
+    """
+    tree, places = draft.tree, verdict.branch
+    parts = [verdict.accepted, verdict.tokens, draft.tokens, broken]
+    if places is not None:
+        assert tree is not None
+        parts[2] = draft.tokens.gather(1, (places - 1).clamp_min(0))
+        parts += [(places > 0).sum(-1), (tree.parents >= 0).sum(-1), places]
+    elif draft.counts is not None:
+        parts.append(draft.counts)
+    here = parts[0].device.type == "cpu"
+    kept, blocks, drafted, breaks, *more = list(map(Tensor.tolist, parts)) if here else fetch(parts)
+    if any(any(row[: count + 1]) for row, count in zip(breaks, kept, strict=True)):
+        raise ValueError(
+            "the model's logits are NaN or infinite; check its weights and dtype (float16 "
+            "overflows where bfloat16 and float32 do not)"
+        )
+    verdict.kept = kept
+    if places is not None:
+        counts, proposed, branches = more
+    else:
+        counts = more[0] if more else [draft.length] * len(kept)
+        proposed, branches = counts, [[]] * len(kept)
+    return [
+        RowRound(accepted, tokens[:count], block[: accepted + 1], branch[:count], checked)
+        for accepted, tokens, block, count, branch, checked in zip(
+            kept, drafted, blocks, counts, branches, proposed, strict=True
+        )
+    ]
+
+
+def fetch(parts: Sequence[Tensor]) -> list[list[Any]]:
+    """Tensors `[rows]` or `[rows, n]` of a device as lists, in one transfer."""
+    columns = [part if part.dim() > 1 else part[:, None] for part in parts]
+    ends = list(itertools.accumulate(column.shape[1] for column in columns))
+    rows = torch.cat(columns, dim=1).tolist()
+    return [
+        [row[end - column.shape[1] : end] if part.dim() > 1 else row[end - 1] for row in rows]
+        for part, column, end in zip(parts, columns, ends, strict=True)
+    ]

@@ -1,0 +1,169 @@
+"""Rules for a chain of drafts.
+
+Legend: batch = rows, k = drafted tokens of a row; p = the target's distribution, q = what a draft
+was drawn from. `counts` `[batch]` says how many drafts of each row are real; `None`: all k.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from selfspec.sampling.draft import Verdict
+from selfspec.sampling.sampler import draw
+
+# Medusa's settings (Cai et al. 2024, section 2.3.1).
+_TYPICAL_FLOOR, _TYPICAL_SHARE = 0.09, 0.3
+# Share of p in residuals: next to nothing, and p itself where rounding leaves nothing else.
+_CRUMB = 1e-25
+
+
+def longest_match(tokens: Tensor, scores: Tensor, counts: Tensor | None = None) -> Verdict:
+    """Keep drafts while they are the target's own greedy choice (Stern et al. 2018).
+
+    Args:
+        tokens: `[batch, k]` drafts.
+        scores: `[batch, k + 1, vocab]` target scores.
+        counts: real drafts of each row.
+    """
+    target = scores.argmax(-1)
+    kept = _of_real(tokens == target[:, :-1], counts)
+    return Verdict(kept.cumprod(-1).sum(-1), target)
+
+
+def rejection_sample(
+    tokens: Tensor,
+    draft_probs: Tensor,
+    target_probs: Tensor,
+    generator: torch.Generator | None = None,
+    counts: Tensor | None = None,
+) -> Verdict:
+    """Accept or replace drafts one by one so that the output follows the target's distribution.
+
+    Leviathan et al. 2023 (Algorithm 1), Chen et al. 2023: draft x_i stands with probability
+    min(1, p_i(x_i) / q_i(x_i)); the first that falls is replaced by a draw from the residual
+    max(0, p - q); when all stand, the bonus token is drawn from p after the last draft.
+
+    Args:
+        tokens: `[batch, k]` drafts.
+        draft_probs: `[batch, k, vocab]` q, what each draft was drawn from.
+        target_probs: `[batch, k + 1, vocab]` p.
+        generator: source of the draws; `None` takes torch's global one.
+        counts: real drafts of each row.
+    """
+    p, q = _of_drafts(tokens, draft_probs, target_probs)
+    coins = _coins(p, generator)
+    accepted = _of_real(coins * q < p, counts).cumprod(-1).sum(-1)
+    behind = _behind(draft_probs, counts)
+    at_end = residual(_at(target_probs, accepted), _at(behind, accepted))
+    return _end(tokens, accepted, draw(at_end, generator))
+
+
+def block_verify(
+    tokens: Tensor,
+    draft_probs: Tensor,
+    target_probs: Tensor,
+    generator: torch.Generator | None = None,
+    counts: Tensor | None = None,
+) -> Verdict:
+    """Verify a chain as a whole: lossless, and never shorter on average than one by one.
+
+    Block verification (Sun et al. 2024, Algorithm 2). With w_0 = 1 and
+    w_i = min(1, w_{i-1} p_i(x_i) / q_i(x_i)), the first i drafts may stand with probability
+    h_i = s_i / (s_i + 1 - w_i), where s_i is the mass of max(0, w_i p_{i+1} - q_{i+1}); the longest
+    prefix whose coin falls below its h_i is kept, and the next token is drawn from that residual.
+    Behind the last draft q is zero, so that s = w, and the residual is p itself.
+
+    Args:
+        tokens: `[batch, k]` drafts.
+        draft_probs: `[batch, k, vocab]` q, what each draft was drawn from.
+        target_probs: `[batch, k + 1, vocab]` p.
+        generator: source of the draws; `None` takes torch's global one.
+        counts: real drafts of each row.
+    """
+    p, q = _of_drafts(tokens, draft_probs, target_probs)
+    ratios = p / q.clamp_min(torch.finfo(q.dtype).tiny)
+    weights = [p.new_ones(len(p))]
+    for ratio in ratios.unbind(1):
+        weights.append((weights[-1] * ratio).clamp_(max=1))
+    weight = torch.stack(weights, dim=1)
+    rest = weight[..., None] * target_probs
+    rest[:, :-1].sub_(_of_real(draft_probs, counts))
+    mass = rest.clamp_min_(0).sum(-1)[:, 1:]
+    hold = mass / (mass + 1 - weight[:, 1:]).clamp_min(torch.finfo(mass.dtype).tiny)
+    places = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
+    stands = _of_real(_coins(p, generator) < hold, counts)
+    accepted = (stands * places).amax(-1) if len(places) else tokens.new_zeros(len(tokens))
+    left = _at(rest.add_(target_probs, alpha=_CRUMB), accepted)
+    return _end(tokens, accepted, draw(left, generator))
+
+
+def typical_lossy(
+    tokens: Tensor,
+    draft_probs: Tensor,
+    target_probs: Tensor,
+    generator: torch.Generator | None = None,
+    counts: Tensor | None = None,
+) -> Verdict:
+    """Keep drafts that the target finds typical: LOSSY, the output's distribution changes.
+
+    Typical acceptance (Cai et al. 2024, Medusa): a draft stands where p(x) exceeds
+    min(0.09, 0.3 exp(-H(p))); the token behind is drawn from p.
+
+    Args:
+        tokens: `[batch, k]` drafts.
+        draft_probs: not looked at.
+        target_probs: `[batch, k + 1, vocab]` p.
+        generator: source of the draws; `None` takes torch's global one.
+        counts: real drafts of each row.
+    """
+    p, _ = _of_drafts(tokens, draft_probs, target_probs)
+    entropy = torch.special.entr(target_probs[:, :-1]).sum(-1)
+    needed = (_TYPICAL_SHARE * (-entropy).exp()).clamp(max=_TYPICAL_FLOOR)
+    accepted = _of_real(p > needed, counts).cumprod(-1).sum(-1)
+    return _end(tokens, accepted, draw(_at(target_probs, accepted), generator))
+
+
+def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+    """max(0, p - q), not normalised; p's where rounding leaves nothing (p equals q)."""
+    return (target_probs - draft_probs).clamp_min_(0).add_(target_probs, alpha=_CRUMB)
+
+
+def one_hot(tokens: Tensor, like: Tensor) -> Tensor:
+    """The distribution of a drafter that proposes `tokens` `[...]` with certainty."""
+    probs = torch.zeros(*tokens.shape, like.shape[-1], dtype=like.dtype, device=like.device)
+    return probs.scatter_(-1, tokens[..., None], 1)
+
+
+def _of_drafts(tokens: Tensor, draft_probs: Tensor, target_probs: Tensor) -> tuple[Tensor, Tensor]:
+    """P and q `[batch, k]` of the drafts themselves."""
+    chosen = tokens[..., None]
+    p = target_probs[:, :-1].gather(-1, chosen).squeeze(-1)
+    return p, draft_probs.gather(-1, chosen).squeeze(-1)
+
+
+def _of_real(values: Tensor, counts: Tensor | None) -> Tensor:
+    """What is said of drafts, `[batch, k, ...]`: zero, or false, where nothing was drafted."""
+    if counts is None:
+        return values
+    real = torch.arange(values.shape[1], device=values.device) < counts[:, None]
+    return values * real.view(*real.shape, *[1] * (values.dim() - 2))
+
+
+def _behind(draft_probs: Tensor, counts: Tensor | None) -> Tensor:
+    """Q at every place of the block: zero where nothing was drafted behind it."""
+    return torch.nn.functional.pad(_of_real(draft_probs, counts), (0, 0, 0, 1))
+
+
+def _at(probs: Tensor, places: Tensor) -> Tensor:
+    """`[batch, vocab]` the distribution at one place of each row."""
+    return probs[torch.arange(len(places), device=places.device), places]
+
+
+def _coins(like: Tensor, generator: torch.Generator | None) -> Tensor:
+    return torch.rand(like.shape, generator=generator, device=like.device, dtype=like.dtype)
+
+
+def _end(tokens: Tensor, accepted: Tensor, ending: Tensor) -> Verdict:
+    kept = torch.cat([tokens, ending[:, None]], dim=1)
+    return Verdict(accepted, kept.scatter(1, accepted[:, None], ending[:, None]))

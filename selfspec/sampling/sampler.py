@@ -1,0 +1,292 @@
+"""Logits to probabilities, always through the caller's processors.
+
+Every position sees the prefix that it would see in plain decoding, in draft and verify alike, so a
+repetition penalty or a no-repeat rule keeps its meaning inside a block of drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process as hf
+
+from selfspec.sampling.coupled_noise import Noise
+from selfspec.sampling.draft import Tree
+
+# Processors that look at one row of scores and nothing else: a block of positions can be processed
+# at once. Any other processor, a user's own included, is called position by position.
+_POINTWISE = (
+    hf.TemperatureLogitsWarper,
+    hf.TopKLogitsWarper,
+    hf.TopPLogitsWarper,
+    hf.MinPLogitsWarper,
+    hf.TypicalLogitsWarper,
+    hf.EpsilonLogitsWarper,
+    hf.EtaLogitsWarper,
+    hf.LogitNormalization,
+    hf.InfNanRemoveLogitsProcessor,
+    hf.SuppressTokensLogitsProcessor,
+)
+
+
+class Context:
+    """The text so far, as processors and stopping criteria see it.
+
+    One buffer holds every row of the call, also those that have finished, because a processor may
+    know a row by its index. `rows` are the ones still being written. Most calls have nobody who
+    reads the buffer before they end: what is settled goes there when somebody does.
+
+    Args:
+        tokens: `[batch, capacity]` prompt as the caller gave it (left padding included), then room.
+        lengths: settled tokens of each row of the call.
+        rows: indices of the unfinished rows, in the order of the tensors that the model works on.
+        text: settled tokens of each row on the host, padding left out.
+    """
+
+    def __init__(
+        self,
+        tokens: Tensor,
+        lengths: list[int],
+        rows: list[int],
+        text: Sequence[list[int]] = (),
+    ):
+        self.lengths, self.rows, self.text = lengths, rows, text
+        self._tokens, self._filled = tokens, list(lengths)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the buffer is."""
+        return self._tokens.device
+
+    @property
+    @torch.inference_mode()  # as the loop is: some of its tensors can be changed nowhere else
+    def tokens(self) -> Tensor:
+        """`[batch, capacity]` prompt as the caller gave it, what was emitted, room for drafts."""
+        for row, length in enumerate(self.lengths):
+            missing = length - self._filled[row]
+            if missing:
+                self._put(row, length - missing, torch.tensor(self.text[row][-missing:]))
+                self._filled[row] = length
+        return self._tokens
+
+    def reserve(self, width: int) -> None:
+        """Make room for rows of `width` tokens."""
+        missing = width - self._tokens.shape[1]
+        if missing > 0:
+            self._tokens = torch.nn.functional.pad(self._tokens, (0, missing))
+
+    def write(self, block: Tensor, offset: int = 0) -> None:
+        """Put `block` `[rows, n]` behind the unfinished rows' settled tokens, `offset` further."""
+        for index, row in enumerate(self.rows):
+            self._put(row, self.lengths[row] + offset, block[index])
+
+    def _put(self, row: int, start: int, tokens: Tensor) -> None:
+        stop = start + len(tokens)
+        if stop > self._tokens.shape[1]:
+            self.reserve(2 * stop)
+        self._tokens[row, start:stop] = tokens
+
+    def settle(self, row: int, tokens: Sequence[int], written: bool) -> None:
+        """Add tokens to what is settled of a row; `written` ones are in the buffer already."""
+        if written and self._filled[row] == self.lengths[row]:
+            self._filled[row] += len(tokens)
+        self.lengths[row] += len(tokens)
+        self.text[row].extend(tokens)
+
+    def new(self, row: int, start: int) -> list[int]:
+        """Settled tokens of a row from `start`, counted with its padding, on."""
+        return self.text[row][start - self.lengths[row] :] if start < self.lengths[row] else []
+
+    def padded(self, padding: int) -> Tensor:
+        """`[batch, longest]` settled tokens of every row, `padding` behind the shorter ones."""
+        longest = max(self.lengths)
+        lengths = torch.tensor(self.lengths, device=self.device)[:, None]
+        behind = torch.arange(longest, device=self.device) >= lengths
+        return self.tokens[:, :longest].masked_fill(behind, padding)
+
+    def by_length(self) -> Iterator[tuple[int, list[int], list[int]]]:
+        """Unfinished rows of equal length: (length, their places among `rows`, their rows)."""
+        for length in sorted({self.lengths[row] for row in self.rows}):
+            places = [i for i, row in enumerate(self.rows) if self.lengths[row] == length]
+            yield length, places, [self.rows[place] for place in places]
+
+
+@dataclass
+class Sampler:
+    """How scores become tokens: the caller's processors, greedy or sampled, and its generator.
+
+    Attributes:
+        processors: the caller's.
+        do_sample: whether tokens are drawn.
+        generator: the source of the draws; `None` takes torch's global one.
+        noise: noise of every place, where draws belong to places (the rule "coupled").
+    """
+
+    processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
+    do_sample: bool = False
+    generator: torch.Generator | None = None
+    noise: Noise | None = None
+
+    @property
+    def chooses(self) -> bool:
+        """Whether there is one right token at every place, to which a draft is compared."""
+        return not self.do_sample or self.noise is not None
+
+    @cached_property
+    def reads_prefix(self) -> bool:
+        """Whether some processor depends on the tokens before a position."""
+        return any(type(processor) not in _POINTWISE for processor in self.processors)
+
+    def scores(self, logits: Tensor, context: Context, offset: int = 0) -> Tensor:
+        """Processed scores `[batch, n, vocab]`, as plain decoding would have them in float32.
+
+        Position j of a row sees `context` up to that row's length plus `offset + j`, so drafts must
+        have been written behind the settled tokens when a processor reads the prefix.
+        """
+        batch, width, vocab = logits.shape
+        if not self.processors:
+            return logits.float()
+        scores = logits.to(torch.float32, copy=True)
+        if not self.reads_prefix:
+            # Pointwise processors read nothing of the tokens but their number of rows.
+            rows = torch.zeros(batch * width, 1, dtype=torch.long, device=context.device)
+            return self._process(rows, scores.view(-1, vocab)).view(batch, width, vocab)
+        for length, places, rows in context.by_length():
+            for position in range(width):
+                prefix = context.tokens[:, : length + offset + position]
+                every_row = scores.new_zeros(prefix.shape[0], vocab)
+                every_row[rows] = scores[places, position]
+                scores[places, position] = self._process(prefix, every_row)[rows]
+        return scores
+
+    def tree_scores(
+        self, logits: Tensor, context: Context, tokens: Tensor, tree: Tree, first: int = 0
+    ) -> Tensor:
+        """Processed scores `[batch, n, vocab]` behind places of a tree's block.
+
+        Args:
+            logits: `[batch, n, vocab]` of the places from `first` on.
+            context: the text so far.
+            tokens: `[batch, drafts]` the tree's tokens.
+            tree: which continues which; every place sees its own branch.
+            first: the first place.
+        """
+        if not self.reads_prefix:
+            return self.scores(logits, context)
+        scores = logits.to(torch.float32, copy=True)
+        depths = tree.ancestors[..., 1:].sum(-1).T.tolist()
+        for position in range(scores.shape[1]):
+            ways, of_rows = tree.ancestors[:, first + position, 1:], depths[first + position]
+            for length, places, _ in context.by_length():
+                for depth in {of_rows[place] for place in places}:
+                    alike = [place for place in places if of_rows[place] == depth]
+                    branches = tokens[alike][ways[alike]].view(len(alike), depth)
+                    here = scores[alike, position]
+                    scores[alike, position] = self._behind(context, length, alike, branches, here)
+        return scores
+
+    def _behind(
+        self, context: Context, length: int, places: list[int], branches: Tensor, scores: Tensor
+    ) -> Tensor:
+        """Process `scores` `[n, vocab]` of some unfinished rows behind drafts `[n, depth]`."""
+        rows = [context.rows[place] for place in places]
+        prefix = torch.nn.functional.pad(context.tokens[:, :length], (0, branches.shape[1]))
+        prefix[rows, length:] = branches
+        every_row = scores.new_zeros(prefix.shape[0], scores.shape[-1])
+        every_row[rows] = scores
+        return self._process(prefix, every_row)[rows]
+
+    def _process(self, tokens: Tensor, scores: Tensor) -> Tensor:
+        if self.reads_prefix:
+            return self.processors(tokens, scores)  # pyright: ignore
+        # The list looks up the signature of every processor at every call; these are known.
+        for processor in self.processors:
+            scores = processor(tokens, scores)  # pyright: ignore
+        return scores
+
+    def drawable(self, scores: Tensor) -> Tensor:
+        """Processed scores `[..., vocab]` of a draft with something to draw in every row.
+
+        The caller's processors may leave nothing of a trimmed vocabulary; then any draft will do.
+        """
+        if not self.processors:
+            return scores
+        nothing = scores.amax(-1, keepdim=True) == -torch.inf
+        return scores.masked_fill(nothing, 0.0)
+
+    def choosable(self, scores: Tensor, context: Context, tree: Tree | None = None) -> Tensor:
+        """Scores `[batch, n, vocab]` behind a block's places, the largest of which is chosen.
+
+        Without noise of places they are the processed scores themselves.
+
+        Args:
+            scores: processed scores.
+            context: the text so far.
+            tree: which drafts of the block continue which; `None` for a chain.
+        """
+        if self.noise is None:
+            return scores
+        levels = scores.shape[1] if tree is None else tree.levels + 1
+        noise = self.noise.ahead(context.rows, context.lengths, levels, scores.shape[-1])
+        if tree is not None:
+            noise = noise.gather(1, tree.depths[..., None].expand_as(scores))
+        return scores + noise
+
+    def order(self, scores: Tensor, context: Context, depth: int) -> Tensor:
+        """In which order tokens are drawn, the largest first, `depth` places behind the text.
+
+        Run to its k-th place, an exponential race draws k tokens without replacement.
+
+        Args:
+            scores: `[batch, n, vocab]` processed scores at n branches of that place.
+            context: the text so far.
+            depth: distance from the text's next token.
+        """
+        if self.noise is not None:
+            vocab = scores.shape[-1]
+            noise = self.noise.ahead(context.rows, context.lengths, depth + 1, vocab)
+            return scores + noise[:, depth:]
+        if not self.do_sample:
+            return scores
+        race = torch.empty_like(scores).exponential_(1, generator=self.generator)
+        return scores - race.log()
+
+    def draw(
+        self, scores: Tensor, context: Context, depth: int = 0
+    ) -> tuple[Tensor, Tensor | None]:
+        """Tokens `[batch, 1]` for `scores` `[batch, 1, vocab]`, and what they were drawn from.
+
+        The distribution is `None` when decoding is greedy: it is one-hot at the token.
+
+        Args:
+            scores: processed scores.
+            context: the text so far.
+            depth: distance of the token from the text's next.
+        """
+        if not self.do_sample:
+            return scores.argmax(-1), None
+        probs = scores.softmax(-1)
+        if self.noise is not None:
+            return self.order(scores, context, depth).argmax(-1), probs
+        return draw(probs, self.generator), probs
+
+
+def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """One token per row of `probs` `[..., vocab]`; rows need not be normalised."""
+    # One uniform number a row, found in the running sum. torch.multinomial waits for the device,
+    # and its race needs a random number for every token of the vocabulary. In float64 the rarest
+    # token keeps its chance; some devices have none.
+    wide = torch.float32 if probs.device.type == "mps" else torch.float64
+    edges = probs.cumsum(-1, dtype=wide)
+    total = edges[..., -1:]
+    coin = torch.rand(total.shape, dtype=wide, device=probs.device, generator=generator)
+    # Below the total, which rounding might reach otherwise.
+    at = coin.mul_(total).mul_(1 - torch.finfo(wide).eps)
+    found = torch.searchsorted(edges, at, right=True).squeeze(-1)
+    # NaN and zeros lie behind every edge: some token then, which verification will not keep.
+    return found.clamp_(max=probs.shape[-1] - 1)

@@ -1,6 +1,0 @@
-"""Which way to draft is fastest, here and on these texts: what `selfspec tune` measures."""
-
-from selfspec.tune.config import TuneConfig
-from selfspec.tune.run import Progress, tune
-
-__all__ = ["Progress", "TuneConfig", "tune"]
