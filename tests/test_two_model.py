@@ -13,7 +13,7 @@ from test_families import ALL_ROWS, CASES_BY_FAMILY, LONG_ROW, model_of, own_tex
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 from transformers.generation.streamers import BaseStreamer
 
-from selfspec import DraftConfig, SelfSpecModel, draft_models
+from selfspec import DraftConfig, SelfSpecModel
 
 FAMILIES = ["llama", "gpt2", "qwen3", "gemma3_text", "mistral", "mixtral", "bloom", "gpt_neox"]
 IDS, MASK = prompt(3, 8, 5)

@@ -9,7 +9,7 @@ from pathlib import Path
 from selfspec.decoder import Decoder
 from selfspec.schedule.profile import PROFILE_NAME, Place
 
-_PACKAGE = Path(__file__).parent
+_PACKAGE = Path(__file__).parents[1]
 
 
 def default_path(decoder: Decoder, folder: str | Path | None) -> Path:
