@@ -14,6 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditional
 from transformers.generation.streamers import BaseStreamer
 
 from selfspec import DraftConfig, SelfSpecModel
+from selfspec.drafters import draft_models
 
 FAMILIES = ["llama", "gpt2", "qwen3", "gemma3_text", "mistral", "mixtral", "bloom", "gpt_neox"]
 IDS, MASK = prompt(3, 8, 5)
