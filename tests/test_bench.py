@@ -27,10 +27,9 @@ from selfspec.bench import (
     summarise,
     write_plots,
 )
-from selfspec.bench.batches import Batch
-from selfspec.bench.meters import held_memory, peak_memory
-from selfspec.bench.runs import Key, Place, Run
-from selfspec.bench.statistics import loops, median_interval, percentile
+from selfspec.bench.prompts import Batch
+from selfspec.bench.results import loops, median_interval, percentile
+from selfspec.bench.run import Key, Place, Run, _status, peak_memory
 from selfspec.cli import commands
 from selfspec.config import parse
 from selfspec.schedule.stats import PARTS
@@ -45,7 +44,7 @@ PEERS = [
 ]
 GREEDY = {"name": "greedy"}
 # Pictures of memory, where the system tells.
-MEMORY = ["memory"] if held_memory(torch.device("cpu")) else []
+MEMORY = ["memory"] if _status("VmHWM") else []
 
 
 @pytest.fixture(scope="module")

@@ -164,8 +164,6 @@ def test_debug_shows_the_whole_error(folder):
         ("tune --config none.yaml", "no config file at none.yaml"),
         ("tune --config list.yaml", "list.yaml must hold a YAML mapping"),
         ("tune --model {folder} --output binary/tuned", "cannot write binary/tuned: binary is no"),
-        ("tune skip --text none", "no prompt file at none"),
-        ("tune skip --model {folder} --output binary/skip.yaml", "binary is no folder"),
         ("export hf-draft out --model ./none", "no model folder at ./none"),
         ("export hf-draft binary", "is there already"),
         ("export hf-draft binary/out --model {folder} -e 1 --head shared", "binary"),
@@ -204,7 +202,6 @@ def test_every_command_says_what_is_wrong_in_one_line(line, says, folder, tmp_pa
         "info --context 0",
         "info more",
         "tune --bach 2",
-        "tune skip --trials 0",
         "export hf-draft",
         "export hf-draft a b",
         "export custom-generate",
@@ -216,7 +213,7 @@ def test_wrong_usage_is_one_line_and_exit_code_2(line):
     assert re.fullmatch(r"selfspec: .*; see selfspec.* --help\n", result.stderr)
 
 
-RUNS = ("bench", "chat", "check", "demo", "generate a", "info", "tune", "tune skip")
+RUNS = ("bench", "chat", "check", "demo", "generate a", "info", "tune")
 RUNS += ("export hf-draft out", "export custom-generate out --heads heads")
 
 

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from selfspec import DEMO_MODEL
 from selfspec.bench import PromptSetConfig, read_prompts
-from selfspec.bench.prose import clean_prose
+from selfspec.bench.prompts import clean_prose
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import torch
 from conftest import VOCAB, tiny_llama
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from selfspec.bench.prose import clean_prose
+from selfspec.bench.prompts import clean_prose
 from training.data import Document, Mixture, SourceConfig, collate, pack, read_texts, tokenize
 from training.data.sources import chat_document, find_files
 from training.language import LanguageModelling, held_out_windows, model_inputs

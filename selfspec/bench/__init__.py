@@ -1,35 +1,27 @@
-"""Methods compared on one target in one run: what `selfspec bench` measures, `check` tests.
+"""Measuring: `selfspec bench` compares methods, `check` tests exactness, `tune` finds a draft.
 
-Every method writes every prompt, in turn, under one clock; calls are kept one by one, so that a
-benchmark goes on where it was stopped.
+Every method generates from every prompt in turn, in one process. Calls are stored one by one, so a
+benchmark that was stopped can be resumed.
 """
 
-from selfspec.bench.config import (
-    BenchConfig,
-    MethodConfig,
-    ModeConfig,
-    PromptSetConfig,
+from selfspec.bench.config import BenchConfig, MethodConfig, ModeConfig, PromptSetConfig
+from selfspec.bench.exactness import (
+    CheckResult,
+    Divergence,
+    Sampling,
+    check_exactness,
+    first_divergence,
 )
-from selfspec.bench.equality import Divergence, first_divergence
-from selfspec.bench.exactness import CheckResult, Sampling, check_exactness
-from selfspec.bench.limit import Limits, check_limits, measure_limits
-from selfspec.bench.memory import MemoryReport, measure_memory
 from selfspec.bench.plots import write_plots
 from selfspec.bench.prompts import read_prompts
-from selfspec.bench.report import Findings, Report, write_findings
-from selfspec.bench.runner import Bench, Progress
-from selfspec.bench.runs import RunFile
-from selfspec.bench.scaling import Scaling, measure_scaling
-from selfspec.bench.summary import Row, summarise
+from selfspec.bench.results import Report, Row, summarise
+from selfspec.bench.run import Bench, Progress, RunFile
 
 __all__ = [
     "Bench",
     "BenchConfig",
     "CheckResult",
     "Divergence",
-    "Findings",
-    "Limits",
-    "MemoryReport",
     "MethodConfig",
     "ModeConfig",
     "Progress",
@@ -38,15 +30,9 @@ __all__ = [
     "Row",
     "RunFile",
     "Sampling",
-    "Scaling",
     "check_exactness",
-    "check_limits",
     "first_divergence",
-    "measure_limits",
-    "measure_memory",
-    "measure_scaling",
     "read_prompts",
     "summarise",
-    "write_findings",
     "write_plots",
 ]

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from selfspec.bench.limit import LimitRow, Limits
-from selfspec.bench.summary import Row
+from selfspec.bench.results import Row
 from selfspec.heads.store import replacing
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ MARKERS = "osD^vPX*<>"
 _OUTSIDE = {"frameon": False, "loc": "center left", "bbox_to_anchor": (1, 0.5), "fontsize": 8}
 
 
-def write_plots(rows: Sequence[Row], folder: Path, limits: Limits | None = None) -> list[Path]:
+def write_plots(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Draw every mode's rows to PNG files in `folder`; those with nothing to show are left out.
 
     Where there are several batch sizes, one picture shows speed against them, the others show the
@@ -63,10 +62,6 @@ def write_plots(rows: Sequence[Row], folder: Path, limits: Limits | None = None)
                     path, mode, lambda ax, draw=draw, rows=shown: draw(ax, rows), len(shown)
                 )
                 written.append(path)
-    if limits is not None and limits.rows:
-        path, count = folder / "limits.png", 2 * len(limits.rows)
-        write_picture(path, "limits", lambda ax: _limits(ax, limits.rows), count)
-        written.append(path)
     return written
 
 
@@ -200,24 +195,4 @@ def _memory(ax: Axes, rows: list[Row]) -> None:
         ax.barh(range(len(rows)), [count / 2**20 for count in bytes_of], color=colour, label=label)
     _name_bars(ax, rows)
     ax.set_xlabel("MiB, peak of the call and how much of it was not there before")
-    ax.legend(**_OUTSIDE)
-
-
-def _limits(ax: Axes, rows: list[LimitRow]) -> None:
-    """What was achieved beside what bounds it, in tokens per second."""
-    kinds = {
-        "achieved": lambda row: row.achieved,
-        "passes": lambda row: row.by_passes,
-        "layers": lambda row: row.by_layers,
-        "memory": lambda row: row.by_memory,
-    }
-    height = 0.8 / len(kinds)
-    for kind, (label, figure_of) in enumerate(kinds.items()):
-        places = [place + kind * height for place in range(len(rows))]
-        widths = [figure_of(row) or 0.0 for row in rows]
-        ax.barh(places, widths, height=height, color=COLOURS[kind], label=label)
-    names = [f"{row.way} · {row.prompts}" for row in rows]
-    ax.set_yticks([place + 1.5 * height for place in range(len(rows))], names, fontsize=8)
-    ax.invert_yaxis()
-    ax.set_xlabel("tokens/s")
     ax.legend(**_OUTSIDE)

@@ -1,20 +1,34 @@
-"""Prompt sets: passages of plain text, and the questions of the field's benchmarks."""
+"""Prose as models of prose read it."""
 
 from __future__ import annotations
 
 import glob
 import json
 import random
+import re
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from selfspec import DEMO_MODEL
 from selfspec.bench.config import PromptSetConfig
-from selfspec.bench.prose import clean_prose
+from selfspec.display.demo import load_prompts
+
+_STRAIGHT = str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'"})  # noqa: RUF001
+
+
+def clean_prose(text: str) -> str:
+    """Straight quotes, single spaces, one paragraph a line."""
+    paragraphs = re.split(r"\n\s*\n", text.translate(_STRAIGHT))
+    return "\n".join(folded for part in paragraphs if (folded := " ".join(part.split())))
+
+
+# Prompt sets: passages of plain text, and the questions of the field's benchmarks.
 
 # The first turn alone is asked of conversations. MBPP's test split has ids 11 to 510.
 _TEMPLATES = {
@@ -184,3 +198,91 @@ def _texts(config: PromptSetConfig) -> list[str]:
     except UnicodeDecodeError as error:
         raise ValueError(f"prompt set {config.name!r}: a file is no UTF-8 text ({error})") from None
     return [text for text in texts if text.strip()]
+
+
+# Prompts cut out of texts: some to measure on, others to validate on.
+
+
+def cut_prompts(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], tokens: int, count: int
+) -> list[Tensor]:
+    """Prompts `[length]` of at most `tokens` tokens, `count` at most, at even distances.
+
+    Args:
+        tokenizer: the target's.
+        texts: a long one is cut into several prompts; none takes the passages in the package.
+        tokens: of a prompt; a text's last part may be shorter, if it is all there is.
+        count: prompts at most.
+
+    Raises:
+        ValueError: the texts hold no token.
+    """
+    found: list[Tensor] = []
+    for text in texts or [passage.text for passage in load_prompts()]:
+        ids = torch.tensor(tokenizer(text, verbose=False).input_ids, dtype=torch.long)
+        whole = len(ids) // tokens * tokens or len(ids)
+        found += [part for part in ids[:whole].split(tokens) if len(part)]
+    if not found:
+        raise ValueError(f"the {len(texts)} texts hold no token; tuning needs text to write on")
+    count = min(count, len(found))
+    return [found[place * len(found) // count] for place in range(count)]
+
+
+def split_prompts(prompts: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Every other prompt to measure on, the rest to validate on; a single one serves for both."""
+    return list(prompts[::2]), list(prompts[1::2] or prompts)
+
+
+def in_batches(prompts: Sequence[Tensor], rows: int) -> list[list[Tensor]]:
+    """Batches of exactly `rows` prompts; the last is filled up with the first ones again."""
+    missing = -len(prompts) % rows
+    filled = [*prompts, *(prompts[place % len(prompts)] for place in range(missing))]
+    return [filled[start : start + rows] for start in range(0, len(filled), rows)]
+
+
+def padded(prompts: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Prompts as `[rows, width]`, padded with 0 on the left, and their attention mask."""
+    width = max(len(prompt) for prompt in prompts)
+    rows = [torch.nn.functional.pad(prompt, (width - len(prompt), 0)) for prompt in prompts]
+    lengths = torch.tensor([len(prompt) for prompt in prompts])[:, None]
+    mask = (torch.arange(width) >= width - lengths).long()
+    return torch.stack(rows).to(device), mask.to(device)
+
+
+# Prompts that are written on at once.
+
+
+class Batch(NamedTuple):
+    """Prompts side by side, padded on the left.
+
+    Attributes:
+        tokens: `[rows, width]` token ids.
+        mask: `[rows, width]` 1 for real tokens.
+    """
+
+    tokens: Tensor
+    mask: Tensor
+
+    @classmethod
+    def of(cls, prompt: Tensor) -> Batch:
+        """One prompt `[1, width]` alone."""
+        return cls(prompt, torch.ones_like(prompt))
+
+    @property
+    def rows(self) -> int:
+        """Number of prompts."""
+        return self.tokens.shape[0]
+
+    @property
+    def width(self) -> int:
+        """Tokens of the longest."""
+        return self.tokens.shape[1]
+
+    def row(self, index: int) -> Batch:
+        """One prompt, padded as it stands here: a repetition penalty sees its padding, too."""
+        return Batch(self.tokens[index : index + 1], self.mask[index : index + 1])
+
+
+def make_batches(prompts: Sequence[Tensor], rows: int, device: torch.device) -> list[Batch]:
+    """Batches of exactly `rows` prompts `[width]`; the last is filled up with the first again."""
+    return [Batch(*padded(some, device)) for some in in_batches(prompts, rows)]

@@ -22,7 +22,7 @@ from selfspec.cli.export import export
 from selfspec.cli.generate import generate
 from selfspec.cli.info import info
 from selfspec.cli.output import complain
-from selfspec.cli.tune import tuning
+from selfspec.cli.tune import tune
 
 _INTERRUPTED = 130  # what shells give a process that Ctrl-C ended
 _EXPECTED = (ValueError, OSError, ImportError)
@@ -85,7 +85,7 @@ commands.command(epilog=examples("check"))(check)
 commands.command(epilog=examples("demo"))(demo)
 commands.command(epilog=examples("generate"))(generate)
 commands.command(epilog=examples("info"))(info)
-commands.add_typer(tuning, name="tune", epilog=examples("tune"))
+commands.command(epilog=examples("tune"))(tune)
 commands.add_typer(export, name="export")
 
 

@@ -37,7 +37,6 @@ EXAMPLES = {
         "selfspec tune",
         "selfspec tune --text mine.txt --set batch=4 --set temperature=1",
     ),
-    "tune skip": ("selfspec tune skip --trials 20 --output skip.yaml",),
     "export hf-draft": ("selfspec export hf-draft --exit-layer 4 --head block draft",),
     "export custom-generate": ("selfspec export custom-generate speculate",),
 }

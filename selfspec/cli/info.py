@@ -14,6 +14,7 @@ from selfspec.cli.load import load, quiet_transformers, resolve
 from selfspec.cli.output import in_units, print_json, reporting
 
 if TYPE_CHECKING:
+    from selfspec.decoder import Decoder
     from selfspec.drafters.engine import Engine
 
 
@@ -48,7 +49,6 @@ def _without_weights(path: Path | str) -> Engine | None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from selfspec.bench.traffic import kv_bytes
     from selfspec.decoder import Decoder
     from selfspec.drafters.engine import Engine
 
@@ -64,9 +64,21 @@ def _without_weights(path: Path | str) -> Engine | None:
     return engine
 
 
+def kv_bytes(decoder: Decoder) -> list[int]:
+    """Measured bytes of one token's keys and values in each layer."""
+    import torch
+
+    from selfspec.decoder import Span
+
+    slots = decoder.new_slots(1)
+    with torch.inference_mode():
+        token = torch.zeros(1, 1, dtype=torch.long, device=decoder.device)
+        decoder.run(token, Span(0, decoder.depth), slots)
+    return slots.token_bytes
+
+
 def describe(engine: Engine, context: int | None) -> dict[str, Any]:
     """A target's facts as plain values."""
-    from selfspec.bench.traffic import kv_bytes
     from selfspec.config import DraftConfig
 
     decoder = engine.decoder

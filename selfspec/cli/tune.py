@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,16 +13,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.progress import Progress as Bar
 
 from selfspec.cli import options as opt
-from selfspec.cli.examples import examples
 from selfspec.cli.load import Loaded, load, resolve
 from selfspec.cli.output import make_folder_of, print_json, progress, reporting
 from selfspec.cli.prompts import read_prompts
 
 if TYPE_CHECKING:
-    from selfspec.bench.tune.skips import SkipSearch
     from selfspec.schedule.profile import Profile
-
-tuning = typer.Typer(invoke_without_command=True)
 
 Texts = Annotated[
     list[Path] | None,
@@ -38,9 +33,7 @@ Texts = Annotated[
 ]
 
 
-@tuning.callback()
 def tune(
-    ctx: typer.Context,
     model: opt.Model = None,
     heads: opt.Heads = None,
     dtype: opt.DtypeOption = opt.Dtype.auto,
@@ -77,8 +70,6 @@ def tune(
     as_json: opt.AsJson = False,
 ) -> None:
     """Measure passes and acceptance on this device, and write the profile that generate takes."""
-    if ctx.invoked_subcommand is not None:
-        return
     from selfspec.bench.tune import TuneConfig
     from selfspec.config import load_config
 
@@ -96,80 +87,6 @@ def tune(
         _show(console, profile, output)
     if as_json:
         print_json({**target.to_dict(), "output": str(output), **profile.model_dump(mode="json")})
-
-
-@tuning.command(epilog=examples("tune skip"))
-def skip(
-    model: opt.Model = None,
-    dtype: opt.DtypeOption = opt.Dtype.auto,
-    device: opt.Device = None,
-    text: Texts = None,
-    trials: Annotated[int, typer.Option(min=1, help="Sets to try.")] = 40,
-    max_new_tokens: opt.MaxNewTokens = 64,
-    seed: Annotated[int, typer.Option(help="Seed of the search.")] = 0,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output", "-o", metavar="FILE", help="YAML file for the draft, for generate --config."
-        ),
-    ] = None,
-    as_json: opt.AsJson = False,
-) -> None:
-    """Search for the sublayers that are best left out when layer_skip drafts."""
-    from selfspec.bench.tune.config import TuneConfig
-    from selfspec.bench.tune.skips import search_skips
-    from selfspec.bench.tune.texts import cut_prompts
-
-    limits, texts = TuneConfig(), read_texts(text)
-    if output is not None:
-        make_folder_of(output)
-    with reporting(as_json) as console:
-        target = load(model, None, dtype, device)
-        prompts = cut_prompts(target.tokenizer, texts, limits.prompt_tokens, limits.prompts)
-        with _showing() as show:
-            count = itertools.count(1)
-            show("search", 0, trials)
-            found = search_skips(
-                target.spec,
-                prompts,
-                trials,
-                seed,
-                on_trial=lambda _: show("search", next(count), trials),
-                max_new_tokens=max_new_tokens,
-                work=None if output is None else output.with_suffix(".work.jsonl"),
-            )
-        draft = found.best.draft.model_dump(mode="json", exclude_defaults=True)
-        _show_skips(console, found, draft, output)
-    if as_json:
-        tried = [
-            {"skip": t.skip.model_dump(mode="json"), "speedup": t.speedup} for t in found.trials
-        ]
-        best = {"speedup": found.best.speedup, "acceptance_rate": found.best.acceptance_rate}
-        told = {"draft": draft, **best}
-        print_json({**target.to_dict(), **told, "trials": tried})
-
-
-def _show_skips(
-    console: Console, found: SkipSearch, draft: dict[str, Any], output: Path | None
-) -> None:
-    skipped, best = found.best.skip, found.best
-    console.print(
-        f"without attention in layers {_listed(skipped.attention)}\n"
-        f"and MLP in layers {_listed(skipped.mlp)}: {best.speedup:.2f}x plain decoding, "
-        f"acceptance rate {best.acceptance_rate:.3f}"
-    )
-    if output is not None:
-        import yaml
-
-        from selfspec.heads.store import replacing
-
-        with replacing(output) as scratch:
-            scratch.write_text(yaml.safe_dump({"draft": draft}), encoding="utf-8")
-        console.print(f"draft: {output}")
-
-
-def _listed(layers: Sequence[int]) -> str:
-    return ", ".join(map(str, layers)) or "(none)"
 
 
 def read_texts(files: Sequence[Path] | None) -> list[str]:

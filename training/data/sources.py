@@ -16,7 +16,7 @@ from pydantic import Field, field_validator, model_validator
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import Self
 
-from selfspec.bench.prose import clean_prose
+from selfspec.bench.prompts import clean_prose
 from selfspec.config import StrictConfig
 
 Record = dict[str, Any]

@@ -1,8 +1,10 @@
 """The model `selfspec` of lm-eval: its `hf` model, with `generate` replaced.
 
-Only tasks that generate are sped up. Tasks that compare log-likelihoods (multiple choice,
-perplexity) write nothing, so there is nothing to draft: they run through the model's own forward,
-as with `hf`.
+Releases of lm-eval after 0.4.13 find it by its entry point. `python -m selfspec.bench.lm_eval` is
+lm-eval's command line with the model registered, for the others.
+
+Tasks that generate are sped up. Tasks that compare log-likelihoods (multiple choice, perplexity)
+run through the model's own forward, as with `hf`.
 """
 
 from __future__ import annotations

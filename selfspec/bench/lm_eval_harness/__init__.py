@@ -1,1 +1,0 @@
-"""Benchmarks of other projects, run through self-speculation."""

@@ -1,0 +1,530 @@
+"""Figures of repeated measurements: paired ratios, their interval, and texts that go in circles."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import groupby, pairwise
+from pathlib import Path
+from statistics import mean, median
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich import box
+from rich.table import Table
+
+from selfspec.bench.config import PLAIN, ModeConfig
+from selfspec.bench.exactness import Divergence, first_divergence
+from selfspec.bench.run import Bench, Memory, Place, Run, RunFile
+from selfspec.heads.store import replacing
+from selfspec.schedule.stats import PARTS
+
+_DRAWS = 4000
+_TAIL = 32  # tokens at a text's end that have to repeat themselves
+_LONGEST_PERIOD = 16
+
+
+class Interval(NamedTuple):
+    """A figure and where it lies with 95 % confidence.
+
+    Attributes:
+        value: the figure.
+        low: lower end.
+        high: upper end.
+        taken_over: number of values.
+    """
+
+    value: float
+    low: float
+    high: float
+    taken_over: int
+
+
+def median_interval(values: Sequence[float], seed: int = 0) -> Interval | None:
+    """The median of `values` and its percentile bootstrap interval (Efron 1979).
+
+    `None` where there are no values. The interval of one value is that value.
+    """
+    if not values:
+        return None
+    found = np.asarray(values, dtype=float)
+    picks = np.random.default_rng(seed).integers(len(found), size=(_DRAWS, len(found)))
+    low, high = np.percentile(np.median(found[picks], axis=1), (2.5, 97.5))
+    return Interval(float(np.median(found)), float(low), float(high), len(found))
+
+
+def percentile(values: Sequence[float], weights: Sequence[int], share: float) -> float:
+    """The smallest value that at least `share` of all weight is not above."""
+    order = np.argsort(values, kind="stable")
+    reached = np.cumsum(np.asarray(weights)[order])
+    place = int(np.searchsorted(reached, share * reached[-1] * (1 - 1e-12)))
+    return float(np.asarray(values)[order][place])
+
+
+def loops(tokens: Sequence[int]) -> bool:
+    """Whether a text ends in circles: its last 32 tokens have a period of at most 16."""
+    tail = list(tokens[-_TAIL:])
+    if len(tail) < _TAIL:
+        return False
+    return any(tail[period:] == tail[:-period] for period in range(1, _LONGEST_PERIOD + 1))
+
+
+# The figures of a benchmark: what reports, plots and JSON show.
+
+
+@dataclass(frozen=True)
+class Equality:
+    """Whether a method's greedy texts are those of the model's own `generate`.
+
+    Attributes:
+        texts: prompts compared.
+        differing: numbers of the prompts whose texts differ, batch after batch.
+        first: the divergence of the first of them that rounding does not explain, or else of the
+            first.
+        failed: whether float32 or wider was asked for, and more than rounding parts the texts.
+    """
+
+    texts: int
+    differing: list[int]
+    first: Divergence | None
+    failed: bool
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method in one mode on one prompt set, with one batch size.
+
+    Attributes:
+        place: which.
+        failure: why there are no figures.
+        texts: written, repeats included.
+        tokens_per_second: median over batches, decoding alone, all rows together.
+        prefill_ms: median time to the first arrival of tokens.
+        ms_per_token: median, a round's time shared among its tokens.
+        ms_per_token_p95: what 95 % of tokens do not exceed.
+        speedup: over the model's own `generate` on the same batches: median of the paired ratios
+            of tokens/s.
+        speedup_of_totals: all tokens over all seconds, as a ratio of both methods, of batches that
+            both wrote; a batch has the median pace of its repeats.
+        speedup_without_loops: of batches in which neither method's texts end in circles.
+        looping: share of texts that end in circles.
+        ended: share of texts that ended before their last token was asked for.
+        acceptance_rate: accepted over drafted; `None` of peers, which do not tell.
+        mean_accepted_length: tokens of a row's round.
+        acceptance_by_position: share kept at each position of the draft.
+        accepted_lengths: rounds of rows by the number of kept drafts.
+        time_split: shares of decode time.
+        memory: what the warm-up call needed.
+        equality: of greedy texts.
+    """
+
+    place: Place
+    failure: str | None = None
+    texts: int = 0
+    tokens_per_second: float | None = None
+    prefill_ms: float | None = None
+    ms_per_token: float | None = None
+    ms_per_token_p95: float | None = None
+    speedup: Interval | None = None
+    speedup_of_totals: float | None = None
+    speedup_without_loops: Interval | None = None
+    looping: float | None = None
+    ended: float | None = None
+    acceptance_rate: float | None = None
+    mean_accepted_length: float | None = None
+    acceptance_by_position: list[float] = field(default_factory=list)
+    accepted_lengths: dict[int, int] = field(default_factory=dict)
+    time_split: dict[str, float] = field(default_factory=dict)
+    memory: Memory | None = None
+    equality: Equality | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as plain values."""
+        found: dict[str, Any] = {**self.place._asdict(), **asdict(self)}
+        del found["place"]
+        for name, value in vars(self).items():
+            if isinstance(value, Interval | Memory):
+                found[name] = value._asdict()
+        if self.equality is not None and self.equality.first is not None:
+            found["equality"]["first"] = self.equality.first._asdict()
+        return found
+
+
+def summarise(bench: Bench, file: RunFile) -> list[Row]:
+    """A row for every method, batch size, prompt set and mode."""
+    by_place: dict[Place, list[Run]] = {}
+    for run in file.runs.values():
+        by_place.setdefault(run.key.place, []).append(run)
+    rows: list[Row] = []
+    for mode in bench.config.modes:
+        for prompts, batch in bench.batches:
+            base = by_place.get(Place(mode.name, prompts, batch, PLAIN), [])
+            for method in bench.config.methods:
+                place = Place(mode.name, prompts, batch, method.name)
+                if place in file.failures or place not in by_place:
+                    rows.append(Row(place, failure=file.failures.get(place, "was not run")))
+                    continue
+                runs = by_place[place]
+                equality = _equality(bench, mode, base, runs)
+                rows.append(_row(bench, base, runs, equality, file.memory.get(place)))
+    return rows
+
+
+def _row(
+    bench: Bench,
+    base: Sequence[Run],
+    runs: Sequence[Run],
+    equality: Equality | None,
+    memory: Memory | None,
+) -> Row:
+    rates, own, seed = _rates(runs), _rates(base), bench.config.seed
+    ratios = _ratios(rates, own)
+    circling = {run.key.number for run in (*base, *runs) if any(map(loops, run.texts))}
+    straight = [ratio for number, ratio in ratios.items() if number not in circling]
+    texts = [text for run in runs for text in run.texts]
+    return Row(
+        place=runs[0].key.place,
+        texts=len(texts),
+        speedup=median_interval(list(ratios.values()), seed),
+        speedup_of_totals=_of_totals((runs, rates), (base, own)),
+        speedup_without_loops=median_interval(straight, seed),
+        looping=sum(map(loops, texts)) / len(texts),
+        ended=sum(len(text) < bench.config.max_new_tokens for text in texts) / len(texts),
+        memory=memory,
+        equality=equality,
+        **_times(runs, rates),
+        **_drafts(runs),
+    )
+
+
+def _rates(runs: Sequence[Run]) -> dict[int, float]:
+    """Tokens per second of each batch: the median of its repeats."""
+    found: dict[int, list[float]] = {}
+    for run in runs:
+        if run.rate is not None:
+            found.setdefault(run.key.number, []).append(run.rate)
+    return {number: median(rates) for number, rates in found.items()}
+
+
+def _ratios(rates: Mapping[int, float], base: Mapping[int, float]) -> dict[int, float]:
+    return {number: rate / base[number] for number, rate in rates.items() if number in base}
+
+
+def _of_totals(*methods: tuple[Sequence[Run], Mapping[int, float]]) -> float | None:
+    """Tokens per second of the first method over the second's, by runs and rates of both."""
+    both = set.intersection(*(set(rates) for _, rates in methods))
+    totals: list[float] = []
+    for runs, rates in methods:
+        tokens = {
+            number: [run.decoded for run in runs if run.key.number == number] for number in both
+        }
+        usual = {number: mean(counts) for number, counts in tokens.items()}
+        seconds = sum(count / rates[number] for number, count in usual.items())
+        totals.append(sum(usual.values()) / seconds if seconds else 0.0)
+    return totals[0] / totals[1] if all(totals) else None
+
+
+def _times(runs: Sequence[Run], rates: Mapping[int, float]) -> dict[str, Any]:
+    values: list[float] = []
+    weights: list[int] = []
+    for run in runs:
+        for count, (start, stop) in zip(run.counts[1:], pairwise(run.times), strict=True):
+            values.append(1000 * (stop - start) / count)
+            weights.append(count)
+    return {
+        "tokens_per_second": median(rates.values()) if rates else None,
+        "prefill_ms": 1000 * median(run.prefill_seconds for run in runs),
+        "ms_per_token": percentile(values, weights, 0.5) if values else None,
+        "ms_per_token_p95": percentile(values, weights, 0.95) if values else None,
+    }
+
+
+def _drafts(runs: Sequence[Run]) -> dict[str, Any]:
+    """What was drafted and kept, and where decode time went."""
+    rounds = Counter(kept for run in runs for kept in run.accepted)
+    count = rounds.total()
+    found: dict[str, Any] = {
+        "mean_accepted_length": sum(run.decoded for run in runs) / count if count else None,
+        "accepted_lengths": dict(sorted(rounds.items())),
+    }
+    stats = [run.stats for run in runs if run.stats is not None]
+    if not stats:
+        return found
+    drafted, accepted = (sum(s[name] for s in stats) for name in ("drafted", "accepted"))
+    at = [_columns([s[name] for s in stats]) for name in ("accepted_at", "drafted_at")]
+    seconds = {part: sum(s["seconds"][part] for s in stats) for part in stats[0]["seconds"]}
+    decoding = seconds["total"] - seconds["prefill"]
+    shares = {part: seconds[part] / decoding for part in PARTS} if decoding > 0 else {}
+    return {
+        **found,
+        "acceptance_rate": accepted / drafted if drafted else None,
+        "acceptance_by_position": [kept / all_ for kept, all_ in zip(*at, strict=True)],
+        "time_split": {**shares, "rest": 1 - sum(shares.values())} if shares else {},
+    }
+
+
+def _columns(rows: Sequence[Sequence[int]]) -> list[int]:
+    """Sums over rows of different length."""
+    width = max(map(len, rows))
+    return [sum(row[place] for row in rows if place < len(row)) for place in range(width)]
+
+
+def _equality(
+    bench: Bench, mode: ModeConfig, base: Sequence[Run], runs: Sequence[Run]
+) -> Equality | None:
+    """Compare every text with the one that the model's own `generate` wrote first."""
+    if not mode.greedy or not base:
+        return None
+    own = {run.key.number: run.texts for run in reversed(base)}
+    options = bench.options(mode)
+    differing: dict[int, Divergence] = {}
+    for run in runs:
+        batch = bench.batches[run.key.place.prompts, run.key.place.batch][run.key.number]
+        for row, plain in enumerate(own.get(run.key.number, [])):
+            number = run.key.number * batch.rows + row
+            if number not in differing:
+                other = run.texts[row]
+                found = first_divergence(bench.spec, batch.row(row), options, plain, other)
+                if found is not None:
+                    differing[number] = found
+    plain = list(differing.values())
+    unexplained = [found for found in plain if not found.rounding]
+    wide = bench.spec.engine.decoder.dtype.itemsize >= 4
+    first = next(iter(unexplained or plain), None)
+    return Equality(
+        sum(map(len, own.values())), sorted(differing), first, wide and bool(unexplained)
+    )
+
+
+# A table, on a terminal or in Markdown.
+
+
+class Grid(NamedTuple):
+    """A table of text.
+
+    Attributes:
+        title: of what.
+        columns: their names; the first names the rows.
+        rows: cells.
+        wraps: columns that may be broken into lines on a terminal, beside the first.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    wraps: Sequence[str] = ()
+
+    def table(self) -> Table:
+        """For a terminal."""
+        table = Table(title=self.title, title_justify="left", box=box.SIMPLE_HEAD)
+        for place, column in enumerate(self.columns):
+            wraps = place == 0 or column in self.wraps
+            table.add_column(column, justify="right" if place else "left", no_wrap=not wraps)
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+    def markdown(self) -> list[str]:
+        """Lines of Markdown, below a heading."""
+        rows = [self.columns, ["---"] * len(self.columns), *self.rows]
+        return ["", f"## {self.title}", "", *map(_line, rows)]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+
+
+def number(value: float | None, digits: int) -> str:
+    """A figure, or a dash where there is none."""
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def mebibytes(count: int) -> str:
+    """Bytes as MiB."""
+    return f"{count / 2**20:,.1f}"
+
+
+# What a benchmark's rows look like: the same sheets on a terminal and in Markdown.
+
+Cell = Callable[[Row], str]
+
+
+class Sheet(NamedTuple):
+    """A table of some figures of every row.
+
+    Attributes:
+        title: of what.
+        columns: what a cell says, by the name of its column.
+        wraps: columns that may be broken into lines.
+    """
+
+    title: str
+    columns: dict[str, Cell]
+    wraps: Sequence[str] = ()
+
+
+def _interval(found: Interval | None) -> str:
+    """A ratio and its interval."""
+    return "–" if found is None else f"{found.value:.2f}x ({found.low:.2f}–{found.high:.2f})"
+
+
+def _equal(equality: Equality | None) -> str:
+    """How many texts are equal; where they part, by how much."""
+    if equality is None:
+        return "–"
+    equal = equality.texts - len(equality.differing)
+    if equality.first is None:
+        return f"{equal}/{equality.texts}"
+    margin = equality.first.margin
+    apart = "one text ends" if margin is None else f"margin {margin:.2g}"
+    return f"{'NOT EQUAL: ' if equality.failed else ''}{equal}/{equality.texts}, {apart}"
+
+
+def _by_position(row: Row) -> str:
+    return " ".join(number(rate, 2) for rate in row.acceptance_by_position) or "–"
+
+
+def _by_length(row: Row) -> str:
+    """Shares of rounds, by the number of kept drafts from 0 on."""
+    rounds = sum(row.accepted_lengths.values())
+    most = max(row.accepted_lengths, default=-1)
+    shares = (row.accepted_lengths.get(kept, 0) / rounds for kept in range(most + 1))
+    return " ".join(number(share, 2) for share in shares) or "–"
+
+
+def _part(part: str) -> Cell:
+    return lambda row: number(row.time_split.get(part), 3)
+
+
+SHEETS = (
+    Sheet(
+        "speed",
+        {
+            "tokens/s": lambda row: number(row.tokens_per_second, 1),
+            "speedup (95 %)": lambda row: _interval(row.speedup),
+            "accepted": lambda row: number(row.acceptance_rate, 3),
+            "length": lambda row: number(row.mean_accepted_length, 2),
+            "texts equal": lambda row: _equal(row.equality),
+        },
+        wraps=["texts equal"],
+    ),
+    Sheet(
+        "drafts",
+        {
+            "kept, by position": _by_position,
+            "rounds, by drafts kept (0, 1, …)": _by_length,
+        },
+        wraps=["kept, by position", "rounds, by drafts kept (0, 1, …)"],
+    ),
+    Sheet("share of decode time", {part: _part(part) for part in (*PARTS, "rest")}),
+    Sheet(
+        "texts in circles",
+        {
+            "loops": lambda row: number(row.looping, 2),
+            "speedup without loops": lambda row: _interval(row.speedup_without_loops),
+        },
+    ),
+    Sheet(
+        "waiting and memory",
+        {
+            "prefill ms": lambda row: number(row.prefill_ms, 1),
+            "ms/token (p95)": lambda row: (
+                f"{number(row.ms_per_token, 2)} ({number(row.ms_per_token_p95, 2)})"
+            ),
+            "peak MiB (grown by)": lambda row: (
+                "–"
+                if row.memory is None
+                else f"{mebibytes(row.memory.peak)} ({mebibytes(row.memory.growth)})"
+            ),
+        },
+    ),
+)
+
+
+def grids(rows: Sequence[Row]) -> Iterator[Grid]:
+    """Every sheet of rows that are compared with one another; failures stand in the first."""
+    several = len({row.place.batch for row in rows}) > 1
+    for place, part in groupby(rows, key=lambda row: row.place._replace(method="")):
+        title = f"{place.mode} · {place.prompts}" + several * f" · batch {place.batch}"
+        compared = list(part)
+        for sheet in SHEETS:
+            shown = [row for row in compared if row.failure is None or sheet is SHEETS[0]]
+            cells = [_cells(sheet, row) for row in shown]
+            yield Grid(f"{title} · {sheet.title}", ["method", *sheet.columns], cells, sheet.wraps)
+
+
+def _cells(sheet: Sheet, row: Row) -> list[str]:
+    if row.failure is not None:
+        return [row.place.method, "failed", *[""] * (len(sheet.columns) - 1)]
+    return [row.place.method, *(cell(row) for cell in sheet.columns.values())]
+
+
+# A benchmark's report: tables on a terminal, JSON, Markdown.
+
+NOTES = (
+    "tokens/s: decoding alone, all rows of a batch together, median over batches; prefill ms: from "
+    "the call to the first tokens, of transformers' own speculation its whole first round. "
+    "speedup: over the model's own generate on the same batches, median of their paired ratios, "
+    "95 % by bootstrap over batches; without loops: of the batches in which no text of either ends "
+    "in circles (last 32 tokens with a period of at most 16); loops: share of texts that do. "
+    "accepted: drafts kept; length: tokens a round. ms/token: a round's time shared among its "
+    "tokens. Peak memory is that of the warm-up, on the longest prompts."
+)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a benchmark found.
+
+    Attributes:
+        head: what ran where: command, model, device, lengths, versions.
+        rows: the figures.
+    """
+
+    head: dict[str, Any]
+    rows: Sequence[Row]
+
+    @property
+    def failed(self) -> bool:
+        """Whether texts differ that had to be equal."""
+        return any(row.equality is not None and row.equality.failed for row in self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as plain values."""
+        rows = [row.to_dict() for row in self.rows]
+        return {**self.head, "failed": self.failed, "rows": rows}
+
+    def write(self, folder: Path) -> list[str]:
+        """Write results.json and results.md; returns the names of the files."""
+        values = json.dumps(self.to_dict(), indent=2, allow_nan=False)
+        texts = {"results.json": values + "\n", "results.md": self._markdown()}
+        for name, text in texts.items():
+            with replacing(folder / name) as scratch:
+                scratch.write_text(text, encoding="utf-8")
+        return list(texts)
+
+    def _markdown(self) -> str:
+        lines = ["# Benchmark", ""]
+        lines += [f"- {name}: {_plain(value)}" for name, value in self.head.items() if value]
+        lines += [text for grid in self.grids for text in grid.markdown()]
+        lines += ["", *(f"- {failure}" for failure in self.failures)] if self.failures else []
+        return "\n".join([*lines, "", NOTES, ""])
+
+    @property
+    def grids(self) -> list[Grid]:
+        """Tables for every mode, prompt set and batch size."""
+        return list(grids(self.rows))
+
+    @property
+    def failures(self) -> list[str]:
+        """Why methods have no figures, each reason once."""
+        failed = [row for row in self.rows if row.failure is not None]
+        return list(dict.fromkeys(f"{row.place.method} failed: {row.failure}" for row in failed))
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_plain(inner)}" for name, inner in value.items())
+    return ", ".join(map(_plain, value)) if isinstance(value, list) else str(value)

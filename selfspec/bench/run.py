@@ -1,0 +1,590 @@
+"""Peak memory and energy, where the device and the system tell."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from selfspec.bench.config import PEER_OPTIONS, BenchConfig, MethodConfig, ModeConfig
+from selfspec.bench.prompts import Batch, make_batches, read_prompts
+from selfspec.config import DraftConfig
+from selfspec.generation.streaming import RoundStreamer
+from selfspec.model import SelfSpecModel
+from selfspec.schedule.stats import Round, Stats
+
+_PROCESS = Path("/proc/self")
+
+
+class Memory(NamedTuple):
+    """What a call needed, in bytes.
+
+    Attributes:
+        peak: the most that was held: resident memory of the process, or allocated on the GPU.
+        growth: how much of it was not there before the call.
+    """
+
+    peak: int
+    growth: int
+
+
+def peak_memory(call: Callable[[], object], device: torch.device) -> Memory | None:
+    """Run `call` and say what it needed; `None` where the system does not tell."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        call()
+        peak = torch.cuda.max_memory_allocated(device)
+        return Memory(peak, peak - before)
+    before = _resident_from_now_on()
+    call()
+    peak = _status("VmHWM")
+    return None if before is None or peak is None else Memory(peak, max(0, peak - before))
+
+
+def _give_back() -> None:
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _resident_from_now_on() -> int | None:
+    """Resident bytes, what is free given back to the system and the peak mark set down to it."""
+    _give_back()
+    try:
+        (_PROCESS / "clear_refs").write_text("5")  # proc(5): resets VmHWM
+    except OSError:
+        return None
+    return _status("VmRSS")
+
+
+def _status(name: str) -> int | None:
+    try:
+        found = re.search(rf"^{name}:\s+(\d+) kB$", (_PROCESS / "status").read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) * 1024 if found else None
+
+
+# Ways to write a prompt on: the model's own `generate`, its peers in transformers, selfspec.
+
+# What transformers' documentation shows; a config's `options` come before these.
+_LOOKUP = {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 2}
+
+
+@dataclass
+class Arrivals(RoundStreamer):
+    """When tokens arrive: the clock of every method, so that all are timed alike.
+
+    Attributes:
+        start: when the call began.
+        counts: tokens of each arrival; the first ends the prefill.
+        times: seconds from the start to each arrival.
+    """
+
+    start: float = field(default_factory=time.perf_counter)
+    counts: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    prompt_seen: bool = False
+
+    def put(self, value: Tensor) -> None:
+        """Take the prompts first, then tokens."""
+        if self.prompt_seen:
+            self._note(value.numel())
+        self.prompt_seen = True
+
+    def put_round(self, steps: Sequence[Round]) -> None:
+        """Take the tokens of a round of selfspec's."""
+        self._note(sum(len(step.tokens) for step in steps))
+
+    def end(self) -> None:
+        """Nothing follows."""
+
+    def _note(self, count: int) -> None:
+        self.counts.append(count)
+        self.times.append(time.perf_counter() - self.start)
+
+
+@dataclass(frozen=True)
+class Written:
+    """What one call wrote, and when.
+
+    Attributes:
+        texts: the new token ids of each row, up to its stop.
+        counts: tokens of each arrival, all rows together; the first ends the prefill.
+        times: seconds from the call to each arrival.
+        stats: counters and clocks, if it was selfspec's.
+        accepted: kept drafts of every round of every row behind the prefill.
+    """
+
+    texts: list[list[int]]
+    counts: list[int]
+    times: list[float]
+    stats: Stats | None = None
+    accepted: tuple[int, ...] = ()
+
+
+Write = Callable[[Batch, dict[str, Any], int], Written]
+
+
+def make_method(spec: SelfSpecModel, config: MethodConfig) -> Write:
+    """What writes: called with prompts, options of `generate` and a seed.
+
+    Raises:
+        OSError: the assistant model is not there.
+        ValueError: the draft is none that this model can make.
+    """
+    if config.peer is None:
+        return _Speculation(spec, config.draft)
+    options = dict(config.options)
+    if config.peer == "assistant_early_exit":
+        depth = spec.engine.decoder.depth
+        options = {"assistant_early_exit": max(1, depth // 4), **options}
+    elif config.peer == "prompt_lookup_num_tokens":
+        options = {**_LOOKUP, **options}
+    elif config.peer == "assistant_model":
+        options["assistant_model"] = _assistant(spec, options["assistant_model"])
+    return _Own(spec, options)
+
+
+def stop_ids(spec: SelfSpecModel) -> list[int]:
+    """Tokens that end a text."""
+    stops = spec.causal_lm.generation_config.eos_token_id
+    return stops if isinstance(stops, list) else [] if stops is None else [stops]
+
+
+def _texts(spec: SelfSpecModel, output: Tensor, width: int) -> list[list[int]]:
+    """The rows of what `generate` returns, without prompt and without padding behind a stop."""
+    stops = set(stop_ids(spec))
+    found: list[list[int]] = []
+    for row in output[:, width:].tolist():
+        end = next((place for place, token in enumerate(row, 1) if token in stops), len(row))
+        found.append(row[:end])
+    return found
+
+
+def _assistant(spec: SelfSpecModel, path: str) -> PreTrainedModel:
+    decoder = spec.engine.decoder
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=decoder.dtype)
+    return model.to(decoder.device).eval()
+
+
+class _Speculation:
+    """Selfspec's `generate`.
+
+    Args:
+        spec: the target.
+        draft: how to draft; `None` leaves it to `generate`.
+    """
+
+    def __init__(self, spec: SelfSpecModel, draft: DraftConfig | None):
+        self.spec, self.draft = spec, draft
+
+    def __call__(self, batch: Batch, options: dict[str, Any], seed: int) -> Written:
+        generator = torch.Generator(batch.tokens.device).manual_seed(seed)
+        arrivals = Arrivals()
+        output = self.spec.generate(
+            batch.tokens,
+            attention_mask=batch.mask,
+            draft=self.draft,
+            generator=generator,
+            streamer=arrivals,
+            **options,
+        )
+        trace = self.spec.last_trace
+        assert trace is not None and isinstance(output, Tensor)
+        return Written(
+            texts=_texts(self.spec, output, batch.width),
+            counts=arrivals.counts,
+            times=arrivals.times,
+            stats=self.spec.last_stats,
+            accepted=tuple(step.accepted for row in trace.rows for step in row[1:]),
+        )
+
+
+class _Own:
+    """The model's own `generate`, plain or with a peer's options.
+
+    Args:
+        spec: the target.
+        options: of the peer.
+    """
+
+    def __init__(self, spec: SelfSpecModel, options: dict[str, Any]):
+        self.spec = spec
+        assisting = PEER_OPTIONS["assistant_early_exit"][1:]
+        self.drafting = {name: options.pop(name) for name in assisting if name in options}
+        self.options = options
+        self.assistant = options.get("assistant_model", spec.causal_lm)
+
+    def __call__(self, batch: Batch, options: dict[str, Any], seed: int) -> Written:
+        generate: Any = self.spec.model.generate
+        with _left_as_it_was(self.spec.causal_lm), self._told(), torch.random.fork_rng():
+            torch.manual_seed(seed)
+            arrivals = Arrivals()
+            output = generate(
+                batch.tokens,
+                attention_mask=batch.mask,
+                streamer=arrivals,
+                past_key_values=self.spec.engine.decoder.own_cache(),
+                **self.options,
+                **options,
+            )
+        texts, counts = _texts(self.spec, output, batch.width), arrivals.counts
+        accepted = tuple(count - 1 for count in counts[1:])
+        if batch.rows > 1:
+            # One token a row and step; what comes behind a row's stop is padding. Speculation in
+            # transformers writes one row only.
+            counts = [sum(len(text) > step for text in texts) for step in range(len(counts))]
+            accepted = (0,) * sum(counts[1:])
+        return Written(texts, counts, arrivals.times, accepted=accepted)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Transformers reads how to draft from the assistant's own generation config."""
+        config = self.assistant.generation_config
+        held = {name: getattr(config, name) for name in self.drafting}
+        for name, value in self.drafting.items():
+            setattr(config, name, value)
+        try:
+            yield
+        finally:
+            for name, value in held.items():
+                setattr(config, name, value)
+
+
+@contextmanager
+def _left_as_it_was(model: PreTrainedModel) -> Iterator[None]:
+    """`assistant_early_exit` that fails half way leaves the model shallow."""
+    depth = model.config.num_hidden_layers
+    try:
+        yield
+    finally:
+        model.config.num_hidden_layers = depth
+
+
+# Timed calls on disk: one JSON line each, so that a benchmark goes on where it was stopped.
+
+_RUNS = "runs.jsonl"
+_IDENTITY = "bench.json"
+
+
+class Place(NamedTuple):
+    """A row of the report: one method in one mode on one prompt set, so many prompts at once."""
+
+    mode: str
+    prompts: str
+    batch: int
+    method: str
+
+
+class Key(NamedTuple):
+    """A timed call: the place, the number of the batch of prompts and the repeat's."""
+
+    place: Place
+    number: int
+    repeat: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """One timed call.
+
+    Attributes:
+        key: which.
+        texts: the new token ids of each row.
+        counts: tokens of each arrival, all rows together; the first ends the prefill.
+        times: seconds from the call to each arrival.
+        accepted: kept drafts of every round of every row behind the prefill.
+        stats: fields of selfspec's `Stats`; `None` of a peer.
+    """
+
+    key: Key
+    texts: list[list[int]]
+    counts: list[int]
+    times: list[float]
+    accepted: list[int]
+    stats: dict[str, Any] | None = None
+
+    @classmethod
+    def of(cls, key: Key, written: Written) -> Run:
+        """The run that a call made."""
+        stats = asdict(written.stats) if written.stats else None
+        times = [round(seconds, 6) for seconds in written.times]
+        return cls(key, written.texts, written.counts, times, list(written.accepted), stats)
+
+    @property
+    def decoded(self) -> int:
+        """Tokens behind the first arrival."""
+        return sum(self.counts[1:])
+
+    @property
+    def prefill_seconds(self) -> float:
+        """Time to the first arrival."""
+        return self.times[0]
+
+    @property
+    def decode_seconds(self) -> float:
+        """Time from the first arrival to the last."""
+        return self.times[-1] - self.times[0]
+
+    @property
+    def rate(self) -> float | None:
+        """Decoded tokens per second, all rows together; `None` where every text ended at once."""
+        return self.decoded / self.decode_seconds if self.decoded else None
+
+
+class RunFile:
+    """The runs in a folder.
+
+    Args:
+        folder: made if it is not there.
+        identity: what the runs depend on; runs of another identity are not mixed in.
+
+    Attributes:
+        runs: by key, in the order they were made.
+        memory: peak memory by place.
+        failures: reasons by place, those of this session.
+
+    Raises:
+        ValueError: the folder holds runs of another identity.
+    """
+
+    def __init__(self, folder: Path, identity: Mapping[str, Any]):
+        self.folder = folder
+        self.runs: dict[Key, Run] = {}
+        self.memory: dict[Place, Memory] = {}
+        self.failures: dict[Place, str] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+        self._claim(json.loads(json.dumps(identity)))
+        self._read()
+
+    def _claim(self, identity: dict[str, Any]) -> None:
+        path = self.folder / _IDENTITY
+        if not path.is_file():
+            path.write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
+            return
+        held = json.loads(path.read_text(encoding="utf-8"))
+        for name, before, now in _differences(held, identity):
+            raise ValueError(
+                f"{self.folder} holds the runs of another benchmark: {name} was {before!r}, is "
+                f"{now!r}; give another --output, or remove the folder"
+            )
+
+    def _read(self) -> None:
+        path = self.folder / _RUNS
+        if not path.is_file():
+            return
+        text = path.read_bytes()
+        # The last line may have been cut off; what is appended must begin a line.
+        whole = text[: text.rfind(b"\n") + 1]
+        if len(whole) < len(text):
+            path.write_bytes(whole)
+        for line in whole.decode("utf-8").splitlines():
+            self._take(json.loads(line))
+
+    def _take(self, record: dict[str, Any]) -> None:
+        place = Place(*(record.pop(name) for name in Place._fields))
+        if "peak" in record:
+            self.memory[place] = Memory(**record)
+        elif "error" not in record:  # what failed is tried again
+            key = Key(place, record.pop("number"), record.pop("repeat"))
+            self.runs[key] = Run(key, **record)
+
+    def add(self, run: Run) -> None:
+        """Keep a run."""
+        record = {name: value for name, value in vars(run).items() if name != "key"}
+        self._append(run.key.place, {"number": run.key.number, "repeat": run.key.repeat, **record})
+        self.runs[run.key] = run
+
+    def add_memory(self, place: Place, memory: Memory) -> None:
+        """Keep what a call needed."""
+        self._append(place, memory._asdict())
+        self.memory[place] = memory
+
+    def fail(self, place: Place, reason: str) -> None:
+        """Keep why a method has no figures."""
+        self._append(place, {"error": reason})
+        self.failures[place] = reason
+
+    def _append(self, place: Place, record: Mapping[str, Any]) -> None:
+        line = json.dumps({**place._asdict(), **record}, allow_nan=False)
+        with (self.folder / _RUNS).open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+
+def _differences(before: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Leaves of two trees of dicts and lists that differ, with their names."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in {**before, **now}:
+            inner = f"{name}.{key}" if name else str(key)
+            yield from _differences(before.get(key), now.get(key), inner)
+    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        for index, pair in enumerate(zip(before, now, strict=True)):
+            yield from _differences(*pair, f"{name}.{index}")
+    elif before != now:
+        yield name, before, now
+
+
+# Every method on every prompt, interleaved, each call on disk as soon as it is done.
+
+
+class Progress(NamedTuple):
+    """How far a benchmark is: timed calls done, all there are, and what comes next."""
+
+    done: int
+    total: int
+    doing: str
+
+
+class Bench:
+    """A benchmark of one target.
+
+    Args:
+        spec: the target, with its heads.
+        tokenizer: its tokenizer.
+        config: what is run.
+
+    Attributes:
+        prompts: by set, `[width]` each.
+        batches: the same by set and batch size.
+        methods: what writes, by name.
+        unmade: why others cannot be made, by name.
+
+    Raises:
+        FileNotFoundError: a prompt set's file is not there.
+        ValueError: a prompt set has too few prompts.
+    """
+
+    def __init__(
+        self, spec: SelfSpecModel, tokenizer: PreTrainedTokenizerBase, config: BenchConfig
+    ):
+        self.spec, self.tokenizer, self.config = spec, tokenizer, config
+        decoder = spec.engine.decoder
+        longest = decoder.max_positions and decoder.max_positions - config.max_new_tokens
+        self.prompts: dict[str, list[Tensor]] = {
+            prompts.name: [
+                torch.tensor(tokens) for tokens in read_prompts(prompts, tokenizer, longest)
+            ]
+            for prompts in config.prompts
+        }
+        self.batches: dict[tuple[str, int], list[Batch]] = {
+            (name, rows): make_batches(prompts, rows, decoder.device)
+            for name, prompts in self.prompts.items()
+            for rows in config.batch_sizes
+        }
+        self.methods: dict[str, Write] = {}
+        self.unmade: dict[str, str] = {}
+        for method in config.methods:
+            try:
+                self.methods[method.name] = make_method(spec, method)
+            except Exception as error:  # a row of the report, whatever it is
+                self.unmade[method.name] = reason(error)
+
+    @property
+    def total(self) -> int:
+        """Timed calls in all."""
+        each = len(self.config.modes) * len(self.config.methods) * self.config.repeats
+        return sum(map(len, self.batches.values())) * each
+
+    def options(self, mode: ModeConfig) -> dict[str, Any]:
+        """Options of `generate`, the same for every method."""
+        padding = self.spec.causal_lm.generation_config.pad_token_id
+        return {
+            **mode.generation,
+            "max_new_tokens": self.config.max_new_tokens,
+            "pad_token_id": next(iter([*stop_ids(self.spec), 0])) if padding is None else padding,
+        }
+
+    def run(self, file: RunFile, show: Callable[[Progress], None] = lambda progress: None) -> None:
+        """Make all runs that the file does not hold yet.
+
+        Args:
+            file: where they are kept.
+            show: told before every call.
+        """
+        for mode in self.config.modes:
+            for prompts, rows in self.batches:
+                _Session(self, file, mode, prompts, rows, show).run()
+
+
+class _Session:
+    """The runs of one mode on one prompt set with one batch size."""
+
+    def __init__(
+        self,
+        bench: Bench,
+        file: RunFile,
+        mode: ModeConfig,
+        prompts: str,
+        rows: int,
+        show: Callable[[Progress], None],
+    ):
+        self.bench, self.file, self.show = bench, file, show
+        self.mode, self.prompts, self.rows = mode, prompts, rows
+        self.batches = bench.batches[prompts, rows]
+        self.options = bench.options(mode)
+
+    def run(self) -> None:
+        for method, why in self.bench.unmade.items():
+            self.file.fail(self._place(method), why)
+        wanted = [key for key in self._order() if key not in self.file.runs]
+        for method in dict.fromkeys(key.place.method for key in wanted):
+            self._guarded(self._place(method), lambda method=method: self._warm_up(method))
+        for key in wanted:
+            if key.place not in self.file.failures:
+                self._guarded(key.place, lambda key=key: self._time(key))
+
+    def _place(self, method: str) -> Place:
+        return Place(self.mode.name, self.prompts, self.rows, method)
+
+    def _order(self) -> Iterator[Key]:
+        """Batch by batch; who begins moves on, and every second turn goes backwards."""
+        methods = list(self.bench.methods)
+        for number in range(len(self.batches)):
+            for repeat in range(self.bench.config.repeats):
+                turn = number * self.bench.config.repeats + repeat
+                first = turn % len(methods)
+                order = methods[first:] + methods[:first]
+                for method in order[:: -1 if turn % 2 else 1]:
+                    yield Key(self._place(method), number, repeat)
+
+    def _guarded(self, place: Place, call: Callable[[], None]) -> None:
+        done = len(self.file.runs)
+        doing = f"{place.mode} · {place.prompts} · batch {place.batch} · {place.method}"
+        self.show(Progress(done, self.bench.total, doing))
+        try:
+            call()
+        except Exception as error:  # a row of the report, whatever it is
+            self.file.fail(place, reason(error))
+
+    def _warm_up(self, method: str) -> None:
+        """Write a little, untimed, and see how much memory it takes."""
+        write = self.bench.methods[method]
+        longest = max(self.batches, key=lambda batch: batch.width)
+        options = {**self.options, "max_new_tokens": self.bench.config.warm_up}
+        device = longest.tokens.device
+        memory = peak_memory(lambda: write(longest, options, self.bench.config.seed), device)
+        if memory is not None:
+            self.file.add_memory(self._place(method), memory)
+
+    def _time(self, key: Key) -> None:
+        seed = self.bench.config.seed + 1000 * key.repeat + key.number
+        batch = self.batches[key.number]
+        written = self.bench.methods[key.place.method](batch, self.options, seed)
+        self.file.add(Run.of(key, written))
+
+
+def reason(error: Exception) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
