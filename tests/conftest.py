@@ -248,5 +248,5 @@ def clock(monkeypatch):
             return self.now
 
     clock = Clock()
-    monkeypatch.setattr("selfspec.schedule.pace.time.perf_counter", clock)
+    monkeypatch.setattr("selfspec.schedule.round_model.time.perf_counter", clock)
     return clock

@@ -50,7 +50,7 @@ class Cascade(Drafter):
                 "that no n-gram would do; raise longest, or take index='suffix', which has no limit"
             )
         head = engine.head(config)
-        schedule = make_schedule(config, engine.pace(cls.name, head.kind, head.exit_layer))
+        schedule = make_schedule(config, engine.round_model(head=head))
         chain = ExitChain(make_reader(engine, head), config.most_tokens, schedule)
         return cls(Lookup(lookup), confident, chain)
 

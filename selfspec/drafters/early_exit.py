@@ -33,8 +33,7 @@ class EarlyExit(Drafter):
     def from_config(cls, engine: Engine, config: DraftConfig) -> EarlyExit:
         """Take the head that the config asks for."""
         head = engine.head(config)
-        pace = engine.pace(cls.name, head.kind, head.exit_layer)
-        schedule = make_schedule(config, pace)
+        schedule = make_schedule(config, engine.round_model(head=head))
         return cls(ExitChain(make_reader(engine, head), config.most_tokens, schedule))
 
     def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:

@@ -18,8 +18,7 @@ from selfspec.drafters.draft_models import DraftModels
 from selfspec.heads import ExitHead, check_distinct, check_exit_layer, head_class
 from selfspec.sampling.draft import Draft, Tree
 from selfspec.sampling.sampler import Context, Sampler
-from selfspec.schedule.pace import Pace
-from selfspec.schedule.policy import Policy
+from selfspec.schedule import RoundModel
 from selfspec.schedule.stats import Stats
 
 
@@ -104,8 +103,7 @@ class Engine:
         self.decoder = decoder
         self.heads = list(heads)
         self.ranks = Ranks(decoder.causal_lm)
-        self._policies: dict[tuple[Any, ...], Policy] = {}
-        self._paces: dict[tuple[Any, ...], Pace] = {}
+        self._round_models: dict[tuple[Any, ...], RoundModel] = {}
         check_distinct(self.heads)
         for head in self.heads:
             head.check(decoder)
@@ -122,13 +120,20 @@ class Engine:
         other.draft_models = self.draft_models.beside(draft_model)
         return other
 
-    def pace(self, *key: Any) -> Pace:
-        """What is known of the times and gains of one way to draft, from earlier calls too."""
-        return self._paces.setdefault(key, Pace(clock=self.ranks.clock))
+    def round_model(self, *key: Any, head: ExitHead | None = None) -> RoundModel:
+        """What is known about rounds with one drafter, from earlier calls too.
 
-    def policy(self, *key: Any) -> Policy:
-        """What is known of all ways to draft, from earlier calls too."""
-        return self._policies.setdefault(key, Policy())
+        Args:
+            key: of a drafter without an exit head: its name and what it drafts with.
+            head: the exit head; drafters that use the same one share what is known.
+        """
+        clock = self.ranks.clock
+        if head is not None:
+            key = (head.kind, head.exit_layer)
+        if key not in self._round_models:
+            new = RoundModel.of_head(self.decoder, head, clock) if head else RoundModel(clock=clock)
+            self._round_models[key] = new
+        return self._round_models[key]
 
     def head(self, config: DraftConfig) -> ExitHead:
         """The head that a config asks for, checked; a kind that needs no fitting is made here."""

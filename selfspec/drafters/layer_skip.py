@@ -45,8 +45,8 @@ class SkipLayers(Drafter):
             ValueError: it skips everything or what is not there, or the target is none to search.
         """
         chooser = make_skips(engine.decoder, config.skip)
-        pace = engine.pace(cls.name, config.skip)
-        return cls(engine, chooser, config.most_tokens, make_schedule(config, pace))
+        schedule = make_schedule(config, engine.round_model(cls.name, config.skip))
+        return cls(engine, chooser, config.most_tokens, schedule)
 
     def propose(self, state: State, limit: int) -> Draft:
         """Draft token by token."""

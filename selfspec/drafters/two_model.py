@@ -50,8 +50,8 @@ class TwoModel(Drafter):
             ValueError: no model is named, or one that cannot draft for the target.
         """
         decoder = engine.draft_models.chosen(config)
-        pace = engine.pace(cls.name, decoder.causal_lm.name_or_path, decoder.depth)
-        return cls(decoder, config.most_tokens, make_schedule(config, pace))
+        model = engine.round_model(cls.name, decoder.causal_lm.name_or_path, decoder.depth)
+        return cls(decoder, config.most_tokens, make_schedule(config, model))
 
     def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
         """Read the whole prompt, earlier turns included, with the first block of it."""

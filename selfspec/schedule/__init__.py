@@ -1,26 +1,23 @@
-"""How long to draft."""
+"""How long to draft and with which strategy, profiles of a device, and what a call did."""
 
 from __future__ import annotations
 
-from selfspec.config import DraftConfig
-from selfspec.heads import Calibrator, Judge
-from selfspec.schedule.base import ConfidenceStop, Schedule
-from selfspec.schedule.optimal import OptimalStop
-from selfspec.schedule.pace import Pace
+from selfspec.schedule.round_model import RoundModel, RoundTimer, Work
+from selfspec.schedule.stopping import (
+    ConfidenceStop,
+    OptimalStop,
+    Schedule,
+    make_schedule,
+    plain_judge,
+)
 
-
-def make_schedule(config: DraftConfig, pace: Pace | None = None) -> Schedule:
-    """The schedule that a config names; `pace` is what is known from earlier calls."""
-    if config.schedule == "confidence":
-        return ConfidenceStop(config.confidence)
-    if config.schedule == "optimal":
-        return OptimalStop(pace or Pace())
-    return Schedule()
-
-
-def plain_judge() -> Judge:
-    """What to go by where nothing was calibrated."""
-    return Calibrator().judge()
-
-
-__all__ = ["ConfidenceStop", "OptimalStop", "Schedule", "make_schedule", "plain_judge"]
+__all__ = [
+    "ConfidenceStop",
+    "OptimalStop",
+    "RoundModel",
+    "RoundTimer",
+    "Schedule",
+    "Work",
+    "make_schedule",
+    "plain_judge",
+]

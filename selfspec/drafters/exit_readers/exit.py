@@ -11,7 +11,6 @@ from selfspec.decoder import Pass
 from selfspec.drafters.engine import Engine, State, Verified
 from selfspec.heads import Calibrator, ExitHead, Judge
 from selfspec.sampling.draft import Tree
-from selfspec.schedule.mean import Mean
 
 
 class ExitReader:
@@ -23,12 +22,9 @@ class ExitReader:
 
     Attributes:
         keep: residual streams that prefill and verification have to keep for the head.
-        shadow: learns how often the head would have drafted the text's next token; `None` where
-            nobody asks. While others draft, only a head with a layer of its own finds out.
     """
 
     keep: tuple[int, ...] = ()
-    shadow: Mean | None = None
 
     def __init__(self, engine: Engine, head: ExitHead):
         self.engine, self.decoder, self.head = engine, engine.decoder, head

@@ -20,7 +20,6 @@ from selfspec.heads import ExitHead
 from selfspec.sampling.draft import Tree
 
 _DEFERRED = 512  # tokens that a head's own layer may be behind while others draft
-_COMPARED = 32  # of these, the last ones, whose next token the head says: the LM head is wide
 
 
 class LayerReader(ExitReader):
@@ -85,7 +84,7 @@ class LayerReader(ExitReader):
             if max(n - right for n, right in zip(lengths, self._right, strict=True)) < _DEFERRED:
                 self._seen.append((lengths, verified.kept))
                 return
-            self._follow(state, hidden[:, :1])
+            self._looked_at(state, hidden[:, :1])
         if self._joins:
             with state.stats.clock("head"):
                 joined = self.head.join(verified.kept[1:])
@@ -190,21 +189,6 @@ class LayerReader(ExitReader):
         that was copied has to be the next.
         """
         return self.head.place == self.head.exit_layer and not any(state.slots.added_from)
-
-    def _follow(self, state: State, pending: Tensor) -> None:
-        """Run the layer over what others drafted, and see how often it would have agreed."""
-        states, end = self._looked_at(state, pending)
-        if self.shadow is None:
-            return
-        first = (end - _COMPARED).clamp(min=0)
-        compared = pick(states, first + torch.arange(_COMPARED, device=first.device))
-        with state.stats.clock("head"):
-            choice = self._logits(compared).argmax(-1)
-        counts = (end - first)[:, 0].tolist()
-        text = [state.context.text[row] for row in state.context.rows]
-        for row, drafted, count in zip(text, choice.tolist(), counts, strict=True):
-            for said, token in zip(drafted[:count], row[len(row) - count :], strict=True):
-                self.shadow.add(float(said == token))
 
     def _catch_up(self, state: State, pending: Tensor) -> Tensor:
         """Run the layer up to the pending token; `[rows, 1, hidden]` what it left there."""

@@ -1,0 +1,151 @@
+"""When a chain of drafts ends: after a fixed number, when the draft is unsure, or optimally."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from selfspec.config import DraftConfig
+from selfspec.heads import Calibrator, Judge
+from selfspec.schedule.round_model import RoundModel, RoundTimer, Work
+
+_LOOK = 8  # rounds, in one of which the confidence of all drafts is read, to learn what it tells
+_LONGEST = 16  # drafts of the longest rounds that are considered
+
+
+class Schedule:
+    """Decides after each drafted token whether to draft another; this one always does."""
+
+    def begin(self, judge: Judge) -> None:
+        """A round begins; `judge` gives the chance that a greedy draft is accepted."""
+
+    def pause(self) -> None:
+        """The next round is another drafter's."""
+
+    def goes_on(self, scores: Tensor, tokens: Tensor, probs: Tensor | None) -> bool:
+        """Whether to draft another token.
+
+        Args:
+            scores: `[rows, 1, vocab]` processed draft scores.
+            tokens: `[rows, 1]` the tokens just drafted from them.
+            probs: `[rows, 1, vocab]` their probabilities, where tokens are sampled.
+        """
+        return True
+
+    def end(self, drafted: int, accepted: Sequence[int]) -> None:
+        """The round is verified: `accepted` of the `drafted` tokens in each row."""
+
+
+class ConfidenceStop(Schedule):
+    """Stops once the draft is unsure of its own token in every row (Kangaroo, Liu et al. 2024).
+
+    Args:
+        threshold: the probability below which a row is unsure.
+    """
+
+    def __init__(self, threshold: float):
+        self.threshold = threshold
+
+    def goes_on(self, scores: Tensor, tokens: Tensor, probs: Tensor | None) -> bool:
+        """Whether some row's token has at least the threshold's probability."""
+        known = scores.softmax(-1) if probs is None else probs
+        confidence = known.gather(-1, tokens[..., None])
+        return bool((confidence >= self.threshold).any())
+
+
+class OptimalStop(Schedule):
+    """Stops once another draft is expected to bring less than its time is worth.
+
+    A draft brings a token if all before it are accepted and it is, too. Its time is worth the
+    tokens per second of the best chain, so that drafting on pays as long as it would raise that
+    rate (the marginal value theorem, Charnov 1976). All is counted for a row on average.
+
+    How confident the head is of a draft is read only where the answer could change the decision,
+    and in one of several rounds to learn how much it tells: reading takes time, too. Of a greedy
+    draft the head's calibrator gives it; of a sampled one it is the probability that two draws
+    agree, which takes one operation.
+
+    Args:
+        model: times and acceptance rates so far; may outlive the call.
+    """
+
+    def __init__(self, model: RoundModel):
+        self.model, self.timer = model, RoundTimer(model)
+        self._judge: Judge | None = None
+        self._rounds, self._made, self._sampled = 0, 0, False
+        self._reach = [1.0]  # chance that all drafts so far are accepted, for each row or for all
+        self._rates: list[float] = []  # usual acceptance by position
+        self._price = 0.0  # tokens that the time of another draft is worth
+        self._confidences: dict[int, list[float]] = {}  # by position, of each row
+
+    def begin(self, judge: Judge) -> None:
+        """Time the round from here."""
+        self.timer.begin()
+        self._judge, self._reach, self._confidences = judge, [1.0], {}
+        self._rounds, self._made = self._rounds + 1, 0
+
+    def pause(self) -> None:
+        """The time of the last round ends here."""
+        self.timer.begin()
+
+    def goes_on(self, scores: Tensor, tokens: Tensor, probs: Tensor | None) -> bool:
+        """Whether a row gains enough on average."""
+        if self._made == 0:
+            self._plan(scores.shape[0], probs is not None)
+        position, self._made = self._made, self._made + 1
+        rates = self.model.drafts[self._sampled]
+        rate, following = (self._rates[min(at, _LONGEST)] for at in (position, position + 1))
+        price = self._price * len(self._reach) / following
+        low, high = (sum(self._reach) * (rate + sign * rates.told) for sign in (-1, 1))
+        if low <= price < high or self._rounds % _LOOK == 0:
+            confidences = self._confidences[position] = self._read(position, scores, probs)
+            chances = [rates.with_confidence(rate, confidence) for confidence in confidences]
+            reach = self._reach if len(self._reach) > 1 else self._reach * len(chances)
+            self._reach = [so_far * chance for so_far, chance in zip(reach, chances, strict=True)]
+        else:
+            self._reach = [so_far * rate for so_far in self._reach]
+        return sum(self._reach) * following > self._price * len(self._reach)
+
+    def _plan(self, rows: int, sampled: bool) -> None:
+        """Find what time is worth in this round."""
+        self._sampled = sampled
+        best = self.model.best_chain(rows, sampled, _LONGEST, hopeful=False)
+        self._price = best.rate * self.model.times(rows).hoped_draft_seconds
+        self._rates = self.model.drafts[sampled].rates(_LONGEST + 1)
+
+    def _read(self, position: int, scores: Tensor, probs: Tensor | None) -> list[float]:
+        """How confident the head is of the draft that it just made, in each row."""
+        if probs is not None:  # Simpson 1949
+            # In this order NaN, of scores that are NaN, gives 0.
+            return [max(0.0, p) for p in torch.linalg.vecdot(probs, probs)[:, 0].tolist()]
+        assert self._judge is not None
+        return self._judge([scores[:, 0].softmax(-1)], position)[0]
+
+    def end(self, drafted: int, accepted: Sequence[int]) -> None:
+        """Learn from the round: `accepted` of the `drafted` tokens in each row."""
+        self.timer.end(len(accepted), Work(drafts=drafted))
+        rates = self.model.drafts[self._sampled]
+        rates.fade()
+        for row, count in enumerate(accepted):
+            for position in range(min(drafted, count + 1)):
+                rates.learn(position, position < count)
+                if position in self._confidences:
+                    rate = self._rates[min(position, _LONGEST)]
+                    confidence = self._confidences[position][row]
+                    rates.learn_confidence(rate, confidence, position < count)
+
+
+def make_schedule(config: DraftConfig, model: RoundModel | None = None) -> Schedule:
+    """The schedule that a config names; `model` is what is known from earlier calls."""
+    if config.schedule == "confidence":
+        return ConfidenceStop(config.confidence)
+    if config.schedule == "optimal":
+        return OptimalStop(model or RoundModel())
+    return Schedule()
+
+
+def plain_judge() -> Judge:
+    """The judge of drafts for which no calibrator was fitted."""
+    return Calibrator().judge()
