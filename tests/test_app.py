@@ -13,7 +13,7 @@ from test_cli_demo import altered
 from selfspec import DraftConfig, SelfSpecModel
 from selfspec.display import pieces
 from selfspec.display.app import Offer, SideBySide, view
-from selfspec.display.app.offer import LONGEST_DRAFT
+from selfspec.display.app.side_by_side import LONGEST_DRAFT
 from selfspec.display.demo import DemoOptions, Writer
 from selfspec.heads import head_class
 

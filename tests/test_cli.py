@@ -12,7 +12,7 @@ import typer.main
 from cli_tools import PROMPT, call, one_object
 
 from selfspec import SelfSpecModel, __version__
-from selfspec.cli import commands, info, load
+from selfspec.cli import commands, common, info
 from selfspec.cli.examples import EXAMPLES
 
 COMMANDS = ("app", "bench", "chat", "check", "demo", "generate", "info", "tune", "export")
@@ -223,7 +223,7 @@ def test_an_interrupt_is_exit_code_130(line, monkeypatch, tmp_path):
         raise KeyboardInterrupt
 
     monkeypatch.chdir(tmp_path)
-    for module in (load, info):
+    for module in (common, info):
         monkeypatch.setattr(module, "resolve", interrupted)
     result = call(*line.split(), code=130)
     assert (result.stdout, result.stderr) == ("", "\n")
@@ -235,7 +235,7 @@ def test_an_error_that_nobody_expected_is_one_line_too(line, monkeypatch, tmp_pa
         raise RuntimeError("a bug,\nsomewhere")
 
     monkeypatch.chdir(tmp_path)
-    for module in (load, info):
+    for module in (common, info):
         monkeypatch.setattr(module, "resolve", wrong)
     said = "selfspec: RuntimeError: a bug, somewhere (selfspec --debug shows where)\n"
     assert call(*line.split(), code=1).stderr == said

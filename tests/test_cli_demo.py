@@ -133,7 +133,7 @@ def test_the_comparisons_tables_show_the_figures_of_its_json(writer):
 
 
 def test_runs_are_interleaved_and_compared_by_their_medians():
-    from selfspec.display.demo.timing import interleaved, ratio
+    from selfspec.display.demo import interleaved, ratio
 
     order = []
     clock = {"a": iter([1, 2, 99]), "b": iter([1, 4, 8])}

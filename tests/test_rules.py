@@ -22,8 +22,8 @@ from law_tools import (
 )
 
 from selfspec.sampling import (
+    acceptance,
     block_verify,
-    chain,
     longest_branch,
     longest_match,
     one_hot,
@@ -116,7 +116,7 @@ CHAIN_FAULTS = {
         "stands.cumprod(-1).sum(-1)",
     ),
     "q behind the last draft": (
-        chain._of_real,
+        acceptance._of_real,
         "if counts is None",
         "if counts is None or values.dim() == 3",
     ),
@@ -126,19 +126,19 @@ CHAIN_FAULTS = {
         "_at(target_probs, accepted)",
     ),
     "keeps what is likely enough": (rejection_sample, "coins * q < p,", "coins < p,"),
-    "residual not cut at 0": (chain.residual, ".clamp_min_(0)", ".abs()"),
+    "residual not cut at 0": (acceptance.residual, ".clamp_min_(0)", ".abs()"),
 }
 
 
 @pytest.mark.parametrize("fault", CHAIN_FAULTS)
 def test_faults_of_chain_rules_are_caught(monkeypatch, fault):
     function, right, wrong = CHAIN_FAULTS[fault]
-    name = "rejection_sample" if function is chain.residual else "block_verify"
+    name = "rejection_sample" if function is acceptance.residual else "block_verify"
     name = function.__name__ if function in LOSSLESS.values() else name
-    monkeypatch.setattr(chain, function.__name__, planted(function, right, wrong))
+    monkeypatch.setattr(acceptance, function.__name__, planted(function, right, wrong))
     both = pair("too sure", 3)
     ragged = fault == "q behind the last draft"
-    assert fits(chain_round(both, getattr(chain, name), ROWS, ragged=ragged), both) < 1e-9
+    assert fits(chain_round(both, getattr(acceptance, name), ROWS, ragged=ragged), both) < 1e-9
 
 
 @pytest.mark.parametrize("rule", LOSSLESS)

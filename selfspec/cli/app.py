@@ -10,8 +10,7 @@ from typing import Annotated
 import typer
 
 from selfspec.cli import options as opt
-from selfspec.cli.load import load
-from selfspec.cli.output import print_json, reporting
+from selfspec.cli.common import load, print_json, reporting
 
 _SERVER = "Page"
 

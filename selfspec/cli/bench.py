@@ -14,8 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 
 from selfspec.cli import options as opt
-from selfspec.cli.load import Loaded, load
-from selfspec.cli.output import print_json, progress, reporting
+from selfspec.cli.common import Loaded, load, print_json, progress, reporting
 
 if TYPE_CHECKING:
     from selfspec.bench import BenchConfig, Progress, Report

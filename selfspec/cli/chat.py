@@ -13,8 +13,7 @@ import typer
 from rich.console import Console
 
 from selfspec.cli import options as opt
-from selfspec.cli.load import load
-from selfspec.cli.output import complain, print_json, reporting, summary
+from selfspec.cli.common import complain, load, print_json, reporting, summary
 
 if TYPE_CHECKING:
     from selfspec.cli.conversation import Conversation, Turn

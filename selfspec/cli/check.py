@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from selfspec.cli import options as opt
-from selfspec.cli.load import Loaded, load
-from selfspec.cli.output import print_json, progress, reporting
-from selfspec.cli.prompts import read_prompts
+from selfspec.cli.common import Loaded, load, print_json, progress, read_prompts, reporting
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,8 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from selfspec.cli import options as opt
-from selfspec.cli.load import Loaded, load
-from selfspec.cli.output import print_json, progress, reporting
+from selfspec.cli.common import Loaded, load, print_json, progress, reporting
 
 if TYPE_CHECKING:
     from selfspec.config import DraftConfig

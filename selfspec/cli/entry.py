@@ -16,12 +16,12 @@ from selfspec.cli.app import app
 from selfspec.cli.bench import bench
 from selfspec.cli.chat import chat
 from selfspec.cli.check import check
+from selfspec.cli.common import complain
 from selfspec.cli.demo import demo
 from selfspec.cli.examples import examples
 from selfspec.cli.export import export
 from selfspec.cli.generate import generate
 from selfspec.cli.info import info
-from selfspec.cli.output import complain
 from selfspec.cli.tune import tune
 
 _INTERRUPTED = 130  # what shells give a process that Ctrl-C ended

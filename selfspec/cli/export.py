@@ -8,9 +8,8 @@ from typing import Annotated
 import typer
 
 from selfspec.cli import options as opt
+from selfspec.cli.common import in_units, load, print_json, reporting, resolve
 from selfspec.cli.examples import examples
-from selfspec.cli.load import load, resolve
-from selfspec.cli.output import in_units, print_json, reporting
 
 export = typer.Typer(
     no_args_is_help=True, help="Take exit heads to transformers, serving engines and the hub."

@@ -13,9 +13,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 
 from selfspec.cli import options as opt
-from selfspec.cli.load import Loaded, load
-from selfspec.cli.output import print_json, progress, reporting, summary
-from selfspec.cli.prompts import read_prompts
+from selfspec.cli.common import Loaded, load, print_json, progress, read_prompts, reporting, summary
 
 if TYPE_CHECKING:
     from selfspec.config import DraftConfig

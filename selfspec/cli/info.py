@@ -10,8 +10,7 @@ import typer
 from rich.table import Table
 
 from selfspec.cli import options as opt
-from selfspec.cli.load import load, quiet_transformers, resolve
-from selfspec.cli.output import in_units, print_json, reporting
+from selfspec.cli.common import in_units, load, print_json, quiet_transformers, reporting, resolve
 
 if TYPE_CHECKING:
     from selfspec.decoder import Decoder

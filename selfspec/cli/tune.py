@@ -13,9 +13,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.progress import Progress as Bar
 
 from selfspec.cli import options as opt
-from selfspec.cli.load import Loaded, load, resolve
-from selfspec.cli.output import make_folder_of, print_json, progress, reporting
-from selfspec.cli.prompts import read_prompts
+from selfspec.cli.common import (
+    Loaded,
+    load,
+    make_folder_of,
+    print_json,
+    progress,
+    read_prompts,
+    reporting,
+    resolve,
+)
 
 if TYPE_CHECKING:
     from selfspec.schedule.profile import Profile

@@ -1,16 +1,31 @@
 """What a call did, for the eye: traces in HTML and on terminals, tables, figures."""
 
-from selfspec.display.exits import ExitReadings, exit_readings
-from selfspec.display.html import TraceHTML, legend_html, pieces_html, trace_html
-from selfspec.display.pieces import Detokenizer, Kind, Piece, RoundPieces, kinds, pieces
-from selfspec.display.plots import acceptance_plot, exits_heatmap, exits_plot
-from selfspec.display.profile import speedup_map, speedup_table, validation_table
-from selfspec.display.terminal import (
+from selfspec.display.plots import (
+    ExitReadings,
+    acceptance_plot,
+    exit_readings,
+    exits_heatmap,
+    exits_plot,
+    speedup_map,
+    speedup_table,
+    validation_table,
+)
+from selfspec.display.trace import (
+    Detokenizer,
+    Kind,
     OriginStreamer,
+    Piece,
+    RoundPieces,
+    TraceHTML,
     in_colour,
+    kinds,
     legend,
+    legend_html,
     marked,
+    pieces,
+    pieces_html,
     stats_table,
+    trace_html,
     trace_text,
     unmarked,
     write_piece,

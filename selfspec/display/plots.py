@@ -1,19 +1,174 @@
-"""Figures, drawn with matplotlib where it is installed."""
+"""What every exit of a target would say of a text, token by token (nostalgebraist's logit lens).
+
+Legend: rows = exits, the lowest first, and the whole model last; tokens = those of the text.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import torch
+from rich import box
+from rich.table import Table
+from rich.text import Text
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from selfspec.config import unknown_name
-from selfspec.display.exits import MODEL, ExitReadings
+from selfspec.decoder import Decoder
+from selfspec.display.trace import Detokenizer
+from selfspec.heads import ExitHead, SharedHead
+from selfspec.heads.teacher_forcing import draft_states, needs, read_text
+from selfspec.model import SelfSpecModel
+from selfspec.schedule.profile import Profile, Validation
 from selfspec.schedule.stats import Stats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+
+MODEL = "model"  # the kind of the last row
+
+
+@dataclass(frozen=True)
+class ExitReadings:
+    """What exits would say after each token of a text; a slice of it is that part of the text.
+
+    Attributes:
+        kinds: kind of each row's head; `"model"` for the last row, the model's own answer.
+        layers: number of layers below each row's exit.
+        text: the text, one piece a token.
+        said: per row, the likeliest next token behind each token, as text.
+        ids: `[rows, tokens]` the same as token ids.
+        probabilities: `[rows, tokens]` what the row gives it.
+        entropies: `[rows, tokens]` bits of the row's distribution.
+        overlaps: `[rows, tokens]` Σ min(p, q) with the model's distribution: how likely a draft
+            that is drawn from the exit is to be accepted (Leviathan et al. 2023).
+    """
+
+    kinds: list[str]
+    layers: list[int]
+    text: list[str]
+    said: list[list[str]]
+    ids: Tensor
+    probabilities: Tensor
+    entropies: Tensor
+    overlaps: Tensor
+
+    @property
+    def names(self) -> list[str]:
+        """What displays call the rows."""
+        return [f"{kind} {layer}" for kind, layer in zip(self.kinds, self.layers, strict=True)]
+
+    @property
+    def agrees(self) -> Tensor:
+        """`[rows, tokens]` whether the row says what the model says."""
+        return self.ids == self.ids[-1]
+
+    @property
+    def settled(self) -> Tensor:
+        """`[tokens]` the lowest row from which on every row says what the model says."""
+        return len(self.ids) - self.agrees.flip(0).cumprod(0).sum(0)
+
+    def __getitem__(self, tokens: slice) -> ExitReadings:
+        """A part of the text, read in the context of all of it."""
+        return replace(
+            self,
+            text=self.text[tokens],
+            said=[row[tokens] for row in self.said],
+            ids=self.ids[:, tokens],
+            probabilities=self.probabilities[:, tokens],
+            entropies=self.entropies[:, tokens],
+            overlaps=self.overlaps[:, tokens],
+        )
+
+
+@torch.no_grad()
+def exit_readings(
+    spec: SelfSpecModel,
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    heads: Sequence[ExitHead] | None = None,
+) -> ExitReadings:
+    """Read a text once, and ask every exit what comes after each of its tokens.
+
+    A head that feeds on its own output answers as at the first token of a draft.
+
+    Args:
+        spec: the target.
+        tokenizer: the target's.
+        text: what is read.
+        heads: the exits to ask; `None` asks a `shared` one behind every layer.
+
+    Raises:
+        ValueError: the text has no token, or more than the model has positions.
+    """
+    decoder = spec.engine.decoder
+    tokens = _encode(decoder, tokenizer, text)
+    if heads is None:
+        heads = [SharedHead.build(decoder, layer) for layer in range(1, decoder.depth)]
+    heads = sorted(heads, key=lambda head: head.exit_layer)
+    reading = read_text(decoder, tokens, None, [layer for head in heads for layer in needs(head)])
+    target_probs = _probabilities(decoder.unembed(reading.normed))
+    rows: list[list[Tensor]] = []
+    for head in heads:
+        state = next(draft_states(decoder, head, reading, steps=1))
+        logits = head.spread(head.logits(decoder, state), decoder)
+        rows.append(_figures(_probabilities(logits), target_probs))
+    rows.append(_figures(target_probs, target_probs))
+    ids, *figures = (torch.stack(column).cpu() for column in zip(*rows, strict=True))
+    shown, said = _in_words(tokenizer, tokens[0].tolist(), ids)
+    kinds = [*(head.kind for head in heads), MODEL]
+    layers = [*(head.exit_layer for head in heads), decoder.depth]
+    return ExitReadings(kinds, layers, shown, said, ids, *figures)
+
+
+def _encode(decoder: Decoder, tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:
+    ids = tokenizer(text).input_ids
+    most = decoder.max_positions
+    if not ids or (most is not None and len(ids) > most):
+        limit = "" if most is None else f" and at most the model's {most}"
+        raise ValueError(f"text must have at least one token{limit}, got {len(ids)}")
+    return torch.tensor([ids], device=decoder.device)
+
+
+def _probabilities(logits: Tensor) -> Tensor:
+    return logits[0].softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+def _figures(probs: Tensor, target_probs: Tensor) -> list[Tensor]:
+    """Per token: the likeliest, its probability, the entropy, and the overlap with the model."""
+    top, ids = probs.max(-1)
+    entropy = torch.special.entr(probs).sum(-1) / math.log(2)
+    overlap = torch.minimum(probs, target_probs).sum(-1)
+    return [ids, top, entropy, overlap]
+
+
+def _in_words(
+    tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], ids: Tensor
+) -> tuple[list[str], list[list[str]]]:
+    """The text by tokens, and what each row says, as it would read in its place."""
+    seen = Detokenizer(tokenizer)
+    shown: list[str] = []
+    columns: list[list[str]] = []
+    for token, answers in zip(tokens, ids.T.tolist(), strict=True):
+        shown.append(_next_piece(seen, token))
+        seen.push(token)
+        words = {answer: _next_piece(seen, answer) for answer in set(answers)}
+        columns.append([words[answer] for answer in answers])
+    return shown, [list(row) for row in zip(*columns, strict=True)]
+
+
+def _next_piece(seen: Detokenizer, token: int) -> str:
+    twin = seen.fork()
+    return twin.push(token) or twin.flush()
+
+
+# Figures, drawn with matplotlib where it is installed.
 
 Measure = Literal["agreement", "overlap", "entropy"]
 
@@ -156,3 +311,124 @@ def _short(piece: str) -> str:
     marked = piece.translate(_MARKS)
     seen = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in marked)
     return seen if len(seen) <= _LONGEST else f"{seen[: _LONGEST - 1]}…"
+
+
+# What tuning found: a map of predicted speedups, and what was really run.
+
+# As fast as plain decoding, and what is drawn as far from it as can be seen.
+_EVEN, _FARTHEST = (235, 235, 235), 0.6
+_FASTER, _SLOWER = (0, 158, 115), (213, 94, 0)  # Okabe and Ito's, for colour-blind readers
+
+
+def speedup_table(profile: Profile) -> Table:
+    """The map on a terminal: a line for each exit, a column for each number of drafts.
+
+    Args:
+        profile: what tuning found.
+    """
+    table = Table(
+        title="predicted speedup over plain decoding",
+        caption="exit head × drafts a round; plain decoding is 1.00",
+        box=box.SIMPLE_HEAD,
+        padding=0,
+    )
+    names, lengths, speedups = _grid(profile)
+    table.add_column("exit", style="bold")
+    for length in lengths:
+        table.add_column(f"{length} ", justify="right")
+    best = max(max(row) for row in speedups)
+    for name, row in zip(names, speedups, strict=True):
+        table.add_row(name, *(_cell(speedup, speedup == best) for speedup in row))
+    return table
+
+
+def _cell(speedup: float, best: bool) -> Text:
+    red, green, blue = _colour(speedup)
+    style = f"black on rgb({red},{green},{blue}){' bold underline' if best else ''}"
+    return Text(f" {speedup:.2f} ", style)
+
+
+def _colour(speedup: float) -> tuple[int, int, int]:
+    """From grey, where nothing is gained, to green or orange."""
+    share = min(1.0, abs(speedup - 1) / _FARTHEST)
+    end = _FASTER if speedup >= 1 else _SLOWER
+    red, green, blue = (
+        round(even + share * (far - even)) for even, far in zip(_EVEN, end, strict=True)
+    )
+    return red, green, blue
+
+
+def validation_table(profile: Profile) -> Table:
+    """What was run on held-out prompts, fastest first.
+
+    Args:
+        profile: what tuning found.
+    """
+    table = Table(
+        title="on held-out prompts",
+        caption="→ is what generate() takes",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    table.add_column("")
+    table.add_column("way", style="bold")
+    for name in ("tokens/s", "speedup", "predicted", "accepted", "tokens a round", "text"):
+        table.add_column(name, justify="right")
+    chosen = next((ran for ran in profile.validation if ran.draft == profile.draft), None)
+    for ran in profile.validation:
+        table.add_row("→" if ran is chosen else "", ran.name, *_speedup_figures(ran))
+    return table
+
+
+def _speedup_figures(ran: Validation) -> Sequence[str]:
+    equal = {True: "equal", False: "NOT EQUAL", None: ""}[ran.equal]
+    return (
+        f"{ran.tokens_per_second:.1f}",
+        f"{ran.speedup:.2f}x",
+        "" if ran.predicted is None else f"{ran.predicted:.2f}x",
+        f"{ran.acceptance_rate:.3f}",
+        f"{ran.mean_accepted_length:.2f}",
+        equal,
+    )
+
+
+def speedup_map(profile: Profile, ax: Axes | None = None) -> Axes:
+    """Draw the map: an exit head in each row, drafts of a round across.
+
+    Args:
+        profile: what tuning found.
+        ax: where to draw; `None` opens a figure that fits.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
+    names, lengths, speedups = _grid(profile)
+    ax = ax or new_axes("speedup_map", 2.5 + 0.6 * len(lengths), 1.2 + 0.35 * len(names))
+    cells = [[[part / 255 for part in _colour(speedup)] for speedup in row] for row in speedups]
+    ax.imshow(cells, aspect="auto")
+    best = max(max(row) for row in speedups)
+    for y, row in enumerate(speedups):
+        for x, speedup in enumerate(row):
+            weight = "bold" if speedup == best else "normal"
+            ax.text(x, y, f"{speedup:.2f}", ha="center", va="center", fontsize=8, weight=weight)
+    ax.set_xticks(range(len(lengths)), [str(length) for length in lengths])
+    ax.set_yticks(range(len(names)), names)
+    place = profile.place
+    ax.set_title(f"predicted speedup, {place.device}, {place.dtype}", fontsize="medium")
+    ax.set(xlabel="drafts a round", ylabel="exit head")
+    return ax
+
+
+def _grid(profile: Profile) -> tuple[list[str], list[int], list[list[float]]]:
+    """Rows, columns and values of the map.
+
+    Raises:
+        ValueError: nothing was predicted.
+    """
+    speedups = {(p.name, p.num_draft_tokens): p.speedup for p in profile.predictions}
+    if not speedups:
+        raise ValueError("the profile holds no predictions to show; tune again")
+    names = list(dict.fromkeys(name for name, _ in speedups))
+    lengths = sorted({length for _, length in speedups})
+    nan = float("nan")
+    return names, lengths, [[speedups.get((name, k), nan) for k in lengths] for name in names]

@@ -26,8 +26,7 @@ from selfspec.decoder import held
 from selfspec.drafters import Drafter
 from selfspec.drafters.engine import Engine, State
 from selfspec.generation.prompts import Prompt
-from selfspec.generation.rounds import RowRound, broken_places, read_rounds
-from selfspec.generation.score_history import StepRecord
+from selfspec.generation.rounds import RowRound, StepRecord, broken_places, read_rounds
 from selfspec.generation.stopping import Stops
 from selfspec.generation.streaming import Stream
 from selfspec.generation.unsupported import refuse_uncovered

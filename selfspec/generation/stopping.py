@@ -26,7 +26,7 @@ from transformers.generation.stopping_criteria import (
 )
 
 from selfspec.decoder import Ranks
-from selfspec.generation.score_history import StepRecord
+from selfspec.generation.rounds import StepRecord
 from selfspec.sampling.sampler import Context
 
 

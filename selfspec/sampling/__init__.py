@@ -7,17 +7,18 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from selfspec.sampling.chain import (
+from selfspec.sampling.acceptance import (
     block_verify,
+    longest_branch,
     longest_match,
     one_hot,
     rejection_sample,
     residual,
+    sample_branch,
     typical_lossy,
 )
 from selfspec.sampling.draft import Draft, Verdict
 from selfspec.sampling.sampler import Sampler
-from selfspec.sampling.tree import longest_branch, sample_branch
 
 # How a sampled chain is verified, by the name of the rule in configs.
 CHAIN_RULES = {"block": block_verify, "token": rejection_sample, "typical_lossy": typical_lossy}

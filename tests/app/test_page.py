@@ -11,7 +11,7 @@ from cli_tools import PROMPT, TOKENS, call
 from conftest import EXIT, tiny_llama
 
 from selfspec import DraftConfig, SelfSpecModel
-from selfspec.cli import load
+from selfspec.cli import common
 from selfspec.display.app import Offer, SideBySide
 
 pytestmark = [
@@ -124,7 +124,7 @@ def test_what_ends_other_commands_ends_this_one_before_it_serves(error, monkeypa
     def fail(*args):
         raise error
 
-    monkeypatch.setattr(load, "resolve", fail)
+    monkeypatch.setattr(common, "resolve", fail)
     interrupted = error is KeyboardInterrupt
     result = call("app", code=130 if interrupted else 1)
     assert result.stdout == ""

@@ -20,7 +20,7 @@ from selfspec.bench.prompts import in_batches, padded
 from selfspec.bench.tune.config import TuneConfig
 from selfspec.config import DraftConfig
 from selfspec.decoder import Decoder
-from selfspec.display.demo.timing import in_turn
+from selfspec.display.demo import in_turn
 from selfspec.drafters import make_drafter
 from selfspec.drafters.engine import Engine
 from selfspec.generation.loop import Session

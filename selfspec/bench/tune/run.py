@@ -24,7 +24,7 @@ from selfspec.bench.tune.measure import (
     write_on,
 )
 from selfspec.config import DraftConfig, SkipConfig, TreeConfig
-from selfspec.display.demo.timing import in_turn
+from selfspec.display.demo import in_turn
 from selfspec.drafters import DRAFTERS, make_drafter
 from selfspec.drafters.engine import Engine
 from selfspec.heads import ExitHead

@@ -8,14 +8,10 @@ never show them, and later tokens overwrite them. Rejecting drafts is then not a
 This package alone knows transformers' cache API.
 """
 
-from selfspec.decoder.cache.cache import SlotCache
+from selfspec.decoder.cache.cache import RowStates, SlotCache, StepCache, Strip, join_rows, take_row
 from selfspec.decoder.cache.int8 import RoundedCache
-from selfspec.decoder.cache.layer import SlotLayer, Window
+from selfspec.decoder.cache.layer import Pieces, SlotLayer, Window
 from selfspec.decoder.cache.masks import WIDEST
-from selfspec.decoder.cache.pieces import Pieces
-from selfspec.decoder.cache.rows import RowStates, join_rows, take_row
-from selfspec.decoder.cache.steps import StepCache
-from selfspec.decoder.cache.strip import Strip
 
 __all__ = [
     "WIDEST",

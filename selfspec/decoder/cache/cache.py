@@ -1,4 +1,4 @@
-"""Keys and values of all layers, for rows of different lengths."""
+"""One layer's buffers in one pass, as compiled code sees them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,40 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from selfspec.config import KVCacheDtype
 from selfspec.decoder.cache.int8 import Int8Layer
-from selfspec.decoder.cache.layer import SlotLayer, Window
+from selfspec.decoder.cache.layer import Pieces, SlotLayer, Window
 from selfspec.decoder.cache.masks import WIDEST, Stairs, hide, tree_mask
-from selfspec.decoder.cache.pieces import Pieces
 from selfspec.sampling.draft import Tree
+
+
+class Strip:
+    """Stands in for a `SlotCache` where a layer's code is compiled.
+
+    Compiled code is made for the Python values that it reads. A cache is full of those: layers,
+    lengths, the pass in progress. Here all that differs between passes and layers is a tensor or
+    the shape of one.
+
+    Args:
+        keys: `[rows, heads, capacity, head_dim]` the layer's keys, with room for the pass.
+        values: the same of its values.
+        slots: `[rows, width]` slots that the pass writes.
+        seen: `[end]` any tensor as long as what the longest row attends to.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, slots: Tensor, seen: Tensor):
+        self.keys, self.values, self.slots, self.seen = keys, values, slots, seen
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
+        """Write the layer's new states; returns its keys and values up to the longest row's end."""
+        rows = torch.arange(key_states.shape[0], device=key_states.device)[:, None]
+        self.keys[rows, :, self.slots] = key_states.transpose(1, 2)
+        self.values[rows, :, self.slots] = value_states.transpose(1, 2)
+        end = self.seen.shape[0]
+        return self.keys.narrow(2, 0, end), self.values.narrow(2, 0, end)
+
+
+# Keys and values of all layers, for rows of different lengths.
 
 _GROWTH = 256  # least numbers that are counted ahead
 
@@ -297,3 +327,64 @@ class SlotCache(Cache):
         for index, layer in enumerate(self.layers):
             keys, values = layer.seen(self.lengths[0])
             cache.update(keys[:, :, beyond:], values[:, :, beyond:], index)
+
+
+# Rows of a cache, one by one: those that have ended wait while the others go on.
+
+# What each layer's buffers hold of a row's settled tokens, `[heads, length, any]` each.
+RowStates = list[list[Tensor]]
+
+
+def take_row(slots: SlotCache, index: int) -> RowStates:
+    """Copies of one row's settled states."""
+    length = slots.lengths[index]
+    layers = slots.layers[: slots.depth]
+    return [[buffer[index, :, :length].clone() for buffer in layer.buffers] for layer in layers]
+
+
+def join_rows(states: Sequence[RowStates], like: SlotCache) -> SlotCache:
+    """A cache of rows as `take_row` returns them, taken from caches like this one."""
+    slots = like.empty(len(states))
+    slots.lengths = [row[0][0].shape[1] for row in states]
+    for index, layer in enumerate(slots.layers):
+        parts = zip(*(row[index] for row in states), strict=True)
+        layer.hold([_stack(part, max(slots.lengths)) for part in parts])
+    return slots
+
+
+def _stack(states: Sequence[Tensor], length: int) -> Tensor:
+    """Rows `[heads, n, any]` of different n as one buffer `[rows, heads, length, any]`."""
+    padded = [torch.nn.functional.pad(s, (0, 0, 0, length - s.shape[1])) for s in states]
+    return torch.stack(padded)
+
+
+# Keys and values of an unrolled layer: what it made of the same text in each of its steps.
+
+
+class StepCache(SlotCache):
+    """Keeps the states of one layer that reads the same text several times, step after step.
+
+    Nothing is written in place, so gradients flow through every step.
+
+    Args:
+        windows: per layer of the model, the sliding window in tokens, or `None`.
+        rows: number of rows.
+        device: where positions are made.
+    """
+
+    def __init__(self, windows: Sequence[int | None], rows: int, device: torch.device):
+        super().__init__(windows, rows, device=device)
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
+        """Keep a step's states; returns those of all steps, end to end."""
+        self._keys.append(key_states)
+        self._values.append(value_states)
+        return torch.cat(self._keys, dim=2), torch.cat(self._values, dim=2)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens of the steps before this one."""
+        return sum(keys.shape[2] for keys in self._keys)

@@ -3,8 +3,6 @@
 The page itself (`selfspec.display.app.page`) needs Gradio; all else here does without.
 """
 
-from selfspec.display.app.frames import Frame, Pane
-from selfspec.display.app.offer import Offer
-from selfspec.display.app.side_by_side import SideBySide
+from selfspec.display.app.side_by_side import Frame, Offer, Pane, SideBySide
 
 __all__ = ["Frame", "Offer", "Pane", "SideBySide"]

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from selfspec.display.app import view
-from selfspec.display.app.offer import LONGEST_DRAFT, Offer
-from selfspec.display.app.side_by_side import SideBySide
+from selfspec.display.app.side_by_side import LONGEST_DRAFT, Offer, SideBySide
 from selfspec.display.demo import DemoOptions, load_prompts
 
 try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 
 from selfspec.display import Kind, legend_html, pieces_html
-from selfspec.display.app.frames import Frame, Pane, State
+from selfspec.display.app.side_by_side import Frame, Pane, State
 
 CSS = """
 .gradio-container { max-width: 1280px !important; margin: 0 auto !important; }

@@ -1,0 +1,247 @@
+"""What commands print: rich on a terminal, one JSON object on request."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+
+from selfspec import DEMO_MODEL
+from selfspec.cli.options import Dtype, Kernels, KVCache
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import PreTrainedTokenizerBase
+
+    from selfspec.model import SelfSpecModel
+    from selfspec.schedule.stats import Stats
+
+
+@contextmanager
+def reporting(as_json: bool) -> Iterator[Console]:
+    """Where a command shows what it does.
+
+    With `--json` that is nowhere: stdout is kept free of everything, whoever writes to it.
+    """
+    if not as_json:
+        yield Console(markup=False, highlight=False)
+        return
+    with redirect_stdout(sys.stderr):
+        yield Console(quiet=True)
+
+
+def print_json(data: Mapping[str, Any]) -> None:
+    """Print one JSON object on one line."""
+    sys.stdout.write(json.dumps(data, allow_nan=False) + "\n")
+
+
+def make_folder_of(file: Path) -> None:
+    """Make the folder that a file will be written to, before any long work.
+
+    Raises:
+        ValueError: something that is no folder stands in its place.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ValueError(f"cannot write {file}: {file.parent} is no folder") from None
+
+
+def progress() -> Console:
+    """A console on stderr, for what is under way; off a terminal it says nothing."""
+    console = Console(stderr=True, highlight=False)
+    console.quiet = not console.is_terminal
+    return console
+
+
+def complain(message: str) -> None:
+    """Say in one line on stderr what is wrong."""
+    line = " ".join(message.split())
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console.print(f"selfspec: {line}", markup=False)
+
+
+def summary(stats: Stats) -> str:
+    """The figures of one text in a line."""
+    return (
+        f"{stats.emitted} tokens, {stats.tokens_per_second:.1f} tokens/s, "
+        f"acceptance rate {stats.acceptance_rate:.3f}, "
+        f"mean accepted length {stats.mean_accepted_length:.2f}"
+    )
+
+
+def in_units(count: float, unit: str = "") -> str:
+    """A large number in short: 12.9 M, 1.5 GB."""
+    prefixes = ["", "k", "M", "G", "T"]
+    while abs(count) >= 1000 and len(prefixes) > 1:
+        count /= 1000
+        del prefixes[0]
+    return f"{count:.3g} {prefixes[0]}{unit}".rstrip()
+
+
+# A target from the command line's options.
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A target, ready to write.
+
+    Attributes:
+        name: what the user called it.
+        embedded: whether it is the model in the package.
+        spec: the wrapped model.
+        tokenizer: its tokenizer.
+    """
+
+    name: str
+    embedded: bool
+    spec: SelfSpecModel
+    tokenizer: PreTrainedTokenizerBase
+
+    def to_dict(self) -> dict[str, Any]:
+        """What ran where, for reports."""
+        import torch
+
+        decoder = self.spec.engine.decoder
+        return {
+            "model": self.name,
+            "layers": decoder.depth,
+            "dtype": str(decoder.dtype).removeprefix("torch."),
+            "device": str(decoder.device),
+            "kernels": decoder.kernels,
+            "kv_cache_dtype": decoder.kv_cache_dtype,
+            "threads": torch.get_num_threads(),
+        }
+
+
+def resolve(model: str | None) -> tuple[str, Path | str]:
+    """The target's name, and the folder or id to load it from.
+
+    Raises:
+        FileNotFoundError: `model` reads like a path, and there is no folder of a model.
+    """
+    if model is None:
+        return DEMO_MODEL.name, DEMO_MODEL
+    path = Path(model).expanduser()
+    looks_like_path = model.startswith((".", "~", os.sep)) or model.count("/") > 1
+    is_model = any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
+    if looks_like_path and not is_model:
+        raise FileNotFoundError(
+            f"no model folder at {model}; give a folder with a config.json, or a Hugging Face id"
+        )
+    return model, path if is_model else model
+
+
+def load(
+    model: str | None,
+    heads: str | None,
+    dtype: Dtype,
+    device: str | None,
+    profile: Path | None = None,
+    kernels: Kernels = Kernels.eager,
+    kv_cache: KVCache = KVCache.auto,
+) -> Loaded:
+    """Load a target and its tokenizer.
+
+    Raises:
+        OSError: there is no such model, or it cannot be read.
+        ValueError: the model cannot draft for itself, or the heads are not its own.
+    """
+    name, path = resolve(model)
+    with progress().status(f"loading {name}"):
+        quiet_transformers()
+        from transformers import AutoTokenizer
+
+        from selfspec.model import SelfSpecModel
+
+        stored = "float32" if model is None else "auto"
+        options = {"dtype": stored if dtype is Dtype.auto else dtype.value, **_placed(device)}
+        options |= {"profile": profile, "kernels": kernels.value, "kv_cache_dtype": kv_cache.value}
+        spec = SelfSpecModel.from_pretrained(path, heads, **options)
+        return Loaded(name, model is None, spec, AutoTokenizer.from_pretrained(path))
+
+
+def _placed(device: str | None) -> dict[str, Any]:
+    """What `from_pretrained` needs to put the weights there."""
+    import torch
+
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "auto":
+        return {"device_map": "auto"}
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        raise ValueError(f"unknown device {device!r}; say cpu, cuda, cuda:1, mps or auto") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {device!r}: torch sees no GPU here; leave --device out")
+    return {} if kind == "cpu" else {"device_map": device}
+
+
+def quiet_transformers() -> None:
+    """Leave stderr to selfspec's own messages; a terminal still gets progress bars."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+
+
+# Prompts from the command line: an argument, a file or stdin.
+
+
+def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
+    """The prompts, from the argument, a file or stdin.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: there is no text, it is not UTF-8, or a line is no JSON object with a prompt.
+    """
+    if prompt not in (None, "-"):
+        source, text = "the argument", prompt
+    else:
+        source, text = _read(None if file is None or str(file) == "-" else file)
+    assert text is not None
+    if not text.strip():
+        raise ValueError(f"empty prompt from {source}; there has to be text to go on from")
+    if source == "the argument":
+        return [text]
+    if text.lstrip().startswith("{"):
+        return [_prompt_of(line, f"{source}, line {n}") for n, line in _lines(text)]
+    return [text.rstrip("\n")]
+
+
+def _read(file: Path | None) -> tuple[str, str]:
+    """What a text is from, and the text; without a file it is stdin's."""
+    if file is None and sys.stdin.isatty():
+        raise typer.BadParameter("give a prompt, --file, or text on stdin")
+    if file is not None and not file.is_file():
+        raise FileNotFoundError(f"no prompt file at {file}")
+    source = "stdin" if file is None else str(file)
+    try:
+        return source, sys.stdin.read() if file is None else file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source} is no UTF-8 text (byte {error.start})") from None
+
+
+def _lines(text: str) -> list[tuple[int, str]]:
+    return [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+
+
+def _prompt_of(line: str, place: str) -> str:
+    try:
+        prompt = json.loads(line)["prompt"]
+    except (json.JSONDecodeError, TypeError, KeyError):
+        prompt = None
+    if not isinstance(prompt, str) or not prompt:
+        raise ValueError(f'{place} must be a JSON object like {{"prompt": "..."}}, got {line[:80]}')
+    return prompt

@@ -1,0 +1,474 @@
+"""One prompt, written on by the model's own `generate` and by selfspec's, with the same options."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from selfspec import DEMO_MODEL
+from selfspec.config import DraftConfig, StrictConfig
+from selfspec.heads import ExitHead, head_class
+from selfspec.heads.teacher_forcing import draft_states, needs, read_text
+from selfspec.model import SelfSpecModel
+from selfspec.schedule.stats import Stats
+
+WARM_UP_TOKENS = 8
+
+
+Domain = Literal["prose", "code", "maths"]
+
+
+class DemoPrompt(NamedTuple):
+    """The beginning of a text that the demo target has never seen."""
+
+    domain: Domain
+    source: str
+    text: str
+
+
+def load_prompts(domain: Domain | None = None) -> list[DemoPrompt]:
+    """The prompts in the package, of one domain or of all."""
+    entries = json.loads((DEMO_MODEL.parent / "prompts.json").read_text(encoding="utf-8"))
+    prompts = [DemoPrompt(**entry) for entry in entries]
+    return [prompt for prompt in prompts if domain in (None, prompt.domain)]
+
+
+class DemoOptions(StrictConfig):
+    """What a demo writes, and how often it is timed.
+
+    Attributes:
+        draft: how self-speculation drafts.
+        max_new_tokens: tokens to write.
+        temperature: 0 decodes greedily.
+        no_repeat_ngram_size: no n-gram of this size is written twice; 0 allows it.
+        seed: seeds sampling.
+        repeats: timed runs of each way.
+    """
+
+    draft: DraftConfig = DraftConfig()
+    max_new_tokens: int = Field(default=128, ge=1)
+    temperature: float = Field(default=0.0, ge=0)
+    no_repeat_ngram_size: int = Field(default=0, ge=0)
+    seed: int = 0
+    repeats: int = Field(default=3, ge=1)
+
+    @property
+    def generation(self) -> dict[str, Any]:
+        """The options of transformers' `generate`, the same for every way."""
+        options: dict[str, Any] = {"do_sample": self.temperature > 0}
+        if self.temperature > 0:
+            options["temperature"] = self.temperature
+        if self.no_repeat_ngram_size:
+            options["no_repeat_ngram_size"] = self.no_repeat_ngram_size
+        return options
+
+
+class Run(NamedTuple):
+    """One timed call: the tokens it wrote, its wall time, and the counters if it was ours."""
+
+    tokens: list[int]
+    seconds: float
+    stats: Stats | None = None
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second of the whole call."""
+        return len(self.tokens) / self.seconds
+
+
+class Writer:
+    """Writes one prompt on, by the model's own `generate` or by selfspec's.
+
+    Args:
+        spec: the target.
+        tokenizer: its tokenizer.
+        prompt: the text to go on from.
+        options: the same for both.
+    """
+
+    def __init__(
+        self,
+        spec: SelfSpecModel,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt: str,
+        options: DemoOptions,
+    ):
+        self.spec, self.tokenizer, self.options = spec, tokenizer, options
+        self.prompt = prompt
+        inputs = tokenizer(prompt, return_tensors="pt").to(spec.engine.decoder.device)
+        self.inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+
+    @property
+    def exact(self) -> bool:
+        """Whether both ways must write the same tokens.
+
+        A pass over one token and a pass over several round differently; in float32 that is too
+        little to change a greedy choice, in half precision it is not.
+        """
+        wide = self.spec.engine.decoder.dtype in (torch.float32, torch.float64)
+        return wide and not self.options.temperature
+
+    def plain(
+        self,
+        max_new_tokens: int | None = None,
+        streamer: BaseStreamer | None = None,
+        stop: StoppingCriteria | None = None,
+    ) -> Run:
+        """The model's own `generate`."""
+
+        def write(options: dict[str, Any]) -> Any:
+            with torch.random.fork_rng():
+                torch.manual_seed(self.options.seed)
+                return self.spec.model.generate(  # pyright: ignore
+                    **self.inputs, **options, streamer=streamer
+                )
+
+        return self._timed(write, max_new_tokens, stop)
+
+    def speculative(
+        self,
+        draft: DraftConfig,
+        max_new_tokens: int | None = None,
+        streamer: BaseStreamer | None = None,
+        stop: StoppingCriteria | None = None,
+    ) -> Run:
+        """Selfspec's `generate`."""
+        generator = torch.Generator(self.spec.engine.decoder.device).manual_seed(self.options.seed)
+
+        def write(options: dict[str, Any]) -> Any:
+            more = {"draft": draft, "generator": generator, "streamer": streamer}
+            return self.spec.generate(**self.inputs, **options, **more)
+
+        return self._timed(write, max_new_tokens, stop)._replace(stats=self.spec.last_stats)
+
+    def _timed(
+        self,
+        write: Callable[[dict[str, Any]], Tensor],
+        max_new_tokens: int | None,
+        stop: StoppingCriteria | None,
+    ) -> Run:
+        count = max_new_tokens or self.options.max_new_tokens
+        criteria = StoppingCriteriaList([] if stop is None else [stop])
+        options = {"max_new_tokens": count, "stopping_criteria": criteria}
+        start = time.perf_counter()
+        output = write({**self.options.generation, **options})
+        tokens = output[0, self.inputs["input_ids"].shape[1] :].tolist()  # waits for the device
+        return Run(tokens, time.perf_counter() - start)
+
+
+# Interleaved runs and their medians.
+
+NameT = TypeVar("NameT")
+
+
+def interleaved(ways: Mapping[str, Callable[[], Run]], repeats: int) -> dict[str, list[Run]]:
+    """Run each way `repeats` times in turn, every second turn in reverse order."""
+    runs: dict[str, list[Run]] = {name: [] for name in ways}
+    for turn in range(repeats):
+        for name in in_turn(ways, turn):
+            runs[name].append(ways[name]())
+    return runs
+
+
+def in_turn(names: Iterable[NameT], turn: int) -> list[NameT]:
+    """The order of a turn: every second one is reversed, so drift falls on all alike."""
+    return list(names)[:: -1 if turn % 2 else 1]
+
+
+def rate(runs: Sequence[Run]) -> float:
+    """Median tokens per second."""
+    return median(run.rate for run in runs)
+
+
+def ratio(runs: Sequence[Run], base: Sequence[Run]) -> float:
+    """How many times faster `runs` were than `base`, median by median."""
+    return rate(runs) / rate(base)
+
+
+# What selfspec's loop costs, with drafting switched off and on.
+
+_MAX_OVERHEAD = 0.10
+
+
+class Bar(NamedTuple):
+    """A figure and the limit that it has to keep."""
+
+    name: str
+    value: float
+    limit: float
+    at_least: bool
+
+    @property
+    def met(self) -> bool:
+        """Whether it does."""
+        return self.value >= self.limit if self.at_least else self.value <= self.limit
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What the loop costs: runs of the model's own `generate`, of ours without drafts, of ours.
+
+    Attributes:
+        runs: runs by way: `generate`, `none` and the drafter's name.
+        drafter: the drafter's name.
+        equal: whether all wrote the same tokens; `None` for sampled text.
+        exact: whether they had to.
+    """
+
+    runs: dict[str, list[Run]]
+    drafter: str
+    equal: bool | None
+    exact: bool
+
+    def speed(self, way: str) -> tuple[float, float]:
+        """Tokens per second of a way, and its ratio to the model's own `generate`."""
+        return rate(self.runs[way]), ratio(self.runs[way], self.runs["generate"])
+
+    @property
+    def bars(self) -> list[Bar]:
+        """What has to hold: drafting switched off costs nothing, and rounds are spent in layers."""
+        splits = [run.stats.time_split for run in self.runs[self.drafter] if run.stats]
+        outside = [split["sampling"] + split["rest"] for split in splits]
+        return [
+            Bar("draft='none' over the model's own generate", self.speed("none")[1], 1.0, True),
+            Bar("share of a round outside layers and heads", median(outside), _MAX_OVERHEAD, False),
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as plain values."""
+        speeds = {way: self.speed(way) for way in self.runs}
+        return {
+            "ways": {
+                way: {"tokens_per_second": speed, "ratio": over_own}
+                for way, (speed, over_own) in speeds.items()
+            },
+            "bars": [{**bar._asdict(), "met": bar.met} for bar in self.bars],
+            "equal": self.equal,
+            "repeats": len(self.runs["generate"]),
+        }
+
+
+def compare(writer: Writer) -> Comparison:
+    """Time the three ways to write the same text, interleaved."""
+    draft = writer.options.draft
+    ways: dict[str, Callable[..., Run]] = {
+        "generate": writer.plain,
+        "none": lambda count=None: writer.speculative(DraftConfig(drafter="none"), count),
+        draft.drafter: lambda count=None: writer.speculative(draft, count),
+    }
+    for way in ways.values():
+        way(WARM_UP_TOKENS)
+    runs = interleaved(ways, writer.options.repeats)
+    texts = [run.tokens for way in runs.values() for run in way]
+    same = all(text == texts[0] for text in texts)
+    return Comparison(
+        runs, draft.drafter, None if writer.options.temperature else same, writer.exact
+    )
+
+
+# How well every exit guesses, on text that nobody has decoded.
+
+
+class ExitAgreement(NamedTuple):
+    """How often an exit head's first choice is the target's own.
+
+    Unlike the acceptance rate of a text that was decoded greedily, it does not profit where the
+    text goes in circles.
+
+    Attributes:
+        head: its kind.
+        exit_layer: number of layers below the exit.
+        share: of the tokens of the texts.
+    """
+
+    head: str
+    exit_layer: int
+    share: float
+
+
+def exit_agreements(
+    spec: SelfSpecModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]
+) -> list[ExitAgreement]:
+    """Compare every head of `spec`, and the head that needs no fitting at the same exits."""
+    decoder, heads = spec.engine.decoder, list(spec.engine.heads)
+    shared, fitted = head_class("shared"), {(h.kind, h.exit_layer) for h in heads}
+    exits = sorted({head.exit_layer for head in heads} - {0}) or [max(1, decoder.depth // 4)]
+    heads += [shared.build(decoder, e) for e in exits if (shared.kind, e) not in fitted]
+    blocks = [tokenizer(text, return_tensors="pt").input_ids.to(decoder.device) for text in texts]
+    shares = [torch.cat([_agrees(spec, head, block) for block in blocks]) for head in heads]
+    found = [
+        ExitAgreement(head.kind, head.exit_layer, float(share.float().mean()))
+        for head, share in zip(heads, shares, strict=True)
+    ]
+    return sorted(found, key=lambda each: -each.share)
+
+
+def _agrees(spec: SelfSpecModel, head: ExitHead, tokens: torch.Tensor) -> torch.Tensor:
+    """`[n]` where the head's first choice is the target's own."""
+    decoder = spec.engine.decoder
+    with torch.inference_mode():
+        reading = read_text(decoder, tokens, None, needs(head))
+        state = next(draft_states(decoder, head, reading, steps=1))
+        exit_logits = head.spread(head.logits(decoder, state), decoder)
+        logits = decoder.unembed(reading.normed)
+    return (exit_logits.argmax(-1) == logits.argmax(-1)).flatten()
+
+
+# Plain decoding and self-speculation side by side.
+
+
+class Divergence(NamedTuple):
+    """Where two texts part, and by how little.
+
+    Attributes:
+        position: index of the first token that differs.
+        plain: what the model's own `generate` wrote there.
+        speculative: what selfspec wrote there.
+        margin: the difference of their two logits in one full pass.
+    """
+
+    position: int
+    plain: str
+    speculative: str
+    margin: float
+
+
+def first_divergence(writer: Writer, plain: list[int], other: list[int]) -> Divergence | None:
+    """The first difference of two continuations of the writer's prompt, `None` if there is none."""
+    if plain == other:
+        return None
+    pairs = zip(plain, other, strict=False)
+    shorter = min(len(plain), len(other))
+    position = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
+    prompt = writer.inputs["input_ids"]
+    prefix = torch.cat([prompt, prompt.new_tensor([plain[:position]])], dim=1)
+    with torch.inference_mode():
+        logits = writer.spec.model(prefix).logits[0, -1].float()
+    # Behind the end of the shorter text there is nothing to compare.
+    tokens = [text[position] if position < len(text) else None for text in (plain, other)]
+    words = ["" if token is None else str(writer.tokenizer.decode([token])) for token in tokens]
+    a, b = (float("-inf") if token is None else float(logits[token]) for token in tokens)
+    return Divergence(position, *words, margin=abs(a - b))
+
+
+def verdict(count: int, equal: bool | None, exact: bool, divergence: Divergence | None) -> str:
+    """What two texts say about exactness, in a line.
+
+    Args:
+        count: tokens of the model's own text.
+        equal: whether the texts are equal; `None` for sampled ones.
+        exact: whether they had to be.
+        divergence: where they part, if they do.
+    """
+    if equal is None:
+        return "sampled text differs from run to run; its distribution is the target's own"
+    if divergence is None:
+        return f"both texts are equal, all {count} tokens"
+    wrote = (
+        f"the texts part at token {divergence.position}: plain {divergence.plain!r}, "
+        f"self-speculation {divergence.speculative!r}, their logits {divergence.margin:.4f} apart"
+    )
+    if exact:
+        return f"NOT EQUAL: {wrote}"
+    return f"{wrote}; half precision rounds passes of different width differently, float32 is exact"
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """What a demo found.
+
+    Attributes:
+        text: the continuation.
+        equal: whether both ways wrote the same tokens; `None` for sampled text, where only the
+            distribution is the same.
+        exact: whether they had to.
+        divergence: where they part, if they do.
+        plain: runs of the model's own `generate`.
+        speculative: runs of selfspec's.
+        exits: how well every exit guesses the passages in the package, the best first.
+    """
+
+    text: str
+    equal: bool | None
+    exact: bool
+    divergence: Divergence | None
+    plain: list[Run]
+    speculative: list[Run]
+    exits: list[ExitAgreement]
+
+    @property
+    def stats(self) -> Stats:
+        """Counters and clocks of the median speculative run."""
+        ordered = sorted(self.speculative, key=lambda run: run.rate)
+        stats = ordered[len(ordered) // 2].stats
+        assert stats is not None
+        return stats
+
+    def figures(self) -> dict[str, float]:
+        """What the table shows."""
+        split = {f"time_{part}": share for part, share in self.stats.time_split.items()}
+        return {
+            "plain_tokens_per_second": rate(self.plain),
+            "tokens_per_second": rate(self.speculative),
+            "speedup": ratio(self.speculative, self.plain),
+            "acceptance_rate": self.stats.acceptance_rate,
+            "first_draft_acceptance": next(iter(self.stats.acceptance_by_position), 0.0),
+            "mean_accepted_length": self.stats.mean_accepted_length,
+            **split,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as plain values."""
+        return {
+            "text": self.text,
+            "equal": self.equal,
+            "divergence": self.divergence and self.divergence._asdict(),
+            **self.figures(),
+            "exits": [each._asdict() for each in self.exits],
+            "repeats": len(self.plain),
+            "stats": self.stats.to_dict(),
+        }
+
+
+def run_demo(
+    writer: Writer,
+    streamer: BaseStreamer | None = None,
+    while_timing: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> DemoResult:
+    """Write with self-speculation, streamed; then time both ways and compare what they wrote.
+
+    Args:
+        writer: the prompt and the options.
+        streamer: shows the text.
+        while_timing: entered while both ways are timed, which shows nothing by itself.
+    """
+    options = writer.options
+    writer.plain(WARM_UP_TOKENS)
+    writer.speculative(options.draft, WARM_UP_TOKENS)
+    streamed = writer.speculative(options.draft, streamer=streamer)
+    ways = {"plain": writer.plain, "speculative": lambda: writer.speculative(options.draft)}
+    with while_timing():
+        runs = interleaved(ways, options.repeats)
+    divergence = None
+    if not options.temperature:
+        divergence = first_divergence(writer, runs["plain"][0].tokens, streamed.tokens)
+    return DemoResult(
+        text=str(writer.tokenizer.decode(streamed.tokens, skip_special_tokens=True)),
+        equal=None if options.temperature else divergence is None,
+        exact=writer.exact,
+        divergence=divergence,
+        plain=runs["plain"],
+        speculative=runs["speculative"],
+        exits=exit_agreements(writer.spec, writer.tokenizer, [p.text for p in load_prompts()]),
+    )
