@@ -13,8 +13,8 @@ from training_tools import write_text
 
 from selfspec.config import parse
 from training.data import Blocks, SourceConfig
-from training.fitting import FitConfig
-from training.vocabulary import TokenizerConfig, train_tokenizer
+from training.exits.fitting import FitConfig
+from training.language.vocabulary import TokenizerConfig, train_tokenizer
 
 WORDS = 320
 EVERY_KIND: list[dict[str, Any]] = [

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from selfspec.heads.calibrator import Calibrator
-from training.calibrate import (
+from training.exits.calibrate import (
     FEWEST,
     calibration,
     expected_calibration_error,

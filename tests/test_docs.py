@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from selfspec import DEMO_MODEL, SelfSpecModel
 from selfspec.cli import commands
 from selfspec.heads import save_heads
-from training import script
+from training.loop import script
 
 # Added to commands that measure: the same code on less work.
 _QUESTION = "[{name: question, reader: gsm8k, count: 1}]"
@@ -94,7 +94,7 @@ def check_training(words, monkeypatch):
     read = []
     with monkeypatch.context() as patch:
         patch.setattr(
-            "training.script.run_script",
+            "training.loop.script.run_script",
             lambda main, config, usage: read.append(script._read_arguments(config, usage)),
         )
         patch.setattr("sys.argv", [module, *arguments])

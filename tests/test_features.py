@@ -11,14 +11,18 @@ from training_tools import BLOCK, Stopped, assert_same, blocks, distance, saved
 
 from selfspec.decoder import Decoder
 from selfspec.heads import head_class
-from training import feature_files, features
 from training.data import Blocks, Mixture, collate
-from training.exits import DraftLossConfig, ExitTask
-from training.feature_files import Manifest
-from training.features import FeaturesConfig, TargetReader, open_features, streams_of
-from training.held_out import HeldOutDrafts
-from training.loop import Loop, LoopConfig
-from training.optim import OptimizerConfig
+from training.exits import features
+from training.exits.features import (
+    FeaturesConfig,
+    Manifest,
+    TargetReader,
+    open_features,
+    streams_of,
+)
+from training.exits.task import DraftLossConfig, ExitTask, HeldOutDrafts
+from training.loop.loop import Loop, LoopConfig
+from training.loop.optim import OptimizerConfig
 
 STREAMS = [0, 2, 4]
 TEXT = [blocks(seed=1), blocks(7, seed=2)]
@@ -198,14 +202,14 @@ def test_the_size_is_said_before_and_is_right(folder, capsys):
 
 def test_features_that_do_not_fit_are_not_begun(folder, monkeypatch):
     usage = shutil.disk_usage(folder.parent)
-    monkeypatch.setattr(feature_files.shutil, "disk_usage", lambda path: usage._replace(free=9999))
+    monkeypatch.setattr(features.shutil, "disk_usage", lambda path: usage._replace(free=9999))
     with pytest.raises(OSError, match=r"GB are free; give less text"):
         cache(folder)
     assert contents(folder) == {}
 
 
 def test_a_full_disk_keeps_what_is_whole(folder, monkeypatch):
-    save, written = feature_files.save_file, []
+    save, written = features.save_file, []
 
     def full(tensors, path):
         written.append(path)
@@ -213,7 +217,7 @@ def test_a_full_disk_keeps_what_is_whole(folder, monkeypatch):
             raise OSError(28, "No space left on device")
         save(tensors, path)
 
-    monkeypatch.setattr(feature_files, "save_file", full)
+    monkeypatch.setattr(features, "save_file", full)
     with pytest.raises(OSError, match=r"features_00002\.safetensors could not be written"):
         cache(folder)
     assert sorted(contents(folder)) == [

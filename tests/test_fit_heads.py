@@ -17,14 +17,13 @@ from selfspec import DraftConfig, SelfSpecModel
 from selfspec.config import load_config
 from selfspec.schedule.prediction import expected_tokens
 from training import fit_heads as fit_module
-from training import fitting, report
-from training import measure as measure_module
-from training.checkpoint import Checkpoints
 from training.data import Mixture
-from training.exits import ExitTask, build_heads, trim_heads
+from training.exits import fitting, report
+from training.exits import measure as measure_module
+from training.exits.fitting import FitConfig
+from training.exits.task import ExitTask, HeldOutDrafts, build_heads, trim_heads
 from training.fit_heads import fit
-from training.fitting import FitConfig
-from training.held_out import HeldOutDrafts
+from training.loop.checkpoint import Checkpoints
 from training.measure_heads import measure_heads
 
 HEADS = [{"kind": "shared", "exit_layer": 2}, *EVERY_KIND]

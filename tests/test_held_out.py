@@ -11,10 +11,9 @@ from selfspec.decoder import Decoder
 from selfspec.heads import BlockHead, FusedHead, SharedHead
 from selfspec.heads.teacher_forcing import draft_states, needs, read_text
 from training.data import Blocks, collate
-from training.exits import DraftLossConfig, ExitTask
-from training.held_out import HeldOutDrafts
-from training.losses import LossSchedule, draft_losses
-from training.optim import OptimizerConfig, make_optimizers
+from training.exits.losses import LossSchedule, draft_losses
+from training.exits.task import DraftLossConfig, ExitTask, HeldOutDrafts
+from training.loop.optim import OptimizerConfig, make_optimizers
 
 BLOCK = 12
 

@@ -17,8 +17,7 @@ from selfspec.config import load_config
 from selfspec.decoder import Decoder, Span
 from training.data import Batch, Document, Mixture, pack
 from training.finetune_layerskip import FinetuneConfig, finetune, make_model
-from training.language import LanguageModelling, Windows, model_inputs
-from training.layerskip import (
+from training.language.layerskip import (
     LayerSkip,
     LayerSkipConfig,
     LayerStack,
@@ -27,8 +26,9 @@ from training.layerskip import (
     exit_weights,
     exits_in_use,
 )
-from training.loop import Loop, LoopConfig
-from training.optim import OptimizerConfig
+from training.language.task import LanguageModelling, Windows, model_inputs
+from training.loop.loop import Loop, LoopConfig
+from training.loop.optim import OptimizerConfig
 
 FAMILIES = ("llama", "gpt2", "falcon")  # falcon's layers return tuples
 WIDTH = 12

@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from selfspec.config import parse
-from training.losses import LOSSES, LossSchedule, acceptance_rate, agreement, draft_losses
+from training.exits.losses import LOSSES, LossSchedule, acceptance_rate, agreement, draft_losses
 
 DISTANCES = ("kl", "tv", "acceptance")
 SEEDS = st.integers(0, 10_000)

@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from selfspec import SelfSpecModel
 from selfspec.config import parse
-from training import script
-from training.checkpoint import Checkpoints
+from training.language.vocabulary import TokenizerConfig, carry_over, train_tokenizer
+from training.loop import script
+from training.loop.checkpoint import Checkpoints
 from training.pretrain import PretrainConfig, make_model, pretrain
-from training.vocabulary import TokenizerConfig, carry_over, train_tokenizer
 
 
 def settings(folder, **changes):

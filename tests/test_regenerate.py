@@ -16,7 +16,7 @@ from training_tools import start
 from selfspec.config import parse
 from training import regenerate as script
 from training.data import SourceConfig, read_texts, tokenize
-from training.prompts import Prompt, PromptConfig, batches, read_prompts
+from training.data.prompts import Prompt, PromptConfig, batches, read_prompts
 from training.regenerate import RegenerateConfig, regenerate
 
 WORDS = "the east train ran on; then the rain began, and an open boat ran in there.\n"

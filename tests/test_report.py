@@ -8,8 +8,8 @@ import sys
 import pytest
 from rich.console import Console
 
-from training.calibrate import Bin
-from training.report import (
+from training.exits.calibrate import Bin
+from training.exits.report import (
     ExitFigures,
     figures_table,
     write_report,

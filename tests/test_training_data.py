@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from selfspec.bench.prompts import clean_prose
 from training.data import Document, Mixture, SourceConfig, collate, pack, read_texts, tokenize
 from training.data.sources import chat_document, find_files
-from training.language import LanguageModelling, held_out_windows, model_inputs
-from training.loop import LoopConfig
+from training.language.task import LanguageModelling, held_out_windows, model_inputs
+from training.loop.loop import LoopConfig
 
 TEMPLATE = (
     "{% for m in messages %}({{ m.role }}) {{ m.content }};\n{% endfor %}"

@@ -25,13 +25,13 @@ from training_tools import (
     stop,
 )
 
-from training import checkpoint
-from training import metrics as metrics_module
-from training.checkpoint import Checkpoints, write_folder
-from training.language import LanguageModelling
-from training.loop import LoopConfig
-from training.metrics import MetricsLog, read_metrics
-from training.optim import OptimizerConfig, make_optimizers, rate_scale
+from training.language.task import LanguageModelling
+from training.loop import checkpoint
+from training.loop import metrics as metrics_module
+from training.loop.checkpoint import Checkpoints, write_folder
+from training.loop.loop import LoopConfig
+from training.loop.metrics import MetricsLog, read_metrics
+from training.loop.optim import OptimizerConfig, make_optimizers, rate_scale
 
 
 def run(task, output, **config):

@@ -16,10 +16,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from training.data import Batch, Blocks, Mixture
-from training.language import LanguageModelling, Windows
-from training.loop import Loop, LoopConfig
-from training.optim import OptimizerConfig
-from training.task import Task
+from training.language.task import LanguageModelling, Windows
+from training.loop.loop import Loop, LoopConfig, Task
+from training.loop.optim import OptimizerConfig
 
 ROOT = Path(__file__).parents[1]
 BLOCK = 12

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from selfspec import DEMO_MODEL
 from selfspec.config import StrictConfig
-from training.language import HeldOut
-from training.script import run_script
+from training.language.task import HeldOut
+from training.loop.script import run_script
 
 
 class EvaluateConfig(StrictConfig):

@@ -32,12 +32,12 @@ from transformers.pytorch_utils import Conv1D
 from selfspec.config import StrictConfig
 from selfspec.heads.store import replacing
 from training.data import Mixture, SourceConfig
-from training.language import HeldOut
-from training.layerskip import LayerSkip, LayerSkipConfig
-from training.loop import Loop, LoopConfig
-from training.optim import OptimizerConfig
-from training.parallel import processes, whole
-from training.script import finish_folder, run_script, start_output
+from training.language.layerskip import LayerSkip, LayerSkipConfig
+from training.language.task import HeldOut
+from training.loop.loop import Loop, LoopConfig
+from training.loop.optim import OptimizerConfig
+from training.loop.parallel import processes, whole
+from training.loop.script import finish_folder, run_script, start_output
 
 COMPARISON_NAME = "comparison.json"
 

@@ -12,16 +12,15 @@ import torch
 from torch import nn
 
 from training.data import Mixture
-from training.exits import ExitTask, build_heads, trim_heads
-from training.features import open_features, streams_of
-from training.fitting import FitConfig, go_on_from, heads_of, write_heads
-from training.held_out import HeldOutDrafts
-from training.identity import digest, target_facts
-from training.loop import Loop
-from training.measure import open_held_out
+from training.exits.features import open_features, streams_of
+from training.exits.fitting import FitConfig, go_on_from, heads_of, write_heads
+from training.exits.measure import open_held_out
+from training.exits.task import ExitTask, HeldOutDrafts, build_heads, trim_heads
+from training.loop.checkpoint import digest, target_facts
+from training.loop.loop import Loop
+from training.loop.parallel import whole
+from training.loop.script import CONFIG_NAME, run_script, start_output
 from training.measure_heads import measure_saved
-from training.parallel import whole
-from training.script import CONFIG_NAME, run_script, start_output
 
 
 def fit(config: FitConfig) -> Path:

@@ -22,15 +22,15 @@ from transformers import (
 )
 
 from selfspec.config import StrictConfig, unknown_name
-from training.checkpoint import Checkpoints
 from training.data import Mixture, SourceConfig
-from training.language import HeldOut, LanguageModelling
-from training.layerskip import LayerSkip, LayerSkipConfig
-from training.loop import Loop, LoopConfig
-from training.optim import OptimizerConfig
-from training.parallel import processes, whole
-from training.script import finish_folder, run_script, start_output
-from training.vocabulary import TokenizerConfig, carry_over, train_tokenizer
+from training.language.layerskip import LayerSkip, LayerSkipConfig
+from training.language.task import HeldOut, LanguageModelling
+from training.language.vocabulary import TokenizerConfig, carry_over, train_tokenizer
+from training.loop.checkpoint import Checkpoints
+from training.loop.loop import Loop, LoopConfig
+from training.loop.optim import OptimizerConfig
+from training.loop.parallel import processes, whole
+from training.loop.script import finish_folder, run_script, start_output
 
 
 class PretrainConfig(StrictConfig):

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfspec.config import StrictConfig
 from training.data import Batch, SourceConfig, read_texts
-from training.task import Task
+from training.loop.loop import Task
 
 
 class LanguageModelling(Task):

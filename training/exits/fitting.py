@@ -16,13 +16,13 @@ from selfspec.config import StrictConfig
 from selfspec.decoder import Decoder
 from selfspec.heads import CARD_NAME, ExitHead, heads_card, load_heads, save_heads
 from selfspec.heads.hub import DEMO
-from training.checkpoint import write_folder
 from training.data import Blocks, SourceConfig, pack, tokenize
-from training.exits import DraftLossConfig, HeadConfig, new_head
-from training.features import FeaturesConfig
-from training.loop import LoopConfig
-from training.measure import MeasureConfig
-from training.optim import OptimizerConfig
+from training.exits.features import FeaturesConfig
+from training.exits.measure import MeasureConfig
+from training.exits.task import DraftLossConfig, HeadConfig, new_head
+from training.loop.checkpoint import write_folder
+from training.loop.loop import LoopConfig
+from training.loop.optim import OptimizerConfig
 
 FIT_NAME = "fit.yaml"
 

@@ -26,8 +26,8 @@ from transformers import PreTrainedModel
 from selfspec.config import StrictConfig
 from selfspec.decoder.support import find_layers, refuse_unsupported
 from training.data import Batch
-from training.language import LanguageModelling, Windows, model_inputs
-from training.loop import LoopConfig
+from training.language.task import LanguageModelling, Windows, model_inputs
+from training.loop.loop import LoopConfig
 
 
 class LayerSkipConfig(StrictConfig):

@@ -1,13 +1,4 @@
-"""The one training loop, over accelerate: fit, checkpoint, evaluate, stop.
-
-accelerate rather than the transformers Trainer: what is trained here is a few modules on a frozen
-model with losses over several unrolled steps, which the Trainer's one-model-one-forward shape would
-have to be bent for; accelerate gives the same precision and DDP underneath, and leaves the step in
-plain sight. Its own checkpoints hold pickles, so `training.checkpoint` writes them instead.
-
-Every choice a step makes is a function of the seed and the step's number, so a resumed run goes on
-as if it had never stopped.
-"""
+"""What a task is to the loop: a module whose forward is a loss, and figures on held-out text."""
 
 from __future__ import annotations
 
@@ -15,25 +6,144 @@ import math
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import broadcast_object_list
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from typing_extensions import Self
 
-from training.checkpoint import Checkpoints, gather_state, restore_state
+from selfspec.config import StrictConfig
 from training.data import Batch, Mixture
-from training.metrics import Display, MetricsLog, check_trackers
-from training.optim import OptimizerConfig, make_optimizers, rate_scale, set_rate
-from training.parallel import make_accelerator, shard, whole_root
-from training.plan import LoopConfig, Progress
-from training.task import Task
+from training.loop.checkpoint import Checkpoints, gather_state, restore_state
+from training.loop.metrics import Display, MetricsLog, check_trackers
+from training.loop.optim import OptimizerConfig, make_optimizers, rate_scale, set_rate
+from training.loop.parallel import make_accelerator, shard, whole_root
+
+
+class Task(nn.Module):
+    """What is trained: a module whose forward is the loss of a batch.
+
+    Randomness has to be a function of seed and step, or come from torch's global generator, which
+    the loop seeds anew every step. The
+    loop puts the task into training mode for a step and into evaluation mode for `evaluate`; a task
+    with a frozen part that must stay as it is overrides `train`.
+
+    Attributes:
+        name: what displays call it.
+        better: the metric of `evaluate` that early stopping looks at; lower is better.
+    """
+
+    name: str = "training"
+    better: str = "loss"
+
+    def forward(self, batch: Batch, step: int, progress: float) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss, and metrics, each summed over the batch's terms.
+
+        Args:
+            batch: packed blocks.
+            step: number of the optimizer step.
+            progress: share of the run that is done, in [0, 1).
+        """
+        raise NotImplementedError
+
+    def terms(self, batch: Batch) -> Tensor:
+        """Number of terms that the loss of a batch sums over."""
+        return (batch.targets != -100).sum()
+
+    def evaluate(self) -> dict[str, float]:
+        """Figures on held-out text. Every process computes them; the first one's are reported."""
+        return {}
+
+
+# How long a run is, and where it stands.
+
+
+class LoopConfig(StrictConfig):
+    """How long to train, in what portions, and what is kept.
+
+    Attributes:
+        steps: optimizer steps.
+        batch_size: blocks a step, over all processes.
+        micro_batch_size: blocks that one process takes in one pass; gradients add up over passes.
+        precision: `no` is float32; `bf16` and `fp16` are autocast.
+        clip: largest norm of the gradient; 0 leaves it.
+        seed: of the data's order and of everything random.
+        log_every: steps between lines.
+        eval_every: steps between evaluations; 0 evaluates at the end only.
+        save_every: steps between checkpoints: what a killed run loses at most.
+        keep: checkpoints that stay.
+        patience: evaluations in a row without a better result that end the run early; 0 never does.
+        compile: run the task through torch.compile.
+        fsdp: shard the weights over the processes (FSDP2); without, every process holds all of
+            them.
+        trackers: tensorboard, wandb or trackio, beside the JSON lines.
+    """
+
+    steps: int = Field(default=1000, ge=1)
+    batch_size: int = Field(default=16, ge=1)
+    micro_batch_size: int = Field(default=16, ge=1)
+    precision: Literal["no", "bf16", "fp16"] = "bf16"
+    clip: float = Field(default=1.0, ge=0)
+    seed: int = Field(default=0, ge=0)
+    log_every: int = Field(default=10, ge=1)
+    eval_every: int = Field(default=0, ge=0)
+    save_every: int = Field(default=200, ge=1)
+    keep: int = Field(default=2, ge=1)
+    patience: int = Field(default=0, ge=0)
+    compile: bool = False
+    fsdp: bool = False
+    trackers: list[str] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        if self.patience and not self.eval_every:
+            raise ValueError("patience counts evaluations; give eval_every as well")
+        if self.fsdp and self.precision == "fp16":
+            raise ValueError("fp16 scales gradients, which shards cannot; take bf16 with fsdp")
+        return self
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a run keeps when it is resumed; the rest may change."""
+        fixed = {"batch_size", "precision", "clip", "seed"}
+        return self.model_dump(mode="json", include=fixed)
+
+
+@dataclass
+class Progress:
+    """Where a run stands.
+
+    Attributes:
+        step: optimizer steps done.
+        best: lowest figure that early stopping has seen.
+        worse: evaluations since.
+        figures: the last evaluation.
+        seconds: time spent in steps and evaluations.
+    """
+
+    step: int = 0
+    best: float = math.inf
+    worse: int = 0
+    figures: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def judge(self, figures: dict[str, float], better: str) -> None:
+        """Take note of an evaluation."""
+        self.figures = figures
+        if better in figures:
+            self.worse = 0 if figures[better] < self.best else self.worse + 1
+            self.best = min(self.best, figures[better])
+
+
+# The one training loop, over accelerate: fit, checkpoint, evaluate, stop.
 
 
 class Loop:

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from selfspec.config import StrictConfig
-from training.checkpoint import write_folder
 from training.data import SourceConfig, read_texts
+from training.loop.checkpoint import write_folder
 
 END = "<|endoftext|>"
 

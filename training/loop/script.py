@@ -15,8 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfspec.config import ConfigT, StrictConfig, load_config
 from selfspec.heads.store import replacing
-from training.checkpoint import Checkpoints, write_folder
-from training.parallel import processes
+from training.loop.checkpoint import Checkpoints, write_folder
+from training.loop.parallel import processes
 
 CONFIG_NAME = "config.yaml"
 

@@ -1,0 +1,1 @@
+"""Fitting exit heads: features, losses, measurements, reports."""

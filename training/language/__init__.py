@@ -1,0 +1,1 @@
+"""Training whole models: the language task, LayerSkip, the vocabulary."""
