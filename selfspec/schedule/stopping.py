@@ -92,6 +92,8 @@ class OptimalStop(Schedule):
 
     def goes_on(self, scores: Tensor, tokens: Tensor, probs: Tensor | None) -> bool:
         """Whether a row gains enough on average."""
+        if scores.device.type == "cpu":
+            self.timer.mark()
         if self._made == 0:
             self._plan(scores.shape[0], probs is not None)
         position, self._made = self._made, self._made + 1
@@ -112,7 +114,7 @@ class OptimalStop(Schedule):
         """Find what time is worth in this round."""
         self._sampled = sampled
         best = self.model.best_chain(rows, sampled, _LONGEST, hopeful=False)
-        self._price = best.rate * self.model.times(rows).hoped_draft_seconds
+        self._price = best.rate * self.model.times(rows).draft_seconds
         self._rates = self.model.drafts[sampled].rates(_LONGEST + 1)
 
     def _read(self, position: int, scores: Tensor, probs: Tensor | None) -> list[float]:
