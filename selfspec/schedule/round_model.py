@@ -58,7 +58,7 @@ class RoundTimes:
         self.times = [1.0, _DOUBT * draft_cost, draft_cost, _GROWTH]
         self._rounds = 0
         # Of the proportions, in plain steps; what all times have in common is the machine's speed.
-        self._doubts = [0.0, _DOUBT * draft_cost, _DOUBT * draft_cost, _DOUBT * _GROWTH]
+        self._doubts = [0.0, _DOUBT * draft_cost, _DOUBT * draft_cost, 2 * _GROWTH]
         self._variance = [[0.0] * 4 for _ in range(4)]
         self._widen(_DOUBT, 1.0)
 
