@@ -374,6 +374,8 @@ class RoundTimer:
             steps = sorted(map(operator.sub, self._marks[1:], self._marks))
             if steps:  # behind some drafts their confidence was read: the median tells
                 times.learn_draft(steps[(len(steps) - 1) // 2])
+            elif self._marks:  # the first draft takes the longest
+                times.learn_draft(min(times.times[2], self._marks[0] - self._began))
         self._began, self._done, self._marks = now, None, []
 
     def mark(self) -> None:
