@@ -223,7 +223,7 @@ class CopyRates(AcceptanceRates):
 
     def prior(self, position: int) -> float:
         """The longer two passages have agreed, the likelier they go on to."""
-        return position / (position + _PRIOR_WEIGHT)
+        return position / (position + _PRIOR_WEIGHT / 2)
 
     @staticmethod
     def bucket(agreeing: int) -> int:
