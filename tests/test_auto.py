@@ -78,7 +78,8 @@ def test_a_head_reads_what_others_drafted_as_fitting_read_it(monkeypatch, kind):
 
 
 @pytest.mark.parametrize("sampled", [True, False])
-def test_what_is_learned_outlives_the_call(sampled):
+def test_what_is_learned_outlives_the_call(monkeypatch, sampled):
+    take_turns(monkeypatch, [Work(2), Work()])
     model = tiny_llama("sometimes")
     spec = SelfSpecModel(model, fitted(model, [("block", EXIT)]))
     known = spec.engine.round_model(head=spec.heads[0])

@@ -25,7 +25,7 @@ _GROWTH = 0.03  # prior: plain steps that verifying one more token of each row t
 _DOUBT = 0.5  # standard deviation of the prior of a time, as a share of it
 _DRIFT = 0.1  # share by which the speed of a machine may change from one round to the next
 _NOISE = 0.15  # standard deviation of the seconds of like rounds, as a share of them
-_OUTLIER = 2.0  # standard deviations beyond which a long round is taken for a disturbed one
+_OUTLIER = 1.0  # standard deviations beyond which a long round is taken for a disturbed one
 NEUTRAL = 0.5  # prior acceptance rate, and cost of a draft in plain steps, where nothing is known
 
 
@@ -44,20 +44,21 @@ class Work(NamedTuple):
 class RoundTimes:
     """Seconds of a round of one batch size, as a linear function of its work.
 
-    A round takes a plain step, an overhead if a head drafts at all, and so much for each draft and
-    for each copied token. A Kalman filter learns these four times from the seconds of whole rounds,
-    so that rounds of any kind tell about all others, and it knows how uncertain each time is.
+    A round takes a plain step, an overhead if a head drafts at all, so much for each draft, and so
+    much for each token that is verified, drafted or copied. A Kalman filter learns these four times
+    from the seconds of whole rounds, so that rounds of any kind tell about all others, and it knows
+    how uncertain each time is. Where the device does not run behind the host, drafts are timed too.
 
     Args:
         draft_cost: prior: plain steps that a draft takes.
     """
 
     def __init__(self, draft_cost: float):
-        # In plain steps until `is_timed`.
-        self.times = [1.0, _DOUBT * draft_cost, draft_cost + _GROWTH, _GROWTH]
-        self.is_timed = False
+        # In plain steps until a round was timed.
+        self.times = [1.0, _DOUBT * draft_cost, draft_cost, _GROWTH]
+        self._rounds = 0
         # Of the proportions, in plain steps; what all times have in common is the machine's speed.
-        self._doubts = [0.0, _DOUBT * draft_cost, _DOUBT * draft_cost, _DOUBT * _GROWTH]
+        self._doubts = [0.0, _DOUBT * draft_cost, _DOUBT * draft_cost, 2 * _GROWTH]
         self._variance = [[0.0] * 4 for _ in range(4)]
         self._widen(_DOUBT, 1.0)
 
@@ -67,6 +68,11 @@ class RoundTimes:
         if self.is_timed and self.times[0] > 0:
             other.times = [seconds / self.times[0] for seconds in self.times]
         return other
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether a round has told how long a plain step is."""
+        return self._rounds > 0
 
     def seconds(self, work: Work) -> float:
         """Expected seconds of a round."""
@@ -80,23 +86,28 @@ class RoundTimes:
     @property
     def draft_seconds(self) -> float:
         """Seconds by which one more draft makes a round longer."""
-        return self.times[2]
-
-    @property
-    def hoped_draft_seconds(self) -> float:
-        """The same if it takes as little as it may well."""
-        seconds, variance = self.times[2], self._variance[2][2]
-        return seconds * seconds / (seconds + math.sqrt(variance)) if seconds else 0.0
+        return self.times[2] + self.times[3]
 
     def learn(self, work: Work, seconds: float) -> None:
         """Take in a round. The first one tells how long a plain step is."""
-        features, expected = _features(work), self.seconds(work)
-        if not self.is_timed:
-            self.is_timed, scale = True, seconds / expected
+        expected = self.seconds(work)
+        self._rounds += 1
+        if self._rounds == 1:
+            scale = seconds / expected
             self.times = [scale * value for value in self.times]
             self._variance = [[scale * scale * value for value in row] for row in self._variance]
             return
-        self._widen(_DRIFT, _DRIFT)
+        # A process warms up: its first rounds differ in speed, whatever work they do.
+        self._widen(max(_DRIFT, _DOUBT / (self._rounds - 1)), _DRIFT)
+        self._observe(_features(work), seconds)
+
+    def learn_draft(self, seconds: float) -> None:
+        """Take in what a single draft took, without its verification."""
+        if self.is_timed:
+            self._observe((0.0, 0.0, 1.0, 0.0), seconds)
+
+    def _observe(self, features: Sequence[float], seconds: float) -> None:
+        expected = max(_dot(self.times, features), 1e-9)
         spread = self._spread(features)
         total = _dot(features, spread) + (_NOISE * expected) ** 2
         # A machine disturbs a round in one direction only: a short one is never an outlier.
@@ -212,7 +223,7 @@ class CopyRates(AcceptanceRates):
 
     def prior(self, position: int) -> float:
         """The longer two passages have agreed, the likelier they go on to."""
-        return position / (position + _PRIOR_WEIGHT)
+        return position / (position + _PRIOR_WEIGHT / 2)
 
     @staticmethod
     def bucket(agreeing: int) -> int:
@@ -350,6 +361,7 @@ class RoundTimer:
     def __init__(self, model: RoundModel):
         self.model = model
         self._began = 0.0
+        self._marks: list[float] = []
         self._done: tuple[int, Work] | None = None
 
     def begin(self) -> None:
@@ -357,8 +369,18 @@ class RoundTimer:
         now = self.model.clock()
         if self._done is not None:
             rows, work = self._done
-            self.model.times(rows).learn(work, now - self._began)
-        self._began, self._done = now, None
+            times = self.model.times(rows)
+            times.learn(work, now - self._began)
+            steps = sorted(map(operator.sub, self._marks[1:], self._marks))
+            if steps:  # behind some drafts their confidence was read: the median tells
+                times.learn_draft(steps[(len(steps) - 1) // 2])
+            elif self._marks:  # the first draft takes the longest
+                times.learn_draft(min(times.times[2], self._marks[0] - self._began))
+        self._began, self._done, self._marks = now, None, []
+
+    def mark(self) -> None:
+        """Another draft is made, on a device that does not run behind the host."""
+        self._marks.append(self.model.clock())
 
     def end(self, rows: int, work: Work) -> None:
         """The round that began last has done such work."""
@@ -366,7 +388,7 @@ class RoundTimer:
 
 
 def _features(work: Work) -> tuple[float, float, float, float]:
-    return 1.0, float(work.drafts > 0), float(work.drafts), float(work.copies)
+    return 1.0, float(work.drafts > 0), float(work.drafts), float(work.drafts + work.copies)
 
 
 def _dot(one: Sequence[float], other: Sequence[float]) -> float:

@@ -11,7 +11,7 @@ from selfspec.config import DraftConfig
 from selfspec.heads import Calibrator, Judge
 from selfspec.schedule.round_model import RoundModel, RoundTimer, Work
 
-_LOOK = 8  # rounds, in one of which the confidence of all drafts is read, to learn what it tells
+_LOOK = 16  # rounds, in one of which the confidence of all drafts is read, to learn what it tells
 _LONGEST = 16  # drafts of the longest rounds that are considered
 
 
@@ -77,6 +77,8 @@ class OptimalStop(Schedule):
         self._rounds, self._made, self._sampled = 0, 0, False
         self._reach = [1.0]  # chance that all drafts so far are accepted, for each row or for all
         self._rates: list[float] = []  # usual acceptance by position
+        self._read_seconds = {False: 0.0, True: 0.0}  # of the last reading of confidence
+        self._rate = 0.0  # tokens per second of the best chain
         self._price = 0.0  # tokens that the time of another draft is worth
         self._confidences: dict[int, list[float]] = {}  # by position, of each row
 
@@ -92,6 +94,8 @@ class OptimalStop(Schedule):
 
     def goes_on(self, scores: Tensor, tokens: Tensor, probs: Tensor | None) -> bool:
         """Whether a row gains enough on average."""
+        if scores.device.type == "cpu":
+            self.timer.mark()
         if self._made == 0:
             self._plan(scores.shape[0], probs is not None)
         position, self._made = self._made, self._made + 1
@@ -99,8 +103,12 @@ class OptimalStop(Schedule):
         rate, following = (self._rates[min(at, _LONGEST)] for at in (position, position + 1))
         price = self._price * len(self._reach) / following
         low, high = (sum(self._reach) * (rate + sign * rates.told) for sign in (-1, 1))
-        if low <= price < high or self._rounds % _LOOK == 0:
+        worth = (high - low) / 2 * following / len(self._reach)
+        pays = low <= price < high and worth > self._read_seconds[self._sampled] * self._rate
+        if pays or self._rounds % _LOOK == 0:
+            began = self.model.clock()
             confidences = self._confidences[position] = self._read(position, scores, probs)
+            self._read_seconds[self._sampled] = self.model.clock() - began
             chances = [rates.with_confidence(rate, confidence) for confidence in confidences]
             reach = self._reach if len(self._reach) > 1 else self._reach * len(chances)
             self._reach = [so_far * chance for so_far, chance in zip(reach, chances, strict=True)]
@@ -112,7 +120,8 @@ class OptimalStop(Schedule):
         """Find what time is worth in this round."""
         self._sampled = sampled
         best = self.model.best_chain(rows, sampled, _LONGEST, hopeful=False)
-        self._price = best.rate * self.model.times(rows).hoped_draft_seconds
+        self._rate = best.rate
+        self._price = best.rate * self.model.times(rows).draft_seconds
         self._rates = self.model.drafts[sampled].rates(_LONGEST + 1)
 
     def _read(self, position: int, scores: Tensor, probs: Tensor | None) -> list[float]:
