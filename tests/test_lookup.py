@@ -61,39 +61,6 @@ def test_the_ngram_index_finds_the_latest_of_the_longest_that_it_tries(text, sho
 
 
 @settings(deadline=None)
-@given(TEXTS.filter(len), TEXTS)
-def test_the_suffix_index_finds_the_longest_suffix_with_drafts_behind_the_text(text, drafts):
-    index, said = SuffixIndex(), text + drafts
-    index.read(text)
-    for count in range(1, len(drafts) + 1):
-        said = text + drafts[:count]
-        ends = {n: [end for end in earlier_ends(said, n) if end <= len(text)] for n in sizes(said)}
-        match = index.behind(drafts[:count])
-        assert match.length == max((n for n in ends if ends[n]), default=0)
-        assert not match.length or match.end in ends[match.length]
-    assert index.text == text  # drafts are not taken in
-
-
-def sizes(text):
-    return range(1, len(text))
-
-
-@settings(deadline=None)
-@given(TEXTS.filter(len), TEXTS.filter(len), st.integers(1, 3), st.integers(0, 3))
-def test_the_ngram_index_finds_the_longest_with_drafts_behind_the_text(
-    text, drafts, shortest, more
-):
-    tried = range(shortest, shortest + more + 1)
-    index, said = NgramIndex(tried[0], tried[-1]), text + drafts
-    index.read(text)
-    ends = {n: [end for end in earlier_ends(said, n) if end <= len(text)] for n in sizes(said)}
-    length = max((n for n in ends if ends[n] and n in tried), default=0)
-    match = index.behind(drafts)
-    assert match.length == length
-    assert not length or match.end == ends[length][-1]
-
-
-@settings(deadline=None)
 @given(TEXTS.map(lambda text: text * 5))
 def test_the_suffix_index_grows_no_faster_than_the_text(text):
     index = SuffixIndex()
@@ -114,14 +81,6 @@ class TestContinuation:
         index = make()
         index.read([8, 1, 2, 3] + [1, 2, 3] * 2)
         assert index.continuation(7) == [1, 2, 3, 1, 2, 3, 1]
-
-    def test_behind_drafts_is_what_followed_them(self, make):
-        index = make()
-        index.read([1, 2, 3, 4, 5, 9, 2])
-        assert index.continuation(2, index.behind([3]), [3]) == [4, 5]
-        match = index.behind([3, 4])
-        assert index.continuation(3, match, [3, 4]) == [5, 9, 2]
-        assert index.continuation(9, match, [3, 4])[3:] == [3, 4, 5, 9, 2, 3]  # copied on
 
     def test_follows_what_was_last_followed(self, make):
         index = make()

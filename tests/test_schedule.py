@@ -137,7 +137,7 @@ def test_a_copy_is_believed_by_how_long_the_passages_have_agreed():
     assert [choice.rate for choice in before] == sorted(choice.rate for choice in before)
     assert before[-1].work.copies > 2 * before[0].work.copies
     for _ in range(30):
-        model.learn_copies(False, [64], [10], [0])
+        model.learn_copies(False, [(64, 10, 0)])
     assert model.best_lookup(False, [64], 40).rate < before[-1].rate / 2
     assert model.best_lookup(False, [2], 40).rate == pytest.approx(before[0].rate)
 
@@ -175,7 +175,7 @@ def write(model, clock, rounds, chances, match=0, seed=0, **times):
             for position in range(min(count, kept + 1)):
                 model.drafts[False].learn(position, position < kept)
         elif work.copies:
-            model.learn_copies(False, [match + number], [count], [kept])
+            model.learn_copies(False, [(match + number, count, kept)])
         tokens += kept + 1
         works.append(work)
     timer.begin()

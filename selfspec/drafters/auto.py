@@ -47,7 +47,6 @@ class Auto(Drafter):
         self.keep = self.chain.keep
         self.lookup, self._shortest = Lookup(config.lookup), config.lookup.shortest
         self.work = Work()
-        self._matches: list[int] = []
 
     @classmethod
     def from_config(cls, engine: Engine, config: DraftConfig) -> Auto:
@@ -80,12 +79,14 @@ class Auto(Drafter):
         return Draft.empty(state.rows, state.pending.device)
 
     def _choose(self, state: State, limit: int) -> Work:
+        sampled = state.sampler.do_sample
+        self.model.learn_copies(sampled, self.lookup.predicted(state.context))
         lengths = [index.match.length for index in self.lookup.read(state.context)]
-        self._matches = [length if length >= self._shortest else 0 for length in lengths]
-        sampled, longest = state.sampler.do_sample, min(limit, self.chain.longest)
+        matches = [length if length >= self._shortest else 0 for length in lengths]
+        longest = min(limit, self.chain.longest)
         choices = [
             self.model.best_chain(state.rows, sampled, longest, hopeful=True),
-            self.model.best_lookup(sampled, self._matches, min(limit, _COPIES)),
+            self.model.best_lookup(sampled, matches, min(limit, _COPIES)),
             self.model.plain(state.rows),
         ]
         return max(choices, key=lambda choice: choice.rate).work
@@ -97,10 +98,7 @@ class Auto(Drafter):
             return
         self.chain.skipped(state, verified)
         self.stop.timer.end(state.rows, Work(copies=draft.length))
-        sampled = state.sampler.do_sample
-        self.model.drafts[sampled].fade()  # so that they are tried again
-        if draft.counts is not None:
-            self.model.learn_copies(sampled, self._matches, draft.counts.tolist(), verdict.kept)
+        self.model.drafts[state.sampler.do_sample].fade()  # so that they are tried again
 
     def select(self, rows: Sequence[int]) -> None:
         """Go on with some rows only."""

@@ -57,20 +57,14 @@ class TextIndex(ABC):
     def _add(self, token: int) -> Match:
         """Index the text's new last token; what matches its end."""
 
-    @abstractmethod
-    def behind(self, drafts: Sequence[int]) -> Match:
-        """What matches the end of the text with `drafts` behind it, which are not taken in."""
+    def continuation(self, length: int) -> list[int]:
+        """The `length` tokens that followed the match.
 
-    def continuation(
-        self, length: int, match: Match | None = None, drafts: Sequence[int] = ()
-    ) -> list[int]:
-        """The `length` tokens that followed the match of the text, or of `drafts` behind it.
-
-        An occurrence so late that the text ends first is copied on from the copy, as Lempel-Ziv
-        decoders do: a text that has begun to repeat itself is taken to go on so.
+        An occurrence so late that the tokens end first is copied on from the copy, as Lempel-Ziv
+        decoders do: a sequence that has begun to repeat itself is expected to go on so.
         """
-        start = (match or self.match).end
-        said = [*self.text[start : start + length], *drafts]
+        start = self.match.end
+        said = self.text[start : start + length]
         return [said[place % len(said)] for place in range(length)]
 
 
@@ -111,18 +105,6 @@ class SuffixIndex(TextIndex):
         found = Match(self._lengths[match], self._ends[match])
         self._ends[match] = end
         return found
-
-    def behind(self, drafts: Sequence[int]) -> Match:
-        """Walk on from the text's match: a draft is followed from its longest suffix that can."""
-        state, length = max(0, self._links[self._last]), self.match.length
-        for token in drafts:
-            while state and token not in self._next[state]:
-                state = self._links[state]
-                length = self._lengths[state]
-            state, length = (
-                (self._next[state][token], length + 1) if token in self._next[state] else (0, 0)
-            )
-        return Match(length, self._ends[state])
 
     def _followed(self, state: int, token: int) -> int:
         """The state of the longest string of `state` with `token` behind it, and of no longer."""
@@ -165,16 +147,6 @@ class NgramIndex(TextIndex):
             self._ends[ngram] = end
         return found
 
-    def behind(self, drafts: Sequence[int]) -> Match:
-        """Look up the last tokens, the longest n-gram first."""
-        said = [*self.text[-self._sizes[-1] :], *drafts]
-        for size in reversed(self._sizes[: max(0, len(said) - self._sizes.start + 1)]):
-            ngram = tuple(said[len(said) - size :])
-            if ngram in self._ends:
-                return Match(size, self._ends[ngram])
-        return Match(0, len(self.text))
-
-
 def make_index(config: LookupConfig) -> TextIndex:
     """The index that a config names."""
     if config.index == "ngram":
@@ -203,6 +175,23 @@ class Lookup:
             index.read(context.text[row])
         return list(self._indexes.values())
 
+    def predicted(self, context: Context) -> list[tuple[int, int, int]]:
+        """How well each row's match predicted the tokens that are new since the last `read`.
+
+        Returns:
+            The match's length, the number of new tokens, and how many of them followed it.
+        """
+        found: list[tuple[int, int, int]] = []
+        for row in context.rows:
+            index = self._indexes.get(row)
+            if index is None or index.match.length < self._config.shortest:
+                continue
+            new = context.text[row][len(index.text) :]
+            pairs = zip(new, index.continuation(len(new)), strict=True)
+            right = next((at for at, (token, copy) in enumerate(pairs) if token != copy), len(new))
+            found.append((index.match.length, len(new), right))
+        return found
+
     def draft(self, context: Context, limit: int) -> Draft:
         """In each row the tokens that followed its match, `limit` at most; none without one."""
         indexes = self.read(context)
@@ -215,32 +204,6 @@ class Lookup:
         return Draft(
             torch.tensor(tokens, device=device), counts=torch.tensor(counts, device=device)
         )
-
-    def behind(self, drafts: Sequence[Sequence[int]]) -> list[Match]:
-        """Of each row, what matches the end of its drafts; nothing where that is too short.
-
-        Args:
-            drafts: of each row, behind the text that was read last.
-        """
-        rows = zip(self._indexes.values(), drafts, strict=True)
-        found = [index.behind(row) for index, row in rows]
-        return [match if match.length >= self._config.shortest else _NOTHING for match in found]
-
-    def copied(
-        self, matches: Sequence[Match], drafts: Sequence[Sequence[int]], length: int
-    ) -> list[list[int]]:
-        """Of each row, the `length` tokens that followed such a match; zeros where there is none.
-
-        Args:
-            matches: of the ends of the drafts.
-            drafts: of each row, behind the text that was read last.
-            length: tokens to copy.
-        """
-        rows = zip(self._indexes.values(), matches, drafts, strict=True)
-        return [
-            index.continuation(length, match, row) if match.length else [0] * length
-            for index, match, row in rows
-        ]
 
     def _length_behind(self, match: int) -> int:
         """How many tokens to copy behind a match of that length."""

@@ -340,15 +340,19 @@ class RoundModel:
         chains = [self.best_chain(1, sampled, longest, hopeful=False) for sampled in self.drafts]
         return plain * sum(chain.rate for chain in chains) / len(chains)
 
-    def learn_copies(
-        self, sampled: bool, matches: Sequence[int], counts: Sequence[int], accepted: Sequence[int]
-    ) -> None:
-        """Take in the verification of `counts` copied tokens in each row."""
+    def learn_copies(self, sampled: bool, predicted: Sequence[tuple[int, int, int]]) -> None:
+        """Take in what matches predicted, whether their tokens were drafted or not.
+
+        Args:
+            sampled: whether tokens are sampled.
+            predicted: for each row the length of its match, the number of tokens emitted since, and
+                how many of them followed the match.
+        """
         rates = self.copies[sampled]
         rates.fade()
-        for match, count, kept in zip(matches, counts, accepted, strict=True):
-            for position in range(min(count, kept + 1)):
-                rates.learn(rates.bucket(match + position), position < kept)
+        for match, count, right in predicted:
+            for position in range(min(count, right + 1)):
+                rates.learn(rates.bucket(match + position), position < right)
 
 
 class RoundTimer:
