@@ -34,8 +34,7 @@ from selfspec.heads import (
     push_heads,
     save_heads,
 )
-from selfspec.schedule.profile import Profile
-from selfspec.schedule.profile_files import find_profile
+from selfspec.schedule.profile import Profile, find_profile
 from selfspec.schedule.stats import Stats, Trace
 
 

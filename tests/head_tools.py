@@ -10,7 +10,7 @@ from torch import Tensor
 
 from selfspec.decoder import Decoder
 from selfspec.drafters.engine import State
-from selfspec.drafters.exit_readers import LayerReader
+from selfspec.drafters.exit_reader import LayerReader
 from selfspec.heads import HEAD_KINDS, ExitHead
 from selfspec.heads.teacher_forcing import draft_states, needs, read_text
 

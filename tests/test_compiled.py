@@ -13,7 +13,8 @@ from peft import LoraConfig, get_peft_model
 from torch._dynamo.testing import CompileCounter
 
 from selfspec import DraftConfig, SelfSpecModel
-from selfspec.decoder import Decoder, compiled
+from selfspec.decoder import Decoder
+from selfspec.decoder.kernels import compiled
 
 DRAFTS = (
     "none",

@@ -16,7 +16,7 @@ from law_tools import p_value
 from selfspec import DraftConfig, SelfSpecModel
 from selfspec.config import TreeConfig
 from selfspec.decoder import Decoder
-from selfspec.drafters.tree_expansion import ExitGrowth
+from selfspec.drafters.tree import ExitGrowth
 from selfspec.sampling.sampler import Sampler
 
 VOCAB, HORIZON, DRAWS, BATCH = 12, 4, 36_000, 2000

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from selfspec import DraftConfig, SelfSpecModel
 from selfspec.config import load_config
-from selfspec.schedule.prediction import expected_tokens
+from selfspec.schedule.profile import expected_tokens
 from training import fit_heads as fit_module
 from training.data import Mixture
 from training.exits import fitting, report

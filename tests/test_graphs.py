@@ -21,8 +21,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from selfspec import DraftConfig, SelfSpecModel
-from selfspec.decoder import Decoder, Span, graphs
-from selfspec.decoder.tape import RECORDERS
+from selfspec.decoder import Decoder, Span
+from selfspec.decoder.kernels import graphs
+from selfspec.decoder.kernels.graphs import RECORDERS
 
 DRAFTS = (
     "none",

@@ -17,7 +17,7 @@ from selfspec import DraftConfig, SelfSpecModel
 from selfspec.decoder import Decoder, Skips, Span
 from selfspec.decoder.cache import take_row
 from selfspec.drafters.engine import Engine
-from selfspec.drafters.skipped_layers import middle_layers, similar_layers
+from selfspec.drafters.layer_skip import middle_layers, similar_layers
 
 ALL = Span(0, LAYERS)
 TOKENS = torch.randint(2, 61, (2, 9), generator=torch.Generator().manual_seed(5))
@@ -219,7 +219,7 @@ def test_clasp_finds_the_layers_that_do_nothing() -> None:
         return seen[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("selfspec.drafters.skipped_layers.similar_layers", noting)
+        patch.setattr("selfspec.drafters.layer_skip.similar_layers", noting)
         ids, mask = prompt(5, 9, 3)
         skip = {"search": "clasp", "layers": 2, "every": 8}
         spec.generate(ids, attention_mask=mask, max_new_tokens=40, draft=drafting(skip))

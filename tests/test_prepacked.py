@@ -11,7 +11,8 @@ from head_tools import own_head
 from peft import LoraConfig, get_peft_model
 
 from selfspec import SelfSpecModel
-from selfspec.decoder import Decoder, Packing, Span, prepacked
+from selfspec.decoder import Decoder, Packing, Span
+from selfspec.decoder.kernels import prepacked
 
 HALF = torch.bfloat16
 DRAFTS = ("none", {"exit_layer": 2, "num_draft_tokens": 3}, "prompt_lookup")

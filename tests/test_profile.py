@@ -18,8 +18,9 @@ from selfspec.schedule.profile import (
     Profile,
     Times,
     Validation,
+    default_path,
+    find_profile,
 )
-from selfspec.schedule.profile_files import default_path, find_profile
 
 DRAFT = DraftConfig(exit_layer=3, num_draft_tokens=2)
 

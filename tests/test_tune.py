@@ -30,8 +30,13 @@ from selfspec.bench.tune.measure import (
 from selfspec.bench.tune.run import Runner, fastest
 from selfspec.display import speedup_map, speedup_table, validation_table
 from selfspec.heads import SharedHead
-from selfspec.schedule.prediction import expected_tokens, interpolated, predict_speedup
-from selfspec.schedule.profile import Profile, Validation
+from selfspec.schedule.profile import (
+    Profile,
+    Validation,
+    expected_tokens,
+    interpolated,
+    predict_speedup,
+)
 
 RATES = st.floats(0, 0.99)
 TEXTS = [PROMPT, "the man is on the sand and the sea is near", "a boat on the sea; the sun is red"]

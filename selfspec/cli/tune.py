@@ -107,7 +107,7 @@ def read_texts(files: Sequence[Path] | None) -> list[str]:
 
 
 def _output(target: Loaded, model: str | None, heads: str | None) -> Path:
-    from selfspec.schedule.profile_files import default_path
+    from selfspec.schedule.profile import default_path
 
     return default_path(target.spec.engine.decoder, heads or resolve(model)[1])
 

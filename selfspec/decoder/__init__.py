@@ -11,12 +11,11 @@ This package alone knows transformers' layer API.
 """
 
 from selfspec.decoder.core import Decoder
+from selfspec.decoder.devices import Ranks, at_hand, bare_copy, device_of, weight_of, weights
 from selfspec.decoder.holding import held
 from selfspec.decoder.packing import Packing
 from selfspec.decoder.passes import Own, Pass, Skips, Span
-from selfspec.decoder.placement import at_hand, bare_copy, device_of, weight_of, weights
 from selfspec.decoder.quantized import is_quantized
-from selfspec.decoder.ranks import Ranks
 
 __all__ = [
     "Decoder",

@@ -12,13 +12,13 @@ from transformers.cache_utils import Cache
 
 from selfspec.config import Kernels, KVCacheDtype
 from selfspec.decoder.cache import RoundedCache, SlotCache, StepCache
+from selfspec.decoder.devices import bare_copy, device_of
 from selfspec.decoder.gates import Gates
 from selfspec.decoder.inputs import Inputs
-from selfspec.decoder.layers import trainable
 from selfspec.decoder.masks import Masks
 from selfspec.decoder.packing import Packing
 from selfspec.decoder.passes import ActivePass, Own, Pass, Skips, Span
-from selfspec.decoder.placement import bare_copy, device_of
+from selfspec.decoder.quantized import trainable
 from selfspec.decoder.runner import Runner
 from selfspec.decoder.support import (
     find_layers,

@@ -10,10 +10,10 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
-from selfspec.decoder.graphs import Stretch
+from selfspec.decoder.devices import device_of
 from selfspec.decoder.inputs import MASK
+from selfspec.decoder.kernels.graphs import Stretch
 from selfspec.decoder.passes import ActivePass, Own, Skips
-from selfspec.decoder.placement import device_of
 
 if TYPE_CHECKING:
     from selfspec.decoder.gates import Gates

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.config import Kernels
-from selfspec.decoder.compiled import CompiledLayers
 from selfspec.decoder.direct import is_watched, shortcuts
 from selfspec.decoder.gate import Gate
-from selfspec.decoder.graphs import GraphedLayers
+from selfspec.decoder.kernels.compiled import CompiledLayers
+from selfspec.decoder.kernels.graphs import GraphedLayers
+from selfspec.decoder.kernels.prepacked import PrepackedLinears
 from selfspec.decoder.lean import lean_forward
 from selfspec.decoder.passes import ActivePass
-from selfspec.decoder.prepacked import PrepackedLinears
 from selfspec.decoder.rotary import RotaryTables, is_static
 from selfspec.decoder.sublayers import Skipped, Sublayers
 from selfspec.decoder.support import causal_tables, path_to

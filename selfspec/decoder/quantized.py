@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from selfspec.decoder.placement import is_sharded
+from selfspec.decoder.devices import is_sharded
 
 
 def is_quantized(weight: Tensor) -> bool:
@@ -50,3 +50,16 @@ def _plain(linear: nn.Linear, dtype: torch.dtype) -> nn.Linear:
     if bias is not None:
         plain.bias = nn.Parameter(bias.detach().to(dtype))
     return plain
+
+
+# Layers of a head's own, made of the target's.
+
+
+def trainable(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The copy of a decoder layer, with gradients; quantized weights become plain, in `dtype`.
+
+    Raises:
+        ValueError: the layer's weights are quantized in a way that cannot be undone.
+    """
+    dequantize(layer, dtype)
+    return layer.requires_grad_(True)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from selfspec.decoder.direct import callee_of
 from selfspec.decoder.gate import Gate
 from selfspec.decoder.gates import Gates
-from selfspec.decoder.graphs import Bound, Stretch
 from selfspec.decoder.inputs import MASK
+from selfspec.decoder.kernels.graphs import Bound, Stretch
 from selfspec.decoder.passes import ActivePass
 
 HIDDEN = object()  # what the first layer starts from, among the values of a pass

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from selfspec.config import Kernels, KVCacheDtype
-from selfspec.decoder.placement import weight_of
+from selfspec.decoder.devices import weight_of
 from selfspec.decoder.quantized import is_quantized
 
 

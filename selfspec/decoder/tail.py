@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from selfspec.decoder.devices import device_of
 from selfspec.decoder.gates import Gates
-from selfspec.decoder.placement import device_of
 
 
 class Tail:

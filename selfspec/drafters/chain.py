@@ -10,7 +10,7 @@ from torch import Tensor
 
 from selfspec.decoder import Pass
 from selfspec.drafters.engine import State, Verified
-from selfspec.drafters.exit_readers import ExitReader
+from selfspec.drafters.exit_reader import ExitReader
 from selfspec.heads import Judge
 from selfspec.sampling.draft import Draft, Verdict
 from selfspec.schedule import Schedule

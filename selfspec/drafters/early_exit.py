@@ -9,7 +9,7 @@ from selfspec.decoder import Pass
 from selfspec.drafters.base import Drafter
 from selfspec.drafters.chain import ExitChain
 from selfspec.drafters.engine import Engine, State, Verified
-from selfspec.drafters.exit_readers import make_reader
+from selfspec.drafters.exit_reader import make_reader
 from selfspec.sampling.draft import Draft, Verdict
 from selfspec.schedule import make_schedule
 

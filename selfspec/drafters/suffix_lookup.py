@@ -147,6 +147,7 @@ class NgramIndex(TextIndex):
             self._ends[ngram] = end
         return found
 
+
 def make_index(config: LookupConfig) -> TextIndex:
     """The index that a config names."""
     if config.index == "ngram":

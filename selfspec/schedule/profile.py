@@ -1,13 +1,13 @@
-"""A profile: what `selfspec tune` measured on a device, and the draft that it chose.
-
-It holds for one target in one dtype on one device; anywhere else it is left alone.
-"""
+"""What rates and times predict: tokens of a round, and speed over plain decoding."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import os
 import platform
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,80 @@ from pydantic import Field
 from selfspec.config import DraftConfig, Kernels, StrictConfig, parse
 from selfspec.decoder import Decoder
 from selfspec.heads.store import differences, fingerprint, replacing
-from selfspec.schedule.prediction import interpolated
+
+
+def expected_tokens(alphas: Sequence[float], num_draft_tokens: int) -> float:
+    """Tokens that a round of k drafts emits: 1 + Σ_{i≤k} Π_{j≤i} α_j.
+
+    Args:
+        alphas: acceptance rate of each draft, given that those before it stand; drafts deeper than
+            the last are taken to have its rate.
+        num_draft_tokens: k.
+
+    Raises:
+        ValueError: there are no rates, or k is negative.
+    """
+    if not alphas or num_draft_tokens < 0:
+        raise ValueError(
+            "expected_tokens needs a rate and num_draft_tokens of at least 0, "
+            f"got {len(alphas)} rates and {num_draft_tokens}"
+        )
+    deeper = itertools.chain(alphas, itertools.repeat(alphas[-1]))
+    stand = itertools.accumulate(itertools.islice(deeper, num_draft_tokens), lambda a, b: a * b)
+    return 1 + sum(stand)
+
+
+def predict_speedup(
+    alphas: Sequence[float],
+    num_draft_tokens: int,
+    shallow_seconds: float,
+    verify_seconds: float,
+    plain_seconds: float,
+) -> float:
+    """Speed of self-speculation over plain decoding (Leviathan et al. 2023, theorem 3.8).
+
+    With one α for all depths, a verification as long as a plain step and a draft token of c of it,
+    this is S = (1 - α^{k+1}) / ((1 - α)(kc + 1)).
+
+    Args:
+        alphas: acceptance rate by draft depth.
+        num_draft_tokens: k, drafted in every round.
+        shallow_seconds: of drafting one token.
+        verify_seconds: of the rest of a round, the verification of all k drafts.
+        plain_seconds: of one token of plain decoding.
+
+    Raises:
+        ValueError: there are no rates, or k is negative.
+    """
+    seconds = num_draft_tokens * shallow_seconds + verify_seconds
+    return expected_tokens(alphas, num_draft_tokens) * plain_seconds / seconds
+
+
+def interpolated(measured: Mapping[int, float], width: int) -> float:
+    """Seconds of a pass of any width, on the line through the two measured ones next to it.
+
+    Args:
+        measured: seconds by width.
+        width: beyond the measured ones the last line goes on, but never below what was measured.
+
+    Raises:
+        ValueError: nothing was measured.
+    """
+    if not measured:
+        raise ValueError("interpolated needs a measured width, got none")
+    widths = sorted(measured)
+    if width in measured or len(widths) == 1:
+        return measured.get(width, measured[widths[0]])
+    if width < widths[0]:
+        return measured[widths[0]]
+    above = next((place for place, w in enumerate(widths) if w > width), len(widths) - 1)
+    low, high = widths[above - 1], widths[above]
+    slope = (measured[high] - measured[low]) / (high - low)
+    found = measured[low] + slope * (width - low)
+    return found if width < high else max(found, measured[high])
+
+
+# A profile: what `selfspec tune` measured on a device, and the draft that it chose.
 
 PROFILE_NAME = "selfspec_profile.json"
 _FORMAT = 1
@@ -269,3 +342,44 @@ def device_name(device: torch.device) -> str:
     lines = facts.read_text(encoding="utf-8").splitlines() if facts.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+# Where profiles lie: beside a target's heads or weights, or among the user's caches.
+
+_PACKAGE = Path(__file__).parents[1]
+
+
+def default_path(decoder: Decoder, folder: str | Path | None) -> Path:
+    """Where the profile of a target goes: beside its files, or else among the user's caches.
+
+    Args:
+        decoder: the target.
+        folder: of its heads or its weights, if it has one.
+    """
+    if folder is not None and Path(folder).is_dir() and _takes_files(Path(folder)):
+        return Path(folder) / PROFILE_NAME
+    return _cached(decoder)
+
+
+def find_profile(decoder: Decoder, folders: Sequence[str | Path]) -> Path | None:
+    """The profile beside the heads or the weights, or among the user's caches, if there is one."""
+    beside = [Path(folder) / PROFILE_NAME for folder in folders]
+    found = [path for path in beside if path.is_file()]
+    if found or not _cache().is_dir():
+        return found[0] if found else None
+    path = _cached(decoder)
+    return path if path.is_file() else None
+
+
+def _takes_files(folder: Path) -> bool:
+    """Whether files of the user's belong there: the package's own folders are not the user's."""
+    return os.access(folder, os.W_OK) and _PACKAGE not in folder.resolve().parents
+
+
+def _cache() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "selfspec" / "profiles"
+
+
+def _cached(decoder: Decoder) -> Path:
+    return _cache() / f"{decoder.config.model_type}-{Place.of(decoder).digest}.json"

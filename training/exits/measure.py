@@ -14,7 +14,7 @@ from selfspec import SelfSpecModel
 from selfspec.config import DraftConfig, StrictConfig
 from selfspec.decoder import Decoder
 from selfspec.heads import ExitHead
-from selfspec.schedule.prediction import expected_tokens
+from selfspec.schedule.profile import expected_tokens
 from training.data import Blocks
 from training.exits.calibrate import Bin, Calibration, calibration, fit_calibrator
 from training.exits.report import ExitFigures

@@ -29,7 +29,6 @@ from selfspec.drafters import DRAFTERS, make_drafter
 from selfspec.drafters.engine import Engine
 from selfspec.heads import ExitHead
 from selfspec.model import SelfSpecModel
-from selfspec.schedule.prediction import expected_tokens, predict_speedup
 from selfspec.schedule.profile import (
     ExitRates,
     Place,
@@ -38,6 +37,8 @@ from selfspec.schedule.profile import (
     Times,
     Validation,
     exit_name,
+    expected_tokens,
+    predict_speedup,
 )
 
 PLAIN = "none"

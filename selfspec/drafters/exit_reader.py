@@ -1,8 +1,4 @@
-"""Reading a head with a decoder layer of its own, and the KV of that layer.
-
-Legend: rows = rows still being written; n = a row's settled tokens, so its pending token stands at
-position n; k = drafts of the round.
-"""
+"""Reading a head that looks at nothing but the exit of the token itself."""
 
 from __future__ import annotations
 
@@ -14,10 +10,144 @@ from torch import Tensor
 
 from selfspec.decoder import Own, Pass, Span
 from selfspec.drafters.engine import Engine, State, Verified
-from selfspec.drafters.exit_readers.exit import ExitReader
-from selfspec.drafters.exit_readers.places import column, newest, pick, pick_from
-from selfspec.heads import ExitHead
+from selfspec.heads import Calibrator, ExitHead, Judge
 from selfspec.sampling.draft import Tree
+
+
+class ExitReader:
+    """Draft logits of a head that looks at nothing but the exit of the token itself.
+
+    Args:
+        engine: the target and its passes.
+        head: the exit head.
+
+    Attributes:
+        keep: residual streams that prefill and verification have to keep for the head.
+    """
+
+    keep: tuple[int, ...] = ()
+
+    def __init__(self, engine: Engine, head: ExitHead):
+        self.engine, self.decoder, self.head = engine, engine.decoder, head
+        self._trimmed = head.vocab_ids is not None  # a reader is made for one call
+        self._judge: Judge | None = None
+
+    def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
+        """See a block of new text, `offset` behind the settled tokens, `counts` of them real."""
+
+    def read(
+        self,
+        state: State,
+        tokens: Tensor,
+        place: int,
+        tree: Tree | None = None,
+        parents: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the layers below the exit, and the head, over the next tokens of the block.
+
+        Args:
+            state: the call.
+            tokens: `[rows, width]` the pending token (place 0), or the last drafts.
+            place: of the first of them in the block.
+            tree: which drafts continue which; `None` for a chain.
+            parents: `[rows, width]` of each token, which of the tokens read before it continues;
+                `None` for a chain.
+
+        Returns:
+            Logits `[rows, width, vocab]`, and the exit's hidden states `[rows, width, hidden]`,
+            from which verification resumes; `None` at the embedding, where any pass begins.
+        """
+        at_exit = self.engine.shallow(
+            state, tokens, self.head.exit_layer, place, unembed=self.head.is_plain, tree=tree
+        )
+        if self.head.is_plain:
+            return at_exit.output, at_exit.hidden
+        with state.stats.clock("head"):
+            return self._logits(at_exit.hidden), at_exit.hidden
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self._spread(self.head.logits(self.decoder, hidden))
+
+    def _spread(self, logits: Tensor) -> Tensor:
+        return self.head.spread(logits, self.decoder) if self._trimmed else logits
+
+    def calibrator(self, sampled: bool) -> Calibrator:
+        """What says how likely a draft of the head is kept; without a fit a plain guess."""
+        name = "sampled" if sampled else "greedy"
+        fitted = self.head.calibrators[name] if name in self.head.calibrators else Calibrator()
+        assert isinstance(fitted, Calibrator)
+        with torch.inference_mode(False):  # it stays in the head, beyond this call
+            return fitted.to(self.decoder.device)
+
+    def judge(self) -> Judge:
+        """The calibrator for greedy chains."""
+        if self._judge is None:
+            self._judge = self.calibrator(sampled=False).judge()
+        return self._judge
+
+    def verified(self, state: State, drafted: int, verified: Verified) -> None:
+        """See what the target made of a chain, before it settles.
+
+        Args:
+            state: the call.
+            drafted: how many of its drafts the head proposed; 0 where another drafter did.
+            verified: of the pending token and the drafts behind it.
+        """
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with some rows only."""
+
+
+# Numbers of tokens to places of their states in blocks.
+
+
+def newest(starts: Sequence[Sequence[int]], widths: Sequence[int]) -> list[list[int]]:
+    """Places of each row's tokens in blocks laid one behind the other.
+
+    A block starts, in each row, at the token of that number; what it has beyond the start of the
+    next did not stand. Shorter rows end with their last place, again.
+
+    Args:
+        starts: per block, one number a row.
+        widths: of the blocks.
+    """
+    found: list[list[int]] = []
+    for row in range(len(starts[0])):
+        places: list[int] = []
+        first = 0
+        for block, width in enumerate(widths):
+            ends = block + 1 < len(starts)
+            stood = starts[block + 1][row] - starts[block][row] if ends else width
+            places.extend(range(first, first + stood))
+            first += width
+        found.append(places)
+    longest = max(map(len, found))
+    return [places + places[-1:] * (longest - len(places)) for places in found]
+
+
+def column(values: Sequence[int], like: Tensor) -> Tensor:
+    """`[rows, 1]` one number a row, where `like` is."""
+    return torch.tensor(values, device=like.device)[:, None]
+
+
+def pick(states: Tensor, places: Tensor) -> Tensor:
+    """`[rows, n, hidden]` the states at `[rows, n]` places; beyond the last it is the last."""
+    places = places.to(states.device).clamp(max=states.shape[1] - 1)
+    return states.gather(1, places[..., None].expand(-1, -1, states.shape[2]))
+
+
+def pick_from(states: Tensor, starts: Sequence[int], width: int = 1) -> Tensor:
+    """`[rows, width, hidden]` the states from one place a row on; beyond the last it is the last.
+
+    A view where all rows begin at one place.
+    """
+    first = starts[0]
+    if first + width <= states.shape[1] and starts.count(first) == len(starts):
+        return states.narrow(1, first, width)
+    return pick(states, column(starts, states) + torch.arange(width, device=states.device))
+
+
+# Reading a head with a decoder layer of its own, and the KV of that layer.
 
 _DEFERRED = 512  # tokens that a head's own layer may be behind while others draft
 
@@ -281,3 +411,8 @@ class LayerReader(ExitReader):
         if not self._joins:
             return None
         return torch.cat([*self._known, self._join(block)[:, :-1]], dim=1)
+
+
+def make_reader(engine: Engine, head: ExitHead) -> ExitReader:
+    """The reader that a head needs."""
+    return (ExitReader if head.layer is None else LayerReader)(engine, head)

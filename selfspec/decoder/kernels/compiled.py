@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from selfspec.decoder.cache import WIDEST, SlotCache, Strip
 from selfspec.decoder.direct import hooked_part
-from selfspec.decoder.standin import StandIn, told
+from selfspec.decoder.kernels.fallback import StandIn, told
 
 # How a layer's inputs differ: one row or several, one token or several, with or without a mask,
 # rows of one length or of many, gradients wanted of its weights or not, kinds of layers.

@@ -1,0 +1,1 @@
+"""What computes the layers in passes: prepacked weights, compiled layers, CUDA graphs."""
