@@ -15,9 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from selfspec import SelfSpecModel
 from selfspec.decoder import Decoder, Span
 from selfspec.decoder.cache import Pieces, Window
-from selfspec.decoder.direct import Direct, direct, shortcuts
-from selfspec.decoder.lean import lean_forward
-from selfspec.decoder.rotary import RotaryTables, is_static
+from selfspec.decoder.direct import Direct, direct, lean_forward, shortcuts
+from selfspec.decoder.families import RotaryTables, is_static
 
 DYNAMIC = {
     "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0},

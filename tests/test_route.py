@@ -18,8 +18,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from selfspec import SelfSpecModel
 from selfspec.decoder import Decoder, Span
-from selfspec.decoder.snapshot import Snapshot
-from selfspec.decoder.support import path_to
+from selfspec.decoder.families import path_to
+from selfspec.decoder.route import Snapshot
 
 ALL = Span(0, LAYERS)
 TOKENS = torch.randint(2, 60, (2, 24), generator=torch.Generator().manual_seed(7))

@@ -10,10 +10,9 @@ device placement) is called as it is. Outside `with decoder:` the model is exact
 This package alone knows transformers' layer API.
 """
 
-from selfspec.decoder.core import Decoder
+from selfspec.decoder.decoder import Decoder, held
 from selfspec.decoder.devices import Ranks, at_hand, bare_copy, device_of, weight_of, weights
-from selfspec.decoder.holding import held
-from selfspec.decoder.packing import Packing
+from selfspec.decoder.masks import Packing
 from selfspec.decoder.passes import Own, Pass, Skips, Span
 from selfspec.decoder.quantized import is_quantized
 

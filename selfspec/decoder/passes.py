@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from selfspec.decoder.cache import Window
 
+MASK = "attention_mask"  # the name that bodies and layers take masks by
+
 
 class Span(NamedTuple):
     """Layers `start` to `stop - 1`."""

@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 import selfspec
 from selfspec.decoder import Decoder
-from selfspec.decoder.support import layer_windows
+from selfspec.decoder.families import layer_windows
 from selfspec.heads import CARD_NAME, ExitHead, LensHead, LoraHead
 from selfspec.heads.store import fingerprint
 

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from selfspec.config import StrictConfig
-from selfspec.decoder.support import find_layers, refuse_unsupported
+from selfspec.decoder.families import find_layers, refuse_unsupported
 from training.data import Batch
 from training.language.task import LanguageModelling, Windows, model_inputs
 from training.loop.loop import LoopConfig

@@ -1,10 +1,12 @@
-"""Runs any span of decoder layers of a causal language model."""
+"""What a model's body is called with in a pass."""
 
 from __future__ import annotations
 
+import inspect
 import threading
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,14 +15,7 @@ from transformers.cache_utils import Cache
 from selfspec.config import Kernels, KVCacheDtype
 from selfspec.decoder.cache import RoundedCache, SlotCache, StepCache
 from selfspec.decoder.devices import bare_copy, device_of
-from selfspec.decoder.gates import Gates
-from selfspec.decoder.inputs import Inputs
-from selfspec.decoder.masks import Masks
-from selfspec.decoder.packing import Packing
-from selfspec.decoder.passes import ActivePass, Own, Pass, Skips, Span
-from selfspec.decoder.quantized import trainable
-from selfspec.decoder.runner import Runner
-from selfspec.decoder.support import (
+from selfspec.decoder.families import (
     find_layers,
     layer_windows,
     plain_weight,
@@ -28,7 +23,60 @@ from selfspec.decoder.support import (
     refuse_unsupported,
     unwrap,
 )
+from selfspec.decoder.gates import Gates
+from selfspec.decoder.masks import Masks, Packing
+from selfspec.decoder.passes import MASK, ActivePass, Own, Pass, Skips, Span
+from selfspec.decoder.quantized import trainable
+from selfspec.decoder.runner import Runner
 from selfspec.sampling.draft import Tree
+
+
+class Inputs:
+    """Names that a family's body takes, and values for them.
+
+    Args:
+        body: its class.
+        learned_positions: rows of its table of learned positions; `None` without such a table.
+        takes_masks: whether it takes a mask for every query and key.
+    """
+
+    def __init__(self, body: type[nn.Module], learned_positions: int | None, takes_masks: bool):
+        self._takes = set(inspect.signature(body.forward).parameters)
+        self._limit = learned_positions
+        self._takes_masks = takes_masks
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        slots: SlotCache | None,
+        positions: Tensor,
+        masks: dict[int | None, Tensor],
+    ) -> dict[str, Any]:
+        """Arguments of the body's `forward`.
+
+        Args:
+            tokens: `[rows, width]` token ids.
+            slots: the KV cache, if there is one.
+            positions: `[rows, width]` of the tokens.
+            masks: by sliding window; none where the family's own hold.
+        """
+        inputs: dict[str, Any] = {
+            "input_ids": tokens,
+            "past_key_values": slots,
+            "use_cache": slots is not None,
+        }
+        if "return_dict" in self._takes:
+            inputs["return_dict"] = True
+        if masks and self._takes_masks:
+            inputs[MASK] = masks[None]
+        if "position_ids" in self._takes:
+            # Behind a row's last token a block may reach past a table of learned positions.
+            limit = self._limit
+            inputs["position_ids"] = positions if limit is None else positions.clamp(max=limit - 1)
+        return inputs
+
+
+# Runs any span of decoder layers of a causal language model.
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -298,3 +346,19 @@ class Decoder:
             readout: what stands in for the LM head.
         """
         return self._runner.tail.unembed(normed, readout).to(self.device)
+
+
+# Several models at once in the hands of one thread.
+
+
+@contextmanager
+def held(*decoders: Decoder) -> Iterator[None]:
+    """Put the gates of several models in, for this thread alone.
+
+    Models are always taken in the same order: threads of which one drafts with the model that the
+    other one writes with would wait for each other for ever.
+    """
+    with ExitStack() as stack:
+        for decoder in sorted(decoders, key=lambda decoder: id(decoder.gates.lock)):
+            stack.enter_context(decoder)
+        yield

@@ -1,0 +1,299 @@
+"""Which models can be run in spans, and where their layers are."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from selfspec.config import Kernels, KVCacheDtype
+from selfspec.decoder.cache import Pieces, Window
+from selfspec.decoder.devices import weight_of
+from selfspec.decoder.passes import Skips
+from selfspec.decoder.quantized import is_quantized
+
+
+def unwrap(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside, PEFT wrapping removed."""
+    inner = model
+    if hasattr(model, "peft_config"):
+        configs: dict[str, Any] = model.peft_config  # pyright: ignore[reportAssignmentType]
+        config = next(iter(configs.values()))
+        if getattr(config, "is_prompt_learning", False):
+            raise ValueError(
+                f"a PEFT model of type {config.peft_type} adds virtual tokens, which a span of "
+                "layers cannot see; use an adapter inside the layers (LoRA), or merge it"
+            )
+        if hasattr(model, "get_base_model"):
+            inner = model.get_base_model()  # pyright: ignore[reportCallIssue]
+    if not isinstance(inner, PreTrainedModel):
+        raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
+    return inner
+
+
+def refuse_options(kernels: str, kv_cache_dtype: str) -> None:
+    """Raise ValueError, with the reason, for options that are none, or exclude each other."""
+    if kernels not in get_args(Kernels):
+        raise ValueError(f"kernels must be one of {get_args(Kernels)}, got {kernels!r}")
+    if kv_cache_dtype not in get_args(KVCacheDtype):
+        raise ValueError(
+            f"kv_cache_dtype must be one of {get_args(KVCacheDtype)}, got {kv_cache_dtype!r}"
+        )
+    if kernels in ("compiled", "graphs") and kv_cache_dtype != "auto":
+        raise ValueError(
+            f"with kernels {kernels!r} layers write keys and values as they are, not as "
+            f"{kv_cache_dtype}; "
+            "choose other kernels, or leave kv_cache_dtype out"
+        )
+
+
+def refuse_unsupported(model: PreTrainedModel) -> None:
+    """Raise ValueError, with the reason, for a model that cannot draft for itself."""
+    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
+    attention = getattr(config, "_attn_implementation", "eager")
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{name} is an encoder-decoder; selfspec runs decoder-only causal LMs")
+    if model.get_output_embeddings() is None or not model.can_generate():
+        raise ValueError(f"{name} has no LM head; load the model with AutoModelForCausalLM")
+    stages = getattr(getattr(model.config, "distributed_config", None), "pp_size", None) or 1
+    if stages > 1:
+        raise ValueError(
+            f"{name} is split into {stages} pipeline stages, none of which has all layers; load it "
+            "with tensor parallelism (DistributedConfig(tp_size=...)) or with device_map"
+        )
+    if model._is_stateful or not hasattr(config, "num_hidden_layers"):
+        raise ValueError(
+            f"{name} keeps a recurrent state, which cannot take rejected tokens back; "
+            "selfspec runs models whose layers attend to a KV cache"
+        )
+    if attention not in ("sdpa", "eager"):
+        raise ValueError(
+            f"{name} uses attention {attention!r}, which takes no mask per row; "
+            "load it with attn_implementation='sdpa' (or 'eager')"
+        )
+    kinds = {type(layer).__name__ for layer in DynamicCache(config=config).layers}
+    strange = kinds - {"DynamicLayer", "DynamicSlidingWindowLayer"}
+    chunked = getattr(config, "attention_chunk_size", None) is not None
+    if strange or chunked:
+        what = "attends in chunks" if chunked else f"caches {', '.join(sorted(strange))}"
+        raise ValueError(
+            f"{name} {what}; selfspec runs models whose every layer has full or "
+            "sliding-window attention over a KV cache of its own"
+        )
+
+
+def find_layers(model: nn.Module, count: int) -> tuple[nn.Module, str, nn.ModuleList]:
+    """The module that owns the decoder layers (the model's body), their name in it, and they."""
+    for module in model.modules():
+        for name, child in module.named_children():
+            if isinstance(child, nn.ModuleList) and len(child) == count:
+                return module, name, child
+    raise ValueError(
+        f"{type(model).__name__} has no ModuleList of num_hidden_layers = {count} layers; "
+        "selfspec cannot tell its decoder layers"
+    )
+
+
+def path_to(module: nn.Module, model: nn.Module) -> list[nn.Module]:
+    """The model, the modules between it and one of its modules, and that."""
+    name = next(name for name, found in model.named_modules() if found is module)
+    path = [model]
+    for part in name.split(".") if name else ():
+        path.append(path[-1].get_submodule(part))
+    return path
+
+
+def layer_windows(config: Any, depth: int) -> list[int | None]:
+    """Per layer, the sliding window in tokens, or None."""
+    if config.model_type == "gpt_neo":
+        local = [kind == "local" for kind in config.attention_layers]
+        return [config.window_size if is_local else None for is_local in local]
+    layers = DynamicCache(config=config).layers
+    windows = [getattr(layer, "sliding_window", None) for layer in layers]
+    return windows or [None] * depth
+
+
+def causal_tables(layers: nn.Module) -> list[nn.Module]:
+    """Attention modules that mask by a table of their own (GPT-Neo)."""
+    tables = [(module, module._buffers.get("bias")) for module in layers.modules()]
+    return [m for m, t in tables if t is not None and t.dtype == torch.bool and t.ndim == 4]
+
+
+def plain_weight(lm_head: nn.Module, vocab_size: int) -> Tensor:
+    """`[vocab, hidden]` an LM head's whole matrix, or ValueError where it has no plain one."""
+    weight = lm_head.weight if isinstance(lm_head, nn.Linear) else None
+    if weight is None or is_quantized(weight) or weight.shape[0] != vocab_size:
+        raise ValueError(
+            f"the LM head is a {type(lm_head).__name__} without a plain weight matrix of "
+            f"{vocab_size} rows, so its rows cannot be taken; leave the LM head "
+            "unquantized and merge its adapter, or draft over the whole vocabulary"
+        )
+    return weight_of(lm_head, "weight")
+
+
+# The attention and the MLP of a decoder layer, and what their `forward` is while they are skipped.
+
+Forward = Callable[..., Any]
+
+_NAMES = {
+    "attention": re.compile(r"(self_)?att(n|ention)"),
+    "mlp": re.compile(r"(shared_)?mlp|ffn|feed_forward|(block_sparse_)?moe"),
+}
+_CLASSES = {
+    "attention": re.compile(r"Attention$"),
+    "mlp": re.compile(r"(MLP|FFN|FeedForward|MoE|Moe|MoeBlock)$"),
+}
+
+
+class Skipped:
+    """What the `forward` of a sublayer is while it is skipped.
+
+    Args:
+        module: the sublayer.
+        others: how many things it returns behind the states; `None` until it has run.
+    """
+
+    def __init__(self, module: nn.Module, others: int | None = None):
+        self.module, self._others = module, others
+        self._names = list(inspect.signature(type(module).forward).parameters)[1:]
+
+    def __call__(self, own: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what `own` would return if it added nothing."""
+        if self._others is None:
+            # Families differ in what attention or experts return. Once, it runs to show that; the
+            # KV that it writes lies behind the settled tokens.
+            output = own(*args, **kwargs)
+            self._others = len(output) - 1 if isinstance(output, tuple) else 0
+        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        residual: Tensor | None = given.get("residual")
+        added = torch.zeros_like(given[self._names[0]]) if residual is None else residual
+        return (added, *[None] * self._others) if self._others else added
+
+
+class SkippedHalf(Skipped):
+    """The first of two linear maps that lie in the layer itself (OPT); the second gives zeros."""
+
+    def __call__(self, own: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Hand the input on, whose width the second one's zeros need."""
+        return args[0]
+
+
+class Sublayers:
+    """The sublayers of every layer.
+
+    Args:
+        layers: the decoder layers.
+    """
+
+    def __init__(self, layers: nn.ModuleList):
+        self._layers = layers
+        self._found: dict[tuple[int, str], list[Skipped]] = {}
+
+    def skipped(self, index: int, skips: Skips) -> list[Skipped]:
+        """What stands in for the skipped sublayers of a layer that is not skipped as a whole."""
+        stand_ins: list[Skipped] = []
+        for kind, chosen in (("attention", skips.attention), ("mlp", skips.mlp)):
+            if index in chosen:
+                stand_ins += self._find(index, kind)
+        return stand_ins
+
+    def check(self, skips: Skips) -> None:
+        """Raise ValueError unless every skipped sublayer is there, and something else is left."""
+        depth = len(self._layers)
+        for kind, chosen in (("attention", skips.attention), ("mlp", skips.mlp)):
+            strange = sorted(index for index in chosen if not 0 <= index < depth)
+            if strange:
+                raise ValueError(
+                    f"skip.{kind} must name layers in [0, {depth - 1}], got {strange}; "
+                    f"the model has {depth} layers"
+                )
+        if len(skips.layers) == depth:
+            raise ValueError(
+                f"the skip set leaves nothing of the model's {depth} layers; "
+                "keep at least one attention or MLP"
+            )
+        for index in (skips.attention | skips.mlp) - skips.layers:
+            kind = "attention" if index in skips.attention else "mlp"
+            if not self._find(index, kind):
+                layer = self._layers[index]
+                children = ", ".join(name for name, _ in layer.named_children())
+                raise ValueError(
+                    f"cannot tell the {kind} of layer {index}, a {type(layer).__name__}, among its "
+                    f"children ({children}); skip whole layers, named in both skip.attention and "
+                    "skip.mlp"
+                )
+
+    def _find(self, index: int, kind: str) -> list[Skipped]:
+        if (index, kind) not in self._found:
+            self._found[index, kind] = _find(self._layers[index], kind)
+        return self._found[index, kind]
+
+
+def _find(layer: nn.Module, kind: str) -> list[Skipped]:
+    children = dict(layer.named_children())
+    found = [
+        Skipped(child)
+        for name, child in children.items()
+        if _NAMES[kind].fullmatch(name) or _CLASSES[kind].search(type(child).__name__)
+    ]
+    if not found and kind == "mlp" and {"fc1", "fc2"} <= children.keys():
+        return [SkippedHalf(children["fc1"]), Skipped(children["fc2"], others=0)]
+    return found
+
+
+# Rotary tables for all positions at once, of which a pass takes a view.
+
+# Kinds whose frequencies stay what they are. Others depend on the longest position of the pass.
+_STATIC = {"default", "linear", "llama3", "yarn"}
+_GROWTH = 256  # least positions of a table
+
+
+def is_static(module: nn.Module) -> bool:
+    """Whether `module` is a rotary embedding in which a position always has the same angles."""
+    kind = getattr(module, "rope_type", None)
+    kinds = set(kind.values()) if isinstance(kind, dict) else {kind}
+    return kinds <= _STATIC
+
+
+class RotaryTables:
+    """What a static rotary embedding returns, for rows that all write the same slots.
+
+    Args:
+        forward: the embedding's own.
+    """
+
+    def __init__(self, forward: Callable[..., Any]):
+        self._forward = forward
+        self._tables: dict[tuple[Any, ...], Pieces] = {}
+
+    def view(self, x: Tensor, window: Window, layer_type: str | None = None) -> Any:
+        """What `forward` returns for the window's positions.
+
+        Args:
+            x: a tensor with the wanted dtype and device.
+            window: the slots of the pass, uniform.
+            layer_type: the kind of layers, where an embedding serves several.
+        """
+        key = len(window.starts), layer_type, x.dtype, x.device
+        tables = self._tables.get(key)
+        if tables is None or tables.length < window.end:
+            tables = self._tables[key] = self._make(x, window, layer_type)
+        views = tables.view(window.starts[0], window.width)
+        if len(views) == 1:
+            return views[0]
+        return views
+
+    def _make(self, x: Tensor, window: Window, layer_type: str | None) -> Pieces:
+        more = () if layer_type is None else (layer_type,)
+        # A table outlives the pass that needs it first, which may have been one of inference mode.
+        with torch.inference_mode(False):
+            positions = torch.arange(max(2 * window.end, _GROWTH), device=x.device)
+            made = self._forward(x, positions[None], *more)
+        tables = (made,) if isinstance(made, Tensor) else made
+        rows = len(window.starts)
+        return Pieces(*(table.expand(rows, *table.shape[1:]) for table in tables), dim=1)
