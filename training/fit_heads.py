@@ -1,7 +1,4 @@
-"""Fits exit heads to a frozen target, measures them on held-out text, and saves them.
-
-python -m training.fit_heads --config configs/fit_lens.yaml [section.field=value ...]
-"""
+"""Fits exit heads to a frozen target, measures them on held-out text, and saves them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Calibrates and measures the heads that a fit has left, on its held-out text.
-
-python -m training.measure_heads --config configs/fit_lens.yaml [section.field=value ...]
-"""
+"""Calibrates and measures fitted heads on held-out text."""
 
 from __future__ import annotations
 

@@ -1,18 +1,4 @@
-"""Writes a target's own continuations of prompts from text, for heads to be fitted on.
-
-python -m training.regenerate --config configs/regenerate.yaml [section.field=value ...]
-
-The texts land in `texts.jsonl`, one JSON object a line, which is a source of `training.fit_heads`:
-`text` for plain text, `messages` for chats; beside it stand `prompt_tokens` and `new_tokens`,
-`source` and the prompt's `number`.
-
-About seeds. Rows of a batch draw from one generator, and how much a round draws depends on how
-many drafts it makes, so a text is a function of its whole batch rather than of its prompt alone.
-Batches are therefore fixed by the config, every batch is seeded by (seed, its number), and the
-unit that is written, lost and written anew is the batch: a run that was killed ends in the same
-file, byte for byte, on the same device and versions. Another `batch_size`, `draft`, device or dtype
-gives other texts, drawn from the same distribution.
-"""
+"""Generates the target's own continuations of prompts, as training text for heads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a benchmark runs: a target, prompt sets, ways to decode, methods."""
+"""Config of a benchmark: target, prompt sets, decoding modes, methods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Where two greedy texts part, and whether rounding can explain it."""
+"""Tests that a draft does not change the output.
+
+Greedy outputs must be equal token for token; `first_divergence` tells whether rounding explains a
+difference. The distribution test draws short continuations from few candidates, so that the exact
+probability of every continuation under plain decoding can be computed, and compares counts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A benchmark's pictures: speed, batches, acceptance, where time and memory go."""
+"""Plots of a benchmark: speedup, batch sizes, acceptance, time and memory."""
 
 from __future__ import annotations
 

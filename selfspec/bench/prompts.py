@@ -1,4 +1,4 @@
-"""Prose as models of prose read it."""
+"""Prompts of benchmarks and of `tune`: prompt sets, passages of text, padded batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures of repeated measurements: paired ratios, their interval, and texts that go in circles."""
+"""Results of a benchmark: statistics over runs, one row per method, tables, JSON and Markdown."""
 
 from __future__ import annotations
 

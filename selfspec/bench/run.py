@@ -1,4 +1,4 @@
-"""Peak memory and energy, where the device and the system tell."""
+"""Runs a benchmark: all methods on all prompts, interleaved, each call stored at once."""
 
 from __future__ import annotations
 

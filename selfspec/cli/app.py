@@ -1,4 +1,4 @@
-"""`selfspec app`: a page that writes both ways, side by side."""
+"""`selfspec app`: a web page that generates plainly and self-speculatively, side by side."""
 
 from __future__ import annotations
 

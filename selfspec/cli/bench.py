@@ -1,4 +1,4 @@
-"""`selfspec bench`: methods compared on one target in one run."""
+"""`selfspec bench`: compares methods on one target in one run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`selfspec chat`: turn after turn in the terminal."""
+"""`selfspec chat`: a conversation in the terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`selfspec check`: whether a draft leaves the output alone."""
+"""`selfspec check`: tests that a draft does not change the output."""
 
 from __future__ import annotations
 

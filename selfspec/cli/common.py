@@ -1,4 +1,4 @@
-"""What commands print: rich on a terminal, one JSON object on request."""
+"""What commands share: loading a target, reading prompts, printing text or one JSON object."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""A conversation: turns over one text, its KV kept from one to the next.
+"""A conversation that keeps its KV cache from turn to turn.
 
-With a chat template, turns are messages. Without one the text simply goes on: every turn is a new
-line behind what the model wrote last.
+With a chat template, turns are messages. Without one, each turn is a new line after the last reply.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The commands under one name, and what an error looks like.
+"""The `selfspec` command: its subcommands, and how errors are printed.
 
-A command imports what is heavy (torch, transformers) when it runs, so `--help` is quick.
+Commands import torch and transformers when they run, so `--help` is fast.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the help of a command shows at its end: lines that can be run as they stand."""
+"""Examples at the end of each command's help."""
 
 from __future__ import annotations
 

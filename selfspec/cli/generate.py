@@ -1,4 +1,4 @@
-"""`selfspec generate`: write prompts on."""
+"""`selfspec generate`: continues prompts."""
 
 from __future__ import annotations
 

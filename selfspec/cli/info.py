@@ -1,4 +1,4 @@
-"""`selfspec info`: what a target and its heads are."""
+"""`selfspec info`: describes a target and its heads."""
 
 from __future__ import annotations
 

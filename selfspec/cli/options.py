@@ -1,4 +1,4 @@
-"""Options that several commands take, each with one name and one meaning."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`selfspec tune`: which way to draft is fastest here, and which sublayers can be left out."""
+"""`selfspec tune`: finds the fastest draft on this device and writes a profile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model's body is called with in a pass."""
+"""`Decoder`: runs any span of decoder layers of a causal language model."""
 
 from __future__ import annotations
 

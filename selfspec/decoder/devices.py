@@ -1,9 +1,4 @@
-"""Where weights are: on several devices, off all of them until used, in shards of processes.
-
-accelerate's hooks (`device_map`) bring a module's weights and inputs together when it is called;
-tensor parallel modules hold a share of each weight and call one another's processes. Neither helps
-where weights are read or copied: that is what this file is for.
-"""
+"""Where weights are: several devices, offloaded, or sharded over processes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Modules called by their forward alone.
+"""Calls of modules and forwards without what surrounds them.
 
-`nn.Module.__call__` looks after hooks. Where there are none it still takes time: between products
-of matrices, with cold caches, as long as the arithmetic of a small operation does. So does finding
-a child among the modules of its parent. A layer has a dozen of them.
+`nn.Module.__call__` looks for hooks, and transformers wraps the forwards of models in decorators.
+Where there are no hooks, the plain forward is called. In passes over few tokens of small models
+this saves several per cent of the time.
 """
 
 from __future__ import annotations

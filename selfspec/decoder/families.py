@@ -1,4 +1,4 @@
-"""Which models can be run in spans, and where their layers are."""
+"""What is specific to model families: layers, norms, positions, sublayers, refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""What stands in for one decoder layer while a pass is on."""
+"""Gates in place of decoder layers turn a model's own forward into a pass over a span.
+
+While gates are active, the model's body iterates over them instead of its layers. A gate runs its
+layer, or hands the hidden states through if the layer is outside the span. Only instance attributes
+are shadowed; removing them restores the model.
+"""
 
 from __future__ import annotations
 

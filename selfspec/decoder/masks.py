@@ -1,4 +1,4 @@
-"""Packed text: several documents in a row that do not see one another."""
+"""Additive attention masks of passes, over KV slots and over packed documents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What passes run, and what they leave."""
+"""What describes a pass (span, skipped sublayers, a head's own layer), and its results."""
 
 from __future__ import annotations
 

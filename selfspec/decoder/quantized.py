@@ -1,8 +1,4 @@
-"""Weights that are kept in fewer bits than the model computes in.
-
-Quantized layers run as they are. Only where weights are read or copied does it matter that they
-hold something else than their values.
-"""
+"""Quantized weights: detecting them, and trainable copies of quantized layers."""
 
 from __future__ import annotations
 

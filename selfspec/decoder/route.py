@@ -1,9 +1,10 @@
-"""The short way through a model whose body does nothing but hand tokens from layer to layer.
+"""The short path through a model whose body only hands hidden states from layer to layer.
 
-Most bodies look tokens up, pass the result through their layers one by one, and hand each of them
-the same few things. What else their code does, in every pass, finds out what a pass knows anyway. A
-`Route` is what is left: the same calls of the same modules with the same arguments, and nothing in
-between. A `Survey` finds it.
+Most bodies embed the tokens, call their layers one by one with the same few arguments, and apply a
+norm. A `Survey` watches one pass through the model's own code and notes, by identity, where each
+argument of each layer came from. If everything is explained, a `Route` makes the same calls with
+the same arguments and nothing in between. A `Snapshot` of the model tells whether a route still
+holds in the next call.
 """
 
 from __future__ import annotations

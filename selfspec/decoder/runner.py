@@ -1,4 +1,4 @@
-"""From a body's output to logits, by the model's own code: what scales or caps them applies."""
+"""Runs one pass: along its route if there is one, otherwise through the model's own code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a call did, for the eye: traces in HTML and on terminals, tables, figures."""
+"""Shows what a call did: traces in HTML and in terminals, tables, plots."""
 
 from selfspec.display.plots import (
     ExitReadings,

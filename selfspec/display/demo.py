@@ -1,4 +1,7 @@
-"""One prompt, written on by the model's own `generate` and by selfspec's, with the same options."""
+"""The demo: one prompt continued by the model's own `generate` and by selfspec, and their timing.
+
+Figures are medians of interleaved runs after a warm-up, on the wall clock of whole calls.
+"""
 
 from __future__ import annotations
 

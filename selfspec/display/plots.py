@@ -1,7 +1,4 @@
-"""What every exit of a target would say of a text, token by token (nostalgebraist's logit lens).
-
-Legend: rows = exits, the lowest first, and the whole model last; tokens = those of the text.
-"""
+"""Plots and tables: predictions of every exit (logit lens), acceptance, profiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens as pieces of text, each with where it came from."""
+"""The token trace as text pieces with their origin, in HTML and in terminals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafting strategies, one file each, by name."""
+"""Drafting strategies, one file each."""
 
 from selfspec.config import DraftConfig, unknown_name
 from selfspec.drafters.auto import Auto

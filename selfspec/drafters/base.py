@@ -1,4 +1,4 @@
-"""What a drafting strategy is."""
+"""The interface of a drafting strategy."""
 
 from __future__ import annotations
 

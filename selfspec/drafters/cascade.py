@@ -1,4 +1,4 @@
-"""Lookup where the text repeats itself, the exit's drafts elsewhere."""
+"""Lookup where the sequence repeats itself, early-exit drafts elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafting token by token: the loop behind every drafter that makes chains."""
+"""Drafting token by token: the loop that all chain drafters share."""
 
 from __future__ import annotations
 

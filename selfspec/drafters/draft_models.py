@@ -1,4 +1,4 @@
-"""Smaller models that draft for a target: loaded once, and checked against it."""
+"""Smaller models that draft for a target: loaded once and checked against it."""
 
 from __future__ import annotations
 

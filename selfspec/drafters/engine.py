@@ -1,4 +1,4 @@
-"""The machine under every strategy: a target, its heads, and the passes of a round."""
+"""What every drafter runs on: a target, its heads, and the passes of a round."""
 
 from __future__ import annotations
 

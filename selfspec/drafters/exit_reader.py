@@ -1,4 +1,7 @@
-"""Reading a head that looks at nothing but the exit of the token itself."""
+"""Reads an exit head token by token, while it drafts.
+
+Heads with their own layer keep its KV beside the target's, and catch up with the verified tokens.
+"""
 
 from __future__ import annotations
 

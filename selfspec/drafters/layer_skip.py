@@ -1,7 +1,4 @@
-"""Which sublayers to skip: those that are named, or those that CLaSp finds as the text goes on.
-
-Legend: rows = rows still being written; L = layers of the target; n = states carried on.
-"""
+"""Drafts with sublayers skipped: a fixed set, or one found while generating (CLaSp)."""
 
 from __future__ import annotations
 

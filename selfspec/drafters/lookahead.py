@@ -1,4 +1,4 @@
-"""Jacobi lookahead: n-grams that the target foretold, and guesses on their way to become some."""
+"""Lookahead decoding: n-grams that the target generates in parallel by Jacobi iteration."""
 
 from __future__ import annotations
 

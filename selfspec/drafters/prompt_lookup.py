@@ -1,4 +1,4 @@
-"""Drafts from what the text said before: no layer runs for them."""
+"""Drafts the tokens that followed an earlier occurrence of the sequence's end."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a text has said before, and how it went on: indexes that grow with every token.
+"""Indexes of a growing sequence: where its end occurred before, and what followed.
 
-Legend: a match is a suffix of the text that also ends earlier in it; end = tokens up to where that
-earlier occurrence ends, so that `text[end]` is what came next.
+Legend: a match is a suffix of the sequence that also ends earlier in it; end = tokens up to the end
+of that earlier occurrence, so that `text[end]` is the token that followed.
 """
 
 from __future__ import annotations

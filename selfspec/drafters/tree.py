@@ -1,4 +1,4 @@
-"""Growing a tree of drafts from an exit head, where acceptance is likely."""
+"""A token tree from an exit head, expanded where acceptance is likely."""
 
 from __future__ import annotations
 

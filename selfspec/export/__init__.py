@@ -1,4 +1,4 @@
-"""Exit heads where people already work: stock checkpoints for engines, a folder for the hub."""
+"""Exports heads: stock checkpoints for serving engines, a `custom_generate` folder for the hub."""
 
 from selfspec.export.custom_generate import export_custom_generate
 from selfspec.export.draft_model import (

@@ -1,4 +1,4 @@
-"""A folder in the hub's format with which any transformers script speculates."""
+"""A folder with which any transformers script generates self-speculatively."""
 
 from __future__ import annotations
 

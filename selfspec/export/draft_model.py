@@ -1,4 +1,4 @@
-"""Folders that are there whole or not at all."""
+"""Folds an exit head into a stock checkpoint: a draft model for serving engines."""
 
 from __future__ import annotations
 

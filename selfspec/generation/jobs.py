@@ -1,9 +1,4 @@
-"""Many prompts over several processes: in order, once each, whoever dies on the way.
-
-While a job runs, `OUT.parts` lies beside the output: what the job is, and a journal for every
-process, to which it appends an answer in one write as soon as it has one. When all are there the
-output is written in one piece. A job that was stopped goes on from its journals.
-"""
+"""Many prompts over several processes, answered once each and in order; resumable."""
 
 from __future__ import annotations
 

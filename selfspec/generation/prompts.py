@@ -1,4 +1,4 @@
-"""The caller's rows and cache: what `generate` was given, checked, and what it gets back."""
+"""The prompt of a call: rows, padding, and a KV cache that was handed in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A round on the host: brought there in one synchronisation, then cut at its rows' stops."""
+"""One round on the host: read in one synchronisation, cut at stops, its scores kept."""
 
 from __future__ import annotations
 

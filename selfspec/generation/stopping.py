@@ -1,8 +1,4 @@
-"""Where a block of new tokens has to be cut: the earliest stop of any criterion.
-
-Criteria are asked as plain decoding asks them, token by token in order; end-of-sequence ids and
-lengths, which every call has, are answered from the tokens themselves.
-"""
+"""Where a block of new tokens is cut: at the earliest stop of any criterion."""
 
 from __future__ import annotations
 

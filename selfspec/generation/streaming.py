@@ -1,4 +1,4 @@
-"""Tokens to a transformers streamer, as soon as they are settled."""
+"""Streams accepted tokens to a transformers streamer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of `generate` that speculation does not cover, each with what to do instead."""
+"""Options of `generate` that speculation does not support, each with the alternative."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts that kinds of heads are made of, copied from the target."""
+"""The base class of exit heads, and the modules that kinds are built from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How likely a drafted token is to be accepted, said from the distribution it was drafted from."""
+"""Calibrators: from a draft distribution to the probability that the draft is accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A decoder layer that also reads what the target made of the token before."""
+"""A decoder layer that also reads deep features of the token before."""
 
 from __future__ import annotations
 

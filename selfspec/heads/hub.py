@@ -1,4 +1,4 @@
-"""The model card of heads: target, text, what was measured, how to load them."""
+"""Uploads heads to the hub with a model card, and finds heads there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What target a head was fitted to: shapes, and samples of the target's weights."""
+"""Saves and loads heads, checked against the fingerprint of their target."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""Teacher forcing: what a target and its exits say of a text that is already there.
-
-Every position is read at once, so this is how heads are fitted and measured. A head that feeds on
-its own output is unrolled: step s says what it would draft s tokens after the last verified one,
-given that the tokens in between are the text's.
-
-Legend: rows = blocks of packed text; width = tokens of a block.
-"""
+"""Teacher forcing: target logits and draft states over a text that is given."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The rules that decide which drafts stand: probabilities in, `Verdict` out, no model in sight.
-
-Every rule but `typical_lossy` is lossless: what it emits follows the target's distribution exactly.
-"""
+"""From logits to accepted tokens: sampler, coupled noise, drafts, acceptance rules."""
 
 from __future__ import annotations
 

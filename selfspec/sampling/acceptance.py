@@ -1,7 +1,6 @@
-"""Rules for a chain of drafts.
+"""Acceptance rules for chains and trees: probabilities in, `Verdict` out.
 
-Legend: batch = rows, k = drafted tokens of a row; p = the target's distribution, q = what a draft
-was drawn from. `counts` `[batch]` says how many drafts of each row are real; `None`: all k.
+All rules but `typical_lossy` leave the target's distribution unchanged.
 """
 
 from __future__ import annotations

@@ -1,11 +1,4 @@
-"""Random numbers that belong to places of the text instead of to whoever draws there.
-
-A token drawn by the Gumbel-max trick is the largest of the scores with noise added. Noise that is
-drawn once for every place makes a draw a choice like a greedy one: the same seed gives the same
-text, however it was drafted, and a draft stands where it is the choice of the target's own scores
-with the same noise (Daliri et al. 2024, "Coupling without communication and drafter-invariant
-speculative decoding").
-"""
+"""Coupled noise: random numbers that belong to positions of the sequence, not to a drafter."""
 
 from __future__ import annotations
 

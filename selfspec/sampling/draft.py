@@ -1,7 +1,7 @@
-"""`Draft` and `Verdict`: all that travels between drafting, verifying and accepting.
+"""`Draft` and `Verdict`: what drafting, verification and acceptance exchange.
 
-Legend: batch = rows; n = drafted tokens of a row; block = the pending token and the drafts behind
-it, n + 1 places, the pending token at place 0; vocab = the target's vocabulary.
+Legend: batch = rows; n = drafted tokens of a row; block = the pending token and the drafts after
+it, n + 1 positions, the pending token at position 0; vocab = the target's vocabulary.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Logits to probabilities, always through the caller's processors.
-
-Every position sees the prefix that it would see in plain decoding, in draft and verify alike, so a
-repetition penalty or a no-repeat rule keeps its meaning inside a block of drafts.
-"""
+"""Logits to probabilities through the caller's logits processors."""
 
 from __future__ import annotations
 

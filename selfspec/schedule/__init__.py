@@ -1,4 +1,4 @@
-"""How long to draft and with which strategy, profiles of a device, and what a call did."""
+"""How long to draft, which strategy to choose, profiles of a device, statistics of a call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What rates and times predict: tokens of a round, and speed over plain decoding."""
+"""Profiles: what `selfspec tune` measured on a device, what it predicts, and the draft it chose.
+
+A profile is valid for one target in one dtype on one device; elsewhere it is ignored.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""What a call did: counters, derived rates, time split, and the token trace.
-
-Names are those that serving tools use: `acceptance_rate` (α, accepted / drafted) and
-`mean_accepted_length` (τ, tokens emitted per round, the bonus token included).
-"""
+"""Statistics of a call: counters, rates, time split, and the token trace."""
 
 from __future__ import annotations
 

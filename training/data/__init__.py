@@ -1,4 +1,4 @@
-"""Text in, blocks of tokens out."""
+"""Text to blocks of tokens."""
 
 from training.data.blocks import Batch, Blocks, collate, pack
 from training.data.mixture import Mixture

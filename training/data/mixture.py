@@ -1,4 +1,4 @@
-"""Which block comes when: a pure function of the seed, so a run resumes at a number."""
+"""The order of blocks: a pure function of the seed, so that a run can be resumed at any step."""
 
 from __future__ import annotations
 

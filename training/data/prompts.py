@@ -1,4 +1,4 @@
-"""Prompts cut out of text and chats, in the order and the batches in which they are written on."""
+"""Prompts from text and chats for `training.regenerate`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where text comes from: files, JSON lines, chats, and data sets by name."""
+"""Text sources: files, JSON lines, chats, and data sets by name."""
 
 from __future__ import annotations
 

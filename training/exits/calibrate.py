@@ -1,4 +1,4 @@
-"""Fitting calibrators on held-out drafts, and how good their probabilities are."""
+"""Fits calibrators on held-out drafts, and measures their probabilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of a feature cache: a manifest beside safetensors shards, each written whole."""
+"""The target's hidden states as training features, computed on the fly or cached on disk."""
 
 from __future__ import annotations
 

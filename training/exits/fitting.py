@@ -1,4 +1,4 @@
-"""What a fit of exit heads is made of: its config, its target, its text."""
+"""The config of a fit, its target, heads and data."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""What is minimised: how far a draft's distribution is from the target's, position by position.
-
-p is the target's distribution, q the draft's. A draft over a trimmed vocabulary has q = 0 outside
-it; `vocab_ids` then says which token each of its logits is for. Everything is in float32 (float64
-where the logits are), in logarithms, whatever autocast says.
-"""
+"""Losses between draft and target distributions, position by position."""
 
 from __future__ import annotations
 

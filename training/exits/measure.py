@@ -1,4 +1,4 @@
-"""Real decoding on held-out prompts: tokens a round, and what a round costs on this device."""
+"""Measures heads on held-out text: acceptance rates, and decoding on prompts."""
 
 from __future__ import annotations
 

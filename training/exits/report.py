@@ -1,4 +1,4 @@
-"""Plots of a fit, drawn with matplotlib where it is installed."""
+"""Reports of a fit: JSON and plots."""
 
 from __future__ import annotations
 

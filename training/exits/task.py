@@ -1,4 +1,4 @@
-"""What a batch of text has to teach an exit head: the target's distributions, and the drafts."""
+"""Fitting exit heads as a training task, and their acceptance on held-out text."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710): training whose early exits speak.
-
-Layers are dropped at random, the higher the more often, and the loss is taken behind every layer
-through the model's own final norm and LM head. Unlike an exit head, this changes the model.
-
-Legend: `l` counts layers from 0 to L - 1, `t` steps from 0 to T - 1; exit `l` lies behind layer
-`l`, so its `exit_layer` elsewhere in this project is `l + 1`, and exit L - 1 is the model itself.
-"""
+"""LayerSkip training (Elhoushi et al. 2024, arXiv 2404.16710)."""
 
 from __future__ import annotations
 

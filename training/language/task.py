@@ -1,4 +1,4 @@
-"""A causal language model as a task, and its held-out bits per byte."""
+"""Causal language modelling as a training task, and held-out bits per byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer of one's own, and weights carried over from another vocabulary."""
+"""Trains a byte-level BPE tokenizer, and carries weights over from another vocabulary."""
 
 from __future__ import annotations
 

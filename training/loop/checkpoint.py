@@ -1,4 +1,4 @@
-"""What a run or a cache on disk was made of, and whether it is what is asked for now."""
+"""Checkpoints of a run, checked against the config that made them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a task is to the loop: a module whose forward is a loss, and figures on held-out text."""
+"""The training loop, and the interface of a task."""
 
 from __future__ import annotations
 

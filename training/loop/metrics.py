@@ -1,4 +1,4 @@
-"""What a run says while it runs: a live line, JSON lines always, and the trackers asked for."""
+"""Metrics of a run: a live display, JSON lines, and trackers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers and the learning-rate schedule, both functions of a config and the step."""
+"""Optimizers and the learning-rate schedule, as functions of config and step."""
 
 from __future__ import annotations
 

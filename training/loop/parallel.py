@@ -1,8 +1,4 @@
-"""One process among several: how they find each other, and models whose weights lie in shards.
-
-accelerate leaves FSDP out where there is no GPU, so sharding is torch's own `fully_shard`: the same
-lines run on two CPU processes in a test and on a node of GPUs.
-"""
+"""Several processes: rendezvous, DDP and FSDP2."""
 
 from __future__ import annotations
 

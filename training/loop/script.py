@@ -1,4 +1,4 @@
-"""What the training scripts share: arguments, errors, the echoed config, the folder of a run."""
+"""What training scripts share: arguments, errors, the saved config, the run's folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which way to draft is fastest, here and on these texts: what `selfspec tune` measures."""
+"""What `selfspec tune` measures: which draft is fastest on this device and these prompts."""
 
 from selfspec.bench.tune.config import TuneConfig
 from selfspec.bench.tune.run import Progress, tune

@@ -1,4 +1,4 @@
-"""What `selfspec tune` measures."""
+"""Config of `selfspec tune`."""
 
 from __future__ import annotations
 

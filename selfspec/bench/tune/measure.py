@@ -1,4 +1,7 @@
-"""The work file: what was measured so far, so that an interrupted tuning goes on where it was."""
+"""Measurements of `selfspec tune`: times of passes and acceptance rates, resumable.
+
+Legend: n = tokens generated after a prompt; a draft of depth d is the d-th of its round, from 0.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One layer's buffers in one pass, as compiled code sees them."""
+"""The KV cache of all layers, and the caches that tests and training need."""
 
 from __future__ import annotations
 

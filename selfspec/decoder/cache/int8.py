@@ -1,12 +1,4 @@
-"""Keys and values in 8 bits: half the memory of half precision, for the time to unpack them.
-
-Each token's key and value, in each head, is a row of whole numbers in [-127, 127] and one scale, so
-what is kept of a token depends on nothing but the token: not on how many were written with it, nor
-on drafts that were taken back. Decoding speculatively over such a cache therefore is as exact as it
-is over a plain one, against the model over a cache that rounds alike (`RoundedCache`). Groups of
-tokens that share a scale, or a tail kept unrounded, as transformers' `QuantizedCache` has them,
-would depend on where rounds end.
-"""
+"""Keys and values in 8 bits, with one scale per token and head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Views along one dimension of tensors."""
+"""Keys and values of one layer: growing buffers that are written at each row's positions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs in place of layers, and lets them run as they are where it cannot."""
+"""Kernels that fall back to the layers themselves, with a warning."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What the page of `selfspec app` shows: plain decoding and self-speculation, side by side.
+"""The web page of `selfspec app`: plain decoding and self-speculation side by side.
 
-The page itself (`selfspec.display.app.page`) needs Gradio; all else here does without.
+Only `selfspec.display.app.page` needs Gradio.
 """
 
 from selfspec.display.app.side_by_side import Frame, Offer, Pane, SideBySide

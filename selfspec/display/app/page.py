@@ -1,4 +1,4 @@
-"""The page of `selfspec app`, in Gradio: controls above, both texts below."""
+"""The page of `selfspec app` in Gradio: controls above, both outputs below."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a page lets one choose for a model."""
+"""Runs both generations of the page in turn, and reports them as frames."""
 
 from __future__ import annotations
 

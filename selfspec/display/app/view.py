@@ -1,4 +1,4 @@
-"""Frames as HTML."""
+"""Frames of the page as HTML."""
 
 from __future__ import annotations
 
