@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from selfspec import DEMO_MODEL, SelfSpecModel
 from selfspec.cli import commands
+from selfspec.drafters import DRAFTERS
 from selfspec.heads import save_heads
 from training.loop import script
 
@@ -52,11 +53,14 @@ def with_steps(*, slow):
 
 @pytest.fixture(autouse=True)
 def _quiet():
-    """Commands quieten transformers; the next test gets it back as it was."""
+    """Commands quieten transformers, and a page registers a drafter; both are undone."""
     logging = transformers.utils.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    drafters = dict(DRAFTERS)
     logging.disable_progress_bar()
     yield
+    DRAFTERS.clear()
+    DRAFTERS.update(drafters)
     logging.set_verbosity(verbosity)
     (logging.enable_progress_bar if bars else logging.disable_progress_bar)()
 

@@ -1,5 +1,7 @@
 """Drafting strategies, one file each."""
 
+from typing import TypeVar
+
 from selfspec.config import DraftConfig, unknown_name
 from selfspec.drafters.auto import Auto
 from selfspec.drafters.base import Drafter
@@ -26,6 +28,19 @@ _ALL: tuple[type[Drafter], ...] = (
     TwoModel,
 )
 DRAFTERS: dict[str, type[Drafter]] = {drafter.name: drafter for drafter in _ALL}
+_DrafterT = TypeVar("_DrafterT", bound=type[Drafter])
+
+
+def register_drafter(drafter: _DrafterT) -> _DrafterT:
+    """Make a drafter known by its `name`: a class decorator.
+
+    Raises:
+        ValueError: another drafter has that name.
+    """
+    known = DRAFTERS.setdefault(drafter.name, drafter)
+    if known is not drafter:
+        raise ValueError(f"{drafter.name!r} is the name of {known.__name__}; choose another name")
+    return drafter
 
 
 def make_drafter(engine: Engine, config: DraftConfig) -> Drafter:
@@ -73,4 +88,5 @@ __all__ = [
     "SkipLayers",
     "TwoModel",
     "make_drafter",
+    "register_drafter",
 ]

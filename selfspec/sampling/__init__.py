@@ -14,7 +14,7 @@ from selfspec.sampling.acceptance import (
     sample_branch,
     typical_lossy,
 )
-from selfspec.sampling.draft import Draft, Verdict
+from selfspec.sampling.draft import Draft, Tree, Verdict
 from selfspec.sampling.sampler import Sampler
 
 # How a sampled chain is verified, by the name of the rule in configs.
@@ -51,6 +51,10 @@ __all__ = [
     "CHAIN_RULES",
     "COUPLED",
     "LOSSLESS_RULES",
+    "Draft",
+    "Sampler",
+    "Tree",
+    "Verdict",
     "accept",
     "block_verify",
     "longest_branch",
