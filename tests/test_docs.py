@@ -158,7 +158,6 @@ def desk(tmp_path, monkeypatch):
     modules = str(tmp_path / "modules")  # transformers copies there what custom_generate loads
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", modules)
     monkeypatch.syspath_prepend(modules)
-    monkeypatch.setattr("selfspec.bench.memory.GROWTH", 100)
     monkeypatch.setattr("selfspec.bench.scaling.SWEEPS", {"batch": (1, 2)})
     monkeypatch.setattr("selfspec.model.push_heads", lambda heads, decoder, repo, *_: repo)
     monkeypatch.chdir(tmp_path)
@@ -215,7 +214,7 @@ def test_the_page_on_models_gets_a_row_for_every_family():
 
 def test_the_page_on_commands_gets_every_command():
     text = hook("commands").on_page_markdown("<!-- commands -->")
-    listed = ("app", "bench", "check", "demo", "generate", "info", "tune skip", "export hf-draft")
+    listed = ("app", "bench", "check", "demo", "generate", "info", "tune", "export hf-draft")
     for command in listed:
         assert f"## `selfspec {command}`\n" in text
 
