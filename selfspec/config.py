@@ -152,7 +152,7 @@ class DraftConfig(StrictConfig):
             the first fitted head, or a quarter of the layers when there is none.
         head: kind of the exit head, or `None` for the one fitted at `exit_layer` (`"shared"`
             when there is none).
-        num_draft_tokens: the most tokens drafted in a round, one behind the other (γ in Leviathan
+        num_draft_tokens: the most tokens drafted in a round, one after the other (γ in Leviathan
             et al. 2023); of a cascade, by its exit. `None` takes what suits the drafter and the
             schedule (`most_tokens`); a lookup then copies as many as its match is long, from 10
             to 40.
@@ -186,7 +186,7 @@ class DraftConfig(StrictConfig):
 
     @property
     def most_tokens(self) -> int:
-        """The most tokens drafted in a round, one behind the other; of a cascade, by its exit."""
+        """The most tokens drafted in a round, one after the other; of a cascade, by its exit."""
         if self.num_draft_tokens is not None:
             return self.num_draft_tokens
         return _LONGEST if self.schedule == "optimal" else _LENGTHS.get(self.drafter, 4)

@@ -218,7 +218,7 @@ class SelfSpecModel:
                 decoding; `None` for what the profile says, if there is one.
             assistant_model: as in transformers, a smaller model that drafts (drafter `two_model`).
             generator: source of the draws when sampling; `None` takes torch's global one.
-            streamer: gets all tokens of a round as soon as they are settled.
+            streamer: gets all tokens of a round as soon as they are committed.
             generation_config: as in transformers.
             stopping_criteria: as in transformers.
             **kwargs: every other option of transformers' `generate`.

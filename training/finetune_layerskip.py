@@ -4,7 +4,7 @@ python -m training.finetune_layerskip --config configs/layerskip.yaml [section.f
 
 This changes the model: the result is a new checkpoint, which writes other text than the one it was
 made from. (Exit heads, by contrast, leave the target as it is.) A table and a JSON file compare
-held-out loss before and after, at full depth and behind every layer.
+held-out loss before and after, at full depth and after every layer.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class FinetuneConfig(StrictConfig):
 
 
 class Comparison(NamedTuple):
-    """Held-out bits per byte of each domain behind every layer; the last is the full depth."""
+    """Held-out bits per byte of each domain after every layer; the last is the full depth."""
 
     before: dict[str, list[float]]
     after: dict[str, list[float]]

@@ -27,7 +27,7 @@ _FACTS_NAME = "texts.json"
 
 
 class RegenerateConfig(StrictConfig):
-    """What is written on, how, and where to.
+    """What is continued, how, and where to.
 
     Attributes:
         output: folder of the run; the texts land in `texts.jsonl` in it.
@@ -37,10 +37,10 @@ class RegenerateConfig(StrictConfig):
         draft: how to draft; `null` takes the first head, or decodes plainly where there is none.
         data: text or chats, each source with its weight (`prompts.count`).
         prompts: where prompts are cut.
-        new_tokens: the most tokens that are written behind a prompt.
+        new_tokens: the most tokens that are written after a prompt.
         temperature: of the draws; 0 is greedy.
         top_p: share of the probability that is drawn from, most probable tokens first.
-        batch_size: prompts that are written on at once.
+        batch_size: prompts that are continued at once.
         seed: decides the order of the prompts and the draws.
     """
 

@@ -189,7 +189,7 @@ class BenchConfig(StrictConfig):
             glob of such. The model's own `generate` is always first.
         modes: ways to decode; methods are compared within each. An entry may be a name: `greedy`,
             `sampled` (temperature 1), `penalised` (greedy, repetition penalty 1.2).
-        batch_sizes: prompts that are written on at once; each size is a comparison of its own.
+        batch_sizes: prompts that are continued at once; each size is a comparison of its own.
             Where prompts do not fill the last batch, the first ones stand in it again.
         max_new_tokens: tokens a text has unless it ends before.
         repeats: timed runs of every method on every prompt.

@@ -29,7 +29,7 @@ class Divergence(NamedTuple):
 
     Attributes:
         position: index of the first new token that differs.
-        plain: the token that the model's own `generate` wrote there; `None` behind its end.
+        plain: the token that the model's own `generate` wrote there; `None` after its end.
         other: the other one.
         margin: the difference of their scores, the processors applied; `None` where a text ended.
         rounding: whether a margin that small can come from rounding in this dtype.

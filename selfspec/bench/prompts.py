@@ -172,7 +172,7 @@ def _passages(config: PromptSetConfig, tokenizer: PreTrainedTokenizerBase) -> li
 def _passage(
     config: PromptSetConfig, tokenizer: PreTrainedTokenizerBase, text: str, place: int, length: int
 ) -> list[int] | None:
-    """`length` tokens from the line behind `place`, or else from the beginning of the text."""
+    """`length` tokens from the line after `place`, or else from the beginning of the text."""
     for start in (text.find("\n", place) + 1, 0):
         ids = _encode(config, tokenizer, text[start : start + _CHARACTERS * length])
         if len(ids) >= length:
@@ -249,7 +249,7 @@ def padded(prompts: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Ten
     return torch.stack(rows).to(device), mask.to(device)
 
 
-# Prompts that are written on at once.
+# Prompts that are continued at once.
 
 
 class Batch(NamedTuple):

@@ -124,7 +124,7 @@ class Written:
         counts: tokens of each arrival, all rows together; the first ends the prefill.
         times: seconds from the call to each arrival.
         stats: counters and clocks, if it was selfspec's.
-        accepted: kept drafts of every round of every row behind the prefill.
+        accepted: kept drafts of every round of every row after the prefill.
     """
 
     texts: list[list[int]]
@@ -164,7 +164,7 @@ def stop_ids(spec: SelfSpecModel) -> list[int]:
 
 
 def _texts(spec: SelfSpecModel, output: Tensor, width: int) -> list[list[int]]:
-    """The rows of what `generate` returns, without prompt and without padding behind a stop."""
+    """The rows of what `generate` returns, without prompt and without padding after a stop."""
     stops = set(stop_ids(spec))
     found: list[list[int]] = []
     for row in output[:, width:].tolist():
@@ -243,7 +243,7 @@ class _Own:
         texts, counts = _texts(self.spec, output, batch.width), arrivals.counts
         accepted = tuple(count - 1 for count in counts[1:])
         if batch.rows > 1:
-            # One token a row and step; what comes behind a row's stop is padding. Speculation in
+            # One token a row and step; what comes after a row's stop is padding. Speculation in
             # transformers writes one row only.
             counts = [sum(len(text) > step for text in texts) for step in range(len(counts))]
             accepted = (0,) * sum(counts[1:])
@@ -289,7 +289,7 @@ class Place(NamedTuple):
 
 
 class Key(NamedTuple):
-    """A timed call: the place, the number of the batch of prompts and the repeat's."""
+    """A timed call: its row of the report, the number of the batch of prompts and the repeat's."""
 
     place: Place
     number: int
@@ -305,7 +305,7 @@ class Run:
         texts: the new token ids of each row.
         counts: tokens of each arrival, all rows together; the first ends the prefill.
         times: seconds from the call to each arrival.
-        accepted: kept drafts of every round of every row behind the prefill.
+        accepted: kept drafts of every round of every row after the prefill.
         stats: fields of selfspec's `Stats`; `None` of a peer.
     """
 
@@ -325,7 +325,7 @@ class Run:
 
     @property
     def decoded(self) -> int:
-        """Tokens behind the first arrival."""
+        """Tokens after the first arrival."""
         return sum(self.counts[1:])
 
     @property
@@ -353,8 +353,8 @@ class RunFile:
 
     Attributes:
         runs: by key, in the order they were made.
-        memory: peak memory by place.
-        failures: reasons by place, those of this session.
+        memory: peak memory by row of the report.
+        failures: reasons by row of the report, those of this session.
 
     Raises:
         ValueError: the folder holds runs of another identity.

@@ -28,7 +28,7 @@ class Domain(str, Enum):
     maths = "maths"
 
 
-# Drafters that draft behind one exit throughout.
+# Drafters that use one exit throughout.
 _AT_ONE_EXIT = ("early_exit", "tree")
 
 ROWS = (

@@ -70,7 +70,7 @@ class Inputs:
         if masks and self._takes_masks:
             inputs[MASK] = masks[None]
         if "position_ids" in self._takes:
-            # Behind a row's last token a block may reach past a table of learned positions.
+            # After a row's last token a block may reach past a table of learned positions.
             limit = self._limit
             inputs["position_ids"] = positions if limit is None else positions.clamp(max=limit - 1)
         return inputs
@@ -262,7 +262,7 @@ class Decoder:
         tree: Tree | None = None,
         skips: Skips | None = None,
     ) -> Pass:
-        """Run `span` over `tokens`, writing its KV behind each row's settled tokens.
+        """Run `span` over `tokens`, writing its KV after each row's committed tokens.
 
         Args:
             tokens: `[rows, width]` token ids.
@@ -270,7 +270,7 @@ class Decoder:
             slots: the KV cache.
             hidden: `[rows, width, hidden]` residual stream to resume from; needed when the span
                 does not start at layer 0.
-            offset: distance of the first token from the settled ones; one, or one per row.
+            offset: distance of the first token from the committed ones; one, or one per row.
             unembed: whether to go on through the model's own norm and LM head, to logits.
             keep: residual streams to keep, by the number of layers below.
             own: a head's own layer, in place of the span's last.
@@ -294,7 +294,7 @@ class Decoder:
             active = ActivePass(span, window, hidden, masks, self._alibi, tuple(keep), own)
             active.skips = skips
             inputs = self._inputs(tokens, slots, window.positions, masks)
-            # Of one token behind others, families that make their own masks make none.
+            # Of one token after others, families that make their own masks make none.
             maskless = window.width == 1 < window.end and not self._masks.slide
             routed = gates.bare and (bool(masks) or maskless)
             return self._runner.run(active, inputs, unembed, routed)
@@ -331,7 +331,7 @@ class Decoder:
             return self._runner.run(active, inputs, unembed=False)
 
     def check_trees(self) -> None:
-        """Raise ValueError where a pass over a tree would put drafts in the wrong places."""
+        """Raise ValueError where a pass over a tree would put drafts in the wrong positions."""
         if self.counts_keys:
             raise ValueError(
                 f"{type(self.causal_lm).__name__} biases attention by the number of a key, so "

@@ -155,7 +155,7 @@ class Skipped:
 
     Args:
         module: the sublayer.
-        others: how many things it returns behind the states; `None` until it has run.
+        others: how many things it returns after the states; `None` until it has run.
     """
 
     def __init__(self, module: nn.Module, others: int | None = None):
@@ -166,7 +166,7 @@ class Skipped:
         """Return what `own` would return if it added nothing."""
         if self._others is None:
             # Families differ in what attention or experts return. Once, it runs to show that; the
-            # KV that it writes lies behind the settled tokens.
+            # KV that it writes lies after the committed tokens.
             output = own(*args, **kwargs)
             self._others = len(output) - 1 if isinstance(output, tuple) else 0
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}

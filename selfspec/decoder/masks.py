@@ -43,7 +43,7 @@ class Packing(NamedTuple):
         """`[rows, 1, width, (step + 1) * width]` additive mask: 0 where a query may look.
 
         In its first reading (`step` 0) a token sees its document up to itself. In reading s it
-        stands s tokens behind the last verified one: of the first reading it sees what lies at
+        stands s tokens after the last verified one: of the first reading it sees what lies at
         least s tokens back, of each reading j after it only the token s - j back.
         """
         count = torch.arange(self.documents.shape[1], device=self.documents.device)

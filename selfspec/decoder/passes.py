@@ -96,7 +96,7 @@ class ActivePass:
         add_masks: whether masks go on top of the family's own, which carry a position bias.
         keep: residual streams to keep, by the number of layers below.
         own: what runs in place of the span's last layer, or `None`.
-        normed: whether anyone reads what comes behind the final norm; without, it is left out.
+        normed: whether anyone reads what comes after the final norm; without, it is left out.
         skips: the sublayers that are left out; `None` where nothing is.
         kept: the residual streams that were kept, by the number of layers below.
         result: residual stream after the span, once it is there.

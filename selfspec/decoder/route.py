@@ -358,7 +358,7 @@ def _has_changed(seen: _Seen) -> bool:
 
 
 def _is_same(one: Any, other: Tensor) -> bool:
-    """Whether these are the same numbers in the same place."""
+    """Whether these are the same numbers in the same memory."""
     return isinstance(one, Tensor) and (one is other or _place(one) == _place(other))
 
 

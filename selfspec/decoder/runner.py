@@ -19,7 +19,7 @@ from selfspec.decoder.route import Route, Snapshot, Survey
 
 
 class Tail:
-    """The causal LM's `forward` behind its body.
+    """The causal LM's `forward` after its body.
 
     Args:
         causal_lm: the model.

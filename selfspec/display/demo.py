@@ -358,7 +358,7 @@ def first_divergence(writer: Writer, plain: list[int], other: list[int]) -> Dive
     prefix = torch.cat([prompt, prompt.new_tensor([plain[:position]])], dim=1)
     with torch.inference_mode():
         logits = writer.spec.model(prefix).logits[0, -1].float()
-    # Behind the end of the shorter text there is nothing to compare.
+    # After the end of the shorter text there is nothing to compare.
     tokens = [text[position] if position < len(text) else None for text in (plain, other)]
     words = ["" if token is None else str(writer.tokenizer.decode([token])) for token in tokens]
     a, b = (float("-inf") if token is None else float(logits[token]) for token in tokens)

@@ -337,7 +337,7 @@ def trace_html(trace: Trace, tokenizer: PreTrainedTokenizerBase, row: int = 0) -
 
 
 def pieces_html(shown: Iterable[Piece]) -> str:
-    """Pieces one behind the other, each marked with where it came from."""
+    """Pieces one after the other, each marked with where it came from."""
     return "".join(_span(piece) for piece in shown if piece.text)
 
 

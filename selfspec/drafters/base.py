@@ -39,24 +39,24 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, state: State, limit: int) -> Draft:
-        """Draft at most `limit` (at least 1) tokens behind each row's pending token."""
+        """Draft at most `limit` (at least 1) tokens after each row's pending token."""
 
     def prefilled(  # noqa: B027 - optional
         self, state: State, block: Pass, offset: int, counts: Sequence[int]
     ) -> None:
-        """See a block of the prompt, `offset` behind what the cache held, before it settles.
+        """See a block of the prompt, `offset` after what the cache held, before it commits.
 
         Args:
             state: the call.
             block: what the pass left.
-            offset: distance of its first token from the settled ones.
+            offset: distance of its first token from the committed ones.
             counts: real tokens of each row, in all blocks.
         """
 
     def commit(  # noqa: B027 - optional
         self, state: State, draft: Draft, verified: Verified, verdict: Verdict
     ) -> None:
-        """Learn what was accepted, before it settles; a tree's kept branch lies in order already.
+        """Learn what was accepted, before it commits; a tree's kept branch lies in order already.
 
         A drafter without KV of its own has nothing to do.
         """

@@ -23,7 +23,7 @@ Read = Callable[[Tensor, int], tuple[Tensor, Tensor | None]]
 def draft_chain(
     state: State, limit: int, schedule: Schedule, judge: Judge, read: Read, depth: int = 0
 ) -> Draft:
-    """Draft behind each row's pending token until the schedule stops.
+    """Draft after each row's pending token until the schedule stops.
 
     Args:
         state: the call.
@@ -69,7 +69,7 @@ class ExitChain:
     """A chain of drafts from an exit head.
 
     Args:
-        reader: the exit head and the passes behind it.
+        reader: the exit head and the passes after it.
         longest: the most tokens drafted in a round.
         schedule: when to stop earlier.
     """

@@ -1,4 +1,4 @@
-"""A chain of drafts from an exit head behind the first layers."""
+"""A chain of drafts from an exit head after the first layers."""
 
 from __future__ import annotations
 

@@ -57,10 +57,10 @@ class State:
 
 
 class Verified(NamedTuple):
-    """What a verifying pass leaves.
+    """What verification leaves.
 
     Attributes:
-        logits: `[rows, n + 1, vocab]` the target's logits behind the pending token and every draft.
+        logits: `[rows, n + 1, vocab]` the target's logits after the pending token and every draft.
         kept: `[rows, n + 1, hidden]` each, the residual streams that were asked for.
     """
 
@@ -68,7 +68,7 @@ class Verified(NamedTuple):
     kept: list[Tensor]
 
     def along(self, branch: Tensor) -> Verified:
-        """What it says of the pending token and of the drafts at places `[rows, levels]`."""
+        """What it says of the pending token and of the drafts at positions `[rows, levels]`."""
         way = torch.nn.functional.pad(branch, (1, 0))[..., None]
         logits, *kept = (
             states.gather(1, way.expand(-1, -1, states.shape[2]).to(states.device))
@@ -208,7 +208,7 @@ class Engine:
         tree: Tree | None = None,
         own: Own | None = None,
     ) -> Pass:
-        """Run the layers below an exit over `tokens`, `offset` (or one a row) behind the settled.
+        """Run the layers below an exit over `tokens`, `offset` (or one a row) after the committed.
 
         With a head's `own` layer the same pass goes on through that, and leaves what it left; the
         exit's hidden states are kept then, alone, unless they are the embeddings.

@@ -36,7 +36,7 @@ class ExitReader:
         self._judge: Judge | None = None
 
     def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
-        """See a block of new text, `offset` behind the settled tokens, `counts` of them real."""
+        """See a block of new text, `offset` after the committed tokens, `counts` of them real."""
 
     def read(
         self,
@@ -50,7 +50,7 @@ class ExitReader:
 
         Args:
             state: the call.
-            tokens: `[rows, width]` the pending token (place 0), or the last drafts.
+            tokens: `[rows, width]` the pending token (position 0), or the last drafts.
             place: of the first of them in the block.
             tree: which drafts continue which; `None` for a chain.
             parents: `[rows, width]` of each token, which of the tokens read before it continues;
@@ -89,26 +89,26 @@ class ExitReader:
         return self._judge
 
     def verified(self, state: State, drafted: int, verified: Verified) -> None:
-        """See what the target made of a chain, before it settles.
+        """See what the target made of a chain, before it commits.
 
         Args:
             state: the call.
             drafted: how many of its drafts the head proposed; 0 where another drafter did.
-            verified: of the pending token and the drafts behind it.
+            verified: of the pending token and the drafts after it.
         """
 
     def select(self, rows: Sequence[int]) -> None:
         """Go on with some rows only."""
 
 
-# Numbers of tokens to places of their states in blocks.
+# Numbers of tokens to positions of their states in blocks.
 
 
 def newest(starts: Sequence[Sequence[int]], widths: Sequence[int]) -> list[list[int]]:
-    """Places of each row's tokens in blocks laid one behind the other.
+    """Places of each row's tokens in blocks laid one after the other.
 
     A block starts, in each row, at the token of that number; what it has beyond the start of the
-    next did not stand. Shorter rows end with their last place, again.
+    next was rejected. Shorter rows end with their last position, again.
 
     Args:
         starts: per block, one number a row.
@@ -134,15 +134,15 @@ def column(values: Sequence[int], like: Tensor) -> Tensor:
 
 
 def pick(states: Tensor, places: Tensor) -> Tensor:
-    """`[rows, n, hidden]` the states at `[rows, n]` places; beyond the last it is the last."""
+    """`[rows, n, hidden]` the states at `[rows, n]` positions; beyond the last it is the last."""
     places = places.to(states.device).clamp(max=states.shape[1] - 1)
     return states.gather(1, places[..., None].expand(-1, -1, states.shape[2]))
 
 
 def pick_from(states: Tensor, starts: Sequence[int], width: int = 1) -> Tensor:
-    """`[rows, width, hidden]` the states from one place a row on; beyond the last it is the last.
+    """`[rows, width, hidden]` the states from one position a row on.
 
-    A view where all rows begin at one place.
+    Beyond the last state it is the last. A view where all rows begin at one position.
     """
     first = starts[0]
     if first + width <= states.shape[1] and starts.count(first) == len(starts):
@@ -152,7 +152,7 @@ def pick_from(states: Tensor, starts: Sequence[int], width: int = 1) -> Tensor:
 
 # Reading a head with a decoder layer of its own, and the KV of that layer.
 
-_DEFERRED = 512  # tokens that a head's own layer may be behind while others draft
+_DEFERRED = 512  # tokens that a head's own layer may be after while others draft
 
 
 class LayerReader(ExitReader):
@@ -160,7 +160,7 @@ class LayerReader(ExitReader):
 
     The layer's KV lies beside the target's, slot = position. A round begins by running the layer
     over all tokens whose KV is not there yet or was made from the head's own output, up to the
-    pending one; each draft then adds one. Slots behind the pending token are overwritten later, so
+    pending one; each draft then adds one. Slots after the pending token are overwritten later, so
     rows that kept fewer drafts just take part.
     """
 
@@ -181,7 +181,7 @@ class LayerReader(ExitReader):
         self._base: list[int] = []
         self._right: list[int] = []  # per row, positions whose KV needs no second look
         self._last = torch.empty(0)  # [rows, width, hidden] what the layer left at the last tokens
-        self._seen: list[tuple[list[int], list[Tensor]]] = []  # since: settled tokens, streams
+        self._seen: list[tuple[list[int], list[Tensor]]] = []  # since: committed tokens, streams
 
     # What the target saw
 
@@ -212,7 +212,7 @@ class LayerReader(ExitReader):
         hidden = verified.kept[0]
         lengths = state.slots.lengths
         if not drafted:
-            # What the layer holds behind the pending token was made of drafts that fell.
+            # What the layer holds after the pending token came from rejected drafts.
             self._right = [min(right, n) for right, n in zip(self._right, lengths, strict=True)]
             if max(n - right for n, right in zip(lengths, self._right, strict=True)) < _DEFERRED:
                 self._seen.append((lengths, verified.kept))
@@ -307,7 +307,7 @@ class LayerReader(ExitReader):
 
         Args:
             enter: from the exit to what the layer starts from.
-            ends: where to read logits, one place a row; `None`: everywhere.
+            ends: where to read logits, one position a row; `None`: everywhere.
         """
         if not self._leaves:
             return Own(self._layer, enter, self._added)

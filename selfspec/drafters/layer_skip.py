@@ -45,9 +45,9 @@ class FixedSkips:
 class ClaspSkips(FixedSkips):
     """Whole layers, chosen anew every so many tokens (CLaSp, Chen et al. 2025).
 
-    A verification that keeps all residual streams resumes from nothing; the round behind it begins
-    with a search over the streams of each row's last settled token. All rows skip the same layers.
-    Before the first search, layers are skipped evenly.
+    A verification that keeps all residual streams resumes from nothing; the round after it begins
+    with a search over the streams of each row's last committed token. All rows skip the same
+    layers. Before the first search, layers are skipped evenly.
 
     Args:
         decoder: the target.
@@ -133,8 +133,8 @@ def similar_layers(
 
     Args:
         decoder: the target, whose attention must allow for trees.
-        slots: the KV cache; states behind the settled tokens are overwritten.
-        states: `[rows, 1, hidden]` each, the L + 1 residual streams of each row's last settled
+        slots: the KV cache; states after the committed tokens are overwritten.
+        states: `[rows, 1, hidden]` each, the L + 1 residual streams of each row's last committed
             token in a full pass.
         count: layers to skip, fewer than L.
     """
@@ -203,7 +203,7 @@ class SkipLayers(Drafter):
     """Drafts with attention and MLP sublayers skipped (Draft & Verify, Zhang et al. 2024).
 
     The layers below the first skipped sublayer run exactly, and verification resumes above them.
-    The others write approximate KV behind the settled tokens; verification overwrites it, so that
+    The others write approximate KV after the committed tokens; verification overwrites it, so that
     there is nothing to roll back.
 
     Args:

@@ -52,7 +52,7 @@ class NgramPool:
 
 
 class Branches:
-    """One row's tree as it grows; what has one token behind one place is one draft."""
+    """One row's tree as it grows; what has one token after one position is one draft."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -61,7 +61,7 @@ class Branches:
         self._places: dict[tuple[int, int], int] = {}
 
     def add(self, place: int, tokens: Sequence[int]) -> int:
-        """Let `tokens` continue a place, one behind the other; the place of the last."""
+        """Let `tokens` continue a position, one after the other; the place of the last."""
         for token in tokens:
             if (place, token) not in self._places:
                 self.tokens.append(token)
@@ -73,7 +73,7 @@ class Branches:
 
     @property
     def siblings(self) -> int:
-        """The most drafts that continue one place."""
+        """The most drafts that continue one position."""
         return max(Counter(self.parents).values(), default=0)
 
 
@@ -93,7 +93,7 @@ class Row:
 
     @classmethod
     def of(cls, text: Sequence[int], config: LookaheadConfig, source: random.Random) -> Row:
-        """Begin with pieces of the text, from random places, as the window."""
+        """Begin with pieces of the text, from random positions, as the window."""
         starts = [source.randrange(len(text)) for _ in range(config.window)]
         levels = range(config.ngram - 1)
         window = [[text[(start + j) % len(text)] for start in starts] for j in levels]
@@ -108,7 +108,7 @@ class Row:
         self.read = end
 
     def refine(self, foretold: list[int]) -> None:
-        """Take what the target says behind the newest level: n-grams, and the next level."""
+        """Take what the target says after the newest level: n-grams, and the next level."""
         for ngram in zip(*self.window, foretold, strict=True):
             self.pool.add(ngram)
         self.window = [*self.window[1:], foretold]
@@ -120,7 +120,7 @@ class Lookahead(Drafter):
     Lookahead decoding (Fu et al. 2024). Each pass verifies the pool's n-grams that begin with the
     pending token, and next to them refines a window of guesses, Jacobi iterations at N - 1 stages:
     guess i of the first level continues guess i - 1, of any other level guess i of the level
-    before. What the target says behind the last level ends n-grams for the pool. Both branches are
+    before. What the target says after the last level ends n-grams for the pool. Both branches are
     one tree, and whatever the target agrees with is kept. N-grams have the length that
     `LookaheadConfig` says, whatever `num_draft_tokens` is.
 
@@ -135,7 +135,7 @@ class Lookahead(Drafter):
         self.config = config
         self._source = random.Random(0)
         self._rows: list[Row] = []
-        self._newest: list[list[int]] = []  # per row, places of the window's last level
+        self._newest: list[list[int]] = []  # per row, positions of the window's last level
 
     @classmethod
     def from_config(cls, engine: Engine, config: DraftConfig) -> Lookahead:
@@ -185,7 +185,7 @@ class Lookahead(Drafter):
 
 
 def _add_window(block: Branches, window: list[list[int]]) -> list[int]:
-    """Put a window behind the pending token; the places of its last level."""
+    """Put a window after the pending token; the positions of its last level."""
     place, newest = 0, []
     for first, *later in zip(*window, strict=True):
         place = block.add(place, [first])

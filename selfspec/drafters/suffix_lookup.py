@@ -107,7 +107,7 @@ class SuffixIndex(TextIndex):
         return found
 
     def _followed(self, state: int, token: int) -> int:
-        """The state of the longest string of `state` with `token` behind it, and of no longer."""
+        """The state of the longest string of `state` with `token` after it, and of no longer."""
         target = self._next[state][token]
         length = self._lengths[state] + 1
         if self._lengths[target] == length:
@@ -169,7 +169,7 @@ class Lookup:
         self._indexes: dict[int, TextIndex] = {}
 
     def read(self, context: Context) -> list[TextIndex]:
-        """The indexes of the unfinished rows, with all that is settled; others are forgotten."""
+        """The indexes of the unfinished rows, with all that is committed; others are forgotten."""
         known = self._indexes
         self._indexes = {row: known.get(row) or make_index(self._config) for row in context.rows}
         for row, index in self._indexes.items():
@@ -207,7 +207,7 @@ class Lookup:
         )
 
     def _length_behind(self, match: int) -> int:
-        """How many tokens to copy behind a match of that length."""
+        """How many tokens to copy after a match of that length."""
         if match < self._config.shortest:
             return 0
         return self._length or min(max(match, _FEWEST), _MOST)

@@ -27,10 +27,10 @@ class _Growth:
     Attributes:
         reach: `[rows, width]` log of how likely each draft of the last level is to be reached.
         tokens: `[rows, n]` drafts.
-        parents: `[rows, n]` places of what they continue.
+        parents: `[rows, n]` positions of what they continue.
         widths: drafts of each level.
         hidden: the exit's hidden states of each level that was read; none at the embedding.
-        probs: `[rows, width, vocab]` q behind each level, where drafts are drawn.
+        probs: `[rows, width, vocab]` q after each level, where drafts are drawn.
     """
 
     reach: Tensor
@@ -42,7 +42,7 @@ class _Growth:
 
     @classmethod
     def of(cls, pending: Tensor) -> _Growth:
-        """Nothing behind the pending tokens `[rows, 1]`."""
+        """Nothing after the pending tokens `[rows, 1]`."""
         reach = torch.zeros(pending.shape, device=pending.device)
         return cls(reach, pending[:, :0], pending[:, :0])
 
@@ -69,11 +69,11 @@ class ExitGrowth:
 
     Level by level: the drafts of a level run through the shallow layers and the head in one pass;
     of all their children, the ones that the target will most likely reach make the next level.
-    How many children a place gets depends on the head's confidence, not on what was drawn there,
+    How many children a position gets depends on the head's confidence, not on what was drawn there,
     so that sampled trees are lossless.
 
     Args:
-        reader: the exit head and the passes behind it.
+        reader: the exit head and the passes after it.
         widths: drafts of each level.
     """
 
@@ -131,7 +131,7 @@ class ExitGrowth:
         return scores if self.reader.head.vocab_ids is None else sampler.drawable(scores)
 
     def _chances(self, scores: Tensor, width: int, depth: int, sampled: bool) -> Tensor:
-        """`[rows, places, width]` log of how likely each child is kept, falling child by child.
+        """`[rows, positions, width]` log of how likely each child is kept, falling child by child.
 
         Of a drawn child it depends on the distribution alone: which token was drawn must not
         decide whether it becomes a candidate. Logs never underflow to equal values, among which a
@@ -148,14 +148,14 @@ def share(nodes: int, levels: int) -> list[int]:
     return [nodes // levels + (level < nodes % levels) for level in range(levels)]
 
 
-# A tree of drafts from an exit head behind the first layers.
+# A tree of drafts from an exit head after the first layers.
 
 
 class ExitTree(Drafter):
-    """Self-speculation with a token tree behind an early exit.
+    """Self-speculation with a token tree after an early exit.
 
     Args:
-        reader: the exit head and the passes behind it.
+        reader: the exit head and the passes after it.
         widths: drafts of each level.
     """
 

@@ -70,19 +70,19 @@ class TwoModel(Drafter):
         return draft_chain(state, longest, self.schedule, self._judge, read)
 
     def _read(self, state: State, token: Tensor, step: int) -> tuple[Tensor, None]:
-        """Logits `[rows, 1, vocab]` behind the pending token or the last draft."""
+        """Logits `[rows, 1, vocab]` after the pending token or the last draft."""
         if step == 0:
             with state.stats.clock("shallow"):
                 logits = self._read_on(state)
         else:
             token = token.to(self.decoder.device)
-            # The pending token is settled here, so that the first draft lies right behind.
+            # The pending token is committed here, so that the first draft lies right after.
             depth, offset = self.decoder.depth, step - 1
             logits = self.small.shallow(state, token, depth, offset, unembed=True).output
         return logits.to(state.pending.device), None
 
     def _read_on(self, state: State) -> Tensor:
-        """Read every row to its end; `[rows, 1, vocab]` logits behind its last token."""
+        """Read every row to its end; `[rows, 1, vocab]` logits after its last token."""
         texts = [state.context.text[row] for row in state.context.rows]
         new = [text[have:] for text, have in zip(texts, self.slots.lengths, strict=True)]
         counts = [len(tokens) for tokens in new]

@@ -110,7 +110,7 @@ class Session:
                 keep=self.drafter.keep,
                 watch=lambda block, offset: self.drafter.prefilled(state, block, offset, counts),
             )
-            # Every token written settles one slot: here that of the prompt's last token.
+            # Every token written commits one slot: here that of the prompt's last token.
             state.slots.commit([count - 1 for count in counts])
             nothing = Draft.empty(state.rows, tokens.device)
             verdict, broken = self._accept(state, nothing, logits)
@@ -137,10 +137,10 @@ class Session:
         self._settle(state, verdict, rounds)
 
     def _accept(self, state: State, draft: Draft, logits: Tensor) -> tuple[Verdict, Tensor]:
-        """Compare the drafts with the target's logits behind pending and drafted tokens.
+        """Compare the drafts with the target's logits after pending and drafted tokens.
 
         Returns:
-            The verdict, and `[rows, m + 1]` behind which of the places nothing can be decided.
+            The verdict, and `[rows, m + 1]` after which of the positions nothing can be decided.
         """
         if draft.tree is None:
             if state.sampler.reads_prefix:
@@ -222,7 +222,7 @@ def speculate(
     call: Call,
     **model_kwargs: Any,
 ) -> Tensor | SpecOutput:
-    """Write `input_ids` on: the callable behind `generate(custom_generate=...)`.
+    """Write `input_ids` on: the callable after `generate(custom_generate=...)`.
 
     Args:
         causal_lm: the model whose `generate` calls.
@@ -294,6 +294,6 @@ class Call:
 
 
 def padding_id(config: GenerationConfig) -> int:
-    """The token behind rows that ended earlier than others."""
+    """The token after rows that ended earlier than others."""
     padding = getattr(config, "_pad_token_tensor", None)
     return int(padding) if padding is not None else 0

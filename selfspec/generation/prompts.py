@@ -95,7 +95,7 @@ class Prompt:
         return block, counts
 
     def retire(self, slots: SlotCache, leaving: Mapping[int, int]) -> None:
-        """Keep the KV of rows (row of the call: place in `slots`) that leave the batch."""
+        """Keep the KV of rows (row of the call: position in `slots`) that leave the batch."""
         if self.keep_cache and self.rows > 1:
             self.retired |= {row: take_row(slots, place) for row, place in leaving.items()}
 

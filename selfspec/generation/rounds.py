@@ -21,7 +21,7 @@ class RowRound(NamedTuple):
         accepted: drafts that were kept.
         drafted: tokens proposed on the branch of the kept ones.
         block: the kept drafts and the token of the target.
-        branch: places of the drafted in the block; empty for a chain.
+        branch: positions of the drafted in the block; empty for a chain.
         proposed: tokens that the target checked, those of other branches included.
     """
 
@@ -38,7 +38,7 @@ class RowRound(NamedTuple):
         return kept != list(range(1, len(kept) + 1))
 
     def cut(self, count: int) -> Round:
-        """The round as it stands with `count` tokens; drafts behind a stop do not count."""
+        """The round as it stands with `count` tokens; drafts after a stop do not count."""
         if count > self.accepted:
             target = self.block[self.accepted]
             return Round(tuple(self.drafted), self.accepted, target, self.proposed)
@@ -46,11 +46,11 @@ class RowRound(NamedTuple):
 
 
 def broken_places(logits: Tensor, branch: Tensor | None, sampled: bool) -> Tensor:
-    """`[rows, m + 1]` behind which places of a row's branch no token can be told.
+    """`[rows, m + 1]` after which positions of a row's branch no token can be told.
 
     Args:
         logits: `[rows, n + 1, vocab]` what tokens are told from.
-        branch: `[rows, m]` the places that count, of a tree.
+        branch: `[rows, m]` the positions that count, of a tree.
         sampled: whether tokens are drawn, which bears no infinity either.
     """
     top = logits.amax(-1)  # NaN where any logit is
@@ -65,7 +65,7 @@ def read_rounds(draft: Draft, verdict: Verdict, broken: Tensor) -> list[RowRound
     Args:
         draft: the proposal.
         verdict: what was decided.
-        broken: `[rows, m + 1]` behind which places nothing could be.
+        broken: `[rows, m + 1]` after which positions nothing could be.
 
     Raises:
         ValueError: one of these counts: the logits are NaN, or infinite where tokens are drawn.
@@ -131,8 +131,8 @@ class StepRecord:
         """Take the vectors of a round whose tokens have not been cut yet.
 
         Args:
-            block: `[rows, n + 1, vocab]` behind each place of the block.
-            branch: `[rows, levels]` the places that count, of a tree.
+            block: `[rows, n + 1, vocab]` after each place of the block.
+            branch: `[rows, levels]` the positions that count, of a tree.
         """
         if self.wanted:
             if branch is not None:

@@ -64,7 +64,7 @@ class Stops:
         """How many tokens of each row's block stand, and whether the row ends there.
 
         Args:
-            context: settled text, with each row's block written behind it where there are others
+            context: committed text, with each row's block written after it where there are others
                 to ask.
             blocks: the new tokens of each unfinished row, in order.
             scores: what criteria that look at scores are given.

@@ -38,10 +38,10 @@ class Stream:
         self.padding = padding
 
     def put(self, context: Context, finished: Sequence[int], rounds: Sequence[Round]) -> None:
-        """Show what has become settled.
+        """Show what has become committed.
 
         Args:
-            context: the text, as far as it is settled.
+            context: the text, as far as it is committed.
             finished: rows that ended in this round.
             rounds: what each row that took part made of it.
         """

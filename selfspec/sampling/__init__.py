@@ -29,10 +29,10 @@ def accept(draft: Draft, scores: Tensor, sampler: Sampler, rule: str = "block") 
 
     Args:
         draft: the proposal.
-        scores: `[batch, n + 1, vocab]` target scores behind each place of the block, after the
-            caller's processors; with the noise of the places, where draws belong to them.
+        scores: `[batch, n + 1, vocab]` target scores after each place of the block, after the
+            caller's processors; with the noise of the positions, where draws belong to them.
         sampler: greedy or sampled, and the generator to draw from.
-        rule: how sampled chains are verified (`CHAIN_RULES`), unless draws belong to places.
+        rule: how sampled chains are verified (`CHAIN_RULES`), unless draws belong to positions.
     """
     if draft.tree is not None:
         if sampler.chooses:

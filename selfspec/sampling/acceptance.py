@@ -71,7 +71,7 @@ def block_verify(
     w_i = min(1, w_{i-1} p_i(x_i) / q_i(x_i)), the first i drafts may stand with probability
     h_i = s_i / (s_i + 1 - w_i), where s_i is the mass of max(0, w_i p_{i+1} - q_{i+1}); the longest
     prefix whose coin falls below its h_i is kept, and the next token is drawn from that residual.
-    Behind the last draft q is zero, so that s = w, and the residual is p itself.
+    After the last draft q is zero, so that s = w, and the residual is p itself.
 
     Args:
         tokens: `[batch, k]` drafts.
@@ -106,8 +106,8 @@ def typical_lossy(
 ) -> Verdict:
     """Keep drafts that the target finds typical: LOSSY, the output's distribution changes.
 
-    Typical acceptance (Cai et al. 2024, Medusa): a draft stands where p(x) exceeds
-    min(0.09, 0.3 exp(-H(p))); the token behind is drawn from p.
+    Typical acceptance (Cai et al. 2024, Medusa): a draft is accepted where p(x) exceeds
+    min(0.09, 0.3 exp(-H(p))); the token after is drawn from p.
 
     Args:
         tokens: `[batch, k]` drafts.
@@ -150,7 +150,7 @@ def _of_real(values: Tensor, counts: Tensor | None) -> Tensor:
 
 
 def _behind(draft_probs: Tensor, counts: Tensor | None) -> Tensor:
-    """Q at every place of the block: zero where nothing was drafted behind it."""
+    """Q at every place of the block: zero where nothing was drafted after it."""
     return torch.nn.functional.pad(_of_real(draft_probs, counts), (0, 0, 0, 1))
 
 
@@ -179,7 +179,7 @@ def longest_branch(tokens: Tensor, tree: Tree, scores: Tensor) -> Verdict:
     Args:
         tokens: `[batch, n]` drafts.
         tree: which continues which.
-        scores: `[batch, n + 1, vocab]` target scores behind each place.
+        scores: `[batch, n + 1, vocab]` target scores after each position.
     """
     target = scores.argmax(-1)
     parents = tree.parents
@@ -201,15 +201,15 @@ def sample_branch(
     Siblings are candidates drawn one after another without replacement, and are judged in that
     order (recursive rejection sampling: Miao et al. 2024, Chen et al. 2024 "Sequoia", Jeon et al.
     2024): x stands with probability min(1, p(x) / q(x)); where it falls, p becomes the residual
-    max(0, p - q) and q loses x, both normalised, for the next. How many children a place has must
-    not depend on which tokens were drawn for them.
+    max(0, p - q) and q loses x, both normalised, for the next. How many children a position has
+    must not depend on which tokens were drawn for them.
 
     Args:
         tokens: `[batch, n]` drafts, siblings in the order in which they were drawn.
         tree: which continues which.
-        draft_probs: `[batch, m, vocab]` q behind each place; `None` for candidates that were not
+        draft_probs: `[batch, m, vocab]` q after each position; `None` for candidates that were not
             drawn, but are proposed with certainty.
-        target_probs: `[batch, n + 1, vocab]` p behind each place.
+        target_probs: `[batch, n + 1, vocab]` p after each position.
         generator: source of the draws; `None` takes torch's global one.
     """
     rows = torch.arange(len(tokens), device=tokens.device)
@@ -248,7 +248,7 @@ def _judge(
 
 
 def _known(draft_probs: Tensor, rows: Tensor, at: Tensor) -> Tensor:
-    """Q behind a place of each row; any will do behind a place without children."""
+    """Q after a place of each row; any will do after a position without children."""
     return draft_probs[rows, at.clamp(max=draft_probs.shape[1] - 1)]
 
 
@@ -257,12 +257,12 @@ def _normalised(probs: Tensor) -> Tensor:
 
 
 def _children(tree: Tree) -> Tensor:
-    """`[batch, n + 1, most siblings]` the places that continue each place, in order, then 0."""
+    """`[batch, n + 1, most siblings]` the children of each position, in order, then 0."""
     parents, ranks = tree.parents, tree.ranks
     batch, drafts = parents.shape
     most = tree.siblings
     table = parents.new_zeros(batch, (drafts + 2) * most)
-    # Padding has no parent; it is put behind the last place, which is cut off.
+    # Padding has no parent; it is put after the last position, which is cut off.
     index = torch.where(parents < 0, drafts + 1, parents) * most + ranks.clamp(max=most - 1)
     places = torch.arange(1, drafts + 1, device=parents.device).expand(batch, -1)
     return table.scatter_(1, index, places).view(batch, drafts + 2, most)[:, : drafts + 1]

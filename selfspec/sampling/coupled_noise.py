@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_AT_ONCE = 8  # places of a row whose noise is drawn together
+_AT_ONCE = 8  # positions of a row whose noise is drawn together
 
 
 class Noise:
@@ -29,18 +29,18 @@ class Noise:
         seeds = torch.randint(2**62, (len(lengths),), generator=generator, device=source)
         # Each row has a generator of its own, so that its text does not depend on other rows.
         self._sources = [torch.Generator(device).manual_seed(seed) for seed in seeds.tolist()]
-        self._starts = list(lengths)  # of each row, the place whose noise comes first
+        self._starts = list(lengths)  # of each row, the position whose noise comes first
         self._drawn: list[Tensor | None] = [None] * len(lengths)
         # In float64 the rarest token keeps its chance; some devices have none.
         self._dtype = torch.float32 if device.type == "mps" else torch.float64
 
     def ahead(self, rows: Sequence[int], lengths: Sequence[int], width: int, vocab: int) -> Tensor:
-        """`[n, width, vocab]` the noise of the next places of n rows.
+        """`[n, width, vocab]` the noise of the next positions of n rows.
 
         Args:
             rows: the rows, as they were numbered when the call began.
-            lengths: settled tokens of every row of the call; nobody asks for their noise again.
-            width: places behind these.
+            lengths: committed tokens of every row of the call; nobody asks for their noise again.
+            width: positions after these.
             vocab: tokens to choose from.
         """
         return torch.stack([self._of_row(row, lengths[row], width, vocab) for row in rows])
@@ -51,7 +51,8 @@ class Noise:
             drawn = torch.empty(0, vocab, dtype=self._dtype, device=source.device)
         drawn = drawn[length - self._starts[row] :]
         while len(drawn) < width:
-            # Always so many at once: drafts ask for few places or for many, and all get the same.
+            # Always so many at once: drafts ask for few positions or for many, and all get the
+            # same.
             race = torch.empty(_AT_ONCE, vocab, dtype=self._dtype, device=source.device)
             race.exponential_(generator=source)
             drawn = torch.cat([drawn, race.log_().neg_()])

@@ -15,19 +15,19 @@ from torch import Tensor
 
 @dataclass
 class Draft:
-    """What a drafter proposes for one round: a chain behind the pending token, or a tree.
+    """What a drafter proposes for one round: a chain after the pending token, or a tree.
 
     Attributes:
         tokens: `[batch, n]` proposed token ids; of a chain, the continuation of the pending token.
         probs: `[batch, m, vocab]` q, after the caller's processors: at each place of the block
-            the distribution that the drafts right behind it were drawn from, as far as there are
+            the distribution that the drafts right after it were drawn from, as far as there are
             any. `None` when the drafts were not drawn, but are proposed with certainty.
         depth: layers that the drafter has already run over its prefix (E for early exit); 0 when
             nothing can be reused.
         hidden: `[batch, <= n + 1, width]` residual stream after layer `depth - 1` for the first
-            places of the block; `None` when `depth` is 0.
+            positions of the block; `None` when `depth` is 0.
         tree: which draft continues which; `None` for a chain.
-        counts: `[batch]` tokens of each row's chain; what is behind is padding. `None`: all n.
+        counts: `[batch]` tokens of each row's chain; what is after is padding. `None`: all n.
     """
 
     tokens: Tensor
@@ -57,10 +57,10 @@ class Tree:
     """Which draft continues which, in every row; a row may have a tree of its own.
 
     Args:
-        parents: `[batch, n]` the place in the block of what each draft continues, smaller than
+        parents: `[batch, n]` the position in the block of what each draft continues, smaller than
             its own: 0 for the pending token. -1 for padding, which nothing continues.
         levels: the most drafts on one branch.
-        siblings: the most drafts that continue one place.
+        siblings: the most drafts that continue one position.
     """
 
     def __init__(self, parents: Tensor, levels: int, siblings: int):
@@ -68,7 +68,7 @@ class Tree:
 
     @cached_property
     def ancestors(self) -> Tensor:
-        """`[batch, n + 1, n + 1]` whether the second place lies on the first one's branch."""
+        """`[batch, n + 1, n + 1]` whether the second position lies on the first one's branch."""
         rows, drafts = self.parents.shape
         own = torch.arange(drafts + 1, device=self.parents.device).expand(rows, -1)
         above = torch.nn.functional.pad(self.parents, (1, 0))
@@ -82,7 +82,7 @@ class Tree:
 
     @cached_property
     def depths(self) -> Tensor:
-        """`[batch, n + 1]` drafts on the branch to each place, its own included."""
+        """`[batch, n + 1]` drafts on the branch to each position, its own included."""
         return self.ancestors.sum(-1) - 1
 
     @cached_property
@@ -92,7 +92,7 @@ class Tree:
         return same.tril(-1).sum(-1)
 
     def branch(self, place: Tensor) -> Tensor:
-        """`[batch, levels]` the places on the way to `place` `[batch]`, then 0."""
+        """`[batch, levels]` the positions on the way to `place` `[batch]`, then 0."""
         drafts = self.parents.shape[1]
         rows = torch.arange(len(place), device=place.device)
         own = torch.arange(drafts + 1, device=place.device)
@@ -101,7 +101,7 @@ class Tree:
         return way.masked_fill(way > drafts, 0)
 
     def below(self, place: Tensor) -> Tensor:
-        """`[batch]` the first of the deepest places that continue `place` `[batch]`, or itself."""
+        """`[batch]` the first of the deepest descendants of `place` `[batch]`, or itself."""
         rows = torch.arange(len(place), device=place.device)
         return torch.where(self.ancestors[rows, :, place], self.depths, -1).argmax(-1)
 
@@ -113,9 +113,9 @@ class Verdict:
     Attributes:
         accepted: `[batch]` number of drafted tokens kept.
         tokens: `[batch, levels + 1]` the kept drafts, then at index `accepted` the token that the
-            target adds (the correction, or the bonus when nothing was drafted behind the last
+            target adds (the correction, or the bonus when nothing was drafted after the last
             kept). What follows it is undefined.
-        branch: of a tree, `[batch, levels]` the places in the block of the kept drafts and of a
+        branch: of a tree, `[batch, levels]` the positions in the block of the kept drafts and of a
             branch that goes on from there, then 0; `None` for a chain.
     """
 

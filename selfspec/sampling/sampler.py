@@ -35,13 +35,13 @@ class Context:
 
     One buffer holds every row of the call, also those that have finished, because a processor may
     know a row by its index. `rows` are the ones still being written. Most calls have nobody who
-    reads the buffer before they end: what is settled goes there when somebody does.
+    reads the buffer before they end: what is committed goes there when somebody does.
 
     Args:
         tokens: `[batch, capacity]` prompt as the caller gave it (left padding included), then room.
-        lengths: settled tokens of each row of the call.
+        lengths: committed tokens of each row of the call.
         rows: indices of the unfinished rows, in the order of the tensors that the model works on.
-        text: settled tokens of each row on the host, padding left out.
+        text: committed tokens of each row on the host, padding left out.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Context:
             self._tokens = torch.nn.functional.pad(self._tokens, (0, missing))
 
     def write(self, block: Tensor, offset: int = 0) -> None:
-        """Put `block` `[rows, n]` behind the unfinished rows' settled tokens, `offset` further."""
+        """Put `block` `[rows, n]` after the unfinished rows' committed tokens, `offset` further."""
         for index, row in enumerate(self.rows):
             self._put(row, self.lengths[row] + offset, block[index])
 
@@ -88,7 +88,7 @@ class Context:
         self._tokens[row, start:stop] = tokens
 
     def settle(self, row: int, tokens: Sequence[int], written: bool) -> None:
-        """Add tokens to what is settled of a row; `written` ones are in the buffer already."""
+        """Add tokens to what is committed of a row; `written` ones are in the buffer already."""
         if written and self._filled[row] == self.lengths[row]:
             self._filled[row] += len(tokens)
         self.lengths[row] += len(tokens)
@@ -99,14 +99,14 @@ class Context:
         return self.text[row][start - self.lengths[row] :] if start < self.lengths[row] else []
 
     def padded(self, padding: int) -> Tensor:
-        """`[batch, longest]` settled tokens of every row, `padding` behind the shorter ones."""
+        """`[batch, longest]` committed tokens of every row, `padding` after the shorter ones."""
         longest = max(self.lengths)
         lengths = torch.tensor(self.lengths, device=self.device)[:, None]
         behind = torch.arange(longest, device=self.device) >= lengths
         return self.tokens[:, :longest].masked_fill(behind, padding)
 
     def by_length(self) -> Iterator[tuple[int, list[int], list[int]]]:
-        """Unfinished rows of equal length: (length, their places among `rows`, their rows)."""
+        """Unfinished rows of equal length: (length, their positions among `rows`, their rows)."""
         for length in sorted({self.lengths[row] for row in self.rows}):
             places = [i for i, row in enumerate(self.rows) if self.lengths[row] == length]
             yield length, places, [self.rows[place] for place in places]
@@ -120,7 +120,7 @@ class Sampler:
         processors: the caller's.
         do_sample: whether tokens are drawn.
         generator: the source of the draws; `None` takes torch's global one.
-        noise: noise of every place, where draws belong to places (the rule "coupled").
+        noise: noise of every position, where draws belong to positions (the rule "coupled").
     """
 
     processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
@@ -130,7 +130,7 @@ class Sampler:
 
     @property
     def chooses(self) -> bool:
-        """Whether there is one right token at every place, to which a draft is compared."""
+        """Whether there is one right token at every position, to which a draft is compared."""
         return not self.do_sample or self.noise is not None
 
     @cached_property
@@ -142,7 +142,7 @@ class Sampler:
         """Processed scores `[batch, n, vocab]`, as plain decoding would have them in float32.
 
         Position j of a row sees `context` up to that row's length plus `offset + j`, so drafts must
-        have been written behind the settled tokens when a processor reads the prefix.
+        have been written after the committed tokens when a processor reads the prefix.
         """
         batch, width, vocab = logits.shape
         if not self.processors:
@@ -163,13 +163,13 @@ class Sampler:
     def tree_scores(
         self, logits: Tensor, context: Context, tokens: Tensor, tree: Tree, first: int = 0
     ) -> Tensor:
-        """Processed scores `[batch, n, vocab]` behind places of a tree's block.
+        """Processed scores `[batch, n, vocab]` after positions of a tree's block.
 
         Args:
-            logits: `[batch, n, vocab]` of the places from `first` on.
+            logits: `[batch, n, vocab]` of the positions from `first` on.
             context: the text so far.
             tokens: `[batch, drafts]` the tree's tokens.
-            tree: which continues which; every place sees its own branch.
+            tree: which continues which; every position sees its own branch.
             first: the first place.
         """
         if not self.reads_prefix:
@@ -189,7 +189,7 @@ class Sampler:
     def _behind(
         self, context: Context, length: int, places: list[int], branches: Tensor, scores: Tensor
     ) -> Tensor:
-        """Process `scores` `[n, vocab]` of some unfinished rows behind drafts `[n, depth]`."""
+        """Process `scores` `[n, vocab]` of some unfinished rows after drafts `[n, depth]`."""
         rows = [context.rows[place] for place in places]
         prefix = torch.nn.functional.pad(context.tokens[:, :length], (0, branches.shape[1]))
         prefix[rows, length:] = branches
@@ -216,9 +216,9 @@ class Sampler:
         return scores.masked_fill(nothing, 0.0)
 
     def choosable(self, scores: Tensor, context: Context, tree: Tree | None = None) -> Tensor:
-        """Scores `[batch, n, vocab]` behind a block's places, the largest of which is chosen.
+        """Scores `[batch, n, vocab]` after a block's positions, the largest of which is chosen.
 
-        Without noise of places they are the processed scores themselves.
+        Without noise of positions they are the processed scores themselves.
 
         Args:
             scores: processed scores.
@@ -234,12 +234,12 @@ class Sampler:
         return scores + noise
 
     def order(self, scores: Tensor, context: Context, depth: int) -> Tensor:
-        """In which order tokens are drawn, the largest first, `depth` places behind the text.
+        """In which order tokens are drawn, the largest first, `depth` positions after the text.
 
-        Run to its k-th place, an exponential race draws k tokens without replacement.
+        Run to its k-th position, an exponential race draws k tokens without replacement.
 
         Args:
-            scores: `[batch, n, vocab]` processed scores at n branches of that place.
+            scores: `[batch, n, vocab]` processed scores at n branches of that position.
             context: the text so far.
             depth: distance from the text's next token.
         """
@@ -284,5 +284,5 @@ def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     # Below the total, which rounding might reach otherwise.
     at = coin.mul_(total).mul_(1 - torch.finfo(wide).eps)
     found = torch.searchsorted(edges, at, right=True).squeeze(-1)
-    # NaN and zeros lie behind every edge: some token then, which verification will not keep.
+    # NaN and zeros lie after every edge: some token then, which verification will not keep.
     return found.clamp_(max=probs.shape[-1] - 1)

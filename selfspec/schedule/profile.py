@@ -256,7 +256,7 @@ class Place(StrictConfig):
 
     @property
     def digest(self) -> str:
-        """Tells this place from others; threads, which come and go, do not count."""
+        """Tells this position from others; threads, which come and go, do not count."""
         text = json.dumps(self.model_dump(exclude={"threads"}), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -273,7 +273,7 @@ class Profile(StrictConfig):
         rates: one entry an exit head.
         predictions: one entry an exit head and length.
         validation: what was really run, fastest first, plain decoding (`none`) included.
-        left_out: why a way to draft was not run, by name.
+        left_out: why a drafter was not run, by name.
         format_version: of the file.
     """
 

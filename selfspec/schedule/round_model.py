@@ -47,7 +47,7 @@ class RoundTimes:
     A round takes a plain step, an overhead if a head drafts at all, so much for each draft, and so
     much for each token that is verified, drafted or copied. A Kalman filter learns these four times
     from the seconds of whole rounds, so that rounds of any kind tell about all others, and it knows
-    how uncertain each time is. Where the device does not run behind the host, drafts are timed too.
+    how uncertain each time is. Where the device does not run after the host, drafts are timed too.
 
     Args:
         draft_cost: prior: plain steps that a draft takes.
@@ -310,7 +310,7 @@ class RoundModel:
         return best
 
     def best_lookup(self, sampled: bool, matches: Sequence[int], longest: int) -> Choice:
-        """The best number of copied tokens, behind matches of such lengths in each row."""
+        """The best number of copied tokens, after matches of such lengths in each row."""
         rows, rates = len(matches), self.copies[sampled]
         tokens, reach = float(rows), {row: 1.0 for row, match in enumerate(matches) if match}
         best = Choice(Work(), 0.0)
@@ -376,14 +376,14 @@ class RoundTimer:
             times = self.model.times(rows)
             times.learn(work, now - self._began)
             steps = sorted(map(operator.sub, self._marks[1:], self._marks))
-            if steps:  # behind some drafts their confidence was read: the median tells
+            if steps:  # after some drafts their confidence was read: the median tells
                 times.learn_draft(steps[(len(steps) - 1) // 2])
             elif self._marks:  # the first draft takes the longest
                 times.learn_draft(min(times.times[2], self._marks[0] - self._began))
         self._began, self._done, self._marks = now, None, []
 
     def mark(self) -> None:
-        """Another draft is made, on a device that does not run behind the host."""
+        """Another draft is made, on a device that does not run after the host."""
         self._marks.append(self.model.clock())
 
     def end(self, rows: int, work: Work) -> None:

@@ -20,7 +20,7 @@ class Round:
         drafted: the proposed token ids; of a tree, those of the kept branch and what went on from
             there.
         accepted: how many of them were kept.
-        target: the token that the target added behind them, or `None` when the row stopped first.
+        target: the token that the target added after them, or `None` when the row stopped first.
         proposed: tokens that the target checked: of a tree, those of other branches too.
     """
 
@@ -94,7 +94,7 @@ class Stats:
         accepted_at: kept drafts by position.
         seconds: wall time of `prefill`, of the layers in `shallow` and `deep` passes, of the
             `head` (exit heads and LM head), of `sampling` (processors, draws and acceptance, of
-            drafts too), and the `total` of the call. On a GPU kernels run behind the host: there
+            drafts too), and the `total` of the call. On a GPU kernels run after the host: there
             the split says where the host waited.
     """
 

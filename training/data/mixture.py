@@ -52,7 +52,7 @@ class Mixture:
         return sum(len(blocks) * blocks.block_size for blocks in self.sources)
 
     def batch(self, start: int, count: int, stride: int = 1) -> Batch:
-        """`count` blocks from place `start` of the endless order, every `stride`-th one."""
+        """`count` blocks from position `start` of the endless order, every `stride`-th one."""
         places = range(start, start + count * stride, stride)
         return collate([self[place] for place in places])
 

@@ -399,7 +399,7 @@ def _passes(blocks: Blocks) -> Iterator[Batch]:
 
 
 def _block(text: Sequence[Blocks], number: int) -> Batch:
-    """A block by its place in all sources, end to end."""
+    """A block by its position in all sources, end to end."""
     for blocks in text:
         if number < len(blocks):
             return blocks[number]

@@ -24,7 +24,7 @@ class LossSchedule(StrictConfig):
 
     Attributes:
         loss: the first, or only, loss.
-        then: the loss that takes its place later, if any.
+        then: the loss that takes its position later, if any.
         switch: share of the run after which it does.
         blend: share of the run over which weight moves, linearly, from the one to the other.
     """

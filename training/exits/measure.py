@@ -22,11 +22,11 @@ from training.exits.task import Drafts, HeldOutDrafts
 
 
 class DecodeConfig(NamedTuple):
-    """How held-out prompts are written on.
+    """How held-out prompts are continued.
 
     Attributes:
         prompt_tokens: tokens of a prompt.
-        new_tokens: tokens written behind it.
+        new_tokens: tokens written after it.
         num_draft_tokens: drafts of a round, where lengths are compared.
     """
 
@@ -117,9 +117,9 @@ class MeasureConfig(StrictConfig):
         depths: tokens of a draft that are looked at.
         blocks: blocks that are read of each domain.
         watched: blocks of the first domain that are read at each evaluation while training.
-        prompts: prompts that are written on; 0 leaves real decoding out.
+        prompts: prompts that are continued; 0 leaves real decoding out.
         prompt_tokens: tokens of a prompt.
-        new_tokens: tokens written behind it.
+        new_tokens: tokens written after it.
         num_draft_tokens: drafts of a round where tokens a round are compared.
         timed_drafts: numbers of drafts whose rounds are timed, for the predicted speedup.
     """
@@ -135,7 +135,7 @@ class MeasureConfig(StrictConfig):
 
     @property
     def decoding(self) -> DecodeConfig:
-        """How prompts are written on."""
+        """How prompts are continued."""
         return DecodeConfig(self.prompt_tokens, self.new_tokens, self.num_draft_tokens)
 
 
@@ -217,7 +217,7 @@ def measure(
 
     Args:
         spec: the target and its heads.
-        blocks: the domain's text, whose beginnings are written on.
+        blocks: the domain's text, whose beginnings are continued.
         drafted: the drafts of every head over it.
         errors: calibration error of every head.
         config: what is measured.

@@ -132,7 +132,7 @@ class LayerStack:
         return len(self.layers)
 
     def states(self, inputs: Mapping[str, Any], dropped: Tensor | None = None) -> list[Tensor]:
-        """Residual stream behind every layer, each `[rows, width, hidden]`.
+        """Residual stream after every layer, each `[rows, width, hidden]`.
 
         Args:
             inputs: what the model takes.
@@ -185,7 +185,7 @@ class LayerStack:
 
 
 class _StandIn:
-    """Called in a decoder layer's place; the body may ask it for the layer's attributes."""
+    """Called in a decoder layer's position; the body may ask it for the layer's attributes."""
 
     def __init__(self, layer: nn.Module, run: Callable[..., Any]):
         self.layer, self.run = layer, run
@@ -256,7 +256,7 @@ class LayerSkip(LanguageModelling):
 
     @torch.no_grad()
     def exit_bits(self, rows: int = 25) -> dict[str, list[float]]:
-        """Held-out bits per byte of each domain behind every layer, no layer dropped."""
+        """Held-out bits per byte of each domain after every layer, no layer dropped."""
         training = self.training
         self.eval()
         figures = {name: self._bits(windows, rows) for name, windows in self.windows.items()}

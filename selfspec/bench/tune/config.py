@@ -17,10 +17,10 @@ class TuneConfig(StrictConfig):
             takes an eighth, a quarter and half of the layers, and those of the fitted heads.
         lengths: drafts of a round that are predicted.
         widths: tokens of the passes that are timed; other widths lie on lines between them.
-        depths: drafts behind one another whose acceptance is measured.
+        depths: drafts after one another whose acceptance is measured.
         prompt_tokens: tokens of a prompt, at most.
         prompts: prompts, at most; every second one is kept for validation.
-        new_tokens: tokens written behind each.
+        new_tokens: tokens written after each.
         turns: how often each pass is timed, beside a warm-up.
         best: predictions that are validated.
         nodes: sizes of the trees that are validated.

@@ -43,7 +43,7 @@ class WorkFile:
 
     Args:
         path: where they are kept; `None` keeps them nowhere.
-        place: what they all depend on; parts of another place are not taken.
+        place: what they all depend on; parts measured elsewhere are not taken.
     """
 
     def __init__(self, path: Path | None, place: Any):
@@ -94,11 +94,11 @@ def _digest(settings: Any) -> str:
 
 # How often drafts would be kept, teacher-forced over texts that the target itself has written.
 
-_ROWS = 8  # prompts that are written on at once
+_ROWS = 8  # prompts that are continued at once
 
 
 class Written(NamedTuple):
-    """A prompt and what the target wrote behind it.
+    """A prompt and what the target wrote after it.
 
     Attributes:
         tokens: all of it.
@@ -196,14 +196,14 @@ def reach(kept: Tensor) -> Tensor:
 
 
 def conditional(reached: Tensor) -> list[float]:
-    """By depth, how likely a draft stands where those before it do, of `[depths, starts]`."""
+    """By depth, how likely a draft is accepted if those before it are, of `[depths, starts]`."""
     means = [1.0, *reached.mean(1).tolist()]
     return [after / before if before else 0.0 for before, after in itertools.pairwise(means)]
 
 
 # Seconds of the passes of a round on this device: interleaved medians of real calls.
 
-_MORE = 4  # drafts behind the first, over which the time of one is taken
+_MORE = 4  # drafts after the first, over which the time of one is taken
 
 Progress = Callable[[int, int], object]  # turns done, of how many
 
@@ -222,7 +222,7 @@ def measure_times(
     Args:
         engine: the target and its passes.
         heads: exit heads that would draft.
-        prompts: what the passes stand behind.
+        prompts: what the passes run after.
         rows: of every pass.
         config: widths, turns and temperature.
         on_turn: told after each turn.
@@ -267,7 +267,7 @@ def _passes(
     widths: Sequence[int],
     config: TuneConfig,
 ) -> Iterator[tuple[Hashable, Callable[[], object]]]:
-    """Shallow and verifying passes behind a prompt; none of them settles anything."""
+    """Shallow passes and verifications after a prompt; none of them is committed."""
     state = begin(engine, DraftConfig(drafter="none"), batch, config).start()
     source = torch.Generator().manual_seed(config.seed)
     shape, vocab = (state.rows, widths[-1]), engine.decoder.vocab_size

@@ -50,7 +50,7 @@ _COUNTERS = ("rounds", "drafted", "accepted", "emitted", "prefilled")
 
 
 class Way(NamedTuple):
-    """A way to draft that is run.
+    """A strategy that is run.
 
     Attributes:
         draft: how.

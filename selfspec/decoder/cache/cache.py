@@ -61,7 +61,7 @@ class SlotCache(Cache):
         page: what slots that a pass over few tokens sees are a multiple of.
 
     Attributes:
-        lengths: tokens of each row that are settled in every layer.
+        lengths: tokens of each row that are committed in every layer.
         added_from: per row, the first slot of the added layers that holds anything.
     """
 
@@ -97,7 +97,7 @@ class SlotCache(Cache):
     def window(
         self, width: int, offset: int | Sequence[int] = 0, tree: Tree | None = None
     ) -> Window:
-        """`width` slots of each row, `offset` behind its settled tokens.
+        """`width` slots of each row, `offset` after its committed tokens.
 
         Args:
             width: slots of each row.
@@ -192,7 +192,7 @@ class SlotCache(Cache):
         return self.layers[layer_idx if added is None else self.depth + added - 1]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens before the active pass (of the longest row); settled tokens between passes."""
+        """Tokens before the active pass (of the longest row); committed tokens between passes."""
         if self._window is not None:
             return max(self._window.starts)
         return max(self.lengths)
@@ -229,11 +229,11 @@ class SlotCache(Cache):
     # What rounds do
 
     def commit(self, counts: Sequence[int]) -> None:
-        """Settle `counts` more tokens in each row; everything behind them is rejected."""
+        """Settle `counts` more tokens in each row; everything after them is rejected."""
         self.lengths = [have + new for have, new in zip(self.lengths, counts, strict=True)]
 
     def gather(self, branch: Tensor) -> None:
-        """Move an accepted branch together: its i-th slot becomes the i-th behind the settled.
+        """Move an accepted branch together: its i-th slot becomes the i-th after the committed.
 
         Args:
             branch: `[rows, n]` offsets from each row's length, rising; states of a tree's nodes
@@ -251,7 +251,7 @@ class SlotCache(Cache):
                 buffer[rows, :, target.to(buffer.device)] = buffer[rows, :, source]
 
     def add_layer(self, window: int | None) -> int:
-        """Make room for the KV of one layer more, which has not seen what is settled.
+        """Make room for the KV of one layer more, which has not seen what is committed.
 
         Returns:
             Which added layer it is, from 1.
@@ -331,12 +331,12 @@ class SlotCache(Cache):
 
 # Rows of a cache, one by one: those that have ended wait while the others go on.
 
-# What each layer's buffers hold of a row's settled tokens, `[heads, length, any]` each.
+# What each layer's buffers hold of a row's committed tokens, `[heads, length, any]` each.
 RowStates = list[list[Tensor]]
 
 
 def take_row(slots: SlotCache, index: int) -> RowStates:
-    """Copies of one row's settled states."""
+    """Copies of one row's committed states."""
     length = slots.lengths[index]
     layers = slots.layers[: slots.depth]
     return [[buffer[index, :, :length].clone() for buffer in layer.buffers] for layer in layers]

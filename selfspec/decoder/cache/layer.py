@@ -10,14 +10,14 @@ from transformers.cache_utils import CacheLayerMixin
 
 from selfspec.sampling.draft import Tree
 
-_AT_ONCE = 64  # views of one place that are cut together
+_AT_ONCE = 64  # views of one position that are cut together
 
 
 class Pieces:
     """Pieces of tensors that are as long as each other, as views.
 
-    To cut a view takes longer than Python does to find one. Passes that draft are over one place
-    each, one behind the other: views of one place are cut many at a time.
+    To cut a view takes longer than Python does to find one. Passes that draft are over one position
+    each, one after the other: views of one position are cut many at a time.
 
     Args:
         wholes: the tensors.
@@ -26,11 +26,11 @@ class Pieces:
 
     def __init__(self, *wholes: Tensor, dim: int):
         self.wholes, self._dim, self.length = wholes, dim, wholes[0].shape[dim]
-        self._first = self._last = 0  # the places that are cut
+        self._first = self._last = 0  # the positions that are cut
         self._ones: list[tuple[Tensor, ...]] = []
 
     def view(self, start: int, width: int) -> tuple[Tensor, ...]:
-        """The `width` places from `start` on, of each."""
+        """The `width` positions from `start` on, of each."""
         if width != 1:
             return tuple([whole.narrow(self._dim, start, width) for whole in self.wholes])
         if not self._first <= start < self._last:
@@ -51,7 +51,7 @@ _GROWTH = 256  # smallest step by which a buffer grows, in slots
 
 
 class Window:
-    """The slots that one pass writes: `width` of them behind `starts` in each row.
+    """The slots that one pass writes: `width` of them after `starts` in each row.
 
     Attributes:
         starts: first slot written, per row.

@@ -40,12 +40,12 @@ def tree_mask(
         active: the pass.
         tree: which drafts continue which.
         slots: `[end]` 0, 1, 2, …
-        lengths: settled tokens of each row.
+        lengths: committed tokens of each row.
         window: the sliding window in positions, or `None`.
         dtype: of the mask.
     """
     settled = torch.tensor(lengths, device=slots.device)[:, None]
-    places = slots - settled  # in the block; below 0 the slots of settled tokens
+    places = slots - settled  # in the block; below 0 the slots of committed tokens
     last = tree.depths.shape[1] - 1
     inside = places.clamp(0, last)
     keys = torch.where(places < 0, slots, settled + tree.depths.gather(1, inside))

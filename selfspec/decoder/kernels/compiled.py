@@ -52,7 +52,7 @@ class CompiledLayers(StandIn):
 
         Args:
             layer: the layer.
-            index: of the layer in whose place it runs.
+            index: of the layer that it replaces.
             hidden: `[rows, width, hidden]` its input.
             args: what it is handed beside.
             kwargs: the same, by name.

@@ -31,7 +31,7 @@ class _Packed(NamedTuple):
     """Packed weights of one or several linear maps, and what these were then.
 
     Attributes:
-        weight: `[out, in]` of all, one behind the other, in oneDNN's layout.
+        weight: `[out, in]` of all, one after the other, in oneDNN's layout.
         bias: `[out]`, or `None`.
         sums: of each, by rows and by columns, from which every change is seen. Torch's own count
             of changes leaves out those of fused optimizers and of merged adapters.

@@ -210,7 +210,7 @@ class Page:
         )
 
     def choose_exit(self, exit_layer: float) -> Any:
-        """Offer the heads behind that layer."""
+        """Offer the heads after that layer."""
         heads = self.offer.heads(int(exit_layer))
         return gr.update(choices=heads, value=heads[0])
 

@@ -75,7 +75,7 @@ def message(text: str, kind: str = "") -> str:
 
 
 def pane(title: str, what: str, prompt: str = "", shown: Pane | None = None) -> str:
-    """A way's text behind the prompt, and what its colours mean.
+    """A way's text after the prompt, and what its colours mean.
 
     Args:
         title: the way's name.
