@@ -225,7 +225,7 @@ def test_a_folder_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
         raise OSError("the disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr("selfspec.export.draft.draft_guide", failing)
+        patch.setattr("selfspec.export.draft_model.draft_guide", failing)
         with pytest.raises(OSError, match="the disk is full"):
             export_draft(decoder, head, out, target="target")
     assert list(tmp_path.iterdir()) == []

@@ -16,7 +16,7 @@ from selfspec import DEMO_MODEL, DraftConfig, SelfSpecModel
 from selfspec.decoder import Decoder, Span
 from selfspec.heads import Calibrator, LensHead, SharedHead, load_heads, save_heads
 from selfspec.heads import store as store_module
-from selfspec.heads.fingerprint import fingerprint
+from selfspec.heads.store import fingerprint
 
 IDS, MASK = prompt(4, 9)
 CONFIG, WEIGHTS = "selfspec.json", "exit_heads.safetensors"

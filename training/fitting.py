@@ -15,7 +15,7 @@ from selfspec import DEMO_MODEL, SelfSpecModel
 from selfspec.config import StrictConfig
 from selfspec.decoder import Decoder
 from selfspec.heads import CARD_NAME, ExitHead, heads_card, load_heads, save_heads
-from selfspec.heads.card import DEMO
+from selfspec.heads.hub import DEMO
 from training.checkpoint import write_folder
 from training.data import Blocks, SourceConfig, pack, tokenize
 from training.exits import DraftLossConfig, HeadConfig, new_head

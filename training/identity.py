@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec.decoder import Decoder
-from selfspec.heads.fingerprint import fingerprint
-from selfspec.heads.store import replacing
+from selfspec.heads.store import fingerprint, replacing
 
 
 def target_facts(decoder: Decoder) -> dict[str, Any]:

@@ -3,14 +3,19 @@
 from selfspec.heads.base import ExitHead, check_distinct, check_exit_layer
 from selfspec.heads.block import BlockHead
 from selfspec.heads.calibrator import Calibrator, Judge
-from selfspec.heads.card import CARD_NAME, heads_card
 from selfspec.heads.fused import FusedHead
-from selfspec.heads.hub import find_heads, push_heads
-from selfspec.heads.kinds import HEAD_KINDS, build_head, head_class
+from selfspec.heads.hub import CARD_NAME, find_heads, heads_card, push_heads
 from selfspec.heads.lens import LensHead
 from selfspec.heads.lora import LoraHead
 from selfspec.heads.shared import SharedHead
-from selfspec.heads.store import CONFIG_NAME, load_heads, save_heads
+from selfspec.heads.store import (
+    CONFIG_NAME,
+    HEAD_KINDS,
+    build_head,
+    head_class,
+    load_heads,
+    save_heads,
+)
 
 __all__ = [
     "CARD_NAME",

@@ -1,15 +1,73 @@
-"""What an exit head is: a small module that turns an exit's hidden states into draft logits."""
+"""Parts that kinds of heads are made of, copied from the target."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from selfspec.decoder import Decoder
-from selfspec.heads.readout import trimmed_readout
+from selfspec.decoder import Decoder, weight_of
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+def own_norm(decoder: Decoder) -> nn.Module:
+    """A copy of the target's final norm.
+
+    Raises:
+        ValueError: the target has none, or has more than the LM head behind it.
+    """
+    check_tail(decoder)
+    if decoder.final_norm is None:
+        name = type(decoder.causal_lm).__name__
+        raise ValueError(f"{name} has no final norm to start an exit head from")
+    return decoder.copy(decoder.final_norm)
+
+
+def check_tail(decoder: Decoder) -> None:
+    """Raise ValueError where the LM head does not read the final norm's output (small OPTs)."""
+    width = decoder.config.hidden_size
+    reads = getattr(decoder.lm_head, "in_features", width)
+    if reads != width:
+        raise ValueError(
+            f"{type(decoder.causal_lm).__name__} projects {width} to {reads} between its final "
+            "norm and its LM head, which exit heads cannot; use head='shared', untrimmed"
+        )
+
+
+def placed(module: ModuleT, decoder: Decoder, exit_layer: int) -> ModuleT:
+    """New parts where the exit is, in the dtype of the target's final norm."""
+    norm = decoder.final_norm
+    parameters = iter(()) if norm is None else norm.parameters()
+    like = next(parameters, torch.empty(0, dtype=decoder.dtype))
+    return module.to(decoder.device_at(exit_layer), like.dtype)
+
+
+# Smaller or adapted LM heads, made of the target's own.
+
+
+@torch.no_grad()
+def trimmed_readout(decoder: Decoder, vocab_ids: Tensor) -> nn.Linear:
+    """The rows of the target's LM head for `vocab_ids`, gathered once into one piece.
+
+    Raises:
+        ValueError: the LM head's rows cannot be taken, or read something else than the final norm.
+    """
+    check_tail(decoder)
+    weight = decoder.lm_head_weight
+    bias = None if decoder.lm_head.bias is None else weight_of(decoder.lm_head, "bias")
+    ids = vocab_ids.to(weight.device)
+    # Without memory of its own, and without drawing weights that would be thrown away.
+    trimmed = nn.Linear(weight.shape[1], len(ids), bias=bias is not None, device="meta")
+    trimmed.weight = nn.Parameter(weight[ids], requires_grad=False)
+    if bias is not None:
+        trimmed.bias = nn.Parameter(bias[ids], requires_grad=False)
+    return trimmed
+
+
+# What an exit head is: a small module that turns an exit's hidden states into draft logits.
 
 
 class ExitHead(nn.Module):

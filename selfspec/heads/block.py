@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from selfspec.decoder import Decoder
-from selfspec.heads.base import ExitHead, check_exit_layer, check_width
-from selfspec.heads.parts import own_norm
+from selfspec.heads.base import ExitHead, check_exit_layer, check_width, own_norm
 
 
 class BlockHead(ExitHead):

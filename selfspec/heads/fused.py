@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
 from selfspec.decoder import Decoder
-from selfspec.heads.base import check_exit_layer
+from selfspec.heads.base import check_exit_layer, own_norm, placed
 from selfspec.heads.block import BlockHead
-from selfspec.heads.parts import own_norm, placed
 
 _EPS = 1e-6
 

@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from selfspec.decoder import Decoder
-from selfspec.heads.base import ExitHead, check_width
-from selfspec.heads.parts import own_norm, placed
+from selfspec.heads.base import ExitHead, check_width, own_norm, placed
 
 
 class LensHead(ExitHead):

@@ -12,8 +12,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
 from selfspec.decoder import Decoder, at_hand, bare_copy, device_of
-from selfspec.heads.base import ExitHead, check_width
-from selfspec.heads.parts import own_norm, placed
+from selfspec.heads.base import ExitHead, check_width, own_norm, placed
 
 
 class LoraHead(ExitHead):

@@ -1,10 +1,11 @@
-"""Heads on disk: `selfspec.json` beside `exit_heads.safetensors`, written atomically."""
+"""What target a head was fitted to: shapes, and samples of the target's weights."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,129 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from selfspec.config import StrictConfig, parse
-from selfspec.decoder import Decoder
-from selfspec.heads.base import ExitHead, check_distinct
+from selfspec.config import StrictConfig, parse, unknown_name
+from selfspec.decoder import Decoder, is_quantized, weights
+from selfspec.heads.base import ExitHead, check_distinct, check_exit_layer
+from selfspec.heads.block import BlockHead
 from selfspec.heads.calibrator import Calibrator
-from selfspec.heads.fingerprint import check_fingerprint, fingerprint
-from selfspec.heads.kinds import build_head
+from selfspec.heads.fused import FusedHead
+from selfspec.heads.lens import LensHead
+from selfspec.heads.lora import LoraHead
+from selfspec.heads.shared import SharedHead
+
+_EMBEDDING_SAMPLES = 16
+# Rounding to bfloat16 or float16 moves a value by less than this share of it, or this much.
+_RELATIVE, _ABSOLUTE = 2**-7, 1e-6
+
+
+def fingerprint(decoder: Decoder) -> dict[str, Any]:
+    """Facts that must agree between the target a head was fitted to and the one it drafts for.
+
+    `weights` holds a few values of the embedding and one of every other floating-point parameter
+    below the LM head, so checkpoints are told apart in any dtype, with adapters on top, and, as
+    far as it goes, with quantized layers.
+    """
+    return {
+        "model_type": decoder.config.model_type,
+        "num_hidden_layers": decoder.depth,
+        "hidden_size": decoder.config.hidden_size,
+        "vocab_size": decoder.vocab_size,
+        "weights": _samples(decoder),
+    }
+
+
+def check_fingerprint(decoder: Decoder, fitted: dict[str, Any], source: str) -> None:
+    """Raise ValueError, naming what differs, unless `fitted` describes `decoder`."""
+    found = differences(fingerprint(decoder), fitted)
+    if found:
+        raise ValueError(
+            f"the heads in {source} were fitted to another target: {'; '.join(found)}; "
+            "load the target they were fitted to, or fit heads to this one"
+        )
+
+
+def differences(own: dict[str, Any], recorded: dict[str, Any]) -> list[str]:
+    """What differs between a target's fingerprint and a recorded one; nothing if they agree."""
+    found = [
+        f"{key} is {own[key]!r} here and {recorded.get(key)!r} there"
+        for key in own
+        if key != "weights" and own[key] != recorded.get(key)
+    ]
+    return found or _different_weights(own["weights"], recorded.get("weights", {}))
+
+
+def _different_weights(own: dict[str, list[float]], fitted: dict[str, list[float]]) -> list[str]:
+    if "embedding" not in fitted:
+        return ["there is no record of its weights"]
+    different = [
+        name
+        for name in sorted(own.keys() & fitted.keys())
+        if not all(
+            math.isclose(a, b, rel_tol=_RELATIVE, abs_tol=_ABSOLUTE)
+            for a, b in zip(own[name], fitted[name], strict=True)
+        )
+    ]
+    return [f"the weights differ (first in {different[0]})"] if different else []
+
+
+@torch.no_grad()
+def _samples(decoder: Decoder) -> dict[str, list[float]]:
+    _, embedding = next(weights(decoder.causal_lm.get_input_embeddings()))
+    samples = {"embedding": _values(embedding, _EMBEDDING_SAMPLES)}
+    for name, tensor in weights(decoder.layers):
+        if "lora_" not in name and not is_quantized(tensor):
+            samples[name.replace(".base_layer", "")] = _values(tensor, 1)
+    return samples
+
+
+def _values(tensor: torch.Tensor, count: int) -> list[float]:
+    flat = tensor.detach().reshape(-1)
+    places = torch.arange(1, count + 1) * (flat.numel() - 1) // (count + 1)
+    return [float(f"{value:.6g}") for value in flat[places.to(flat.device)].float().tolist()]
+
+
+# The kinds of exit heads, by name.
+
+HEAD_KINDS: dict[str, type[ExitHead]] = {
+    head.kind: head for head in (SharedHead, LensHead, LoraHead, BlockHead, FusedHead)
+}
+
+
+def head_class(kind: str) -> type[ExitHead]:
+    """The class of a kind; ValueError lists the known ones."""
+    if kind not in HEAD_KINDS:
+        raise ValueError(unknown_name("head kind", kind, list(HEAD_KINDS)))
+    return HEAD_KINDS[kind]
+
+
+def build_head(
+    decoder: Decoder, kind: str, exit_layer: int, options: Mapping[str, Any]
+) -> ExitHead:
+    """A head for `decoder`, as it is before any training.
+
+    Args:
+        decoder: the target.
+        kind: the head's kind.
+        exit_layer: number of layers below the exit.
+        options: what the kind takes, such as a rank.
+
+    Raises:
+        ValueError: the kind is unknown, the exit out of range, or the kind does not take an option,
+            or not its value.
+    """
+    head_type = head_class(kind)
+    check_exit_layer(decoder, exit_layer, head_type.lowest_exit)
+    try:
+        head = head_type.build(decoder, exit_layer, **options)
+    except TypeError as error:
+        raise ValueError(f"{kind} head: options {dict(options)} do not fit: {error}") from None
+    for name in options:
+        if name not in head.options:
+            raise ValueError(unknown_name(f"option of a {kind} head", name, list(head.options)))
+    return head
+
+
+# Heads on disk: `selfspec.json` beside `exit_heads.safetensors`, written atomically.
 
 CONFIG_NAME = "selfspec.json"
 WEIGHTS_NAME = "exit_heads.safetensors"

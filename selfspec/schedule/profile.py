@@ -16,8 +16,7 @@ from pydantic import Field
 
 from selfspec.config import DraftConfig, Kernels, StrictConfig, parse
 from selfspec.decoder import Decoder
-from selfspec.heads.fingerprint import differences, fingerprint
-from selfspec.heads.store import replacing
+from selfspec.heads.store import differences, fingerprint, replacing
 from selfspec.schedule.prediction import interpolated
 
 PROFILE_NAME = "selfspec_profile.json"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import selfspec
 from selfspec.export import hosted
-from selfspec.export.files import check_free, new_folder
+from selfspec.export.draft_model import check_free, new_folder
 from selfspec.heads import CARD_NAME, save_heads
 from selfspec.model import SelfSpecModel
 
