@@ -91,7 +91,7 @@ def test_a_judge_says_what_the_calibrator_says(depth):
         drafted_from = torch.cat([scores(), scores(spread=300.0), scores(spread=0.01)])
         expected = calibrator(drafted_from, depth)
         probs = drafted_from.softmax(-1)
-        said = calibrator.judge()([probs, probs.flip(0)], depth)
+        said = calibrator.estimator()([probs, probs.flip(0)], depth)
         torch.testing.assert_close(torch.tensor(said[0]), expected)
         deeper = calibrator(drafted_from, depth + 1)
         torch.testing.assert_close(torch.tensor(said[1]), deeper.flip(0))
@@ -99,7 +99,7 @@ def test_a_judge_says_what_the_calibrator_says(depth):
 
 def test_a_draft_of_scores_that_are_nan_is_sure_to_fall():
     for calibrator in (Calibrator(), fit_calibrator(*drafts())):
-        ((chance,),) = calibrator.judge()([torch.full((1, 9), torch.nan)], 0)
+        ((chance,),) = calibrator.estimator()([torch.full((1, 9), torch.nan)], 0)
         assert chance < 1e-6
 
 

@@ -236,7 +236,7 @@ def test_heads_of_every_kind_come_back_as_they_were_saved(target, tmp_path):
         same(other.heads, heads)
         for head, loaded in zip(heads, other.heads, strict=True):
             if head.vocab_ids is not None:
-                weight = loaded.readout.weight
+                weight = loaded.lm_head.weight
                 assert torch.equal(weight, target.lm_head.weight[head.vocab_ids])
             assert list(head.calibrators) == list(loaded.calibrators)
             assert not any(p.requires_grad for p in loaded.parameters())

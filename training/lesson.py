@@ -10,7 +10,7 @@ from torch import Tensor
 
 from selfspec.decoder import Decoder
 from selfspec.heads import ExitHead
-from selfspec.heads.teacher_forcing import Reading, draft_states
+from selfspec.heads.teacher_forcing import TargetStates, draft_states
 from training.data import Batch
 from training.losses import NO_TOKEN
 
@@ -25,14 +25,14 @@ class Lesson(NamedTuple):
         following: `[n]` the text's next tokens.
     """
 
-    reading: Reading
+    reading: TargetStates
     learned: Tensor
     target_logits: Tensor
     following: Tensor
 
     @classmethod
     @torch.no_grad()
-    def of(cls, decoder: Decoder, batch: Batch, reading: Reading) -> Lesson:
+    def of(cls, decoder: Decoder, batch: Batch, reading: TargetStates) -> Lesson:
         """The lesson of a batch that the target has read."""
         learned = batch.targets != NO_TOKEN
         target_logits = decoder.unembed(reading.normed[learned][None])[0]

@@ -57,9 +57,9 @@ class Traffic:
         # The last draft passes the shallow layers when it is verified.
         shallow = (num_draft_tokens + 1) * self._span(0, head.exit_layer, context)
         deep = self._span(head.exit_layer, self.decoder.depth, context) + self._lm_head
-        once = _bytes(head.joining)
+        once = _bytes(m for n, m in head.named_children() if n in ("feature_norms", "fuse"))
         each = _bytes([head]) - once - _bytes([head.calibrators])
-        each += self._lm_head if head.readout is None else _bytes([head.readout])
+        each += self._lm_head if head.lm_head is None else _bytes([head.lm_head])
         if head.layer is not None:
             each += self._kept(head.place, context)
         return shallow + deep + once + num_draft_tokens * each

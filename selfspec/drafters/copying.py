@@ -12,7 +12,7 @@ from selfspec.drafters.chain import ExitChain
 from selfspec.drafters.engine import State
 from selfspec.drafters.exit_readers import ExitReader
 from selfspec.drafters.suffix_lookup import Lookup, Match
-from selfspec.heads import Judge
+from selfspec.heads import AcceptanceEstimator
 from selfspec.sampling.draft import Draft
 from selfspec.schedule import OptimalStop
 from selfspec.schedule.pace import Pace
@@ -65,7 +65,7 @@ class CopyingStop(OptimalStop):
             self._look_next = self._rounds  # what time is worth was another's
         self._find, self._most = find, most
 
-    def begin(self, judge: Judge) -> None:
+    def begin(self, judge: AcceptanceEstimator) -> None:
         """Time the round from here."""
         super().begin(judge)
         self.drafts, self.matches, self._count, self._cut = [], [], 0, False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from selfspec.config import DraftConfig
-from selfspec.heads import Calibrator, Judge
+from selfspec.heads import AcceptanceEstimator, Calibrator
 from selfspec.schedule.base import ConfidenceStop, Schedule
 from selfspec.schedule.optimal import OptimalStop
 from selfspec.schedule.pace import Pace
@@ -18,9 +18,9 @@ def make_schedule(config: DraftConfig, pace: Pace | None = None) -> Schedule:
     return Schedule()
 
 
-def plain_judge() -> Judge:
+def plain_judge() -> AcceptanceEstimator:
     """What to go by where nothing was calibrated."""
-    return Calibrator().judge()
+    return Calibrator().estimator()
 
 
 __all__ = ["ConfidenceStop", "OptimalStop", "Schedule", "make_schedule", "plain_judge"]

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from selfspec.heads import Judge
+from selfspec.heads import AcceptanceEstimator
 
 
 class Schedule:
     """Decides after each drafted token whether to draft another; this one always does."""
 
-    def begin(self, judge: Judge) -> None:
+    def begin(self, judge: AcceptanceEstimator) -> None:
         """A round begins, with what says how likely a greedy draft is kept."""
 
     def pause(self) -> None:

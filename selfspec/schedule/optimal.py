@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from selfspec.heads import Judge
+from selfspec.heads import AcceptanceEstimator
 from selfspec.schedule.base import Schedule
 from selfspec.schedule.falls import Falls
 from selfspec.schedule.pace import Pace, RoundClock
@@ -52,7 +52,7 @@ class OptimalStop(Schedule):
     def __init__(self, pace: Pace):
         self.pace = pace
         self._clock = RoundClock(pace)
-        self._judge: Judge | None = None
+        self._judge: AcceptanceEstimator | None = None
         self._chances: list[list[float]] = []  # of each draft that was asked of, for each row
         self._waiting: list[Tensor] = []  # scores or probabilities of the others
         self._drawn = False  # which of them: whether tokens are drawn
@@ -70,7 +70,7 @@ class OptimalStop(Schedule):
         self._settled, self._settled_reach = 0, [1.0]
         self._settled_for, self._look_next = (False, 0), 0
 
-    def begin(self, judge: Judge) -> None:
+    def begin(self, judge: AcceptanceEstimator) -> None:
         """Time the round from here."""
         self._clock.begin()
         self._judge, self._chances, self._waiting = judge, [], []

@@ -180,7 +180,7 @@ class LayerReader(ExitReader):
         if not self._leaves:
             return Own(self._layer, enter, self._added)
         at = None if ends is None else partial(pick_from, starts=ends)
-        readout = self.head.readout
+        readout = self.head.lm_head
         return Own(self._layer, enter, self._added, leave=self.head, at=at, readout=readout)
 
     def _in_one_pass(self, state: State) -> bool:
