@@ -11,8 +11,7 @@ from torch import Tensor
 from selfspec.decoder import Decoder
 from selfspec.drafters.engine import State
 from selfspec.drafters.exit_readers import LayerReader
-from selfspec.heads import HEAD_KINDS, ExitHead
-from selfspec.heads.teacher_forcing import draft_states, target_states
+from selfspec.heads import HEAD_KINDS, ExitHead, draft_states, target_states
 
 KINDS = list(HEAD_KINDS)
 

@@ -26,8 +26,7 @@ from selfspec.export import (
     export_draft,
     fold,
 )
-from selfspec.heads import save_heads
-from selfspec.heads.teacher_forcing import draft_states, target_states
+from selfspec.heads import draft_states, save_heads, target_states
 
 TEXT = prompt(20, seed=3, vocab=60)[0]
 

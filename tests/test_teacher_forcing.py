@@ -7,7 +7,7 @@ from families import LAYERS, build
 from head_tools import own_head
 
 from selfspec.decoder import Decoder, Packing
-from selfspec.heads.teacher_forcing import draft_states, target_states
+from selfspec.heads import draft_states, target_states
 
 STEPS = 3
 LENGTHS = (5, 2, 9, 1, 4)
