@@ -11,8 +11,7 @@ from torch import Tensor
 from selfspec.decoder import Decoder
 from selfspec.drafters.engine import State
 from selfspec.drafters.exit_reader import LayerReader
-from selfspec.heads import HEAD_KINDS, ExitHead
-from selfspec.heads.teacher_forcing import draft_states, needs, read_text
+from selfspec.heads import HEAD_KINDS, ExitHead, draft_states, target_states
 
 KINDS = list(HEAD_KINDS)
 
@@ -82,9 +81,9 @@ def record(monkeypatch) -> list[Seen]:
 @torch.no_grad()
 def forced(decoder: Decoder, head: ExitHead, text: Tensor, step: int) -> Tensor:
     """`[1, vocab]` what the head says behind `text`, of whose tokens the last `step` are drafts."""
-    reading = read_text(decoder, text[None], None, needs(head))
+    reading = target_states(decoder, text[None], None, head.input_layers)
     *_, last = draft_states(decoder, head, reading, step + 1)
-    return head.spread(head.logits(decoder, last[:, -1:]), decoder)[0]
+    return head.expand_logits(head.logits(decoder, last[:, -1:]), decoder)[0]
 
 
 def assert_reads_as_forced(

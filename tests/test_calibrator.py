@@ -1,4 +1,4 @@
-"""Calibrators: their features, their fit, and what is said of them."""
+"""Calibrators: their features, their fit, and how well they are calibrated."""
 
 import math
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from selfspec.heads.calibrator import Calibrator
+from selfspec.heads import Calibrator
 from training.exits.calibrate import (
     FEWEST,
     calibration,
@@ -86,20 +86,20 @@ def test_a_probability_is_above_0_and_below_1(seed, spread, depth):
 
 
 @pytest.mark.parametrize("depth", [0, 2, 9])
-def test_a_judge_says_what_the_calibrator_says(depth):
+def test_the_estimator_gives_what_the_calibrator_gives(depth):
     for calibrator in (Calibrator(), fit_calibrator(*drafts())):
         drafted_from = torch.cat([scores(), scores(spread=300.0), scores(spread=0.01)])
         expected = calibrator(drafted_from, depth)
         probs = drafted_from.softmax(-1)
-        said = calibrator.judge()([probs, probs.flip(0)], depth)
-        torch.testing.assert_close(torch.tensor(said[0]), expected)
+        estimated = calibrator.estimator()([probs, probs.flip(0)], depth)
+        torch.testing.assert_close(torch.tensor(estimated[0]), expected)
         deeper = calibrator(drafted_from, depth + 1)
-        torch.testing.assert_close(torch.tensor(said[1]), deeper.flip(0))
+        torch.testing.assert_close(torch.tensor(estimated[1]), deeper.flip(0))
 
 
-def test_a_draft_of_scores_that_are_nan_is_sure_to_fall():
+def test_a_draft_of_scores_that_are_nan_is_sure_to_be_rejected():
     for calibrator in (Calibrator(), fit_calibrator(*drafts())):
-        ((chance,),) = calibrator.judge()([torch.full((1, 9), torch.nan)], 0)
+        ((chance,),) = calibrator.estimator()([torch.full((1, 9), torch.nan)], 0)
         assert chance < 1e-6
 
 

@@ -26,8 +26,7 @@ from selfspec.export import (
     export_draft,
     fold,
 )
-from selfspec.heads import save_heads
-from selfspec.heads.teacher_forcing import draft_states, needs, read_text
+from selfspec.heads import draft_states, save_heads, target_states
 
 TEXT = prompt(20, seed=3, vocab=60)[0]
 
@@ -50,7 +49,7 @@ def load(folder, **options):
 @torch.no_grad()
 def exit_logits(decoder, head):
     """What an exit says behind every token of a text."""
-    reading = read_text(decoder, TEXT, None, needs(head))
+    reading = target_states(decoder, TEXT, None, head.input_layers)
     (states,) = draft_states(decoder, head, reading, 1)
     return head.logits(decoder, states)
 

@@ -147,7 +147,7 @@ def test_a_fit_from_files_is_the_fit_from_the_target(folder, tmp_path, dtype):
 def test_a_fit_from_files_does_not_run_the_target(folder, monkeypatch):
     target = decoder()
     read = cache(folder, target=target)
-    monkeypatch.setattr(features, "read_text", None)
+    monkeypatch.setattr(features, "target_states", None)
     assert read.read(TEXT[0][3]).normed.shape == (1, BLOCK, 32)
     assert cache(folder, target=target).read(TEXT[1][0]).normed.shape == (1, BLOCK, 32)
 

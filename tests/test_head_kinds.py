@@ -328,10 +328,10 @@ def test_trimmed_logits_are_the_rows_of_all_logits(tail, kind):
     ids = torch.tensor([0, 3, 4, 40, VOCAB - 1])
     head.trim(decoder, ids)
     torch.testing.assert_close(head.logits(decoder, hidden), everything[..., ids])
-    assert torch.equal(head.readout.weight, decoder.lm_head.weight[ids])
+    assert torch.equal(head.lm_head.weight, decoder.lm_head.weight[ids])
     if tail == "bias":
-        assert torch.equal(head.readout.bias, decoder.lm_head.bias[ids])
-    spread = head.spread(head.logits(decoder, hidden), decoder)
+        assert torch.equal(head.lm_head.bias, decoder.lm_head.bias[ids])
+    spread = head.expand_logits(head.logits(decoder, hidden), decoder)
     others = torch.ones(VOCAB, dtype=torch.bool).index_fill(0, ids, False)
     assert bool((spread[..., others] == -torch.inf).all())
     assert bool((spread.softmax(-1)[..., others] == 0).all())
@@ -415,7 +415,7 @@ def test_ids_that_are_no_vocabulary_are_refused(target, ids, match):
     head = SharedHead.build(Decoder(target), EXIT)
     with pytest.raises(ValueError, match=match):
         head.trim(Decoder(target), torch.tensor(ids))
-    assert head.vocab_ids is None and head.readout is None
+    assert head.vocab_ids is None and head.lm_head is None
 
 
 @pytest.mark.parametrize("where", ["target_modules", "modules_to_save"])
@@ -500,7 +500,7 @@ def test_another_thread_gets_all_logits_while_a_trimmed_head_reads(target):
             inside.set()
             done.wait(30)
 
-    spec.heads[0].readout.register_forward_hook(pause)
+    spec.heads[0].lm_head.register_forward_hook(pause)
     options = {"max_new_tokens": 6, "draft": drafting(spec.heads[0])}
     worker = threading.Thread(target=spec.generate, args=(ONE,), kwargs=options)
     worker.start()

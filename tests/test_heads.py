@@ -14,9 +14,17 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, Qwen2Co
 
 from selfspec import DEMO_MODEL, DraftConfig, SelfSpecModel
 from selfspec.decoder import Decoder, Span
-from selfspec.heads import Calibrator, LensHead, SharedHead, load_heads, save_heads
+from selfspec.heads import (
+    HEAD_KINDS,
+    Calibrator,
+    LensHead,
+    SharedHead,
+    fingerprint,
+    load_heads,
+    register_head,
+    save_heads,
+)
 from selfspec.heads import store as store_module
-from selfspec.heads.store import fingerprint
 
 IDS, MASK = prompt(4, 9)
 CONFIG, WEIGHTS = "selfspec.json", "exit_heads.safetensors"
@@ -236,7 +244,7 @@ def test_heads_of_every_kind_come_back_as_they_were_saved(target, tmp_path):
         same(other.heads, heads)
         for head, loaded in zip(heads, other.heads, strict=True):
             if head.vocab_ids is not None:
-                weight = loaded.readout.weight
+                weight = loaded.lm_head.weight
                 assert torch.equal(weight, target.lm_head.weight[head.vocab_ids])
             assert list(head.calibrators) == list(loaded.calibrators)
             assert not any(p.requires_grad for p in loaded.parameters())
@@ -312,6 +320,59 @@ def test_a_save_replaces_older_heads(saved):
     newer = [lens(decoder, 3, seed=9), lens(decoder, 1, seed=3)]
     save_heads(newer, decoder, folder)
     same(load_heads(decoder, folder), newer)
+
+
+# Kinds from outside the package
+
+
+@pytest.fixture
+def doubled(monkeypatch):
+    """A kind that only this test knows."""
+    monkeypatch.setattr("selfspec.heads.base.HEAD_KINDS", dict(HEAD_KINDS))
+
+    @register_head
+    class DoubledLens(LensHead):
+        kind = "doubled"
+
+        def forward(self, hidden):
+            return 2 * super().forward(hidden)
+
+    return DoubledLens
+
+
+@pytest.mark.parametrize("trimmed", [False, True])
+def test_a_registered_kind_is_saved_loaded_and_drafts(target, doubled, trimmed, tmp_path):
+    decoder = Decoder(target)
+    head = doubled.build(decoder, EXIT, rank=3)
+    if trimmed:
+        head.trim(decoder, torch.arange(0, VOCAB, 2))
+    save_heads([calibrated(head)], decoder, tmp_path)
+    spec = SelfSpecModel(target, heads=tmp_path)
+    assert type(spec.heads[0]) is doubled
+    same(spec.heads, [head])
+    own = greedy(target, IDS, MASK, max_new_tokens=12)
+    for drafter in ("early_exit", "tree"):
+        draft = DraftConfig(drafter=drafter, head="doubled", exit_layer=EXIT)
+        text = spec.generate(IDS, attention_mask=MASK, max_new_tokens=12, draft=draft)
+        assert torch.equal(text, own)
+        assert spec.last_stats.drafted > 0
+
+
+def test_a_kind_has_one_class(doubled):
+    assert register_head(doubled) is doubled
+    with pytest.raises(ValueError, match=r"'doubled' is already registered by .*DoubledLens; give"):
+
+        @register_head
+        class Other(LensHead):
+            kind = "doubled"
+
+
+def test_a_kind_that_is_not_registered_is_named(target, doubled, monkeypatch, tmp_path):
+    decoder = Decoder(target)
+    save_heads([doubled.build(decoder, EXIT)], decoder, tmp_path)
+    monkeypatch.setattr("selfspec.heads.base.HEAD_KINDS", dict(HEAD_KINDS))
+    with pytest.raises(ValueError, match="unknown head kind: 'doubled'"):
+        load_heads(decoder, tmp_path)
 
 
 # Files that are not whole

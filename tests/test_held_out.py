@@ -9,7 +9,7 @@ from head_tools import own_head
 
 from selfspec.decoder import Decoder
 from selfspec.heads import BlockHead, FusedHead, SharedHead
-from selfspec.heads.teacher_forcing import draft_states, needs, read_text
+from selfspec.heads.teacher_forcing import draft_states, target_states
 from training.data import Blocks, collate
 from training.exits.losses import LossSchedule, draft_losses
 from training.exits.task import DraftLossConfig, ExitTask, HeldOutDrafts
@@ -52,7 +52,7 @@ def outright(target, head, decoder, blocks):
     for tokens in pieces(blocks):
         out = target(input_ids=tokens[None], output_hidden_states=True)
         drafted = head.logits(decoder, out.hidden_states[head.exit_layer])
-        drafted = head.spread(drafted, decoder)
+        drafted = head.expand_logits(drafted, decoder)
         p.append(out.logits[0, :-1].softmax(-1))
         q.append(drafted[0, :-1].softmax(-1))
     return torch.cat(p), torch.cat(q)
@@ -183,7 +183,7 @@ def test_tokens_of_a_prompt_teach_nothing(decoder, kind):
 
 def at_depth(decoder, head, data, depth, name):
     """Σ of a loss over the positions that a draft of this depth reaches."""
-    reading = read_text(decoder, data.tokens, data.documents, needs(head))
+    reading = target_states(decoder, data.tokens, data.documents, head.input_layers)
     state = list(draft_states(decoder, head, reading, depth + 1))[depth]
     there = (data.targets != -100) & (data.positions >= depth)
     logits = [decoder.unembed(reading.normed)[there], head.logits(decoder, state)[there]]

@@ -219,7 +219,7 @@ def test_wider_trees_are_followed_further():
     assert kept[1] > kept[0] + 0.1
 
 
-class Judge(Calibrator):
+class AcceptanceEstimator(Calibrator):
     """As sure, or as unsure, as a calibrator can be."""
 
     def __init__(self, bias):
@@ -233,7 +233,7 @@ def test_children_are_the_best_of_their_place_in_order(watch, bias):
     """However little is left of the chance to reach them: a later sibling never comes first."""
     model = tiny_llama("always")
     head = own_head(Decoder(model), "shared", EXIT)
-    head.calibrators["greedy"] = Judge(bias)
+    head.calibrators["greedy"] = AcceptanceEstimator(bias)
     spec = SelfSpecModel(model, heads=[head])
     ledger = watch(spec)
     ids = IDS[1:2]

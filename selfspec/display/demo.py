@@ -22,7 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 from selfspec import DEMO_MODEL
 from selfspec.config import DraftConfig, StrictConfig
 from selfspec.heads import ExitHead, head_class
-from selfspec.heads.teacher_forcing import draft_states, needs, read_text
+from selfspec.heads.teacher_forcing import draft_states, target_states
 from selfspec.model import SelfSpecModel
 from selfspec.schedule.stats import Stats
 
@@ -321,9 +321,9 @@ def _agrees(spec: SelfSpecModel, head: ExitHead, tokens: torch.Tensor) -> torch.
     """`[n]` where the head's first choice is the target's own."""
     decoder = spec.engine.decoder
     with torch.inference_mode():
-        reading = read_text(decoder, tokens, None, needs(head))
+        reading = target_states(decoder, tokens, None, head.input_layers)
         state = next(draft_states(decoder, head, reading, steps=1))
-        exit_logits = head.spread(head.logits(decoder, state), decoder)
+        exit_logits = head.expand_logits(head.logits(decoder, state), decoder)
         logits = decoder.unembed(reading.normed)
     return (exit_logits.argmax(-1) == logits.argmax(-1)).flatten()
 

@@ -19,7 +19,7 @@ from selfspec.config import unknown_name
 from selfspec.decoder import Decoder
 from selfspec.display.trace import Detokenizer
 from selfspec.heads import ExitHead, SharedHead
-from selfspec.heads.teacher_forcing import draft_states, needs, read_text
+from selfspec.heads.teacher_forcing import draft_states, target_states
 from selfspec.model import SelfSpecModel
 from selfspec.schedule.profile import Profile, Validation
 from selfspec.schedule.stats import Stats
@@ -109,12 +109,14 @@ def exit_readings(
     if heads is None:
         heads = [SharedHead.build(decoder, layer) for layer in range(1, decoder.depth)]
     heads = sorted(heads, key=lambda head: head.exit_layer)
-    reading = read_text(decoder, tokens, None, [layer for head in heads for layer in needs(head)])
+    reading = target_states(
+        decoder, tokens, None, [layer for head in heads for layer in head.input_layers]
+    )
     target_probs = _probabilities(decoder.unembed(reading.normed))
     rows: list[list[Tensor]] = []
     for head in heads:
         state = next(draft_states(decoder, head, reading, steps=1))
-        logits = head.spread(head.logits(decoder, state), decoder)
+        logits = head.expand_logits(head.logits(decoder, state), decoder)
         rows.append(_figures(_probabilities(logits), target_probs))
     rows.append(_figures(target_probs, target_probs))
     ids, *figures = (torch.stack(column).cpu() for column in zip(*rows, strict=True))

@@ -11,7 +11,7 @@ from torch import Tensor
 from selfspec.decoder import Pass
 from selfspec.drafters.engine import State, Verified
 from selfspec.drafters.exit_reader import ExitReader
-from selfspec.heads import Judge
+from selfspec.heads import AcceptanceEstimator
 from selfspec.sampling.draft import Draft, Verdict
 from selfspec.schedule import Schedule
 
@@ -21,7 +21,12 @@ Read = Callable[[Tensor, int], tuple[Tensor, Tensor | None]]
 
 
 def draft_chain(
-    state: State, limit: int, schedule: Schedule, judge: Judge, read: Read, depth: int = 0
+    state: State,
+    limit: int,
+    schedule: Schedule,
+    judge: AcceptanceEstimator,
+    read: Read,
+    depth: int = 0,
 ) -> Draft:
     """Draft after each row's pending token until the schedule stops.
 

@@ -107,7 +107,7 @@ class Engine:
         check_distinct(self.heads)
         for head in self.heads:
             head.check(decoder)
-            decoder.include(*(part for part in (head, head.readout) if part is not None))
+            decoder.include(*(part for part in (head, head.lm_head) if part is not None))
         self.draft_models = DraftModels(decoder, draft_model)
 
     def beside(self, draft_model: nn.Module) -> Engine:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from selfspec.decoder import Own, Pass, Span
 from selfspec.drafters.engine import Engine, State, Verified
-from selfspec.heads import Calibrator, ExitHead, Judge
+from selfspec.heads import AcceptanceEstimator, Calibrator, ExitHead
 from selfspec.sampling.draft import Tree
 
 
@@ -33,7 +33,7 @@ class ExitReader:
     def __init__(self, engine: Engine, head: ExitHead):
         self.engine, self.decoder, self.head = engine, engine.decoder, head
         self._trimmed = head.vocab_ids is not None  # a reader is made for one call
-        self._judge: Judge | None = None
+        self._judge: AcceptanceEstimator | None = None
 
     def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
         """See a block of new text, `offset` after the committed tokens, `counts` of them real."""
@@ -72,7 +72,7 @@ class ExitReader:
         return self._spread(self.head.logits(self.decoder, hidden))
 
     def _spread(self, logits: Tensor) -> Tensor:
-        return self.head.spread(logits, self.decoder) if self._trimmed else logits
+        return self.head.expand_logits(logits, self.decoder) if self._trimmed else logits
 
     def calibrator(self, sampled: bool) -> Calibrator:
         """What says how likely a draft of the head is kept; without a fit a plain guess."""
@@ -82,10 +82,10 @@ class ExitReader:
         with torch.inference_mode(False):  # it stays in the head, beyond this call
             return fitted.to(self.decoder.device)
 
-    def judge(self) -> Judge:
+    def judge(self) -> AcceptanceEstimator:
         """The calibrator for greedy chains."""
         if self._judge is None:
-            self._judge = self.calibrator(sampled=False).judge()
+            self._judge = self.calibrator(sampled=False).estimator()
         return self._judge
 
     def verified(self, state: State, drafted: int, verified: Verified) -> None:
@@ -312,7 +312,7 @@ class LayerReader(ExitReader):
         if not self._leaves:
             return Own(self._layer, enter, self._added)
         at = None if ends is None else partial(pick_from, starts=ends)
-        readout = self.head.readout
+        readout = self.head.lm_head
         return Own(self._layer, enter, self._added, leave=self.head, at=at, readout=readout)
 
     def _in_one_pass(self, state: State) -> bool:

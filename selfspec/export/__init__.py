@@ -1,4 +1,4 @@
-"""Exports heads: stock checkpoints for serving engines, a `custom_generate` folder for the hub."""
+"""Exit heads for other programs: draft models for engines, custom generate for transformers."""
 
 from selfspec.export.custom_generate import export_custom_generate
 from selfspec.export.draft_model import (

@@ -1,4 +1,4 @@
-"""A folder with which any transformers script generates self-speculatively."""
+"""A folder in the hub's format that adds self-speculative decoding to any transformers script."""
 
 from __future__ import annotations
 
@@ -6,12 +6,40 @@ import re
 from pathlib import Path
 
 import selfspec
-from selfspec.export import hosted
+from selfspec.export import generate_template
 from selfspec.export.draft_model import check_free, new_folder
 from selfspec.heads import CARD_NAME, save_heads
 from selfspec.model import SelfSpecModel
 
-_FOLDER = "custom_generate"
+_CARD = """\
+---
+library_name: transformers
+tags: [custom_generate, speculative-decoding, early-exit]
+---
+
+# Self-speculative decoding
+
+The model drafts tokens from its first layers and verifies them with all layers. Greedy output \
+stays the same, and sampled output keeps its distribution. {heads}
+
+```bash
+pip install selfspec
+```
+
+```python
+written = model.generate(
+    **inputs, custom_generate="{name}", trust_remote_code=True, max_new_tokens=64
+)
+```
+
+All options of `generate` work as usual. There are two more: `heads`, a folder or a hub id of exit \
+heads, and `draft`, a dict such as `{{"exit_layer": 4, "num_draft_tokens": 6}}`.
+"""
+_WITH_HEADS = "This folder has exit heads; they fit only the model that they were trained for."
+_WITHOUT_HEADS = (
+    "Drafts come from the model's own norm and LM head at an early layer. This suits checkpoints "
+    "that were trained with early exits."
+)
 
 
 def export_custom_generate(
@@ -20,70 +48,33 @@ def export_custom_generate(
     spec: SelfSpecModel | None = None,
     repo_id: str | None = None,
 ) -> None:
-    """Write what `model.generate(custom_generate="...", trust_remote_code=True)` loads.
+    """Write the folder that `model.generate(custom_generate=..., trust_remote_code=True)` loads.
 
     Args:
-        folder: made whole or not at all.
-        spec: a target whose heads are copied beside; `None` copies none.
-        repo_id: `user/name` the folder will be uploaded to, where its heads are then found;
-            `None` takes them from `folder`.
+        folder: created as a whole, or not at all if there is an error.
+        spec: a target whose heads are copied into the folder; `None` copies none.
+        repo_id: `user/name` that the folder will be uploaded to; the heads are then loaded from
+            there. `None` loads them from `folder`.
 
     Raises:
-        FileExistsError: `folder` is there already, with something in it.
+        FileExistsError: `folder` exists and is not empty.
     """
-    place = None
+    heads = None
     with new_folder(folder) as scratch:
         if spec is not None and spec.heads:
             save_heads(spec.heads, spec.engine.decoder, scratch)
-            place = repo_id or str(check_free(folder))
-        code = scratch / _FOLDER
+            heads = repo_id or str(check_free(folder))
+        code = scratch / "custom_generate"
         code.mkdir()
-        (code / "generate.py").write_text(_source(place), encoding="utf-8")
-        requirement = f"selfspec>={selfspec.__version__}\n"
-        (code / "requirements.txt").write_text(requirement, encoding="utf-8")
-        page = _page(repo_id or str(folder), place is not None)
-        (scratch / CARD_NAME).write_text(page, encoding="utf-8")
+        (code / "generate.py").write_text(_source(heads), encoding="utf-8")
+        (code / "requirements.txt").write_text(f"selfspec>={selfspec.__version__}\n")
+        told = _WITHOUT_HEADS if heads is None else _WITH_HEADS
+        card = _CARD.format(name=repo_id or folder, heads=told)
+        (scratch / CARD_NAME).write_text(card, encoding="utf-8")
 
 
 def _source(heads: str | None) -> str:
-    """The code of `hosted`, with these heads."""
-    source = Path(hosted.__file__).read_text(encoding="utf-8")
+    """The code of `generate_template` with these heads as its default."""
+    source = Path(generate_template.__file__).read_text(encoding="utf-8")
     line = f"HEADS: str | None = {heads!r}"
     return re.sub(r"^HEADS: .*$", lambda match: line, source, count=1, flags=re.MULTILINE)
-
-
-def _page(name: str, has_heads: bool) -> str:
-    drafts = (
-        "The exit heads in this folder draft; they fit the model that they were fitted to, and no "
-        "other."
-        if has_heads
-        else "The model's own norm and LM head draft from an early layer, which suits checkpoints "
-        'that were trained with early exits. Heads fitted to a model: `heads="folder or hub id"`.'
-    )
-    return "\n".join(
-        [
-            "---",
-            "library_name: transformers",
-            "tags: [custom_generate, speculative-decoding, early-exit]",
-            "---",
-            "",
-            "# Self-speculative decoding",
-            "",
-            "The model drafts from its first layers and checks the drafts with all of them. Greedy "
-            "text stays what it was, sampled text keeps its distribution. " + drafts,
-            "",
-            "```bash",
-            "pip install selfspec",
-            "```",
-            "",
-            "```python",
-            "written = model.generate(",
-            f'    **inputs, custom_generate="{name}", trust_remote_code=True, max_new_tokens=64',
-            ")",
-            "```",
-            "",
-            "Options of `generate` keep their meaning. Two come on top: `heads` as above, and "
-            '`draft`, a dict such as `{"exit_layer": 4, "num_draft_tokens": 6}`.',
-            "",
-        ]
-    )

@@ -1,8 +1,18 @@
-"""Exit heads: kinds, save and load."""
+"""Exit heads: their kinds, calibrators, files, and teacher forcing."""
 
-from selfspec.heads.base import ExitHead, check_distinct, check_exit_layer
+from selfspec.heads.base import (
+    HEAD_KINDS,
+    ExitHead,
+    build_head,
+    check_distinct,
+    check_exit_layer,
+    copy_final_norm,
+    head_class,
+    move_to_exit,
+    register_head,
+)
 from selfspec.heads.block import BlockHead
-from selfspec.heads.calibrator import Calibrator, Judge
+from selfspec.heads.calibrator import AcceptanceEstimator, Calibrator
 from selfspec.heads.fused import FusedHead
 from selfspec.heads.hub import CARD_NAME, find_heads, heads_card, push_heads
 from selfspec.heads.lens import LensHead
@@ -10,32 +20,42 @@ from selfspec.heads.lora import LoraHead
 from selfspec.heads.shared import SharedHead
 from selfspec.heads.store import (
     CONFIG_NAME,
-    HEAD_KINDS,
-    build_head,
-    head_class,
+    differences,
+    fingerprint,
     load_heads,
+    replacing,
     save_heads,
 )
+from selfspec.heads.teacher_forcing import TargetStates, draft_states, target_states
 
 __all__ = [
     "CARD_NAME",
     "CONFIG_NAME",
     "HEAD_KINDS",
+    "AcceptanceEstimator",
     "BlockHead",
     "Calibrator",
     "ExitHead",
     "FusedHead",
-    "Judge",
     "LensHead",
     "LoraHead",
     "SharedHead",
+    "TargetStates",
     "build_head",
     "check_distinct",
     "check_exit_layer",
+    "copy_final_norm",
+    "differences",
+    "draft_states",
     "find_heads",
+    "fingerprint",
     "head_class",
     "heads_card",
     "load_heads",
+    "move_to_exit",
     "push_heads",
+    "register_head",
+    "replacing",
     "save_heads",
+    "target_states",
 ]

@@ -1,103 +1,55 @@
-"""The base class of exit heads, and the modules that kinds are built from."""
+"""What an exit head is: a small module that makes draft logits from the hidden states at an exit.
+
+Legend: rows = sequences of a batch; width = tokens of each; n = tokens that a head can draft.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from selfspec.config import unknown_name
 from selfspec.decoder import Decoder, weight_of
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
-def own_norm(decoder: Decoder) -> nn.Module:
-    """A copy of the target's final norm.
-
-    Raises:
-        ValueError: the target has none, or has more than the LM head behind it.
-    """
-    check_tail(decoder)
-    if decoder.final_norm is None:
-        name = type(decoder.causal_lm).__name__
-        raise ValueError(f"{name} has no final norm to start an exit head from")
-    return decoder.copy(decoder.final_norm)
-
-
-def check_tail(decoder: Decoder) -> None:
-    """Raise ValueError where the LM head does not read the final norm's output (small OPTs)."""
-    width = decoder.config.hidden_size
-    reads = getattr(decoder.lm_head, "in_features", width)
-    if reads != width:
-        raise ValueError(
-            f"{type(decoder.causal_lm).__name__} projects {width} to {reads} between its final "
-            "norm and its LM head, which exit heads cannot; use head='shared', untrimmed"
-        )
-
-
-def placed(module: ModuleT, decoder: Decoder, exit_layer: int) -> ModuleT:
-    """New parts where the exit is, in the dtype of the target's final norm."""
-    norm = decoder.final_norm
-    parameters = iter(()) if norm is None else norm.parameters()
-    like = next(parameters, torch.empty(0, dtype=decoder.dtype))
-    return module.to(decoder.device_at(exit_layer), like.dtype)
-
-
-# Smaller or adapted LM heads, made of the target's own.
-
-
-@torch.no_grad()
-def trimmed_readout(decoder: Decoder, vocab_ids: Tensor) -> nn.Linear:
-    """The rows of the target's LM head for `vocab_ids`, gathered once into one piece.
-
-    Raises:
-        ValueError: the LM head's rows cannot be taken, or read something else than the final norm.
-    """
-    check_tail(decoder)
-    weight = decoder.lm_head_weight
-    bias = None if decoder.lm_head.bias is None else weight_of(decoder.lm_head, "bias")
-    ids = vocab_ids.to(weight.device)
-    # Without memory of its own, and without drawing weights that would be thrown away.
-    trimmed = nn.Linear(weight.shape[1], len(ids), bias=bias is not None, device="meta")
-    trimmed.weight = nn.Parameter(weight[ids], requires_grad=False)
-    if bias is not None:
-        trimmed.bias = nn.Parameter(bias[ids], requires_grad=False)
-    return trimmed
-
-
-# What an exit head is: a small module that turns an exit's hidden states into draft logits.
-
-
 class ExitHead(nn.Module):
-    """An early exit behind the first `exit_layer` layers.
+    """An early exit after the first `exit_layer` layers of a target.
 
-    A head maps the residual stream at its exit to the input of the target's LM head; the target's
-    own tail (`Decoder.unembed`) makes logits of it, so LM-head weights are shared, never stored.
+    A head maps the residual stream at its exit to the input of the target's LM head. The target's
+    own `Decoder.unembed` makes logits from that, so LM head weights are shared and never stored.
 
-    A head may have a decoder layer of its own (`layer`). Then `enter` makes the layer's input, the
-    layer runs with its KV beside the target's, and `forward` reads what it leaves. Such a head may
-    also read what the target made of the tokens before (`feature_layers`).
+    A head may have a decoder layer of its own (`layer`). Then `enter` makes the input of that
+    layer, the layer runs with its KV beside the target's, and `forward` reads its output. Such a
+    head may also read the target's hidden states of earlier tokens (`feature_layers`).
+
+    A new kind subclasses this, sets `kind`, and defines `build`, `options` and `forward`;
+    `register_head` makes it known.
 
     Attributes:
         kind: the head's name in configs and files.
+        lowest_exit: the lowest exit layer that the kind can have.
         exit_layer: number of layers below the exit.
-        is_plain: whether the exit goes through the target's own norm and LM head as it is.
+        width: width of the residual stream it was made for; `None` if any width will do.
         layer: the head's own decoder layer, or `None`.
-        place: the target's layer in whose place that layer runs, and so the type of its attention.
-        feature_layers: residual streams (by the number of layers below) of verified tokens that
-            the head reads; empty for most kinds.
-        vocab_ids: `[n]` tokens that the head can draft, rising; `None` drafts all.
-        readout: what stands in for the target's LM head, or `None`.
-        calibrators: P(accept) of a drafted token, by the way of decoding (`greedy`, `sampled`);
-            empty until they are fitted.
-        facts: what is known of it: the text it was fitted on (`data`), figures by domain
-            (`held_out`); plain values, for files and cards.
+        place: index of the target's layer that `layer` is a copy of. It decides the kind of
+            attention.
+        feature_layers: residual streams of verified tokens that the head reads, by the number of
+            layers below each; empty for most kinds.
+        vocab_ids: `[n]` the tokens that the head can draft, in rising order; `None` for all.
+        calibrators: acceptance probabilities of drafted tokens, for `greedy` and for `sampled`
+            decoding; empty until they are fitted.
+        facts: what is known about the head: its training data (`data`) and its measurements by
+            domain (`held_out`). Plain values, which go into files and model cards.
     """
 
     kind: ClassVar[str]
     lowest_exit: ClassVar[int] = 1
+    width: int | None = None
     place: int = 0
     feature_layers: tuple[int, ...] = ()
     vocab_ids: Tensor | None
@@ -109,93 +61,162 @@ class ExitHead(nn.Module):
         self.layer: nn.Module | None = None
         self.calibrators = nn.ModuleDict()
         self.facts: dict[str, Any] = {}
-        # Made of the target's weights, which are not the head's to store or to train.
-        self._readout: tuple[nn.Module, ...] = ()
+        # In a tuple, because it shares the target's weights: it is neither stored nor trained.
+        self._lm_head: tuple[nn.Module, ...] = ()
 
     @classmethod
     def build(cls, decoder: Decoder, exit_layer: int, **options: Any) -> ExitHead:
-        """A head for `decoder`, as it is before any training."""
+        """An untrained head for `decoder`."""
         raise NotImplementedError
 
     @property
     def options(self) -> dict[str, Any]:
-        """What `build` needs, besides the exit layer, to make a head of this shape."""
+        """The options with which `build` makes a head of this shape."""
         return {}
 
     @property
-    def readout(self) -> nn.Module | None:
-        """What stands in for the target's LM head."""
-        return self._readout[0] if self._readout else None
+    def lm_head(self) -> nn.Module | None:
+        """The trimmed or adapted LM head, or `None` where the target's own is used."""
+        return self._lm_head[0] if self._lm_head else None
+
+    @property
+    def input_layers(self) -> tuple[int, ...]:
+        """All residual streams that the head reads, the one at its exit first."""
+        return (self.exit_layer, *self.feature_layers)
 
     @property
     def is_plain(self) -> bool:
-        """Whether a shallow pass may go straight through the target's own norm and LM head."""
+        """Whether the head is nothing but the target's own norm and LM head."""
         return False
 
-    @property
-    def joining(self) -> list[nn.Module]:
-        """What `join` runs through: once a round, where the rest of the head runs once a draft."""
-        return []
-
     def trim(self, decoder: Decoder, vocab_ids: Tensor) -> None:
-        """Draft only the tokens `vocab_ids`: a smaller LM head, and q is zero for any other.
+        """Draft only the tokens in `vocab_ids`, with a smaller LM head.
 
-        The output stays exact, for verification knows no trimming (as in FR-Spec, Zhao et al.
-        2025).
+        The draft probability of all other tokens is zero. The output stays exact, because
+        verification uses the whole vocabulary (as in FR-Spec, Zhao et al. 2025).
 
         Raises:
-            ValueError: the ids are no rising sequence of the target's token ids, or the target's
-                LM head has no rows to take.
+            ValueError: the ids are not token ids of the target in rising order, or rows cannot be
+                taken from the target's LM head.
         """
         check_vocab_ids(decoder, vocab_ids)
-        readout = trimmed_readout(decoder, vocab_ids.to(torch.long))
-        self.vocab_ids = vocab_ids.to(readout.weight.device, torch.long)
-        self._readout = (readout,)
+        lm_head = _trimmed_lm_head(decoder, vocab_ids.to(torch.long))
+        self.vocab_ids = vocab_ids.to(lm_head.weight.device, torch.long)
+        self._lm_head = (lm_head,)
 
     def check(self, decoder: Decoder) -> None:
         """Raise ValueError unless the head fits `decoder`."""
         check_exit_layer(decoder, self.exit_layer, self.lowest_exit)
         if self.vocab_ids is not None:
             check_vocab_ids(decoder, self.vocab_ids)
+        if self.width not in (None, decoder.config.hidden_size):
+            raise ValueError(
+                f"a {self.kind} head of width {self.width} does not fit a target of width "
+                f"{decoder.config.hidden_size}; load the target it was fitted to"
+            )
 
     def enter(self, hidden: Tensor, features: Tensor | None) -> Tensor:
         """Input `[rows, width, hidden]` of the head's own layer.
 
         Args:
             hidden: `[rows, width, hidden]` residual stream at the exit.
-            features: `[rows, width, hidden]` what is known of the token before each: the joined
-                deep features (`join`), or what the head's own layer left; `None` for a head that
-                reads none.
+            features: `[rows, width, hidden]` features of the token before each. They come from
+                `join` where the target has verified that token, else they are the output of the
+                head's own layer. `None` for a head without `feature_layers`.
         """
         return hidden
 
     def join(self, features: list[Tensor]) -> Tensor:
-        """One state `[rows, width, hidden]` of the residual streams at `feature_layers`."""
+        """Fuse the residual streams at `feature_layers` into one state `[rows, width, hidden]`."""
         raise NotImplementedError(f"a {self.kind} head reads no features")
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Input `[rows, width, hidden]` of the LM head.
 
         Args:
-            hidden: `[rows, width, hidden]` residual stream at the exit, or what the head's own
-                layer left.
+            hidden: `[rows, width, hidden]` output of the head's own layer, or the residual stream
+                at the exit if the head has no layer.
         """
         raise NotImplementedError
 
     def logits(self, decoder: Decoder, hidden: Tensor) -> Tensor:
         """Draft logits `[rows, width, n]` over `vocab_ids`, or over all tokens."""
-        return decoder.unembed(self(hidden), self.readout)
+        return decoder.unembed(self(hidden), self.lm_head)
 
-    def spread(self, logits: Tensor, decoder: Decoder) -> Tensor:
-        """Logits over all tokens, -inf for those that the head cannot draft."""
+    def expand_logits(self, logits: Tensor, decoder: Decoder) -> Tensor:
+        """Logits over the whole vocabulary, -inf for tokens that the head cannot draft."""
         if self.vocab_ids is None:
             return logits
         whole = logits.new_full((*logits.shape[:-1], decoder.vocab_size), float("-inf"))
         return whole.index_copy_(-1, self.vocab_ids.to(logits.device), logits)
 
 
+# The kinds
+
+HEAD_KINDS: dict[str, type[ExitHead]] = {}
+"""Every registered kind of head, by its name."""
+
+HeadT = TypeVar("HeadT", bound=ExitHead)
+
+
+def register_head(head_type: type[HeadT]) -> type[HeadT]:
+    """Make a kind of head known by its `kind`, so that files and configs can name it.
+
+    Use it as a class decorator. A class that is defined again, in a notebook for example, replaces
+    its earlier definition.
+
+    Raises:
+        ValueError: another class has registered this kind.
+    """
+    known = HEAD_KINDS.setdefault(head_type.kind, head_type)
+    if (known.__module__, known.__qualname__) != (head_type.__module__, head_type.__qualname__):
+        raise ValueError(
+            f"head kind {head_type.kind!r} is already registered by {known.__module__}."
+            f"{known.__qualname__}; give {head_type.__qualname__} another kind"
+        )
+    HEAD_KINDS[head_type.kind] = head_type
+    return head_type
+
+
+def head_class(kind: str) -> type[ExitHead]:
+    """The class of a kind; ValueError lists the known ones."""
+    if kind not in HEAD_KINDS:
+        raise ValueError(unknown_name("head kind", kind, list(HEAD_KINDS)))
+    return HEAD_KINDS[kind]
+
+
+def build_head(
+    decoder: Decoder, kind: str, exit_layer: int, options: Mapping[str, Any]
+) -> ExitHead:
+    """An untrained head for `decoder`.
+
+    Args:
+        decoder: the target.
+        kind: the head's kind.
+        exit_layer: number of layers below the exit.
+        options: options of the kind, such as a rank.
+
+    Raises:
+        ValueError: the kind is unknown, the exit layer out of range, or an option unknown or of
+            the wrong type.
+    """
+    head_type = head_class(kind)
+    check_exit_layer(decoder, exit_layer, head_type.lowest_exit)
+    try:
+        head = head_type.build(decoder, exit_layer, **options)
+    except TypeError as error:
+        raise ValueError(f"{kind} head: options {dict(options)} do not fit: {error}") from None
+    for name in options:
+        if name not in head.options:
+            raise ValueError(unknown_name(f"option of a {kind} head", name, list(head.options)))
+    return head
+
+
+# Checks
+
+
 def check_exit_layer(decoder: Decoder, exit_layer: int, lowest: int = 1) -> int:
-    """Return `exit_layer` if something lies below and above it, else raise ValueError."""
+    """Return `exit_layer` if there are layers below and above it, else raise ValueError."""
     if not lowest <= exit_layer < decoder.depth:
         raise ValueError(
             f"exit_layer must be in [{lowest}, {decoder.depth - 1}], got {exit_layer}; "
@@ -205,7 +226,7 @@ def check_exit_layer(decoder: Decoder, exit_layer: int, lowest: int = 1) -> int:
 
 
 def check_vocab_ids(decoder: Decoder, ids: Tensor) -> None:
-    """Raise ValueError unless `ids` are token ids of `decoder`, rising."""
+    """Raise ValueError unless `ids` are token ids of `decoder` in rising order."""
     if ids.is_floating_point() or ids.dtype == torch.bool or ids.ndim != 1 or not len(ids):
         raise ValueError(
             "vocab_ids must be token ids, whole numbers in one dimension, got shape "
@@ -222,7 +243,7 @@ def check_vocab_ids(decoder: Decoder, ids: Tensor) -> None:
 
 
 def check_distinct(heads: Sequence[ExitHead]) -> None:
-    """Raise ValueError where two heads have the same kind and exit layer."""
+    """Raise ValueError if two heads have the same kind and exit layer."""
     for index, head in enumerate(heads):
         if any((h.kind, h.exit_layer) == (head.kind, head.exit_layer) for h in heads[:index]):
             raise ValueError(
@@ -231,11 +252,55 @@ def check_distinct(heads: Sequence[ExitHead]) -> None:
             )
 
 
-def check_width(decoder: Decoder, width: int, kind: str) -> None:
-    """Raise ValueError unless a head of this width fits `decoder`."""
-    own = decoder.config.hidden_size
-    if width != own:
+# Parts that heads take from their target
+
+
+def copy_final_norm(decoder: Decoder) -> nn.Module:
+    """A copy of the target's final norm.
+
+    Raises:
+        ValueError: the target has none, or its LM head does not read the norm's output.
+    """
+    _check_lm_head_input(decoder)
+    if decoder.final_norm is None:
+        name = type(decoder.causal_lm).__name__
+        raise ValueError(f"{name} has no final norm to start an exit head from")
+    return decoder.copy(decoder.final_norm)
+
+
+def move_to_exit(module: ModuleT, decoder: Decoder, exit_layer: int) -> ModuleT:
+    """New modules on the device of the exit, in the dtype of the target's final norm."""
+    norm = decoder.final_norm
+    parameters = iter(()) if norm is None else norm.parameters()
+    like = next(parameters, torch.empty(0, dtype=decoder.dtype))
+    return module.to(decoder.device_at(exit_layer), like.dtype)
+
+
+@torch.no_grad()
+def _trimmed_lm_head(decoder: Decoder, vocab_ids: Tensor) -> nn.Linear:
+    """A linear layer with the rows of the target's LM head for `vocab_ids`.
+
+    Raises:
+        ValueError: the rows cannot be taken, or the LM head does not read the final norm's output.
+    """
+    _check_lm_head_input(decoder)
+    weight = decoder.lm_head_weight
+    bias = None if decoder.lm_head.bias is None else weight_of(decoder.lm_head, "bias")
+    ids = vocab_ids.to(weight.device)
+    # On the meta device, so that no weights are allocated and drawn only to be replaced.
+    trimmed = nn.Linear(weight.shape[1], len(ids), bias=bias is not None, device="meta")
+    trimmed.weight = nn.Parameter(weight[ids], requires_grad=False)
+    if bias is not None:
+        trimmed.bias = nn.Parameter(bias[ids], requires_grad=False)
+    return trimmed
+
+
+def _check_lm_head_input(decoder: Decoder) -> None:
+    """Raise ValueError if there is a projection in front of the LM head, as in small OPTs."""
+    width = decoder.config.hidden_size
+    reads = getattr(decoder.lm_head, "in_features", width)
+    if reads != width:
         raise ValueError(
-            f"a {kind} of width {width} does not fit a target of width {own}; "
-            "load the target it was fitted to"
+            f"{type(decoder.causal_lm).__name__} projects {width} to {reads} between its final "
+            "norm and its LM head, which exit heads cannot; use head='shared', untrimmed"
         )

@@ -1,4 +1,4 @@
-"""One more decoder layer of the model's own class at an exit."""
+"""A decoder layer of the target's own class at an exit."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from typing import Any
 from torch import Tensor, nn
 
 from selfspec.decoder import Decoder
-from selfspec.heads.base import ExitHead, check_exit_layer, check_width, own_norm
+from selfspec.heads.base import ExitHead, check_exit_layer, copy_final_norm, register_head
 
 
+@register_head
 class BlockHead(ExitHead):
-    """A decoder layer on the exit, then a norm and the target's LM head (as in Kangaroo).
+    """A decoder layer, then a norm and the target's LM head (as in Kangaroo, Liu et al. 2024).
 
-    The layer starts as a copy of one of the target's and has KV of its own. It folds into a stock
-    checkpoint of `exit_layer + 1` layers.
+    The layer starts as a copy of one of the target's layers and has its own KV. The head folds
+    into a stock checkpoint of `exit_layer + 1` layers.
 
     Args:
         exit_layer: number of layers below the exit.
         layer: the head's own decoder layer.
-        place: the target's layer in whose place it runs.
+        place: index of the target's layer that it is a copy of.
         norm: the norm in front of the LM head.
         width: width of the residual stream.
     """
@@ -32,23 +33,22 @@ class BlockHead(ExitHead):
 
     @classmethod
     def build(cls, decoder: Decoder, exit_layer: int, **options: Any) -> BlockHead:
-        """A copy of the layer above the exit; `place` names another to copy."""
+        """A copy of the layer above the exit; the option `place` names another layer to copy."""
         place = options.get("place", check_exit_layer(decoder, exit_layer))
-        norm = own_norm(decoder)
+        norm = copy_final_norm(decoder)
         head = cls(exit_layer, decoder.copy_layer(place), place, norm, decoder.config.hidden_size)
         return head.to(decoder.device_at(exit_layer))
 
     @property
     def options(self) -> dict[str, Any]:
-        """The layer that was copied."""
+        """The index of the layer that was copied."""
         return {"place": self.place}
 
     def check(self, decoder: Decoder) -> None:
-        """Raise ValueError unless exit layer, place and width fit `decoder`."""
+        """Raise ValueError unless exit layer, width and the copied layer fit `decoder`."""
         super().check(decoder)
-        check_width(decoder, self.width, self.kind)
         decoder.check_layer(self.place)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """What the head's layer left, after the head's norm."""
+        """The layer's output after the head's norm."""
         return self.norm(hidden)

@@ -1,4 +1,4 @@
-"""Uploads heads to the hub with a model card, and finds heads there."""
+"""Exit heads on the Hugging Face hub, with their model card."""
 
 from __future__ import annotations
 
@@ -16,107 +16,14 @@ from selfspec.heads.store import CONFIG_NAME, WEIGHTS_NAME, save_heads
 
 CARD_NAME = "README.md"
 DEMO = "demo"
-"""What configs call the target in the package."""
-
-
-def heads_card(heads: Sequence[ExitHead], target: str, repo_id: str | None = None) -> str:
-    """A card in Markdown, with the front matter that the hub reads.
-
-    Args:
-        heads: the heads; what was measured of them stands in their `facts`.
-        target: the checkpoint they were fitted to: a hub id, a folder, or `demo`.
-        repo_id: where they can be loaded from.
-    """
-    source = repr(repo_id or "path/to/these/heads")
-    given = "selfspec.DEMO_MODEL" if target == DEMO else repr(target)
-    on_hub = fullmatch(r"[\w.-]+/[\w.-]+", target) is not None and not target.startswith(".")
-    lines = [
-        "---",
-        "library_name: selfspec",
-        *([f"base_model: {target}"] if on_hub else []),
-        "tags: [speculative-decoding, self-speculation, early-exit]",
-        "---",
-        "",
-        f"# Exit heads for {target}",
-        "",
-        "With these, the model drafts for itself from its first layers and checks the drafts with "
-        "all of them: it writes the same text, sooner.",
-        "",
-        "```python",
-        "import selfspec",
-        "",
-        f"spec = selfspec.SelfSpecModel.from_pretrained({given}, heads={source})",
-        "out = spec.generate(**inputs, max_new_tokens=128)",
-        "```",
-        "",
-        "| head | exit layer | parameters | vocabulary |",
-        "|---|---|---|---|",
-        *(_shape(head) for head in heads),
-        *_text(heads),
-        *_figures(heads),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _shape(head: ExitHead) -> str:
-    size = sum(parameter.numel() for parameter in head.parameters())
-    drafted = "all" if head.vocab_ids is None else f"{len(head.vocab_ids):,} tokens"
-    return f"| `{head.kind}` | {head.exit_layer} | {size:,} | {drafted} |"
-
-
-def _text(heads: Sequence[ExitHead]) -> Iterator[str]:
-    told = [head.facts["data"] for head in heads if "data" in head.facts]
-    if told:
-        yield from ("", "## Fitted on", "", *(f"- {line}" for line in told[0]))
-
-
-def _figures(heads: Sequence[ExitHead]) -> Iterator[str]:
-    rows = [
-        (domain, head, figures)
-        for head in heads
-        for domain, figures in head.facts.get("held_out", {}).items()
-    ]
-    if not rows:
-        return
-    yield from (
-        "",
-        "## On held-out text",
-        "",
-        "α is the mean of Σ min(p, q), first → last depth of a draft; tokens a round count the "
-        "target's own.",
-        "",
-        "| text | head | exit | top-1 | α | tokens a round, greedy | at temperature 1 |",
-        "|---|---|---|---|---|---|---|",
-    )
-    for domain, head, figures in rows:
-        yield _row(domain, head, figures)
-
-
-def _row(domain: str, head: ExitHead, figures: dict[str, Any]) -> str:
-    lengths = figures.get("accepted_length", {})
-    cells = [
-        domain,
-        f"`{head.kind}`",
-        str(head.exit_layer),
-        _ends(figures["agreement"]),
-        _ends(figures["alpha"]),
-        *(f"{lengths[mode]:.2f}" if mode in lengths else "–" for mode in ("greedy", "sampled")),
-    ]
-    return f"| {' | '.join(cells)} |"
-
-
-def _ends(values: Sequence[float]) -> str:
-    return " → ".join(f"{value:.2f}" for value in [*values[:1], *values[1:][-1:]])
-
-
-# Heads on the Hugging Face hub.
+"""The name of the demo target in configs."""
 
 
 def find_heads(folder_or_id: str | Path) -> Path:
-    """The folder of heads: the one given, or what the hub has under that id.
+    """The folder of heads: the given one, or a download from the hub.
 
     Raises:
-        FileNotFoundError: there is no such folder, and the name is no hub id.
+        FileNotFoundError: there is no such folder, and the name is not a hub id.
     """
     folder = Path(folder_or_id).expanduser()
     if folder.is_dir():
@@ -136,7 +43,7 @@ def push_heads(
     private: bool | None = None,
     token: str | None = None,
 ) -> str:
-    """Upload heads and their card; the target itself is not uploaded.
+    """Upload heads and their model card; the target is not uploaded.
 
     Returns:
         The address of the repository.
@@ -155,3 +62,92 @@ def push_heads(
         address = api.create_repo(repo_id, private=private, exist_ok=True)
         api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Exit heads")
     return str(address)
+
+
+# The model card
+
+_CARD = """\
+---
+library_name: selfspec
+{base_model}tags: [speculative-decoding, self-speculation, early-exit]
+---
+
+# Exit heads for {target}
+
+With these heads the model drafts tokens from its first layers and verifies them with all layers. \
+Its output does not change; it is generated faster.
+
+```python
+import selfspec
+
+spec = selfspec.SelfSpecModel.from_pretrained({loaded_from}, heads={heads_from})
+out = spec.generate(**inputs, max_new_tokens=128)
+```
+
+| head | exit layer | parameters | vocabulary |
+|---|---|---|---|
+{shapes}
+"""
+_DATA = "\n## Training data\n\n{lines}\n"
+_MEASURED = """
+## Measured on held-out text
+
+α is the mean of Σ min(p, q) at the first → last depth of a draft. Tokens a round include the one \
+that the target adds.
+
+| text | head | exit | top-1 | α | tokens a round, greedy | at temperature 1 |
+|---|---|---|---|---|---|---|
+{rows}
+"""
+
+
+def heads_card(heads: Sequence[ExitHead], target: str, repo_id: str | None = None) -> str:
+    """A model card in Markdown, with the front matter that the hub reads.
+
+    Args:
+        heads: the heads; their training data and measurements are in their `facts`.
+        target: the checkpoint they were fitted to: a hub id, a folder, or `demo`.
+        repo_id: the repository to load them from.
+    """
+    on_hub = fullmatch(r"[\w.-]+/[\w.-]+", target) is not None and not target.startswith(".")
+    card = _CARD.format(
+        base_model=f"base_model: {target}\n" if on_hub else "",
+        target=target,
+        loaded_from="selfspec.DEMO_MODEL" if target == DEMO else repr(target),
+        heads_from=repr(repo_id or "path/to/these/heads"),
+        shapes="\n".join(_shape(head) for head in heads),
+    )
+    data = [head.facts["data"] for head in heads if "data" in head.facts]
+    if data:
+        card += _DATA.format(lines="\n".join(f"- {line}" for line in data[0]))
+    rows = list(_measured(heads))
+    return card + _MEASURED.format(rows="\n".join(rows)) if rows else card
+
+
+def _shape(head: ExitHead) -> str:
+    size = sum(parameter.numel() for parameter in head.parameters())
+    vocabulary = "all" if head.vocab_ids is None else f"{len(head.vocab_ids):,} tokens"
+    return f"| `{head.kind}` | {head.exit_layer} | {size:,} | {vocabulary} |"
+
+
+def _measured(heads: Sequence[ExitHead]) -> Iterator[str]:
+    for head in heads:
+        for domain, figures in head.facts.get("held_out", {}).items():
+            yield _row(domain, head, figures)
+
+
+def _row(domain: str, head: ExitHead, figures: dict[str, Any]) -> str:
+    lengths = figures.get("accepted_length", {})
+    cells = [
+        domain,
+        f"`{head.kind}`",
+        str(head.exit_layer),
+        _first_and_last(figures["agreement"]),
+        _first_and_last(figures["alpha"]),
+        *(f"{lengths[mode]:.2f}" if mode in lengths else "–" for mode in ("greedy", "sampled")),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _first_and_last(values: Sequence[float]) -> str:
+    return " → ".join(f"{value:.2f}" for value in [*values[:1], *values[1:][-1:]])

@@ -7,14 +7,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from selfspec.decoder import Decoder
-from selfspec.heads.base import ExitHead, check_width, own_norm, placed
+from selfspec.heads.base import ExitHead, copy_final_norm, move_to_exit, register_head
 
 
+@register_head
 class LensHead(ExitHead):
     """h -> n + B A n with n = norm(h): a tuned lens (Belrose et al. 2023) of low rank.
 
-    It starts as the identity behind a copy of the final norm, so before training it says what
-    `SharedHead` says. It folds into a stock checkpoint of `exit_layer` layers.
+    Its norm starts as a copy of the final norm and its correction as zero, so before training it
+    predicts what `SharedHead` predicts. It folds into a stock checkpoint of `exit_layer` layers.
 
     Args:
         exit_layer: number of layers below the exit.
@@ -27,8 +28,7 @@ class LensHead(ExitHead):
 
     def __init__(self, exit_layer: int, norm: nn.Module, width: int, rank: int):
         super().__init__(exit_layer)
-        self.rank = rank
-        self.norm = norm
+        self.norm, self.width, self.rank = norm, width, rank
         self.down = nn.Linear(width, rank, bias=False)
         self.up = nn.Linear(rank, width, bias=False)
         nn.init.zeros_(self.up.weight)
@@ -40,19 +40,15 @@ class LensHead(ExitHead):
         rank = options.get("rank", max(1, width // 4))
         if rank < 1:
             raise ValueError(f"rank must be at least 1, got {rank}")
-        return placed(cls(exit_layer, own_norm(decoder), width, rank), decoder, exit_layer)
+        head = cls(exit_layer, copy_final_norm(decoder), width, rank)
+        return move_to_exit(head, decoder, exit_layer)
 
     @property
     def options(self) -> dict[str, Any]:
         """The rank."""
         return {"rank": self.rank}
 
-    def check(self, decoder: Decoder) -> None:
-        """Raise ValueError unless exit layer and width fit `decoder`."""
-        super().check(decoder)
-        check_width(decoder, self.down.in_features, self.kind)
-
     def forward(self, hidden: Tensor) -> Tensor:
-        """The corrected exit."""
+        """The corrected residual stream."""
         normed = self.norm(hidden)
         return normed + self.up(self.down(normed))

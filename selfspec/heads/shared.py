@@ -1,4 +1,4 @@
-"""The model's own final norm and LM head at an exit: nothing to train, nothing to store."""
+"""The target's own final norm and LM head at an exit: nothing to train, nothing to store."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from selfspec.decoder import Decoder
-from selfspec.heads.base import ExitHead
+from selfspec.heads.base import ExitHead, register_head
 
 
+@register_head
 class SharedHead(ExitHead):
     """Reads an exit as if it were the last layer (LayerSkip, Elhoushi et al. 2024).
 
     Args:
         exit_layer: number of layers below the exit.
-        norm: the target's final norm; it stays the target's.
+        norm: the target's final norm, which stays a part of the target.
     """
 
     kind = "shared"
@@ -31,9 +32,9 @@ class SharedHead(ExitHead):
 
     @property
     def is_plain(self) -> bool:
-        """Unless its vocabulary is trimmed."""
+        """True unless the vocabulary is trimmed."""
         return self.vocab_ids is None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """The exit after the model's own final norm."""
+        """The residual stream after the target's final norm."""
         return self._norm[0](hidden)

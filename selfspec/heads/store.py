@@ -1,11 +1,15 @@
-"""Saves and loads heads, checked against the fingerprint of their target."""
+"""Exit heads on disk, and the fingerprint of the target that they were fitted to.
+
+`selfspec.json` describes the heads, `exit_heads.safetensors` holds their weights. Both are replaced
+only after both have been written.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,129 +21,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from selfspec.config import StrictConfig, parse, unknown_name
+from selfspec.config import StrictConfig, parse
 from selfspec.decoder import Decoder, is_quantized, weights
-from selfspec.heads.base import ExitHead, check_distinct, check_exit_layer
-from selfspec.heads.block import BlockHead
+from selfspec.heads.base import ExitHead, build_head, check_distinct
 from selfspec.heads.calibrator import Calibrator
-from selfspec.heads.fused import FusedHead
-from selfspec.heads.lens import LensHead
-from selfspec.heads.lora import LoraHead
-from selfspec.heads.shared import SharedHead
-
-_EMBEDDING_SAMPLES = 16
-# Rounding to bfloat16 or float16 moves a value by less than this share of it, or this much.
-_RELATIVE, _ABSOLUTE = 2**-7, 1e-6
-
-
-def fingerprint(decoder: Decoder) -> dict[str, Any]:
-    """Facts that must agree between the target a head was fitted to and the one it drafts for.
-
-    `weights` holds a few values of the embedding and one of every other floating-point parameter
-    below the LM head, so checkpoints are told apart in any dtype, with adapters on top, and, as
-    far as it goes, with quantized layers.
-    """
-    return {
-        "model_type": decoder.config.model_type,
-        "num_hidden_layers": decoder.depth,
-        "hidden_size": decoder.config.hidden_size,
-        "vocab_size": decoder.vocab_size,
-        "weights": _samples(decoder),
-    }
-
-
-def check_fingerprint(decoder: Decoder, fitted: dict[str, Any], source: str) -> None:
-    """Raise ValueError, naming what differs, unless `fitted` describes `decoder`."""
-    found = differences(fingerprint(decoder), fitted)
-    if found:
-        raise ValueError(
-            f"the heads in {source} were fitted to another target: {'; '.join(found)}; "
-            "load the target they were fitted to, or fit heads to this one"
-        )
-
-
-def differences(own: dict[str, Any], recorded: dict[str, Any]) -> list[str]:
-    """What differs between a target's fingerprint and a recorded one; nothing if they agree."""
-    found = [
-        f"{key} is {own[key]!r} here and {recorded.get(key)!r} there"
-        for key in own
-        if key != "weights" and own[key] != recorded.get(key)
-    ]
-    return found or _different_weights(own["weights"], recorded.get("weights", {}))
-
-
-def _different_weights(own: dict[str, list[float]], fitted: dict[str, list[float]]) -> list[str]:
-    if "embedding" not in fitted:
-        return ["there is no record of its weights"]
-    different = [
-        name
-        for name in sorted(own.keys() & fitted.keys())
-        if not all(
-            math.isclose(a, b, rel_tol=_RELATIVE, abs_tol=_ABSOLUTE)
-            for a, b in zip(own[name], fitted[name], strict=True)
-        )
-    ]
-    return [f"the weights differ (first in {different[0]})"] if different else []
-
-
-@torch.no_grad()
-def _samples(decoder: Decoder) -> dict[str, list[float]]:
-    _, embedding = next(weights(decoder.causal_lm.get_input_embeddings()))
-    samples = {"embedding": _values(embedding, _EMBEDDING_SAMPLES)}
-    for name, tensor in weights(decoder.layers):
-        if "lora_" not in name and not is_quantized(tensor):
-            samples[name.replace(".base_layer", "")] = _values(tensor, 1)
-    return samples
-
-
-def _values(tensor: torch.Tensor, count: int) -> list[float]:
-    flat = tensor.detach().reshape(-1)
-    places = torch.arange(1, count + 1) * (flat.numel() - 1) // (count + 1)
-    return [float(f"{value:.6g}") for value in flat[places.to(flat.device)].float().tolist()]
-
-
-# The kinds of exit heads, by name.
-
-HEAD_KINDS: dict[str, type[ExitHead]] = {
-    head.kind: head for head in (SharedHead, LensHead, LoraHead, BlockHead, FusedHead)
-}
-
-
-def head_class(kind: str) -> type[ExitHead]:
-    """The class of a kind; ValueError lists the known ones."""
-    if kind not in HEAD_KINDS:
-        raise ValueError(unknown_name("head kind", kind, list(HEAD_KINDS)))
-    return HEAD_KINDS[kind]
-
-
-def build_head(
-    decoder: Decoder, kind: str, exit_layer: int, options: Mapping[str, Any]
-) -> ExitHead:
-    """A head for `decoder`, as it is before any training.
-
-    Args:
-        decoder: the target.
-        kind: the head's kind.
-        exit_layer: number of layers below the exit.
-        options: what the kind takes, such as a rank.
-
-    Raises:
-        ValueError: the kind is unknown, the exit out of range, or the kind does not take an option,
-            or not its value.
-    """
-    head_type = head_class(kind)
-    check_exit_layer(decoder, exit_layer, head_type.lowest_exit)
-    try:
-        head = head_type.build(decoder, exit_layer, **options)
-    except TypeError as error:
-        raise ValueError(f"{kind} head: options {dict(options)} do not fit: {error}") from None
-    for name in options:
-        if name not in head.options:
-            raise ValueError(unknown_name(f"option of a {kind} head", name, list(head.options)))
-    return head
-
-
-# Heads on disk: `selfspec.json` beside `exit_heads.safetensors`, written atomically.
 
 CONFIG_NAME = "selfspec.json"
 WEIGHTS_NAME = "exit_heads.safetensors"
@@ -174,15 +59,14 @@ def save_heads(
 ) -> None:
     """Write heads and the fingerprint of their target to `folder`.
 
-    Beside a target's `model.safetensors` they leave an index of it, so that serving engines, which
-    read every such file of a folder, do not take the heads for a part of the target.
+    If `folder` also holds the target's `model.safetensors`, its index is written too. Serving
+    engines load every safetensors file of a folder that has no index, the heads included.
 
     Args:
         heads: what to save.
         decoder: the target.
-        folder: made if it is not there.
-        dtype: what weights are rounded to; `None` keeps theirs. Calibrators, a few numbers, are
-            never rounded.
+        folder: created if it does not exist.
+        dtype: dtype to store weights in; `None` keeps theirs. Calibrators are never rounded.
 
     Raises:
         ValueError: two heads have the same kind and exit layer.
@@ -206,19 +90,19 @@ def save_heads(
 
 
 def _write_index(folder: Path) -> None:
-    """Say, in transformers' format, that `model.safetensors` alone holds the target's weights."""
+    """Write an index, in transformers' format, of the weights in `model.safetensors`."""
     weights = folder / SAFE_WEIGHTS_NAME
     with safe_open(weights, "pt") as file:
-        places = {name: weights.name for name in sorted(file.keys())}
-    index = json.dumps({"metadata": {}, "weight_map": places}, indent=2)
+        weight_map = {name: weights.name for name in sorted(file.keys())}
+    index = json.dumps({"metadata": {}, "weight_map": weight_map}, indent=2)
     with replacing(folder / SAFE_WEIGHTS_INDEX_NAME) as scratch:
         scratch.write_text(index + "\n", encoding="utf-8")
 
 
 def _stored(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    stored = tensor.detach().contiguous().cpu()
-    rounded = dtype is not None and stored.is_floating_point() and "calibrators." not in name
-    return stored.to(dtype) if rounded else stored
+    tensor = tensor.detach().contiguous().cpu()
+    keep = dtype is None or not tensor.is_floating_point() or "calibrators." in name
+    return tensor if keep else tensor.to(dtype)
 
 
 def _entry(head: ExitHead) -> _HeadEntry:
@@ -300,10 +184,83 @@ def _read_weights(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file to write instead of `path`, which it replaces when the block ends well."""
+    """A scratch file to write; it replaces `path` when the block ends without an error."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield scratch
         scratch.replace(path)
     finally:
         scratch.unlink(missing_ok=True)
+
+
+# The fingerprint of a target
+
+_EMBEDDING_SAMPLES = 16
+# Rounding to bfloat16 or float16 changes a value by less than one of these.
+_RELATIVE, _ABSOLUTE = 2**-7, 1e-6
+
+
+def fingerprint(decoder: Decoder) -> dict[str, Any]:
+    """Facts that must agree between the target a head was fitted to and the one it drafts for.
+
+    `weights` holds a few values of the embedding and one value of every floating-point parameter
+    of the layers. They tell checkpoints apart in any dtype and with adapters; of a quantized model
+    only what is not quantized is compared.
+    """
+    return {
+        "model_type": decoder.config.model_type,
+        "num_hidden_layers": decoder.depth,
+        "hidden_size": decoder.config.hidden_size,
+        "vocab_size": decoder.vocab_size,
+        "weights": _samples(decoder),
+    }
+
+
+def check_fingerprint(decoder: Decoder, fitted: dict[str, Any], source: str) -> None:
+    """Raise ValueError, naming what differs, unless `fitted` describes `decoder`."""
+    found = differences(fingerprint(decoder), fitted)
+    if found:
+        raise ValueError(
+            f"the heads in {source} were fitted to another target: {'; '.join(found)}; "
+            "load the target they were fitted to, or fit heads to this one"
+        )
+
+
+def differences(own: dict[str, Any], recorded: dict[str, Any]) -> list[str]:
+    """The differences between a target's fingerprint and a recorded one; empty if they agree."""
+    found = [
+        f"{key} is {own[key]!r} here and {recorded.get(key)!r} there"
+        for key in own
+        if key != "weights" and own[key] != recorded.get(key)
+    ]
+    return found or _different_weights(own["weights"], recorded.get("weights", {}))
+
+
+def _different_weights(own: dict[str, list[float]], fitted: dict[str, list[float]]) -> list[str]:
+    if "embedding" not in fitted:
+        return ["its weights were not recorded"]
+    different = [
+        name
+        for name in sorted(own.keys() & fitted.keys())
+        if not all(
+            math.isclose(a, b, rel_tol=_RELATIVE, abs_tol=_ABSOLUTE)
+            for a, b in zip(own[name], fitted[name], strict=True)
+        )
+    ]
+    return [f"the weights differ (first in {different[0]})"] if different else []
+
+
+@torch.no_grad()
+def _samples(decoder: Decoder) -> dict[str, list[float]]:
+    _, embedding = next(weights(decoder.causal_lm.get_input_embeddings()))
+    samples = {"embedding": _values(embedding, _EMBEDDING_SAMPLES)}
+    for name, tensor in weights(decoder.layers):
+        if "lora_" not in name and not is_quantized(tensor):
+            samples[name.replace(".base_layer", "")] = _values(tensor, 1)
+    return samples
+
+
+def _values(tensor: Tensor, count: int) -> list[float]:
+    flat = tensor.detach().reshape(-1)
+    at = torch.arange(1, count + 1) * (flat.numel() - 1) // (count + 1)
+    return [float(f"{value:.6g}") for value in flat[at.to(flat.device)].float().tolist()]

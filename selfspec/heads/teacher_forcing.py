@@ -1,4 +1,11 @@
-"""Teacher forcing: target logits and draft states over a text that is given."""
+"""Teacher forcing: hidden states of a target and its heads over tokens that are already known.
+
+All positions are computed at once, so this is how heads are trained and measured. A head that reads
+its own output is unrolled: step s gives its draft s tokens after the last verified token, if the
+tokens in between are the known ones.
+
+Legend: rows = sequences of packed documents; width = tokens of each.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +17,16 @@ from torch import Tensor
 
 from selfspec.decoder import Decoder, Own, Packing, Span
 from selfspec.decoder.cache import StepCache
-from selfspec.heads import ExitHead
+from selfspec.heads.base import ExitHead
 
 
 @dataclass
-class Reading:
-    """What a target made of a text.
+class TargetStates:
+    """Hidden states of a target over known tokens.
 
     Attributes:
-        tokens: `[rows, width]` the text.
-        packing: which tokens belong together.
+        tokens: `[rows, width]` the tokens.
+        packing: which tokens are of one document.
         streams: residual streams `[rows, width, hidden]` by the number of layers below.
         normed: `[rows, width, hidden]` inputs of the LM head.
     """
@@ -31,55 +38,52 @@ class Reading:
 
 
 @torch.no_grad()
-def read_text(
+def target_states(
     decoder: Decoder, tokens: Tensor, documents: Tensor | None, keep: Sequence[int]
-) -> Reading:
-    """Run the whole target over packed text.
+) -> TargetStates:
+    """Run the whole target over packed documents.
 
     Args:
         decoder: the target.
         tokens: `[rows, width]` token ids.
-        documents: `[rows, width]` number of each token's document; `None` when a row is one.
-        keep: residual streams to keep, by the number of layers below.
+        documents: `[rows, width]` number of each token's document; `None` when each row is one
+            document.
+        keep: residual streams to keep, by the number of layers below; `ExitHead.input_layers` for
+            what a head reads.
     """
     packing = Packing.of(tokens if documents is None else documents, whole=documents is None)
     wanted = sorted(set(keep))
     everything = Span(0, decoder.depth)
     left = decoder.run_packed(tokens, everything, packing, keep=wanted)
-    return Reading(tokens, packing, dict(zip(wanted, left.kept, strict=True)), left.output)
-
-
-def needs(head: ExitHead) -> tuple[int, ...]:
-    """The residual streams that a head reads."""
-    return (head.exit_layer, *head.feature_layers)
+    return TargetStates(tokens, packing, dict(zip(wanted, left.kept, strict=True)), left.output)
 
 
 def draft_states(
-    decoder: Decoder, head: ExitHead, reading: Reading, steps: int
+    decoder: Decoder, head: ExitHead, target: TargetStates, steps: int
 ) -> Iterator[Tensor]:
-    """What a head makes of every position, for each depth of a draft.
+    """Inputs of `head.logits` at every position, for each depth of a draft.
 
-    A head without feature layers says the same at every depth, and is read once.
+    A head without feature layers drafts the same at every depth, so it gives one result.
 
     Args:
         decoder: the target.
         head: the exit head; gradients flow into it.
-        reading: the target's view of the text, with the streams that `needs` names.
-        steps: depths to unroll.
+        target: the target's hidden states, with the streams in `head.input_layers`.
+        steps: number of depths to unroll.
 
     Yields:
-        `[rows, width, hidden]` inputs of `head.logits`. At depth s only positions s and beyond of
-        a document mean anything.
+        `[rows, width, hidden]` for each depth. At depth s the first s positions of each document
+        have no meaning.
 
     Raises:
-        ValueError: more than one step for a family whose position bias counts keys.
+        ValueError: more than one step for a model whose attention bias counts keys.
     """
-    hidden = reading.streams[head.exit_layer]
+    hidden = target.streams[head.exit_layer]
     if head.layer is None:
         yield hidden
         return
     if not head.feature_layers:
-        yield _layer(decoder, head, hidden, reading, None, 0)
+        yield _run_own_layer(decoder, head, hidden, target, None, 0)
         return
     if steps > 1 and decoder.counts_keys:
         raise ValueError(
@@ -87,38 +91,32 @@ def draft_states(
             "unrolled steps repeat; fit this head with one step"
         )
     memory = StepCache(decoder.windows, hidden.shape[0], hidden.device)
-    known = head.join([reading.streams[layer] for layer in head.feature_layers])
+    features = head.join([target.streams[layer] for layer in head.feature_layers])
     for step in range(steps):
-        entered = head.enter(hidden, _after_first(known, reading.packing))
-        known = _layer(decoder, head, entered, reading, memory, step)
-        yield known
+        entered = head.enter(hidden, _of_token_before(features, target.packing))
+        features = _run_own_layer(decoder, head, entered, target, memory, step)
+        yield features
 
 
-def _layer(
+def _run_own_layer(
     decoder: Decoder,
     head: ExitHead,
     entered: Tensor,
-    reading: Reading,
+    target: TargetStates,
     memory: StepCache | None,
     step: int,
 ) -> Tensor:
-    """The head's own layer over a text, in its `step`-th reading."""
-    assert head.layer is not None  # or nobody would come here
-    span = Span(head.place, head.place + 1)
+    """Output of the head's own layer at every position, in unrolled step `step`."""
+    assert head.layer is not None
+    span, own = Span(head.place, head.place + 1), Own(head.layer)
     left = decoder.run_packed(
-        reading.tokens,
-        span,
-        reading.packing,
-        entered,
-        own=Own(head.layer),
-        memory=memory,
-        step=step,
+        target.tokens, span, target.packing, entered, own=own, memory=memory, step=step
     )
     return left.hidden
 
 
-def _after_first(states: Tensor, packing: Packing) -> Tensor:
-    """Of each token the state of the token before; zero for a document's first."""
+def _of_token_before(states: Tensor, packing: Packing) -> Tensor:
+    """For each token the state of the token before it; zero for the first of a document."""
     moved = states.roll(1, dims=1)
     first = (packing.positions == 0).to(states.device)
     return moved.masked_fill(first[..., None], 0)

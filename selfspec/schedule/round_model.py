@@ -264,7 +264,7 @@ class RoundModel:
     def of_head(cls, decoder: Decoder, head: ExitHead, clock: Callable[[], float]) -> RoundModel:
         """Priors of an exit head: its share of the weights, and what its calibrators expect."""
         layer = _size(decoder.layers[0])
-        readout = _size(head.readout or decoder.lm_head)
+        readout = _size(head.lm_head or decoder.lm_head)
         own = _size(head.layer) if head.layer is not None else 0
         shallow = head.exit_layer * layer + own + readout
         cost = shallow / (decoder.depth * layer + _size(decoder.lm_head))

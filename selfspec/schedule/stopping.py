@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from selfspec.config import DraftConfig
-from selfspec.heads import Calibrator, Judge
+from selfspec.heads import AcceptanceEstimator, Calibrator
 from selfspec.schedule.round_model import RoundModel, RoundTimer, Work
 
 _LOOK = 16  # rounds, in one of which the confidence of all drafts is read, to learn what it tells
@@ -18,7 +18,7 @@ _LONGEST = 16  # drafts of the longest rounds that are considered
 class Schedule:
     """Decides after each drafted token whether to draft another; this one always does."""
 
-    def begin(self, judge: Judge) -> None:
+    def begin(self, judge: AcceptanceEstimator) -> None:
         """A round begins; `judge` gives the chance that a greedy draft is accepted."""
 
     def pause(self) -> None:
@@ -73,7 +73,7 @@ class OptimalStop(Schedule):
 
     def __init__(self, model: RoundModel):
         self.model, self.timer = model, RoundTimer(model)
-        self._judge: Judge | None = None
+        self._judge: AcceptanceEstimator | None = None
         self._rounds, self._made, self._sampled = 0, 0, False
         self._reach = [1.0]  # chance that all drafts so far are accepted, for each row or for all
         self._rates: list[float] = []  # usual acceptance by position
@@ -82,7 +82,7 @@ class OptimalStop(Schedule):
         self._price = 0.0  # tokens that the time of another draft is worth
         self._confidences: dict[int, list[float]] = {}  # by position, of each row
 
-    def begin(self, judge: Judge) -> None:
+    def begin(self, judge: AcceptanceEstimator) -> None:
         """Time the round from here."""
         self.timer.begin()
         self._judge, self._reach, self._confidences = judge, [1.0], {}
@@ -155,6 +155,6 @@ def make_schedule(config: DraftConfig, model: RoundModel | None = None) -> Sched
     return Schedule()
 
 
-def plain_judge() -> Judge:
+def plain_judge() -> AcceptanceEstimator:
     """The judge of drafts for which no calibrator was fitted."""
-    return Calibrator().judge()
+    return Calibrator().estimator()

@@ -22,7 +22,7 @@ from selfspec.config import StrictConfig, parse
 from selfspec.decoder import Decoder, Packing
 from selfspec.heads import ExitHead
 from selfspec.heads.store import replacing
-from selfspec.heads.teacher_forcing import Reading, needs, read_text
+from selfspec.heads.teacher_forcing import TargetStates, target_states
 from training.data import Batch, Blocks, collate
 from training.loop.checkpoint import changes, digest, read_facts, target_facts, write_facts
 from training.loop.metrics import Display
@@ -239,13 +239,13 @@ class FeaturesConfig(StrictConfig):
 
 def streams_of(heads: Sequence[ExitHead]) -> list[int]:
     """The residual streams that any of the heads reads."""
-    return sorted({layer for head in heads for layer in needs(head)})
+    return sorted({layer for head in heads for layer in head.input_layers})
 
 
 class Reader(Protocol):
     """Says what the target made of a batch."""
 
-    def read(self, batch: Batch) -> Reading:
+    def read(self, batch: Batch) -> TargetStates:
         """The target's view of a batch, with the residual streams that the heads read."""
         ...
 
@@ -261,9 +261,9 @@ class TargetReader:
     def __init__(self, decoder: Decoder, streams: Sequence[int]):
         self.decoder, self.streams = decoder, streams
 
-    def read(self, batch: Batch) -> Reading:
+    def read(self, batch: Batch) -> TargetStates:
         """Run the target."""
-        return read_text(self.decoder, batch.tokens, batch.documents, self.streams)
+        return target_states(self.decoder, batch.tokens, batch.documents, self.streams)
 
 
 class CachedReader:
@@ -292,7 +292,7 @@ class CachedReader:
         shards = range(manifest.files)
         self.files = [safe_open(shard_path(folder, n), framework="pt") for n in shards]
 
-    def read(self, batch: Batch) -> Reading:
+    def read(self, batch: Batch) -> TargetStates:
         """Look a batch up.
 
         Raises:
@@ -310,7 +310,7 @@ class CachedReader:
             return torch.stack(rows).to(batch.tokens.device, self.dtype)
 
         streams = {layer: stored(_stream(layer)) for layer in self.streams}
-        return Reading(batch.tokens, Packing.of(batch.documents), streams, stored("normed"))
+        return TargetStates(batch.tokens, Packing.of(batch.documents), streams, stored("normed"))
 
 
 def open_features(

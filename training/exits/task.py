@@ -14,7 +14,7 @@ from typing_extensions import Self
 from selfspec.config import StrictConfig
 from selfspec.decoder import Decoder
 from selfspec.heads import Calibrator, ExitHead, build_head, check_distinct, head_class
-from selfspec.heads.teacher_forcing import Reading, draft_states
+from selfspec.heads.teacher_forcing import TargetStates, draft_states
 from training.data import Batch, Blocks, collate
 from training.exits.features import Reader, TargetReader, streams_of
 from training.exits.losses import NO_TOKEN, LossSchedule, acceptance_rate, agreement, draft_losses
@@ -31,14 +31,14 @@ class Lesson(NamedTuple):
         following: `[n]` the text's next tokens.
     """
 
-    reading: Reading
+    reading: TargetStates
     learned: Tensor
     target_logits: Tensor
     following: Tensor
 
     @classmethod
     @torch.no_grad()
-    def of(cls, decoder: Decoder, batch: Batch, reading: Reading) -> Lesson:
+    def of(cls, decoder: Decoder, batch: Batch, reading: TargetStates) -> Lesson:
         """The lesson of a batch that the target has read."""
         learned = batch.targets != NO_TOKEN
         target_logits = decoder.unembed(reading.normed[learned][None])[0]

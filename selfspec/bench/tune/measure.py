@@ -31,7 +31,7 @@ from selfspec.generation.prompts import Prompt
 from selfspec.generation.stopping import Stops
 from selfspec.generation.streaming import Stream
 from selfspec.heads import ExitHead
-from selfspec.heads.teacher_forcing import draft_states, needs, read_text
+from selfspec.heads.teacher_forcing import draft_states, target_states
 from selfspec.model import SelfSpecModel
 from selfspec.sampling.draft import Draft
 from selfspec.sampling.sampler import Sampler
@@ -166,7 +166,7 @@ def _kept(
 ) -> tuple[Tensor, Tensor]:
     """`[depths, n]` each: whether the top token is the target's, and Σ min(p, q)."""
     tokens = torch.tensor([text.tokens], device=decoder.device)
-    reading = read_text(decoder, tokens, None, needs(head))
+    reading = target_states(decoder, tokens, None, head.input_layers)
     behind = slice(text.start - 1, len(text.tokens) - 1)  # where the written tokens are said
     target = decoder.unembed(reading.normed[:, behind])[0].float()
     target_probs = (target / temperature).softmax(-1)
@@ -174,7 +174,7 @@ def _kept(
     overlap: list[Tensor] = []
     unrolled = 1 if decoder.counts_keys else depths
     for state in draft_states(decoder, head, reading, unrolled):
-        logits = head.spread(head.logits(decoder, state[:, behind]), decoder)[0].float()
+        logits = head.expand_logits(head.logits(decoder, state[:, behind]), decoder)[0].float()
         agreed.append((logits.argmax(-1) == target.argmax(-1)).double())
         probs = (logits / temperature).softmax(-1)
         overlap.append(torch.minimum(probs, target_probs).sum(-1).double())

@@ -1,12 +1,12 @@
-"""Speculation for `model.generate(custom_generate=..., trust_remote_code=True)`."""
+"""Self-speculative decoding for `model.generate(custom_generate=..., trust_remote_code=True)`."""
 
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from selfspec import SelfSpecModel
 
-# Exit heads: a folder, or an id on the Hugging Face hub; `None` drafts with the model's own norm
-# and LM head. The argument `heads` names others.
+# Exit heads: a folder or a hub id; `None` drafts with the model's own norm and LM head.
+# The argument `heads` overrides it.
 HEADS: str | None = None
 
 _LOADED: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
@@ -15,12 +15,12 @@ _LOADED: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 def generate(
     model: Any, inputs: Any = None, heads: Any = None, draft: Any = None, **options: Any
 ) -> Any:
-    """What `model.generate` writes, sooner.
+    """Generate what `model.generate` would, in less time.
 
     Args:
         model: a decoder-only causal language model of transformers.
         inputs: `[batch, width]` prompt token ids (or `input_ids=`).
-        heads: exit heads, a folder of them or a hub id, instead of `HEADS`.
+        heads: exit heads, their folder or their hub id, instead of `HEADS`.
         draft: how to draft: a dict with fields of `selfspec.DraftConfig`, or a drafter's name.
         **options: every option of transformers' `generate`.
     """

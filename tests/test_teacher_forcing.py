@@ -7,7 +7,7 @@ from families import LAYERS, build
 from head_tools import own_head
 
 from selfspec.decoder import Decoder, Packing
-from selfspec.heads.teacher_forcing import draft_states, needs, read_text
+from selfspec.heads import draft_states, target_states
 
 STEPS = 3
 LENGTHS = (5, 2, 9, 1, 4)
@@ -29,7 +29,7 @@ def decoder(request):
 
 
 def read(decoder, head, tokens, documents=None):
-    reading = read_text(decoder, tokens, documents, needs(head))
+    reading = target_states(decoder, tokens, documents, head.input_layers)
     return reading, list(draft_states(decoder, head, reading, STEPS))
 
 
@@ -42,7 +42,7 @@ def test_a_document_in_a_block_is_read_as_alone(decoder, kind):
     for span in spans():
         alone, own = read(decoder, head, TOKENS[:, span])
         close(packed.normed[:, span], alone.normed)
-        for layer in needs(head):
+        for layer in head.input_layers:
             close(packed.streams[layer][:, span], alone.streams[layer])
         for step, (state, expected) in enumerate(zip(states, own, strict=True)):
             close(state[:, span][:, step:], expected[:, step:])
@@ -57,7 +57,7 @@ def close(actual, expected):
 def test_no_gradient_goes_from_one_document_to_another(kind):
     decoder = Decoder(tiny_llama("sometimes"))
     head = own_head(decoder, kind, EXIT)
-    reading = read_text(decoder, TOKENS, DOCUMENTS, needs(head))
+    reading = target_states(decoder, TOKENS, DOCUMENTS, head.input_layers)
     streams = [stream.requires_grad_() for stream in reading.streams.values()]
     weights = torch.randn(TOKENS.shape[1], 32, dtype=torch.float64)
     for step, state in enumerate(draft_states(decoder, head, reading, STEPS)):
@@ -75,7 +75,7 @@ def test_no_gradient_goes_from_one_document_to_another(kind):
 def test_every_step_teaches_the_layer():
     decoder = Decoder(tiny_llama("sometimes"))
     head = own_head(decoder, "fused", EXIT).requires_grad_(True)
-    reading = read_text(decoder, TOKENS, DOCUMENTS, needs(head))
+    reading = target_states(decoder, TOKENS, DOCUMENTS, head.input_layers)
     for state in draft_states(decoder, head, reading, STEPS):
         gradients = torch.autograd.grad(
             head.logits(decoder, state)[:, 2:5].square().sum(), head.parameters(), retain_graph=True
@@ -114,7 +114,7 @@ def test_positions_begin_anew_in_each_document():
 def test_more_than_one_step_is_refused_where_keys_are_counted():
     decoder = Decoder(build("bloom", "eager"))
     head = own_head(decoder, "fused", LAYERS // 2)
-    reading = read_text(decoder, TOKENS, DOCUMENTS, needs(head))
+    reading = target_states(decoder, TOKENS, DOCUMENTS, head.input_layers)
     assert len(list(draft_states(decoder, head, reading, 1))) == 1
     with pytest.raises(ValueError, match=r"BloomForCausalLM biases attention.*one step"):
         next(draft_states(decoder, head, reading, 2))
