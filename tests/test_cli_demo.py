@@ -4,15 +4,15 @@ import io
 
 import pytest
 import torch
-from cli_tools import DRAFT, PROMPT, TOKENS, call, one_object, own_text
+from cli_tools import PROMPT, TOKENS, call, one_object, own_text
 from conftest import EXIT, tiny_llama
 from rich.console import Console
 
 from selfspec import SelfSpecModel
 from selfspec.cli import demo
-from selfspec.cli.demo import comparison_tables, demo_table
+from selfspec.cli.demo import demo_table
 from selfspec.display import unmarked
-from selfspec.display.demo import DemoOptions, Run, Writer, compare, load_prompts, run_demo
+from selfspec.display.demo import DemoOptions, Run, Writer, load_prompts, run_demo
 from selfspec.schedule.stats import PARTS
 
 
@@ -107,29 +107,6 @@ def test_sampled_texts_are_not_compared(writer):
     result = run_demo(writer(temperature=1.0))
     assert result.equal is None
     assert not result.exact
-
-
-def test_the_comparison_measures_the_loop_against_its_bars(folder):
-    options = ("--prompt", PROMPT, "-n", TOKENS, "--repeats", 2, *DRAFT)
-    found = one_object(call("demo", "--model", folder, *options, "--compare", "--json"))
-    assert list(found["ways"]) == ["generate", "none", "early_exit"]
-    assert found["ways"]["generate"]["ratio"] == 1
-    assert found["equal"] is True
-    overhead, rest = found["bars"]
-    assert overhead["value"] == found["ways"]["none"]["ratio"]
-    assert overhead["met"] == (overhead["value"] >= 1)
-    assert 0 < rest["value"] < 1
-    assert rest["met"] == (rest["value"] <= 0.1)
-
-
-def test_the_comparisons_tables_show_the_figures_of_its_json(writer):
-    result = compare(writer())
-    found, tables = result.to_dict(), rendered(*comparison_tables(result))
-    for way in found["ways"].values():
-        assert f"{way['tokens_per_second']:.1f}" in tables
-        assert f"{way['ratio']:.3f}x" in tables
-    for bar in found["bars"]:
-        assert f"{bar['value']:.3f}" in tables
 
 
 def test_runs_are_interleaved_and_compared_by_their_medians():

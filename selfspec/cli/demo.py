@@ -17,7 +17,7 @@ from selfspec.cli.common import Loaded, load, print_json, progress, reporting
 
 if TYPE_CHECKING:
     from selfspec.config import DraftConfig
-    from selfspec.display.demo import Comparison, DemoResult, Writer
+    from selfspec.display.demo import DemoResult, Writer
 
 
 class Domain(str, Enum):
@@ -67,13 +67,7 @@ def demo(
         int, typer.Option(min=0, help="Write no n-gram of this size twice; 0 allows it.")
     ] = 0,
     seed: opt.Seed = 0,
-    repeats: Annotated[
-        int | None,
-        typer.Option(min=1, help="Timed runs of each way.", show_default="3; 5 with --compare"),
-    ] = None,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Measure what the loop costs, against its bars.")
-    ] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each.")] = 3,
     as_json: opt.AsJson = False,
 ) -> None:
     """Write a text by plain decoding and by self-speculation, and compare texts and speed."""
@@ -88,14 +82,13 @@ def demo(
             temperature=temperature,
             no_repeat_ngram_size=no_repeat_ngram,
             seed=seed,
-            repeats=repeats or (5 if compare else 3),
+            repeats=repeats,
         )
         passage, source = _passage(prompt, domain, seed)
         writer = Writer(target.spec, target.tokenizer, passage, options)
         head = {**target.to_dict(), "options": options.model_dump(), "prompt": passage}
         console.print(_headline(head, source))
-        show = _show_comparison if compare else _show_demo
-        figures, held = show(console, writer)
+        figures, held = _show_demo(console, writer)
     if as_json:
         print_json({**head, **figures})
     if not held:
@@ -175,37 +168,6 @@ def exits_table(result: DemoResult) -> Table:
         table.add_row(each.head, str(each.exit_layer), f"{each.share:.3f}")
     table.caption = "on the passages in the package; `shared` needs no fitting"
     return table
-
-
-def _show_comparison(console: Console, writer: Writer) -> tuple[dict[str, Any], bool]:
-    from selfspec.display.demo import compare
-
-    with progress().status("timing"):
-        result = compare(writer)
-    console.print(*comparison_tables(result), sep="\n")
-    if result.equal is not None:
-        unequal = "NOT EQUAL" if result.exact else "the texts part, as they may in half precision"
-        console.print("all texts are equal" if result.equal else unequal)
-    return result.to_dict(), not (result.exact and not result.equal)
-
-
-def comparison_tables(result: Comparison) -> tuple[Table, Table]:
-    """Speeds of the ways, and the bars."""
-    speeds = _table(len(result.runs["generate"]))
-    for column in ("", "tokens/s", "ratio"):
-        speeds.add_column(column, justify="right" if column else "left")
-    names = {"generate": "the model's own generate", "none": "selfspec, draft='none'"}
-    for way in result.runs:
-        speed, over_own = result.speed(way)
-        name = names.get(way, f"selfspec, {way}")
-        speeds.add_row(name, f"{speed:.1f}", f"{over_own:.3f}x")
-    bars = _table()
-    for column in ("", "measured", "bar", ""):
-        bars.add_column(column, justify="right" if column else "left")
-    for bar in result.bars:
-        limit = f"{'>=' if bar.at_least else '<='} {bar.limit:.3f}"
-        bars.add_row(bar.name, f"{bar.value:.3f}", limit, "met" if bar.met else "MISSED")
-    return speeds, bars
 
 
 def _table(runs: int | None = None) -> Table:

@@ -20,10 +20,7 @@ EXAMPLES = {
         "selfspec check --draft drafter=tree",
         "selfspec check --model path/to/model --file prompts.jsonl --samples 0",
     ),
-    "demo": (
-        "selfspec demo --compare",
-        "selfspec demo --domain code --draft exit_layer=4 --draft num_draft_tokens=3",
-    ),
+    "demo": ("selfspec demo --domain code --draft exit_layer=4 --draft num_draft_tokens=3",),
     "generate": (
         "selfspec generate 'It was a dark and stormy night' --format trace",
         "selfspec generate --file prompts.jsonl --config run.yaml --draft drafter=auto --json",
