@@ -158,7 +158,6 @@ def desk(tmp_path, monkeypatch):
     modules = str(tmp_path / "modules")  # transformers copies there what custom_generate loads
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", modules)
     monkeypatch.syspath_prepend(modules)
-    monkeypatch.setattr("selfspec.bench.scaling.SWEEPS", {"batch": (1, 2)})
     monkeypatch.setattr("selfspec.model.push_heads", lambda heads, decoder, repo, *_: repo)
     monkeypatch.chdir(tmp_path)
     return tmp_path

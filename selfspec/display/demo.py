@@ -202,7 +202,6 @@ def ratio(runs: Sequence[Run], base: Sequence[Run]) -> float:
 # What selfspec's loop costs, with drafting switched off and on.
 
 
-
 # How well every exit guesses, on text that nobody has decoded.
 
 

@@ -62,11 +62,15 @@ class RoundTimes:
         self._variance = [[0.0] * 4 for _ in range(4)]
         self._widen(_DOUBT, 1.0)
 
-    def like(self, draft_cost: float) -> RoundTimes:
-        """What these times tell about another batch size: their proportions."""
+    def like(self, draft_cost: float, share: float) -> RoundTimes:
+        """What these times tell about another batch size: their proportions.
+
+        Verification is longer for more tokens of more rows; of fewer rows it takes their `share`.
+        """
         other = RoundTimes(draft_cost)
         if self.is_timed and self.times[0] > 0:
             other.times = [seconds / self.times[0] for seconds in self.times]
+            other.times[3] *= min(1.0, share)
         return other
 
     @property
@@ -281,7 +285,7 @@ class RoundModel:
             new = RoundTimes(self._draft_cost)
             if self._times:
                 nearest = min(self._times, key=lambda known: abs(known - rows))
-                new = self._times[nearest].like(self._draft_cost)
+                new = self._times[nearest].like(self._draft_cost, rows / nearest)
             self._times[rows] = new
         return self._times[rows]
 

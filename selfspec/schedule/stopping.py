@@ -11,7 +11,7 @@ from selfspec.config import DraftConfig
 from selfspec.heads import AcceptanceEstimator, Calibrator
 from selfspec.schedule.round_model import RoundModel, RoundTimer, Work
 
-_LOOK = 16  # rounds, in one of which the confidence of all drafts is read, to learn what it tells
+_LOOK = 16  # rounds, in one of which confidence is read and one more draft made, to learn from
 _LONGEST = 16  # drafts of the longest rounds that are considered
 
 
@@ -63,9 +63,10 @@ class OptimalStop(Schedule):
     rate (the marginal value theorem, Charnov 1976). All is counted for a row on average.
 
     How confident the head is of a draft is read only where the answer could change the decision,
-    and in one of several rounds to learn how much it tells: reading takes time, too. Of a greedy
-    draft the head's calibrator gives it; of a sampled one it is the probability that two draws
-    agree, which takes one operation.
+    and in one of several rounds to learn how much it tells: reading takes time, too. Such a round
+    also has one draft more, because rounds of one length do not tell what a draft takes. Of a
+    greedy draft the head's calibrator gives it; of a sampled one it is the probability that two
+    draws agree, which takes one operation.
 
     Args:
         model: times and acceptance rates so far; may outlive the call.
@@ -75,6 +76,7 @@ class OptimalStop(Schedule):
         self.model, self.timer = model, RoundTimer(model)
         self._judge: AcceptanceEstimator | None = None
         self._rounds, self._made, self._sampled = 0, 0, False
+        self._further = False  # whether the round has one draft more than pays, to learn from
         self._reach = [1.0]  # chance that all drafts so far are accepted, for each row or for all
         self._rates: list[float] = []  # usual acceptance by position
         self._read_seconds = {False: 0.0, True: 0.0}  # of the last reading of confidence
@@ -86,7 +88,7 @@ class OptimalStop(Schedule):
         """Time the round from here."""
         self.timer.begin()
         self._judge, self._reach, self._confidences = judge, [1.0], {}
-        self._rounds, self._made = self._rounds + 1, 0
+        self._rounds, self._made, self._further = self._rounds + 1, 0, False
 
     def pause(self) -> None:
         """The time of the last round ends here."""
@@ -114,7 +116,11 @@ class OptimalStop(Schedule):
             self._reach = [so_far * chance for so_far, chance in zip(reach, chances, strict=True)]
         else:
             self._reach = [so_far * rate for so_far in self._reach]
-        return sum(self._reach) * following > self._price * len(self._reach)
+        if sum(self._reach) * following > self._price * len(self._reach):
+            return True
+        # Rounds of one length alone would not tell what a draft takes.
+        self._further = not self._further and self._rounds % _LOOK == 0
+        return self._further
 
     def _plan(self, rows: int, sampled: bool) -> None:
         """Find what time is worth in this round."""
