@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from head_tools import own_head
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import LlamaModel, StoppingCriteria, StoppingCriteriaList
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from selfspec import DraftConfig, SelfSpecModel
 from selfspec.decoder import Decoder, Span
@@ -330,6 +332,52 @@ def test_layers_that_are_skipped_in_part_run_as_they_are():
     draft = {"drafter": "layer_skip", "skip": {"attention": [1], "mlp": [2]}}
     writes_the_same(spec, 6, drafts=(draft,), vocab=64)
     assert is_recorded(spec) and CpuTape.replays
+
+
+class Meddling(LlamaModel):
+    """A body that may do more than hand hidden states from layer to layer."""
+
+    meddle = ""
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        past_key_values: Any = None,
+        use_cache: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        if attention_mask is not None and attention_mask.ndim == 2:  # of the model's own generate
+            attention_mask = None
+        hidden = self.embed_tokens(input_ids)
+        if self.meddle == "first":
+            hidden = hidden * 2
+        turned = self.rotary_emb(hidden, position_ids=position_ids)
+        for index, layer in enumerate(self.layers):
+            hidden = layer(
+                hidden,
+                attention_mask=attention_mask,
+                position_embeddings=tuple(turned),
+                past_key_values=past_key_values,
+            )
+            if self.meddle == "between" and index == 1:
+                hidden = hidden + 1
+            if self.meddle == "in place" and index == 1:
+                hidden.mul_(2)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
+
+
+@pytest.mark.parametrize("meddle", ["", "first", "between", "in place"])
+def test_layers_are_recorded_only_where_the_body_hands_hidden_states_on(meddle):
+    model = tiny_llama(dtype=torch.float32)
+    model.model.__class__ = Meddling
+    model.model.meddle = meddle  # pyright: ignore[reportAttributeAccessIssue]
+    spec = SelfSpecModel(model, kernels="graphs")
+    alone = meddle in ("", "first")
+    with nullcontext() if alone else pytest.warns(UserWarning, match="Meddling does more than"):
+        writes_the_same(spec, 6, vocab=64)
+    assert is_recorded(spec) == alone
 
 
 # On a GPU

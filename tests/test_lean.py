@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import prompt, tiny_llama
 from families import FAMILIES, build
 from test_families import CASES_BY_FAMILY
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -155,7 +156,7 @@ def test_hooks_that_come_while_gates_are_in_are_called(whose):
     slots, everything = decoder.new_slots(1), Span(0, decoder.depth)
     layer = decoder.layers[0]
     with decoder:
-        for token in (5, 17):  # along the model's own code, then along its route
+        for token in (5, 17):
             decoder.run(torch.tensor([[token]]), everything, slots, unembed=True)
             slots.commit([1])
         module = layer if whose == "layer" else layer.self_attn.q_proj._module
@@ -235,3 +236,39 @@ def test_a_lean_forward_leaves_the_models_module_as_it_was():
     assert torch.equal(lean[0], whole[0])
     assert torch.equal(lean["logits"], whole["logits"])
     assert type(model).forward.__globals__ == before
+
+
+def writes_its_own(spec: SelfSpecModel) -> None:
+    ids, mask = prompt(6)
+    options = {"attention_mask": mask, "max_new_tokens": 9, "do_sample": False}
+    assert torch.equal(spec.generate(ids, **options), spec.causal_lm.generate(ids, **options))
+
+
+@pytest.mark.parametrize("part", ["embed_tokens", "norm", "layers.2", "layers.2.mlp"])
+def test_hooks_that_come_between_calls_are_called(part: str) -> None:
+    spec = SelfSpecModel(tiny_llama(dtype=torch.float32))
+    writes_its_own(spec)
+    calls: list[int] = []
+    module = spec.causal_lm.model.get_submodule(part)
+    hook = module.register_forward_hook(lambda *_: calls.append(1))
+    ids, mask = prompt(6)
+    spec.generate(ids, attention_mask=mask, max_new_tokens=9, do_sample=False, draft="none")
+    assert len(calls) >= 9  # in every pass
+    hook.remove()
+    calls.clear()
+    writes_its_own(spec)
+    assert not calls
+
+
+@pytest.mark.parametrize("part", ["embed_tokens", "norm", "layers.2.mlp"])
+def test_a_forward_that_is_replaced_between_calls_is_called(part: str) -> None:
+    spec = SelfSpecModel(tiny_llama(dtype=torch.float32))
+    writes_its_own(spec)
+    module = spec.causal_lm.model.get_submodule(part)
+    own = module.forward
+    ids, mask = prompt(6)
+    options = {"attention_mask": mask, "max_new_tokens": 9, "do_sample": False}
+    before = spec.generate(ids, **options)
+    module.forward = lambda *args: own(*args).flip(-1)
+    writes_its_own(spec)
+    assert not torch.equal(spec.generate(ids, **options), before)

@@ -235,12 +235,6 @@ class Decoder:
     def __enter__(self) -> Decoder:
         """Put the gates in; passes inside a `with decoder:` do not have to."""
         self.gates.__enter__()
-        try:
-            if self.gates.entered == 1:
-                self._runner.begin()
-        except BaseException:
-            self.gates.__exit__()
-            raise
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -294,10 +288,7 @@ class Decoder:
             active = ActivePass(span, window, hidden, masks, self._alibi, tuple(keep), own)
             active.skips = skips
             inputs = self._inputs(tokens, slots, window.positions, masks)
-            # Of one token after others, families that make their own masks make none.
-            maskless = window.width == 1 < window.end and not self._masks.slide
-            routed = gates.bare and (bool(masks) or maskless)
-            return self._runner.run(active, inputs, unembed, routed)
+            return self._runner.run(active, inputs, unembed)
         finally:
             slots.turn(*outer)
 

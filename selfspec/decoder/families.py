@@ -99,15 +99,6 @@ def find_layers(model: nn.Module, count: int) -> tuple[nn.Module, str, nn.Module
     )
 
 
-def path_to(module: nn.Module, model: nn.Module) -> list[nn.Module]:
-    """The model, the modules between it and one of its modules, and that."""
-    name = next(name for name, found in model.named_modules() if found is module)
-    path = [model]
-    for part in name.split(".") if name else ():
-        path.append(path[-1].get_submodule(part))
-    return path
-
-
 def layer_windows(config: Any, depth: int) -> list[int | None]:
     """Per layer, the sliding window in tokens, or None."""
     if config.model_type == "gpt_neo":

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,28 +22,27 @@ from transformers import PreTrainedModel
 
 from selfspec.config import Kernels
 from selfspec.decoder.devices import device_of
-from selfspec.decoder.direct import is_watched, lean_forward, shortcuts
+from selfspec.decoder.direct import lean_forward, shortcuts
 from selfspec.decoder.families import (
     RotaryTables,
     Skipped,
     Sublayers,
     causal_tables,
     is_static,
-    path_to,
 )
 from selfspec.decoder.kernels.compiled import CompiledLayers
-from selfspec.decoder.kernels.graphs import GraphedLayers, Stretch
+from selfspec.decoder.kernels.graphs import GraphedLayers
 from selfspec.decoder.kernels.prepacked import PrepackedLinears
-from selfspec.decoder.passes import MASK, ActivePass, Own, Skips
+from selfspec.decoder.passes import MASK, ActivePass, Own, Stretch
 
 
-class PassWatcher(Protocol):
-    """Watches the layers of a pass through the model's own code."""
+class BodyError(Exception):
+    """A model's body does more with hidden states than hand them from layer to layer."""
 
-    def layer(
-        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
-        """A layer was called with `args`, its hidden states first, or skipped."""
+
+def first_of(output: Any) -> Tensor:
+    """The hidden states of what a layer returns."""
+    return output[0] if isinstance(output, tuple) else output
 
 
 class Gate:
@@ -61,56 +60,88 @@ class Gate:
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the layer; hand `hidden_states` through where it is skipped or outside the span."""
-        gates = self.gates
+        gates, index = self.gates, self.index
         active = gates.active
         if active is None or gates.owner != threading.get_ident():
             # Plain use of the model, from a streamer or from another thread.
             return self.layer(hidden_states, *args, **kwargs)
-        handed = hidden_states
         start, stop = active.span
-        if self.index == stop:
+        if index == stop:
             active.result = hidden_states
-        if self.index == start and active.hidden is not None:
+        if not start <= index < stop:
+            if index in active.keep:
+                active.kept[index] = hidden_states
+            return self._through(hidden_states)
+        if active.masks:
+            args, kwargs = self._masked(active, args, kwargs)
+        if index == start:
+            active.began = time.perf_counter()
+        if active.own is not None and index == stop - 1:
+            output = self._run_own(
+                active.own, active, self._input(active, hidden_states), args, kwargs
+            )
+        elif active.stretch is not None:
+            output = self._defer(active, active.stretch, hidden_states, args, kwargs)
+        else:
+            output = self._run(active, self._input(active, hidden_states), args, kwargs)
+        if index == stop - 1:
+            if active.own is None:
+                active.layer_seconds += time.perf_counter() - active.began
+            if stop == gates.depth:
+                active.result = active.kept[stop] = first_of(output)
+        return output
+
+    def _through(self, hidden_states: Tensor) -> Any:
+        return (hidden_states,) if self.gates.returns_tuple else hidden_states
+
+    def _input(self, active: ActivePass, hidden_states: Tensor) -> Tensor:
+        """What the layer starts from, which is kept if the caller asked for it."""
+        if self.index == active.span.start and active.hidden is not None:
             hidden_states = active.hidden
         if self.index in active.keep:
             active.kept[self.index] = hidden_states
-        skips = active.skips
-        if start <= self.index < stop and (skips is None or not self.is_skipped(skips)):
-            output = self.run(active, hidden_states, *self._masked(active, args, kwargs))
-        else:
-            output = (hidden_states,) if gates.returns_tuple else hidden_states
-        if self.index == stop - 1 and stop == gates.depth:
-            left = output[0] if isinstance(output, tuple) else output
-            active.result = active.kept[stop] = left
-        if gates.survey is not None:
-            gates.survey.layer(self.layer, (handed, *args), kwargs, output)
-        return output
+        return hidden_states
 
-    def is_skipped(self, skips: Skips) -> bool:
-        """Whether a pass leaves out the whole layer."""
-        return self.index in skips.layers
-
-    def run(
+    def _run(
         self,
         active: ActivePass,
         hidden_states: Tensor,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run the layer, or a head's own in its place, with what it is to be handed."""
-        own, skips, gates = active.own, active.skips, self.gates
-        if own is not None and self.index == active.span.stop - 1:
-            return self._run_own(own, active, hidden_states, args, kwargs)
-        skipped = () if skips is None else gates.sublayers.skipped(self.index, skips)
-        began = time.perf_counter()
-        if skipped:
-            with gates.skipping(self.layer, skipped):
-                output = self.layer(hidden_states, *args, **kwargs)
-        else:
-            output = self._call(self.layer, hidden_states, args, kwargs)
-        active.layer_seconds += time.perf_counter() - began
-        gates.returns_tuple = isinstance(output, tuple)
+        """Run the layer, or what is not skipped of it."""
+        gates, skips = self.gates, active.skips
+        if skips is not None:
+            if self.index in skips.layers:
+                return self._through(hidden_states)
+            skipped = gates.sublayers.skipped(self.index, skips)
+            if skipped:
+                with gates.skipping(self.layer, skipped):
+                    return self.layer(hidden_states, *args, **kwargs)
+        output = gates.call(self.layer, self.index, hidden_states, args, kwargs)
+        if gates.returns_tuple is None:
+            gates.returns_tuple = isinstance(output, tuple)
         return output
+
+    def _defer(
+        self,
+        active: ActivePass,
+        stretch: Stretch,
+        handed: Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Note how the layer is called; the last layer of a stretch runs all of them at once."""
+        if not stretch.layers:
+            stretch.handed = handed
+        elif handed is not stretch.handed:
+            raise BodyError
+        stretch.add(self.index, self.layer, args, kwargs)
+        last = active.span.stop - (1 if active.own is None else 2)
+        if self.index < last:
+            return self._through(handed)
+        hidden = handed if active.hidden is None else active.hidden
+        return self._through(self.gates.run_stretch(active, stretch, hidden))
 
     def _run_own(
         self,
@@ -121,6 +152,7 @@ class Gate:
         kwargs: dict[str, Any],
     ) -> Any:
         began = time.perf_counter()
+        active.layer_seconds += began - active.began
         if own.enter is not None:
             hidden_states = own.enter(hidden_states)
         if "_hf_hook" in self.layer.__dict__:  # which brings the layer what comes from elsewhere
@@ -128,38 +160,23 @@ class Gate:
             args, kwargs = send_to_device((args, kwargs), device, skip_keys="past_key_values")
         graphs, output = self.gates.graphs, None
         if graphs is not None:
-            stretch = Stretch([own.layer], self.index, [(args, kwargs)], [0])
+            stretch = Stretch()
+            stretch.add(self.index, own.layer, args, kwargs)
             output = graphs.run(active, stretch, hidden_states)
         if output is None:
-            output = self._call(own.layer, hidden_states, args, kwargs)
+            output = self.gates.call(own.layer, self.index, hidden_states, args, kwargs)
         elif self.gates.returns_tuple:
             output = (output,)
         active.head_seconds += time.perf_counter() - began
         return output
 
-    def _call(
-        self,
-        layer: nn.Module,
-        hidden_states: Tensor,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        compiled = self.gates.compiled
-        if compiled is None:
-            return layer(hidden_states, *args, **kwargs)
-        return compiled(layer, self.index, hidden_states, args, kwargs)
-
     def _masked(
         self, active: ActivePass, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The layer's arguments with the slots' mask for its window."""
-        if not active.masks:
-            return args, kwargs
         mask, full = active.masks[self.window], active.masks[None]
         if active.add_masks:
-            kwargs = dict(kwargs)
-            kwargs[MASK] = _added(kwargs.get(MASK), mask)
-            return args, kwargs
+            return args, {**kwargs, MASK: _added(kwargs.get(MASK), mask)}
         if mask is full:
             return args, kwargs
         args = tuple(mask if arg is full else arg for arg in args)
@@ -203,10 +220,7 @@ class Gates:
         graphs: how stretches of layers are run; `None` for layer by layer.
         prepacked: how linear maps are called; `None` for as they are.
         others: modules of heads, which run in passes beside the model's own.
-        survey: what watches the pass in progress, if anything does.
         dtype: the model's, which takes time to find.
-        path: the model, modules between it and its body, and that.
-        bare: whether nobody but the gates hangs on the forward of any of these.
     """
 
     def __init__(
@@ -220,7 +234,6 @@ class Gates:
     ):
         self.model, self.base, self.layers = model, base, layers
         self.depth = len(layers)
-        self.path = path_to(base, model)
         self.layers_name, self.windows = layers_name, windows
         self.active: ActivePass | None = None
         self.owner: int | None = None
@@ -240,8 +253,6 @@ class Gates:
         packs = kernels == "prepacked"
         self.prepacked = PrepackedLinears(type(model).__name__) if packs else None
         self.others: list[nn.Module] = []
-        self.survey: PassWatcher | None = None
-        self.bare = False
         self.dtype = model.dtype
         self._tables: list[nn.Module] = []
         self._shadows: list[tuple[dict[str, Any], str, Any]] = []
@@ -273,7 +284,6 @@ class Gates:
         gates = [Gate(self, index, layer) for index, layer in enumerate(self.layers)]
         self.shadow(self.base.__dict__, self.layers_name, gates)
         self.dtype = self.model.dtype
-        self.bare = not any(map(_is_hung_on, self.path))
         for module in (self.base, self.model):
             if "forward" not in module.__dict__:  # else device hooks have one of their own
                 self.shadow(module.__dict__, "forward", self._lean(module))
@@ -347,6 +357,31 @@ class Gates:
         else:
             attributes[name] = held
 
+    def call(
+        self,
+        layer: nn.Module,
+        index: int,
+        hidden_states: Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """What a layer returns in place of the layer `index`: compiled, if that was asked for."""
+        if self.compiled is None:
+            return layer(hidden_states, *args, **kwargs)
+        return self.compiled(layer, index, hidden_states, args, kwargs)
+
+    def run_stretch(self, active: ActivePass, stretch: Stretch, hidden: Tensor) -> Tensor:
+        """Run deferred layers by a recorded graph, or one by one while there is none."""
+        assert self.graphs is not None
+        output = self.graphs.run(active, stretch, hidden)
+        if output is not None:
+            return output
+        for index, (layer, (args, kwargs)) in enumerate(stretch.calls(), stretch.start):
+            if index in stretch.keep:
+                active.kept[index] = hidden
+            hidden = first_of(layer(hidden, *args, **kwargs))
+        return hidden
+
     @property
     def gated(self) -> bool:
         """Whether the calling thread is inside a pass."""
@@ -408,7 +443,3 @@ class Gates:
             return forward(x, position_ids, *args, **kwargs)
 
         return tabled
-
-
-def _is_hung_on(module: nn.Module) -> bool:
-    return is_watched(module) or "forward" in module.__dict__

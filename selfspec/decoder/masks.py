@@ -72,15 +72,11 @@ class Masks:
     Args:
         gates: the model's gates, which are in when masks are made.
         windows: per layer, the sliding window in tokens, or `None`.
-
-    Attributes:
-        slide: whether any layer has a window.
     """
 
     def __init__(self, gates: Gates, windows: Sequence[int | None]):
         self._gates = gates
         self._kinds = {None, *windows}
-        self.slide = self._kinds != {None}
 
     def of_slots(
         self, slots: SlotCache, window: Window, hidden: Tensor | None, added: bool

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -83,6 +83,51 @@ class Pass(NamedTuple):
     kept: list[Tensor]
 
 
+Bound = tuple[tuple[Any, ...], dict[str, Any]]  # what a layer is called with
+
+
+class Stretch:
+    """Layers that follow on each other in one pass, and what each is called with.
+
+    Args:
+        keep: which of the layers' inputs to keep, by the layers' numbers.
+
+    Attributes:
+        start: the number of the first.
+        layers: the layers.
+        bound: what layers are called with beside the hidden states; layers that are called with
+            the same objects share an entry.
+        kind_of: which of these each layer is called with.
+        handed: the hidden states that the body hands from layer to layer.
+    """
+
+    def __init__(self, keep: Sequence[int] = ()):
+        self.keep, self.start = keep, 0
+        self.layers: list[nn.Module] = []
+        self.bound: list[Bound] = []
+        self.kind_of: list[int] = []
+        self.handed: Tensor | None = None
+        self._kinds: dict[Hashable, int] = {}
+
+    def add(
+        self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Add the next layer, which has this number."""
+        if not self.layers:
+            self.start = index
+        kind = tuple(map(id, args)), tuple(kwargs), tuple(map(id, kwargs.values()))
+        if kind not in self._kinds:
+            self._kinds[kind] = len(self.bound)
+            self.bound.append((args, kwargs))
+        self.layers.append(layer)
+        self.kind_of.append(self._kinds[kind])
+
+    def calls(self) -> Iterator[tuple[nn.Module, Bound]]:
+        """Each layer with what it is called with."""
+        for layer, kind in zip(self.layers, self.kind_of, strict=True):
+            yield layer, self.bound[kind]
+
+
 @dataclass(slots=True)
 class ActivePass:
     """A pass in progress, as the gates see it.
@@ -98,8 +143,10 @@ class ActivePass:
         own: what runs in place of the span's last layer, or `None`.
         normed: whether anyone reads what comes after the final norm; without, it is left out.
         skips: the sublayers that are left out; `None` where nothing is.
+        stretch: where calls of layers are gathered, to be run at once; `None`: each runs by itself.
         kept: the residual streams that were kept, by the number of layers below.
         result: residual stream after the span, once it is there.
+        began: when the first layer began.
         layer_seconds: wall time inside layers so far.
         head_seconds: wall time inside a head's own layer, the final norm and the LM head so far.
     """
@@ -113,8 +160,10 @@ class ActivePass:
     own: Own | None = None
     normed: bool = True
     skips: Skips | None = None
+    stretch: Stretch | None = None
     kept: dict[int, Tensor] = field(default_factory=dict)
     result: Tensor | None = None
+    began: float = 0.0
     layer_seconds: float = 0.0
     head_seconds: float = 0.0
 

@@ -1,21 +1,22 @@
-"""Runs one pass: along its route if there is one, otherwise through the model's own code."""
+"""Runs one pass through the model's own code, and goes on to logits."""
 
 from __future__ import annotations
 
 import inspect
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from selfspec.decoder.cache import WIDEST
 from selfspec.decoder.devices import device_of
-from selfspec.decoder.gates import Gates
-from selfspec.decoder.passes import ActivePass, Pass
-from selfspec.decoder.route import Route, Snapshot, Survey
+from selfspec.decoder.gates import BodyError, Gates
+from selfspec.decoder.kernels.graphs import GraphedLayers
+from selfspec.decoder.passes import ActivePass, Pass, Stretch
 
 
 class Tail:
@@ -73,9 +74,6 @@ def _mine(mine: Callable[..., Any], others: Callable[..., Any]) -> Callable[...,
     return either
 
 
-# One pass through a model: along its route where there is one, else through its own code.
-
-
 class Runner:
     """Runs passes.
 
@@ -86,85 +84,70 @@ class Runner:
 
     Attributes:
         tail: from the body's output to logits.
-        routes: what a pass comes down to, by whether it has masks, is normed, and goes on to
-            logits; `None` where only the model's own code will do. Routes hold from call to call
-            while the model is what it was when they were found (`Snapshot`).
     """
 
     def __init__(self, causal_lm: PreTrainedModel, base: nn.Module, gates: Gates):
         self.base, self.gates = base, gates
         self.tail = Tail(causal_lm, base, gates)
-        self.routes: dict[tuple[bool, ...], Route | None] = {}
-        self._surveyed: Snapshot | None = None
 
-    def begin(self) -> None:
-        """Gates have been put in: keep the routes that hold, and look for others anew."""
-        found = [(key, route) for key, route in self.routes.items() if route is not None]
-        self.routes.clear()
-        if found and self._snapshot() == self._surveyed:
-            self.routes.update(found)
-            for _, route in found:
-                route.begin()
-
-    def _snapshot(self) -> Snapshot:
-        model = self.tail.causal_lm
-        return Snapshot(
-            self.gates.path, [model.get_input_embeddings(), model.get_output_embeddings()]
-        )
-
-    def _keep(self, key: tuple[bool, ...], route: Route | None) -> None:
-        """Keep what a survey found."""
-        found = self._snapshot()
-        if found != self._surveyed:
-            self.routes.clear()
-        self.routes[key], self._surveyed = route, found
-
-    def run(
-        self, active: ActivePass, inputs: dict[str, Any], unembed: bool, routed: bool = False
-    ) -> Pass:
+    def run(self, active: ActivePass, inputs: dict[str, Any], unembed: bool) -> Pass:
         """Run a pass.
 
         Args:
             active: the pass.
             inputs: what the body is called with.
             unembed: whether to go on to logits.
-            routed: whether a route of such a pass would hold for this one. The first that may have
-                one is surveyed, if it is over few tokens: a survey keeps copies of their states.
         """
-        gates = self.gates
+        gates, graphs = self.gates, self.gates.graphs
         ends = active.span.stop == gates.depth and active.own is None
         active.normed = unembed or ends
-        key = bool(active.masks), active.normed, unembed
-        route = self.routes.get(key) if routed else None
         if gates.own_masks:
             gates.open_masks(active)
-        gates.active = active
         try:
-            if route is not None:
-                result = route.run(active, inputs)
-            elif routed and key not in self.routes and _is_narrow(active):
-                with Survey(gates, inputs) as survey:
-                    result = self._run_whole(active, inputs, unembed)
-                self._keep(key, survey.route(result))
-            else:
-                result = self._run_whole(active, inputs, unembed)
+            if graphs is not None and gates.returns_tuple is not None and graphs.takes(active):
+                return self._run_deferred(graphs, active, inputs, unembed)
+            return self._run_once(active, inputs, unembed)
         finally:
             gates.active = None
             if gates.own_masks:
                 gates.close_masks()
-        return active.done(result)
 
-    def _run_whole(self, active: ActivePass, inputs: dict[str, Any], unembed: bool) -> Tensor:
+    def _run_deferred(
+        self, graphs: GraphedLayers, active: ActivePass, inputs: dict[str, Any], unembed: bool
+    ) -> Pass:
+        """Run the layers at once, where the body only hands hidden states from one to the next.
+
+        The first pass over a span is run again layer by layer, and has to be equal to the bit: a
+        body that does more has its layers run one by one from then on.
+        """
+        again = replace(active, kept={})
+        active.stretch = Stretch(active.keep)
+        try:
+            result = self._run_once(active, inputs, unembed)
+        except BodyError:
+            result = None
+        if result is not None and (active.own is not None or active.span in graphs.checked):
+            return result
+        expected = self._run_once(again, inputs, unembed)
+        if result is not None and _are_equal(result, expected):
+            graphs.checked.add(active.span)
+        else:
+            graphs.give_up(f"{type(self.base).__name__} does more than call them one by one")
+        return expected
+
+    def _run_once(self, active: ActivePass, inputs: dict[str, Any], unembed: bool) -> Pass:
         """The pass through the model's own code."""
+        self.gates.active = active
         if unembed and self.tail.takes >= inputs.keys():
-            return self.tail.run(inputs)
+            return active.done(self.tail.run(inputs))
         output = self.base(**inputs)
         self.tail.output_class = type(output)
         if not unembed:
-            return output[0]
+            return active.done(output[0])
         logits = self.tail.unembed(output[0], None)  # the LM head's gate knows what an `own` reads
-        return logits.to(inputs["input_ids"].device)
+        return active.done(logits.to(inputs["input_ids"].device))
 
 
-def _is_narrow(active: ActivePass) -> bool:
-    return active.window is not None and active.window.width <= WIDEST
+def _are_equal(one: Pass, other: Pass) -> bool:
+    left, right = ([each.hidden, each.output, *each.kept] for each in (one, other))
+    return all(map(torch.equal, left, right))

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
@@ -23,7 +23,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from selfspec.decoder.cache import WIDEST, SlotCache, Strip
 from selfspec.decoder.direct import hooked_part
 from selfspec.decoder.kernels.fallback import StandIn, told
-from selfspec.decoder.passes import ActivePass
+from selfspec.decoder.passes import ActivePass, Bound, Span, Stretch
 
 
 class Tape(Protocol):
@@ -101,26 +101,6 @@ PAGE = 256  # slots by which what a pass sees grows
 MOST = 64  # graphs of one call
 _KNOWN = (Tensor, SlotCache, torch.dtype, bool, int, float, str, type(None))  # in arguments
 _PATIENCE = 2  # passes of a shape that run as they are before one is recorded
-
-Bound = tuple[tuple[Any, ...], dict[str, Any]]  # what a layer is called with
-
-
-class Stretch(NamedTuple):
-    """Layers that follow on each other, in one pass.
-
-    Attributes:
-        layers: the layers.
-        start: the number of the first.
-        bound: what layers are called with beside their input, in few kinds.
-        kind_of: the kind of each.
-        keep: which of the layers' inputs to keep, by the layers' numbers.
-    """
-
-    layers: Sequence[nn.Module]
-    start: int
-    bound: Sequence[Bound]
-    kind_of: Sequence[int]
-    keep: Sequence[int] = ()
 
 
 class _Recording:
@@ -211,12 +191,16 @@ class GraphedLayers(StandIn):
 
     Args:
         name: the model's, for the warning.
+
+    Attributes:
+        checked: spans of which a pass was found equal deferred and layer by layer.
     """
 
     manner = "recorded as graphs"
 
     def __init__(self, name: str):
         super().__init__(name)
+        self.checked: set[Span] = set()
         self._recordings: dict[Hashable, _Recording] = {}  # the one used last comes last
         self._passes: Counter[Hashable] = Counter()
         self._recorders: dict[torch.device, Recorder] = {}
@@ -241,8 +225,18 @@ class GraphedLayers(StandIn):
 
     def end(self) -> None:
         """Forget all recordings."""
+        self.checked.clear()
         self._recordings.clear()
         self._passes.clear()
+
+    def takes(self, active: ActivePass) -> bool:
+        """Whether layers of a pass may be recorded."""
+        window = active.window
+        if self.problem is not None or window is None or active.skips is not None:
+            return False
+        # A pass with a head's own layer cannot be run twice to compare it: its states are used up.
+        known = active.own is None or bool(self.checked)
+        return known and window.width <= WIDEST and not active.add_masks
 
     def run(self, active: ActivePass, stretch: Stretch, hidden: Tensor) -> Tensor | None:
         """Run a stretch of layers.
@@ -258,7 +252,7 @@ class GraphedLayers(StandIn):
         window = active.window
         if self.problem is not None or window is None or hidden.shape[1] > WIDEST:
             return None
-        leaves, spec = tree_flatten((hidden, window.slots, list(stretch.bound)))
+        leaves, spec = tree_flatten((hidden, window.slots, stretch.bound))
         slots = next((leaf for leaf in leaves if isinstance(leaf, SlotCache)), None)
         strange = next((leaf for leaf in leaves if not isinstance(leaf, _KNOWN)), None)
         if strange is not None:
