@@ -15,12 +15,12 @@ from transformers import AutoTokenizer
 
 from selfspec import DraftConfig, SelfSpecModel
 from selfspec.config import load_config
-from selfspec.schedule.profile import expected_tokens
 from training import fit_heads as fit_module
 from training.data import Mixture
 from training.exits import fitting, report
 from training.exits import measure as measure_module
 from training.exits.fitting import FitConfig
+from training.exits.measure import expected_tokens
 from training.exits.task import ExitTask, HeldOutDrafts, build_heads, trim_heads
 from training.fit_heads import fit
 from training.loop.checkpoint import Checkpoints
@@ -144,6 +144,13 @@ def test_a_trimmed_head_drafts_the_most_frequent_tokens(made, fitted):
     counts = counts.long().bincount(minlength=320)
     kept = torch.zeros(320, dtype=torch.bool).index_fill(0, lora.vocab_ids, True)
     assert kept.sum() == 40 and counts[kept].min() >= counts[~kept].max()
+
+
+def test_a_draft_is_accepted_only_after_those_before_it():
+    assert expected_tokens([0.5, 0.2, 0.9], 3) == pytest.approx(1 + 0.5 + 0.1 + 0.09)
+    assert expected_tokens([0.5, 0.0, 1.0], 3) == pytest.approx(1.5)
+    assert expected_tokens([0.5, 0.2], 3) == pytest.approx(1 + 0.5 + 0.1 + 0.02)
+    assert expected_tokens([1.0], 4) == 5
 
 
 def test_the_predicted_speedup_is_that_of_greedy_rounds(fitted):

@@ -11,13 +11,9 @@ from selfspec import DEMO_MODEL, DraftConfig, SelfSpecModel
 from selfspec.heads import save_heads
 from selfspec.schedule.profile import (
     PROFILE_NAME,
-    DraftSeconds,
-    ExitRates,
+    Measured,
     Place,
-    Prediction,
     Profile,
-    Times,
-    Validation,
     default_path,
     find_profile,
 )
@@ -40,23 +36,20 @@ def profile_for(model, draft=DRAFT, **place):
 
 
 def filled(model):
-    times = Times(
-        batch=2,
-        plain=0.3,
-        shallow={2: {1: 0.1, 3: 0.2}},
-        verify={0: {1: 0.25}, 2: {1: 0.2, 3: 0.3}},
-        drafts={"lens 2": DraftSeconds(first=0.12, more=0.1)},
+    chain = Measured(
+        name="lens 2 × 3",
+        draft=DraftConfig(head="lens", exit_layer=2, num_draft_tokens=3),
+        tokens_per_second=11.5,
+        speedup=1.2,
+        acceptance_rate=0.5,
+        mean_accepted_length=1.7,
     )
-    exit = {"kind": "lens", "exit_layer": 2}
+    plain = Measured(name="none", draft=DRAFT, tokens_per_second=9.5, speedup=1.0, equal=True)
     return profile_for(model).model_copy(
         update={
             "batch": 2,
-            "times": [times],
-            "rates": [ExitRates(**exit, agreement=[0.5, 0.25], alpha=[0.6, 0.3])],
-            "predictions": [Prediction(**exit, num_draft_tokens=3, tokens=1.7, speedup=1.2)],
-            "validation": [
-                Validation(name="none", draft=DRAFT, tokens_per_second=9.5, speedup=1.0, equal=True)
-            ],
+            "screening": [chain],
+            "validation": [chain, plain],
             "left_out": {"two_model": "no draft_model"},
         }
     )
@@ -178,10 +171,10 @@ def test_a_profile_whose_head_is_not_there_is_ignored_with_one_warning():
 DAMAGED = {
     "cut short": ('{"draft": {', "is no valid JSON"),
     "no object": ("[1]", "must hold a JSON object, got a list"),
-    "of tomorrow": ('{"format_version": 99}', "has format_version 99, this version reads 1"),
+    "of tomorrow": ('{"format_version": 99}', "has format_version 99, this version reads 2"),
     "without version": ("{}", "has format_version None"),
-    "incomplete": ('{"format_version": 1}', "place: Field required"),
-    "unknown key": ('{"format_version": 1, "drafts": 1}', "did you mean 'draft'?"),
+    "incomplete": ('{"format_version": 2}', "place: Field required"),
+    "unknown key": ('{"format_version": 2, "drafts": 1}', "did you mean 'draft'?"),
 }
 
 

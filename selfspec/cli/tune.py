@@ -49,7 +49,7 @@ def tune(
     text: Texts = None,
     config: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="YAML file with what is measured; --set goes before it."),
+        typer.Option(metavar="FILE", help="YAML file with what is run; --set goes before it."),
     ] = None,
     fields: Annotated[
         list[str] | None,
@@ -57,8 +57,7 @@ def tune(
             "--set",
             "-s",
             metavar="KEY=VALUE",
-            help="What is measured, such as batch=4, temperature=1 or exits=[2,4]; may be "
-            "repeated.",
+            help="What is run, such as batch=4, temperature=1 or exits=[2,4]; may be repeated.",
         ),
     ] = None,
     output: Annotated[
@@ -72,11 +71,11 @@ def tune(
         ),
     ] = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Measure again what an earlier tuning has measured.")
+        bool, typer.Option("--fresh", help="Run again what an earlier tuning has run.")
     ] = False,
     as_json: opt.AsJson = False,
 ) -> None:
-    """Measure passes and acceptance on this device, and write the profile that generate takes."""
+    """Find the fastest draft on this device, and write the profile that generate uses."""
     from selfspec.bench.tune import TuneConfig
     from selfspec.config import load_config
 

@@ -21,7 +21,7 @@ from selfspec.display.trace import Detokenizer
 from selfspec.heads import ExitHead, SharedHead
 from selfspec.heads.teacher_forcing import draft_states, target_states
 from selfspec.model import SelfSpecModel
-from selfspec.schedule.profile import Profile, Validation
+from selfspec.schedule.profile import Measured, Profile, exit_name
 from selfspec.schedule.stats import Stats
 
 if TYPE_CHECKING:
@@ -326,7 +326,7 @@ def speedup_table(profile: Profile) -> Table:
         profile: what tuning found.
     """
     table = Table(
-        title="predicted speedup over plain decoding",
+        title="speedup over plain decoding",
         caption="exit head × drafts a round; plain decoding is 1.00",
         box=box.SIMPLE_HEAD,
         padding=0,
@@ -370,8 +370,8 @@ def validation_table(profile: Profile) -> Table:
         box=box.SIMPLE_HEAD,
     )
     table.add_column("")
-    table.add_column("way", style="bold")
-    for name in ("tokens/s", "speedup", "predicted", "accepted", "tokens a round", "text"):
+    table.add_column("draft", style="bold")
+    for name in ("tokens/s", "speedup", "accepted", "tokens a round", "output"):
         table.add_column(name, justify="right")
     chosen = next((ran for ran in profile.validation if ran.draft == profile.draft), None)
     for ran in profile.validation:
@@ -379,12 +379,11 @@ def validation_table(profile: Profile) -> Table:
     return table
 
 
-def _speedup_figures(ran: Validation) -> Sequence[str]:
+def _speedup_figures(ran: Measured) -> Sequence[str]:
     equal = {True: "equal", False: "NOT EQUAL", None: ""}[ran.equal]
     return (
         f"{ran.tokens_per_second:.1f}",
         f"{ran.speedup:.2f}x",
-        "" if ran.predicted is None else f"{ran.predicted:.2f}x",
         f"{ran.acceptance_rate:.3f}",
         f"{ran.mean_accepted_length:.2f}",
         equal,
@@ -413,7 +412,7 @@ def speedup_map(profile: Profile, ax: Axes | None = None) -> Axes:
     ax.set_xticks(range(len(lengths)), [str(length) for length in lengths])
     ax.set_yticks(range(len(names)), names)
     place = profile.place
-    ax.set_title(f"predicted speedup, {place.device}, {place.dtype}", fontsize="medium")
+    ax.set_title(f"speedup over plain decoding, {place.device}, {place.dtype}", fontsize="medium")
     ax.set(xlabel="drafts a round", ylabel="exit head")
     return ax
 
@@ -422,11 +421,16 @@ def _grid(profile: Profile) -> tuple[list[str], list[int], list[list[float]]]:
     """Rows, columns and values of the map.
 
     Raises:
-        ValueError: nothing was predicted.
+        ValueError: the profile holds no measured chains.
     """
-    speedups = {(p.name, p.num_draft_tokens): p.speedup for p in profile.predictions}
+    speedups = {
+        (exit_name(ran.draft.head or "", ran.draft.exit_layer or 0), ran.draft.most_tokens): (
+            ran.speedup
+        )
+        for ran in profile.screening
+    }
     if not speedups:
-        raise ValueError("the profile holds no predictions to show; tune again")
+        raise ValueError("the profile holds no measured chains to show; tune again")
     names = list(dict.fromkeys(name for name, _ in speedups))
     lengths = sorted({length for _, length in speedups})
     nan = float("nan")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,7 +16,6 @@ from selfspec import SelfSpecModel
 from selfspec.config import DraftConfig, StrictConfig
 from selfspec.decoder import Decoder
 from selfspec.heads import ExitHead
-from selfspec.schedule.profile import expected_tokens
 from training.data import Blocks
 from training.exits.calibrate import Bin, Calibration, calibration, fit_calibrator
 from training.exits.report import ExitFigures
@@ -236,6 +237,19 @@ def measure(
         )
         for head, drafts, error, speedup in zip(spec.heads, drafted, errors, speedups, strict=True)
     ]
+
+
+def expected_tokens(rates: Sequence[float], num_draft_tokens: int) -> float:
+    """Tokens that a round of k drafts emits: 1 + Σ_{i≤k} Π_{j≤i} α_j.
+
+    Args:
+        rates: acceptance rate of each draft where those before it are accepted; drafts deeper than
+            the last have its rate.
+        num_draft_tokens: k.
+    """
+    deeper = itertools.chain(rates, itertools.repeat(rates[-1]))
+    reached = itertools.accumulate(itertools.islice(deeper, num_draft_tokens), operator.mul)
+    return 1 + sum(reached)
 
 
 def _speedups(
