@@ -32,12 +32,12 @@ from selfspec.sampling.draft import Tree
 
 
 class Inputs:
-    """Names that a family's body takes, and values for them.
+    """Builds the keyword arguments that a family's body takes.
 
     Args:
-        body: its class.
+        body: the body's class.
         learned_positions: rows of its table of learned positions; `None` without such a table.
-        takes_masks: whether it takes a mask for every query and key.
+        takes_masks: whether it takes 4-D masks.
     """
 
     def __init__(self, body: type[nn.Module], learned_positions: int | None, takes_masks: bool):
@@ -58,7 +58,7 @@ class Inputs:
             tokens: `[rows, width]` token ids.
             slots: the KV cache, if there is one.
             positions: `[rows, width]` of the tokens.
-            masks: by sliding window; none where the family's own hold.
+            masks: by sliding window; empty where the family's own masks are used.
         """
         inputs: dict[str, Any] = {
             "input_ids": tokens,
@@ -70,13 +70,11 @@ class Inputs:
         if masks and self._takes_masks:
             inputs[MASK] = masks[None]
         if "position_ids" in self._takes:
-            # After a row's last token a block may reach past a table of learned positions.
+            # A padded block may reach past the table of learned positions.
             limit = self._limit
             inputs["position_ids"] = positions if limit is None else positions.clamp(max=limit - 1)
         return inputs
 
-
-# Runs any span of decoder layers of a causal language model.
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -86,25 +84,25 @@ class Decoder:
 
     Args:
         model: any decoder-only causal LM of transformers, PEFT-wrapped or not.
-        kernels: what computes the layers in passes.
-        kv_cache_dtype: what keys and values are kept in.
+        kernels: how layers are computed.
+        kv_cache_dtype: dtype of the KV cache.
 
     Attributes:
-        kernels: what computes the layers in passes.
-        kv_cache_dtype: what keys and values are kept in.
+        kernels: how layers are computed.
+        kv_cache_dtype: dtype of the KV cache.
         causal_lm: the transformers model inside.
         base: its body, which owns the layers.
         layers: the decoder layers.
         depth: number of decoder layers.
         windows: per layer, the sliding window in tokens, or `None`.
-        counts_keys: whether attention is biased by the number of a key, wherever its token stands.
+        counts_keys: whether attention is biased by the index of a key in the cache (ALiBi), not by
+            the position of its token.
         max_positions: positions that the model was made for; `None` where its config names none.
         learned_positions: rows of the table of learned positions; `None` without such a table.
 
     Raises:
         TypeError: `model` is no transformers model.
-        ValueError: the model cannot be run in spans, or there are no such kernels, or no such
-            cache; the message says what to do.
+        ValueError: the model cannot be run in spans, or `kernels` or `kv_cache_dtype` is unknown.
     """
 
     def __init__(
@@ -143,12 +141,12 @@ class Decoder:
         return self.device_at(0)
 
     def device_at(self, layer: int) -> torch.device:
-        """Device of the residual stream with `layer` layers below it."""
+        """Device of the hidden states after `layer` layers."""
         return device_of(self.layers[layer - 1] if layer else self.causal_lm.get_input_embeddings())
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the residual stream."""
+        """Dtype of the hidden states."""
         return self.causal_lm.dtype
 
     @property
@@ -165,7 +163,7 @@ class Decoder:
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """`[vocab, hidden]` the LM head's matrix, whole.
+        """The LM head's full weight, `[vocab, hidden]`.
 
         Raises:
             ValueError: it is quantized, or has an adapter.
@@ -179,23 +177,23 @@ class Decoder:
 
     @property
     def leaves(self) -> bool:
-        """Whether a pass may go on from a head's own layer to logits: the final norm can be shut.
+        """Whether one pass may run a head's own layer and then compute logits.
 
-        Device hooks would bring states where that norm and the LM head are, not where the head is.
+        The head's norm then replaces the final norm. Device hooks on the final norm or the LM head
+        would move the states away from the head's device.
         """
         tail = (self.final_norm, self.lm_head)
         return not any(part is None or hasattr(part, "_hf_hook") for part in tail)
 
     def include(self, *modules: nn.Module) -> None:
-        """Count modules of heads among those that run in passes, and that kernels are for."""
+        """Add modules of heads to those that the kernels cover."""
         self.gates.others += modules
 
     def copy_layer(self, index: int) -> nn.Module:
-        """A trainable copy of a layer, to be run in its place with KV of its own.
+        """A trainable copy of a layer, which a head runs with a KV cache of its own.
 
         Raises:
-            ValueError: there is no such layer, or its weights are quantized in a way that cannot be
-                undone.
+            ValueError: there is no such layer, or its weights cannot be dequantized.
         """
         self.check_layer(index)
         return trainable(self.copy(self.layers[index]), self.dtype)
@@ -206,14 +204,14 @@ class Decoder:
             raise ValueError(f"place must be a layer in [0, {self.depth - 1}], got {index}")
 
     def check_skips(self, skips: Skips) -> None:
-        """Raise ValueError where a pass could not skip these sublayers, or would skip them all."""
+        """Raise ValueError unless these sublayers exist, can be skipped, and leave something."""
         self.gates.sublayers.check(skips)
 
     def copy(self, module: ModuleT) -> ModuleT:
-        """A deep copy of one of the target's modules as it is outside of passes, whole, unhooked.
+        """A deep copy of one of the target's modules, with full weights and without hooks.
 
         Raises:
-            RuntimeError: the calling thread has the gates in, which would be copied too.
+            RuntimeError: called inside `with decoder:`; the gates would be copied too.
         """
         with self.gates.lock:  # another thread may have them in
             if self.gates.entered:
@@ -226,19 +224,19 @@ class Decoder:
         return SlotCache(self.windows, rows, capacity, self.device, self.kv_cache_dtype, page)
 
     def own_cache(self) -> Cache | None:
-        """What the model's own `generate` needs as `past_key_values` to round as slots do.
+        """A cache with which the model's own `generate` rounds KV as `new_slots` does.
 
-        `None` where they do not.
+        `None` if the KV cache does not round.
         """
         return None if self.kv_cache_dtype == "auto" else RoundedCache(config=self.config)
 
     def __enter__(self) -> Decoder:
-        """Put the gates in; passes inside a `with decoder:` do not have to."""
+        """Put the gates in once for all passes inside `with decoder:`."""
         self.gates.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Take the gates out, whatever happened."""
+        """Take the gates out."""
         self.gates.__exit__(*error)
 
     # Passes
@@ -262,15 +260,16 @@ class Decoder:
             tokens: `[rows, width]` token ids.
             span: the layers to run.
             slots: the KV cache.
-            hidden: `[rows, width, hidden]` residual stream to resume from; needed when the span
-                does not start at layer 0.
-            offset: distance of the first token from the committed ones; one, or one per row.
-            unembed: whether to go on through the model's own norm and LM head, to logits.
-            keep: residual streams to keep, by the number of layers below.
-            own: a head's own layer, in place of the span's last.
-            tree: which drafts continue which, when `tokens` are some of a tree's block; `offset`
-                is then the place of the first.
-            skips: sublayers to leave out, which write no KV (`check_skips`).
+            hidden: `[rows, width, hidden]` hidden states to resume from; required unless the span
+                starts at layer 0.
+            offset: slots between the last committed token and the first of `tokens`; one number,
+                or one per row.
+            unembed: whether to apply the final norm and the LM head.
+            keep: hidden states to keep, by the number of layers below.
+            own: a head's own layer, run in place of the span's last layer.
+            tree: the token tree of the block that `tokens` are part of; `offset` is then the index
+                of the first of them in the block.
+            skips: sublayers to skip, which write no KV (`check_skips`).
         """
         if span.start > 0 and hidden is None:
             raise ValueError(f"a span from layer {span.start} needs the hidden states below it")
@@ -303,17 +302,17 @@ class Decoder:
         memory: StepCache | None = None,
         step: int = 0,
     ) -> Pass:
-        """Run `span` over packed text, without KV that stays; gradients flow.
+        """Run `span` over packed documents with gradients and without a KV cache.
 
         Args:
             tokens: `[rows, width]` token ids.
             span: the layers to run.
             packing: which tokens belong together.
-            hidden: `[rows, width, hidden]` residual stream to start from.
-            keep: residual streams to keep, by the number of layers below.
-            own: a head's own layer, in place of the span's last.
-            memory: states of earlier readings of the same text by that layer.
-            step: number of earlier readings.
+            hidden: `[rows, width, hidden]` hidden states to start from.
+            keep: hidden states to keep, by the number of layers below.
+            own: a head's own layer, run in place of the span's last layer.
+            memory: keys and values of that layer in earlier draft steps over the same tokens.
+            step: number of earlier draft steps.
         """
         with self:
             masks = self._masks.of_packing(packing, hidden, step)
@@ -322,32 +321,29 @@ class Decoder:
             return self._runner.run(active, inputs, unembed=False)
 
     def check_trees(self) -> None:
-        """Raise ValueError where a pass over a tree would put drafts in the wrong positions."""
+        """Raise ValueError if the target cannot run token trees."""
         if self.counts_keys:
             raise ValueError(
-                f"{type(self.causal_lm).__name__} biases attention by the number of a key, so "
-                "siblings cannot stand at one position; use a drafter that makes chains"
+                f"{type(self.causal_lm).__name__} biases attention by the index of a key, so "
+                "siblings cannot have one position; use a drafter that makes chains"
             )
 
     def unembed(self, normed: Tensor, readout: nn.Module | None = None) -> Tensor:
-        """Logits `[rows, width, vocab]` of final-norm outputs, by the model's own tail.
+        """Logits `[rows, width, vocab]` of final-norm outputs, by the model's own LM head.
 
         Args:
             normed: `[rows, width, hidden]` inputs of the LM head.
-            readout: what stands in for the LM head.
+            readout: replaces the LM head, if given.
         """
         return self._runner.tail.unembed(normed, readout).to(self.device)
 
 
-# Several models at once in the hands of one thread.
-
-
 @contextmanager
 def held(*decoders: Decoder) -> Iterator[None]:
-    """Put the gates of several models in, for this thread alone.
+    """Enter several decoders at once.
 
-    Models are always taken in the same order: threads of which one drafts with the model that the
-    other one writes with would wait for each other for ever.
+    They are always entered in the same order, so two threads that use the same models cannot
+    deadlock.
     """
     with ExitStack() as stack:
         for decoder in sorted(decoders, key=lambda decoder: id(decoder.gates.lock)):

@@ -15,12 +15,12 @@ from torch import Tensor, distributed, nn
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-# What accelerate and transformers leave on a module: a `forward` of its own, and what it needs.
+# Attributes that accelerate and transformers set on a hooked module.
 _HOOKED = ("forward", "_old_forward", "_hf_hook", "_is_hooked")
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Where a module computes; torch's default device for one without weights."""
+    """The device a module computes on; torch's default device for one without weights."""
     for part in module.modules():
         hooked = getattr(getattr(part, "_hf_hook", None), "execution_device", None)
         if hooked is not None:
@@ -31,36 +31,36 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is a `DTensor`, of which a process holds a share."""
+    """Whether a tensor is a `DTensor`, of which each process holds a shard."""
     return hasattr(tensor, "full_tensor")  # not every build of torch has the class
 
 
 def at_hand(module: nn.Module) -> bool:
-    """Whether a module's weights lie here and whole between its calls, too."""
+    """Whether a module's weights are in memory, neither offloaded nor sharded."""
     return not any(tensor.is_meta or is_sharded(tensor) for tensor in module.parameters())
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor with the shards of all processes, each of which has to ask."""
+    """The full tensor, gathered from all processes; each has to call."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor  # pyright: ignore
 
 
 @torch.no_grad()
 def weight_of(module: nn.Module, name: str) -> Tensor:
-    """A module's own weight, whole, where the module computes."""
+    """A module's full weight, on the device that the module computes on."""
     with align_module_device(module):
         return whole(getattr(module, name))
 
 
 def weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The weights in a module, by name, each whole while it is looked at."""
+    """The full weights in a module, by name."""
     for path, part in module.named_modules():
         for name, _ in part.named_parameters(path, recurse=False):
             yield name, weight_of(part, name.rpartition(".")[2])
 
 
 def bare_copy(module: ModuleT) -> ModuleT:
-    """A deep copy that stands by itself: whole weights where the original computes, no hooks."""
+    """A deep copy with full weights on the original's device, without hooks."""
     with ExitStack() as stack:
         for part in module.modules():
             stack.enter_context(align_module_device(part))
@@ -80,11 +80,8 @@ def bare_copy(module: ModuleT) -> ModuleT:
     return copied
 
 
-# The processes that hold one model in shards, and what they have to decide alike.
-
-
 class Ranks:
-    """The processes of one model; one alone for a model that is not sharded.
+    """The processes that hold one sharded model; a single one for a model that is not sharded.
 
     Args:
         model: the model.
@@ -99,7 +96,7 @@ class Ranks:
             self._first = distributed.get_global_rank(self._group, 0)
 
     def first(self, values: Tensor) -> Tensor:
-        """What the first process gives; every one has to call."""
+        """The first process's values; every process has to call."""
         if self._group is None:
             return values
         sent = values.to(self._device)
@@ -107,7 +104,7 @@ class Ranks:
         return sent.to(values.device)
 
     def clock(self) -> float:
-        """Seconds from some point in time on, by the first process's clock."""
+        """The first process's `time.perf_counter()`, in seconds."""
         return self.agreed(time.perf_counter())
 
     def agreed(self, value: float) -> float:
@@ -117,7 +114,7 @@ class Ranks:
         return float(self.first(torch.tensor(value, dtype=torch.float64)))
 
     def draw_alike(self, generator: torch.Generator | None, device: torch.device) -> None:
-        """Give every process the random numbers that the first one's generator has next.
+        """Set every process's generator to the state of the first one's.
 
         Args:
             generator: the source of the draws; `None` for torch's global one.

@@ -1,4 +1,4 @@
-"""Calls of modules and forwards without what surrounds them.
+"""Calls of modules and forwards without their wrappers.
 
 `nn.Module.__call__` looks for hooks, and transformers wraps the forwards of models in decorators.
 Where there are no hooks, the plain forward is called. In passes over few tokens of small models
@@ -8,11 +8,11 @@ this saves several per cent of the time.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, make_dataclass
 from functools import cache, partial
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +21,13 @@ from transformers.utils.generic import ModelOutput
 
 
 class Direct:
-    """A module that is called by its forward, as long as no hook wants to know of it.
+    """Calls a module's forward directly while the module has no hooks.
 
-    In everything else it is the module: layers ask a linear map for its weight, or what it is.
+    In everything else it behaves as the module, whose attributes and type layers may read.
 
     Args:
         module: the module.
-        forward: what a call without hooks comes down to.
+        forward: what a call without hooks runs.
     """
 
     __slots__ = ("_forward", "_hooks", "_module", "_pre_hooks")
@@ -41,25 +41,25 @@ class Direct:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call it."""
-        if self._hooks or self._pre_hooks:  # they may have come since
+        if self._hooks or self._pre_hooks:  # registered since
             return self._module(*args, **kwargs)
         return self._forward(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """What the module has."""
+        """An attribute of the module."""
         return getattr(self._module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Give it to the module."""
+        """Set an attribute of the module."""
         setattr(self._module, name, value)
 
     @property
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """What `isinstance` goes by."""
+        """The module's class, for `isinstance`."""
         return type(self._module)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy is one of the module."""
+        """Copies copy the module."""
         return _itself, (self._module,)
 
 
@@ -68,7 +68,7 @@ def _itself(module: nn.Module) -> nn.Module:
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether a call of the module is more than its forward."""
+    """Whether calling the module does more than its forward."""
     hooks = (
         module._forward_hooks
         or module._forward_pre_hooks
@@ -81,12 +81,12 @@ def is_watched(module: nn.Module) -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether its user has it compiled: the compiler looks for modules in it."""
+    """Whether the user compiled it: the compiler expects modules inside."""
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
 def hooked_part(layer: nn.Module) -> str | None:
-    """The first module in a layer that is more than its class's forward, by its path."""
+    """Path of the first module in a layer that has hooks or a forward of its own."""
     for path, part in layer.named_modules():
         if part._forward_hooks or part._forward_pre_hooks or "forward" in part.__dict__:
             return f"{type(layer).__name__}.{path}".rstrip(".")
@@ -94,7 +94,7 @@ def hooked_part(layer: nn.Module) -> str | None:
 
 
 def direct(module: nn.Module) -> Callable[..., Any]:
-    """What calls the module in the shortest way."""
+    """The fastest callable that does what calling the module does."""
     if is_watched(module):
         return module
     plain = type(module) is nn.Embedding and "forward" not in module.__dict__
@@ -103,35 +103,12 @@ def direct(module: nn.Module) -> Callable[..., Any]:
     return Direct(module, module.forward)
 
 
-class Callee(NamedTuple):
-    """A module and its forward: what is called where a call of `Direct` would be one too many.
-
-    Attributes:
-        hooks: what hangs on the module; while there is any, `module` is to be called.
-        pre_hooks: the same.
-        module: the module.
-        forward: what a call without hooks comes down to.
-    """
-
-    hooks: Mapping[int, Any]
-    pre_hooks: Mapping[int, Any]
-    module: Callable[..., Any]
-    forward: Callable[..., Any]
-
-
-def callee_of(module: nn.Module) -> Callee:
-    """How the module is called in the shortest way."""
-    found = direct(module)
-    forward = found._forward if isinstance(found, Direct) else module
-    return Callee(module._forward_hooks, module._forward_pre_hooks, module, forward)
-
-
 def _look_up(weight: Tensor, input: Tensor) -> Tensor:
     return torch.embedding(weight, input)  # the forward's other arguments are for training
 
 
 def shortcuts(roots: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, Any]]:
-    """Below these modules each parent, the name of a child, and what may be called instead."""
+    """For every child below these modules: its parent, its name, and a direct callable."""
     for parent in roots:
         if is_compiled(parent):
             continue
@@ -143,19 +120,16 @@ def shortcuts(roots: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, Any]
 
 
 def _is_container(module: nn.Module) -> bool:
-    """Whether modules are looked up in it."""
+    """Whether the module is indexed or iterated over."""
     return hasattr(type(module), "__getitem__") or hasattr(type(module), "__iter__")
 
 
-# A model's forward without what transformers wraps around it and around its result.
-
-
 def lean_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy of a `forward` that does nothing but the model's own work.
+    """A copy of a `forward` without decorators, which returns plain records.
 
-    Decorators that read defaults from the config and capture outputs are left out, and results are
-    plain records in place of `ModelOutput`s, which are dictionaries too. In a pass over few tokens
-    both cost as much as masks do. The copy has globals of its own: nothing that others see changes.
+    Decorators that read config defaults and capture outputs are left out, and `ModelOutput`s, which
+    are dictionaries, become dataclasses. Both are noticeable in passes over few tokens. The copy
+    has globals of its own, so nothing changes for others.
     """
     bare = inspect.unwrap(forward)
     if not isinstance(bare, FunctionType):
@@ -174,7 +148,7 @@ def _is_output(value: Any) -> bool:
 
 @cache
 def _record(output: type[ModelOutput]) -> type:
-    """A class with the fields of `output`, and its way to index those that are not `None`."""
+    """A dataclass with the fields of `output` that is indexed as `output` is."""
     names = [(field.name, Any, None) for field in fields(output)]  # pyright: ignore[reportArgumentType]
     return make_dataclass(output.__name__, names, namespace={"__getitem__": _item})
 

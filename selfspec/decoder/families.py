@@ -37,7 +37,7 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
 
 
 def refuse_options(kernels: str, kv_cache_dtype: str) -> None:
-    """Raise ValueError, with the reason, for options that are none, or exclude each other."""
+    """Raise ValueError for unknown options, and for options that exclude each other."""
     if kernels not in get_args(Kernels):
         raise ValueError(f"kernels must be one of {get_args(Kernels)}, got {kernels!r}")
     if kv_cache_dtype not in get_args(KVCacheDtype):
@@ -53,7 +53,7 @@ def refuse_options(kernels: str, kv_cache_dtype: str) -> None:
 
 
 def refuse_unsupported(model: PreTrainedModel) -> None:
-    """Raise ValueError, with the reason, for a model that cannot draft for itself."""
+    """Raise ValueError, with the reason, for a model that is not supported."""
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     attention = getattr(config, "_attn_implementation", "eager")
     if model.config.is_encoder_decoder:
@@ -88,7 +88,7 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
 
 
 def find_layers(model: nn.Module, count: int) -> tuple[nn.Module, str, nn.ModuleList]:
-    """The module that owns the decoder layers (the model's body), their name in it, and they."""
+    """The module that owns the decoder layers (the body), their name in it, and the layers."""
     for module in model.modules():
         for name, child in module.named_children():
             if isinstance(child, nn.ModuleList) and len(child) == count:
@@ -127,7 +127,7 @@ def plain_weight(lm_head: nn.Module, vocab_size: int) -> Tensor:
     return weight_of(lm_head, "weight")
 
 
-# The attention and the MLP of a decoder layer, and what their `forward` is while they are skipped.
+# Finding the attention and the MLP of a decoder layer, and skipping them.
 
 Forward = Callable[..., Any]
 
@@ -142,11 +142,11 @@ _CLASSES = {
 
 
 class Skipped:
-    """What the `forward` of a sublayer is while it is skipped.
+    """Replaces the `forward` of a sublayer while it is skipped.
 
     Args:
         module: the sublayer.
-        others: how many things it returns after the states; `None` until it has run.
+        others: number of values it returns beside the hidden states; `None` until it has run.
     """
 
     def __init__(self, module: nn.Module, others: int | None = None):
@@ -156,8 +156,8 @@ class Skipped:
     def __call__(self, own: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what `own` would return if it added nothing."""
         if self._others is None:
-            # Families differ in what attention or experts return. Once, it runs to show that; the
-            # KV that it writes lies after the committed tokens.
+            # Families differ in what attention or experts return, so the sublayer runs once. The
+            # KV that it writes lies after the committed tokens and is overwritten later.
             output = own(*args, **kwargs)
             self._others = len(output) - 1 if isinstance(output, tuple) else 0
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
@@ -167,10 +167,10 @@ class Skipped:
 
 
 class SkippedHalf(Skipped):
-    """The first of two linear maps that lie in the layer itself (OPT); the second gives zeros."""
+    """The first linear layer of an MLP without a module of its own (OPT)."""
 
     def __call__(self, own: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Hand the input on, whose width the second one's zeros need."""
+        """Return the input, which gives the second layer's zeros their width."""
         return args[0]
 
 
@@ -186,7 +186,7 @@ class Sublayers:
         self._found: dict[tuple[int, str], list[Skipped]] = {}
 
     def skipped(self, index: int, skips: Skips) -> list[Skipped]:
-        """What stands in for the skipped sublayers of a layer that is not skipped as a whole."""
+        """Replacements for the skipped sublayers of a layer that is skipped in part."""
         stand_ins: list[Skipped] = []
         for kind, chosen in (("attention", skips.attention), ("mlp", skips.mlp)):
             if index in chosen:
@@ -194,7 +194,7 @@ class Sublayers:
         return stand_ins
 
     def check(self, skips: Skips) -> None:
-        """Raise ValueError unless every skipped sublayer is there, and something else is left."""
+        """Raise ValueError unless every skipped sublayer exists and something is left to run."""
         depth = len(self._layers)
         for kind, chosen in (("attention", skips.attention), ("mlp", skips.mlp)):
             strange = sorted(index for index in chosen if not 0 <= index < depth)
@@ -237,22 +237,22 @@ def _find(layer: nn.Module, kind: str) -> list[Skipped]:
     return found
 
 
-# Rotary tables for all positions at once, of which a pass takes a view.
+# Rotary embeddings, computed once for all positions; a pass takes a view.
 
-# Kinds whose frequencies stay what they are. Others depend on the longest position of the pass.
+# Rotary types with constant frequencies. Others depend on the longest position of the pass.
 _STATIC = {"default", "linear", "llama3", "yarn"}
 _GROWTH = 256  # least positions of a table
 
 
 def is_static(module: nn.Module) -> bool:
-    """Whether `module` is a rotary embedding in which a position always has the same angles."""
+    """Whether `module` is a rotary embedding with constant frequencies."""
     kind = getattr(module, "rope_type", None)
     kinds = set(kind.values()) if isinstance(kind, dict) else {kind}
     return kinds <= _STATIC
 
 
 class RotaryTables:
-    """What a static rotary embedding returns, for rows that all write the same slots.
+    """Tables of a static rotary embedding, for rows that all write the same slots.
 
     Args:
         forward: the embedding's own.
@@ -281,7 +281,7 @@ class RotaryTables:
 
     def _make(self, x: Tensor, window: Window, layer_type: str | None) -> Pieces:
         more = () if layer_type is None else (layer_type,)
-        # A table outlives the pass that needs it first, which may have been one of inference mode.
+        # A table outlives its first pass, which may run in inference mode.
         with torch.inference_mode(False):
             positions = torch.arange(max(2 * window.end, _GROWTH), device=x.device)
             made = self._forward(x, positions[None], *more)

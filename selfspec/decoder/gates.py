@@ -95,7 +95,7 @@ class Gate:
         return (hidden_states,) if self.gates.returns_tuple else hidden_states
 
     def _input(self, active: ActivePass, hidden_states: Tensor) -> Tensor:
-        """What the layer starts from, which is kept if the caller asked for it."""
+        """The layer's input, which is kept if the caller asked for it."""
         if self.index == active.span.start and active.hidden is not None:
             hidden_states = active.hidden
         if self.index in active.keep:
@@ -109,7 +109,7 @@ class Gate:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run the layer, or what is not skipped of it."""
+        """Run the layer without its skipped sublayers."""
         gates, skips = self.gates, active.skips
         if skips is not None:
             if self.index in skips.layers:
@@ -131,7 +131,7 @@ class Gate:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Note how the layer is called; the last layer of a stretch runs all of them at once."""
+        """Record the layer's arguments; the last layer of a stretch runs all of them."""
         if not stretch.layers:
             stretch.handed = handed
         elif handed is not stretch.handed:
@@ -190,9 +190,7 @@ def _added(own: Tensor | None, mask: Tensor) -> Tensor:
     return torch.where(mask < 0, mask, own.to(mask.dtype))
 
 
-# Gates in place of decoder layers: what turns a model's own forward into a pass over a span.
-
-# One model may have several wrappers; only one at a time may have its gates in.
+# A model may have several wrappers; only one at a time may put its gates in.
 _LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 _NOTHING = object()
 
@@ -206,21 +204,21 @@ class Gates:
         layers_name: their name in it.
         layers: the decoder layers.
         windows: sliding window of each, or `None`.
-        kernels: what computes the layers.
+        kernels: how layers are computed.
 
     Attributes:
         depth: number of layers.
-        active: the pass in progress, which the model's forward then is.
-        owner: the thread whose passes are gated; any other uses the model as it is.
-        returns_tuple: whether layers return tuples; known once one has run.
+        active: the pass in progress.
+        owner: the thread whose passes are gated; other threads use the model as it is.
+        returns_tuple: whether layers return tuples; `None` before the first one has run.
         final_norm: the norm between the last layer and the LM head, if there is one.
-        sublayers: what passes may skip of each layer.
-        entered: how many `with gates:` are open.
-        compiled: how layers are called; `None` for as they are.
-        graphs: how stretches of layers are run; `None` for layer by layer.
-        prepacked: how linear maps are called; `None` for as they are.
-        others: modules of heads, which run in passes beside the model's own.
-        dtype: the model's, which takes time to find.
+        sublayers: the sublayers that passes may skip.
+        entered: number of open `with gates:` blocks.
+        compiled: calls compiled layers; `None` with other kernels.
+        graphs: runs layers as CUDA graphs; `None` with other kernels.
+        prepacked: packs linear layers; `None` with other kernels.
+        others: modules of heads that run in passes.
+        dtype: the model's dtype, kept here because finding it takes time.
     """
 
     def __init__(
@@ -308,11 +306,11 @@ class Gates:
             self.lock.release()
 
     def open_masks(self, active: ActivePass) -> None:
-        """Have the model's own mask tables hide nothing until `close_masks`: a pass brings all."""
+        """Disable the model's own mask tables until `close_masks`; the pass has masks for all."""
         self._tables = self.own_masks
         if active.own is not None:
             self._tables = [*self._tables, *causal_tables(active.own.layer)]
-        for module in self._tables:  # which assume that keys end at the query
+        for module in self._tables:  # the tables assume that the last key is the query's own
             keys = active.masks[None].shape[-1]
             everything = torch.ones_like(module.get_buffer("bias")[..., :1, :1])
             self.shadow(module._buffers, "bias", everything.expand(-1, -1, keys, keys))
@@ -324,7 +322,7 @@ class Gates:
 
     @contextmanager
     def skipping(self, layer: nn.Module, skipped: Sequence[Skipped]) -> Iterator[None]:
-        """While active, these sublayers of a layer add nothing in this thread's passes."""
+        """Skip these sublayers of a layer in this thread's passes."""
         names = {child: name for name, child in layer.named_children()}
         for stand_in in skipped:
             module = stand_in.module
@@ -344,13 +342,13 @@ class Gates:
         return either
 
     def shadow(self, attributes: dict[str, Any], name: str, value: Any) -> None:
-        """Put `value` in front of an attribute, until `unshadow`."""
-        # Something may be there already: device hooks, and outer calls of another wrapper.
+        """Replace an attribute until `unshadow`."""
+        # It may be replaced already: by device hooks, or by an outer call of another wrapper.
         self._shadows.append((attributes, name, attributes.get(name, _NOTHING)))
         attributes[name] = value
 
     def unshadow(self) -> None:
-        """Take the last shadow away."""
+        """Undo the last `shadow`."""
         attributes, name, held = self._shadows.pop()
         if held is _NOTHING:
             attributes.pop(name, None)  # a module that was put there since has taken it away
@@ -365,7 +363,7 @@ class Gates:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """What a layer returns in place of the layer `index`: compiled, if that was asked for."""
+        """Call a layer that runs at index `index`, compiled if that was asked for."""
         if self.compiled is None:
             return layer(hidden_states, *args, **kwargs)
         return self.compiled(layer, index, hidden_states, args, kwargs)
@@ -392,14 +390,14 @@ class Gates:
         return lambda *args, **kwargs: (lean if self.gated else whole)(*args, **kwargs)
 
     def _norm(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The final norm: what a head has in its place, or nothing where nobody reads it."""
+        """The final norm, the head's norm in its place, or nothing if its output is not used."""
 
         def norm(hidden_states: Tensor) -> Tensor:
             active = self.active
             if active is None or self.owner != threading.get_ident():
                 return forward(hidden_states)
             began, own = time.perf_counter(), active.own
-            # NanoChat norms its embeddings by the same module, before there is a result.
+            # NanoChat applies the same module to its embeddings, before the layers run.
             if active.result is None:
                 output = forward(hidden_states)
             elif own is not None and own.leave is not None:
@@ -412,7 +410,7 @@ class Gates:
         return norm
 
     def _read(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The LM head, or what a head reads, and by what."""
+        """The LM head, or the head's own in its place, at the positions that the head asks for."""
 
         def read(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             active = self.active
@@ -431,7 +429,7 @@ class Gates:
         return read
 
     def _tabled(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        # Made anew each time gates go in: in between the model may have been cast.
+        # Rebuilt each time: the model may have been cast in between.
         tables = RotaryTables(forward)
 
         def tabled(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:

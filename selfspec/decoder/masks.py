@@ -13,10 +13,10 @@ from selfspec.decoder.gates import Gates
 
 
 class Packing(NamedTuple):
-    """Which tokens of packed rows belong together.
+    """The documents in packed rows.
 
     Attributes:
-        documents: `[rows, width]` which of its row's documents a token belongs to.
+        documents: `[rows, width]` the number of the document that a token belongs to.
         positions: `[rows, width]` position of each token in its document.
         whole: whether every row is one document.
     """
@@ -27,9 +27,9 @@ class Packing(NamedTuple):
 
     @classmethod
     def of(cls, documents: Tensor, whole: bool = False) -> Packing:
-        """The packing of rows with these document numbers; `whole` takes a row as one.
+        """The packing for these document numbers; with `whole` each row is one document.
 
-        A document ends where the number changes, and does not go on where the number comes again.
+        A document ends where the number changes; the same number later is another document.
         """
         if whole:
             documents = torch.zeros_like(documents)
@@ -42,9 +42,9 @@ class Packing(NamedTuple):
     def mask(self, window: int | None, dtype: torch.dtype, step: int = 0) -> Tensor:
         """`[rows, 1, width, (step + 1) * width]` additive mask: 0 where a query may look.
 
-        In its first reading (`step` 0) a token sees its document up to itself. In reading s it
-        stands s tokens after the last verified one: of the first reading it sees what lies at
-        least s tokens back, of each reading j after it only the token s - j back.
+        In step 0 a token sees its document up to itself. In step s it is a draft s tokens after the
+        last verified one: of step 0 it sees the tokens at least s back, of each later step j only
+        the token s - j back.
         """
         count = torch.arange(self.documents.shape[1], device=self.documents.device)
         back = count[:, None] - count
@@ -55,7 +55,7 @@ class Packing(NamedTuple):
         same = self.documents[:, :, None] == self.documents[:, None]
         visible = visible & same.repeat(1, 1, step + 1)
         if step:
-            # A draft that deep has no verified token of its own document; it sees itself alone.
+            # So early in a document there is no verified token; the draft sees only itself.
             lost = (self.positions < step)[:, :, None]
             itself = torch.cat([torch.zeros_like(back, dtype=torch.bool)] * step + [back == 0], 1)
             visible = torch.where(lost, itself, visible)
@@ -63,14 +63,11 @@ class Packing(NamedTuple):
         return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
 
 
-# Which masks a pass brings, and when the family's own are right.
-
-
 class Masks:
     """Additive masks of passes, one for each sliding window.
 
     Args:
-        gates: the model's gates, which are in when masks are made.
+        gates: the model's gates, put in when masks are made.
         windows: per layer, the sliding window in tokens, or `None`.
     """
 
@@ -81,17 +78,16 @@ class Masks:
     def of_slots(
         self, slots: SlotCache, window: Window, hidden: Tensor | None, added: bool
     ) -> dict[int | None, Tensor]:
-        """Masks of a pass over slots; none where the family's own are right.
+        """Masks of a pass over slots; none if the family's own are right.
 
         Args:
             slots: the KV cache.
-            window: what the pass writes.
-            hidden: what it resumes from, if that is not its tokens.
-            added: whether a head's own layer runs, which has not seen an earlier turn.
+            window: the slots that the pass writes.
+            hidden: hidden states that it resumes from, if any.
+            added: whether a head's own layer runs, which lacks KV of earlier turns.
         """
-        # A prefill from nothing is causal in every row, and one token of rows of equal length sees
-        # all there is: the family's own mask is right then, and may be none at all. Anywhere else
-        # masks come from the rows' lengths.
+        # The family's own mask is right for a prefill into an empty cache, and for one token in
+        # rows of equal length, which sees everything. Otherwise masks come from the rows' lengths.
         simple = window.even and window.tight and window.width in (1, window.end)
         if simple and not self._gates.own_masks and not (added and any(slots.added_from)):
             return {}
@@ -101,12 +97,12 @@ class Masks:
     def of_packing(
         self, packing: Packing, hidden: Tensor | None, step: int
     ) -> dict[int | None, Tensor]:
-        """Masks of a pass over packed text; none where the family's own are right.
+        """Masks of a pass over packed documents; none if the family's own are right.
 
         Args:
-            packing: which tokens belong together.
-            hidden: what the pass resumes from, if that is not its tokens.
-            step: earlier readings of the text.
+            packing: the documents.
+            hidden: hidden states that the pass resumes from, if any.
+            step: number of earlier draft steps.
         """
         if packing.whole and step == 0 and not self._gates.own_masks:
             return {}

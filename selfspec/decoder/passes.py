@@ -1,4 +1,4 @@
-"""What describes a pass (span, skipped sublayers, a head's own layer), and its results."""
+"""Types that describe a forward pass over a span of layers, and its results."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Span(NamedTuple):
 
 
 class Skips(NamedTuple):
-    """Sublayers that a pass leaves out: they add nothing to the residual stream.
+    """Sublayers that a pass skips: they add nothing to the residual stream.
 
     Attributes:
-        attention: layers whose attention is left out, from 0.
-        mlp: layers whose MLP is left out.
+        attention: layers whose attention is skipped, from 0.
+        mlp: layers whose MLP is skipped.
     """
 
     attention: frozenset[int] = frozenset()
@@ -38,21 +38,21 @@ class Skips(NamedTuple):
 
     @property
     def layers(self) -> frozenset[int]:
-        """Layers that are left out as a whole."""
+        """Layers that are skipped as a whole."""
         return self.attention & self.mlp
 
 
 class Own(NamedTuple):
-    """A head's own layer (`copy_layer`), which runs in place of a span's last.
+    """A head's own layer (`copy_layer`), which runs in place of a span's last layer.
 
     Attributes:
         layer: the layer.
-        enter: what makes of the residual stream there what the layer starts from.
-        added: in which of the layers that were added to the slots its KV lies, from 1.
-        leave: what makes of the layer's output what the LM head reads, in place of the final norm
+        enter: maps the hidden states at the exit to the layer's input.
+        added: which of the layers added to the KV cache holds its KV, from 1.
+        leave: maps the layer's output to the LM head's input, in place of the final norm
             (`Decoder.leaves`).
-        at: what of these states the LM head reads; `None`: all of them.
-        readout: what stands in for the LM head.
+        at: selects the positions that the LM head reads; `None` for all.
+        readout: replaces the LM head, if given.
     """
 
     layer: nn.Module
@@ -64,16 +64,15 @@ class Own(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """What a pass over a span leaves.
+    """Results of a pass.
 
     Attributes:
-        hidden: `[rows, width, hidden]` residual stream after the span's last layer.
-        output: `[rows, width, hidden]` the same, after the final norm where the last layer ran, or
-            `[rows, width, vocab]` logits when the pass went through the LM head as well, of the
-            states that it read (`Own.at`).
+        hidden: `[rows, width, hidden]` hidden states after the span's last layer.
+        output: `[rows, width, hidden]` the same, normed if the model's last layer ran; or
+            `[rows, width, vocab]` logits if the pass applied the LM head (at `Own.at`).
         layer_seconds: wall time inside the span's layers.
         head_seconds: wall time inside a head's own layer, the final norm and the LM head.
-        kept: `[rows, width, hidden]` each, the residual streams that the caller asked for.
+        kept: `[rows, width, hidden]` each, the hidden states that the caller asked for.
     """
 
     hidden: Tensor
@@ -87,17 +86,16 @@ Bound = tuple[tuple[Any, ...], dict[str, Any]]  # what a layer is called with
 
 
 class Stretch:
-    """Layers that follow on each other in one pass, and what each is called with.
+    """Consecutive layers of one pass, and the arguments that each is called with.
 
     Args:
-        keep: which of the layers' inputs to keep, by the layers' numbers.
+        keep: indices of layers whose inputs to keep.
 
     Attributes:
-        start: the number of the first.
+        start: index of the first layer.
         layers: the layers.
-        bound: what layers are called with beside the hidden states; layers that are called with
-            the same objects share an entry.
-        kind_of: which of these each layer is called with.
+        bound: arguments beside the hidden states; layers with the same objects share an entry.
+        kind_of: index into `bound` for each layer.
         handed: the hidden states that the body hands from layer to layer.
     """
 
@@ -112,7 +110,7 @@ class Stretch:
     def add(
         self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Add the next layer, which has this number."""
+        """Add the next layer, which has this index."""
         if not self.layers:
             self.start = index
         kind = tuple(map(id, args)), tuple(kwargs), tuple(map(id, kwargs.values()))
@@ -135,17 +133,17 @@ class ActivePass:
     Attributes:
         span: the layers that run.
         window: the slots that it writes; `None` for packed text.
-        hidden: what the first of them starts from, instead of what it is handed.
-        masks: additive mask for each sliding window (`None`: full attention); empty when the
-            family's own masks hold.
-        add_masks: whether masks go on top of the family's own, which carry a position bias.
-        keep: residual streams to keep, by the number of layers below.
-        own: what runs in place of the span's last layer, or `None`.
-        normed: whether anyone reads what comes after the final norm; without, it is left out.
-        skips: the sublayers that are left out; `None` where nothing is.
-        stretch: where calls of layers are gathered, to be run at once; `None`: each runs by itself.
-        kept: the residual streams that were kept, by the number of layers below.
-        result: residual stream after the span, once it is there.
+        hidden: input of the first of them, in place of what the body hands over.
+        masks: additive mask for each sliding window (`None`: full attention); empty if the
+            family's own masks are used.
+        add_masks: whether masks are added to the family's own, which carry a position bias.
+        keep: hidden states to keep, by the number of layers below.
+        own: the head's layer that replaces the span's last layer, or `None`.
+        normed: whether the final norm's output is used; otherwise the norm is skipped.
+        skips: skipped sublayers, or `None`.
+        stretch: collects the layers' calls, to be run together; `None`: each layer runs at once.
+        kept: the hidden states that were kept, by the number of layers below.
+        result: hidden states after the span, once computed.
         began: when the first layer began.
         layer_seconds: wall time inside layers so far.
         head_seconds: wall time inside a head's own layer, the final norm and the LM head so far.
@@ -168,7 +166,7 @@ class ActivePass:
     head_seconds: float = 0.0
 
     def done(self, output: Tensor) -> Pass:
-        """What the pass leaves, now that it is over."""
+        """The results, once the pass is over."""
         assert self.result is not None
         kept = [self.kept[layer] for layer in self.keep] if self.keep else []
         return Pass(self.result, output, self.layer_seconds, self.head_seconds, kept)

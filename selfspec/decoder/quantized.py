@@ -10,15 +10,15 @@ from selfspec.decoder.devices import is_sharded
 
 
 def is_quantized(weight: Tensor) -> bool:
-    """Whether a weight holds something else than its values in a dtype to compute in."""
-    # torchao's name the dtype that they compute in; those of bitsandbytes are whole numbers.
+    """Whether a weight is stored in another form than its values in a floating dtype."""
+    # torchao's tensors report their compute dtype; those of bitsandbytes are integers.
     packed = is_traceable_wrapper_subclass(weight) and not is_sharded(weight)
     return packed or not weight.is_floating_point() or weight.dtype.itemsize == 1
 
 
 @torch.no_grad()
 def dequantize(layer: nn.Module, dtype: torch.dtype) -> None:
-    """Put plain linear maps in place of a layer's quantized ones, with the same values.
+    """Replace a layer's quantized linear layers by plain ones with the same values.
 
     Raises:
         ValueError: something else than a linear map is quantized.
@@ -38,8 +38,8 @@ def dequantize(layer: nn.Module, dtype: torch.dtype) -> None:
 def _plain(linear: nn.Linear, dtype: torch.dtype) -> nn.Linear:
     bias = linear.bias
     plain = nn.Linear(linear.in_features, linear.out_features, bias is not None, device="meta")
-    # Libraries pack values as their kernels like them, some anew at the first call. What a map
-    # does to unit vectors is its values however they lie.
+    # Libraries pack weights in many formats. Applied to the identity, a layer returns its values
+    # whatever the format is.
     linear.bias = None  # pyright: ignore[reportAttributeAccessIssue]
     units = torch.eye(linear.in_features, dtype=dtype, device=linear.weight.device)
     plain.weight = nn.Parameter(linear(units).T.to(dtype).contiguous())
@@ -48,11 +48,8 @@ def _plain(linear: nn.Linear, dtype: torch.dtype) -> nn.Linear:
     return plain
 
 
-# Layers of a head's own, made of the target's.
-
-
 def trainable(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The copy of a decoder layer, with gradients; quantized weights become plain, in `dtype`.
+    """Make a copied decoder layer trainable; quantized weights become plain, in `dtype`.
 
     Raises:
         ValueError: the layer's weights are quantized in a way that cannot be undone.

@@ -20,7 +20,7 @@ from selfspec.decoder.passes import ActivePass, Pass, Stretch
 
 
 class Tail:
-    """The causal LM's `forward` after its body.
+    """The part of the causal LM's `forward` after its body.
 
     Args:
         causal_lm: the model.
@@ -28,8 +28,8 @@ class Tail:
         gates: the model's gates.
 
     Attributes:
-        takes: names of what the causal LM's `forward` takes.
-        output_class: what the body returns.
+        takes: parameter names of the causal LM's `forward`.
+        output_class: the body's output class.
     """
 
     def __init__(self, causal_lm: PreTrainedModel, base: nn.Module, gates: Gates):
@@ -38,16 +38,16 @@ class Tail:
         self.output_class: type[Any] = BaseModelOutputWithPast
 
     def run(self, inputs: dict[str, Any]) -> Tensor:
-        """Logits of a pass through body and tail, where its tokens are."""
+        """Logits of a pass through body and tail, on the tokens' device."""
         if "output_router_logits" in self.takes:
             inputs["output_router_logits"] = False
         return self.causal_lm(**inputs).logits.to(inputs["input_ids"].device)
 
     def unembed(self, normed: Tensor, readout: nn.Module | None) -> Tensor:
-        """Logits `[rows, width, vocab]` of `normed`; the body is stubbed, and maybe the LM head."""
+        """Logits `[rows, width, vocab]` of `normed`, with the body (and the LM head) replaced."""
         gates, base, lm_head = self.gates, self.base, self.causal_lm.get_output_embeddings()
         assert lm_head is not None  # a model without is refused
-        # Device hooks are not asked where something stands in for what they hang on.
+        # A replaced module's device hooks do not run, so the states are moved here.
         normed = normed.to(device_of(lm_head if readout is None else readout))
         output = self.output_class(last_hidden_state=normed)
         others = [(base, lambda *args, **kwargs: output)]
@@ -65,7 +65,7 @@ class Tail:
 
 
 def _mine(mine: Callable[..., Any], others: Callable[..., Any]) -> Callable[..., Any]:
-    """Something for this thread alone; others that use the model get what they expect."""
+    """`mine` in this thread, `others` in every other thread."""
     owner = threading.get_ident()
 
     def either(*args: Any, **kwargs: Any) -> Any:
@@ -83,7 +83,7 @@ class Runner:
         gates: the model's gates.
 
     Attributes:
-        tail: from the body's output to logits.
+        tail: maps the body's output to logits.
     """
 
     def __init__(self, causal_lm: PreTrainedModel, base: nn.Module, gates: Gates):
@@ -96,7 +96,7 @@ class Runner:
         Args:
             active: the pass.
             inputs: what the body is called with.
-            unembed: whether to go on to logits.
+            unembed: whether to compute logits.
         """
         gates, graphs = self.gates, self.gates.graphs
         ends = active.span.stop == gates.depth and active.own is None
@@ -115,7 +115,7 @@ class Runner:
     def _run_deferred(
         self, graphs: GraphedLayers, active: ActivePass, inputs: dict[str, Any], unembed: bool
     ) -> Pass:
-        """Run the layers at once, where the body only hands hidden states from one to the next.
+        """Run the layers together, which is right if the body only passes hidden states along.
 
         The first pass over a span is run again layer by layer, and has to be equal to the bit: a
         body that does more has its layers run one by one from then on.

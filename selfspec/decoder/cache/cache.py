@@ -17,17 +17,16 @@ from selfspec.sampling.draft import Tree
 
 
 class Strip:
-    """Stands in for a `SlotCache` where a layer's code is compiled.
+    """Replaces a `SlotCache` in compiled and recorded layers.
 
-    Compiled code is made for the Python values that it reads. A cache is full of those: layers,
-    lengths, the pass in progress. Here all that differs between passes and layers is a tensor or
-    the shape of one.
+    Compiled code is specialised on the Python values that it reads, of which a cache has many:
+    layers, lengths, the pass in progress. Here everything that varies is a tensor or its shape.
 
     Args:
         keys: `[rows, heads, capacity, head_dim]` the layer's keys, with room for the pass.
         values: the same of its values.
         slots: `[rows, width]` slots that the pass writes.
-        seen: `[end]` any tensor as long as what the longest row attends to.
+        seen: any tensor whose length is the number of visible slots.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, slots: Tensor, seen: Tensor):
@@ -44,9 +43,7 @@ class Strip:
         return self.keys.narrow(2, 0, end), self.values.narrow(2, 0, end)
 
 
-# Keys and values of all layers, for rows of different lengths.
-
-_GROWTH = 256  # least numbers that are counted ahead
+_GROWTH = 256  # least length of the table of slot numbers
 
 
 class SlotCache(Cache):
@@ -57,12 +54,12 @@ class SlotCache(Cache):
         rows: number of rows.
         capacity: slots reserved at the first write (buffers double when more is needed).
         device: where positions and masks are made.
-        kv_cache_dtype: what keys and values are kept in.
-        page: what slots that a pass over few tokens sees are a multiple of.
+        kv_cache_dtype: dtype of keys and values.
+        page: narrow passes see a multiple of so many slots.
 
     Attributes:
-        lengths: tokens of each row that are committed in every layer.
-        added_from: per row, the first slot of the added layers that holds anything.
+        lengths: committed tokens of each row.
+        added_from: per row, the first slot that the added layers hold.
     """
 
     def __init__(
@@ -92,8 +89,6 @@ class SlotCache(Cache):
         self._counted = Pieces(torch.arange(0, device=self.device)[None], dim=1)
         self._stairs = Stairs(self.device)
 
-    # What passes write and see
-
     def window(
         self, width: int, offset: int | Sequence[int] = 0, tree: Tree | None = None
     ) -> Window:
@@ -101,9 +96,9 @@ class SlotCache(Cache):
 
         Args:
             width: slots of each row.
-            offset: of all rows, or one a row.
-            tree: which drafts continue which, when a pass is over those of a tree; `offset` is
-                then the place of the first in the block.
+            offset: one for all rows, or one per row.
+            tree: the token tree, if the pass runs over one; `offset` is then the index of the first
+                token in the block.
         """
         if isinstance(offset, int):
             place, starts = offset, [length + offset for length in self.lengths]
@@ -111,7 +106,7 @@ class SlotCache(Cache):
             place, starts = 0, [n + more for n, more in zip(self.lengths, offset, strict=True)]
         page = self._page if width <= WIDEST else 1
         end = max(starts) + width + page
-        if self._counted.length < end:  # the numbers 0, 1, 2, … as far as is needed
+        if self._counted.length < end:  # extend 0, 1, 2, …
             counted = torch.arange(max(2 * end, _GROWTH), device=self.device)
             self._counted = Pieces(counted[None], dim=1)
         return Window(starts, width, self._counted, tree, place, page)
@@ -119,11 +114,11 @@ class SlotCache(Cache):
     def turn(
         self, window: Window | None, added: Mapping[int, int]
     ) -> tuple[Window | None, Mapping[int, int]]:
-        """Have passes write this window from now on; returns what they wrote before.
+        """Set the window that passes write from now on; returns the previous one.
 
         Args:
-            window: the slots; `None`: none.
-            added: which added layer, from 1, states go to that a layer of some number writes.
+            window: the slots, or `None`.
+            added: maps the index of a layer to the added layer, from 1, that gets its states.
         """
         before = self._window, self._to_added
         self._window, self._to_added = window, added
@@ -137,9 +132,9 @@ class SlotCache(Cache):
         added: Mapping[int, int] | None = None,
         tree: Tree | None = None,
     ) -> Iterator[Window]:
-        """While active, passes write a `window` (and added layers, `turn`).
+        """While active, passes write a `window` (and added layers, see `turn`).
 
-        A pass itself takes its turn without this, which costs it as much as a small operation.
+        `Decoder.run` calls `turn` itself, because a context manager takes noticeable time.
         """
         window = self.window(width, offset, tree)
         outer = self.turn(window, added or {})
@@ -180,7 +175,7 @@ class SlotCache(Cache):
         return layer.write(key_states, value_states, active)
 
     def strip(self, layer_idx: int) -> tuple[Tensor, ...] | None:
-        """What a `Strip` of the active pass is made of; `None` for a layer that holds nothing."""
+        """Arguments of the `Strip` of a layer in the active pass; `None` if the layer is empty."""
         active, layer = self._active(), self._written(layer_idx)
         if layer.keys is None or layer.values is None:
             return None
@@ -192,16 +187,16 @@ class SlotCache(Cache):
         return self.layers[layer_idx if added is None else self.depth + added - 1]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens before the active pass (of the longest row); committed tokens between passes."""
+        """First slot of the active pass (of the longest row); between passes, committed tokens."""
         if self._window is not None:
             return max(self._window.starts)
         return max(self.lengths)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """What a family that makes its own mask needs: keys up to the longest row's end."""
+        """Size and offset of the keys, for families that make their own masks."""
         return self.get_seq_length(layer_idx) + query_length, 0
 
-    # transformers asks these of every layer in every pass; here they never change.
+    # transformers reads these for every layer in every pass; here they are constant.
 
     @property
     def is_sliding(self) -> list[bool]:
@@ -226,22 +221,20 @@ class SlotCache(Cache):
             )
         return self._window
 
-    # What rounds do
-
     def commit(self, counts: Sequence[int]) -> None:
-        """Settle `counts` more tokens in each row; everything after them is rejected."""
+        """Commit `counts` more tokens in each row; everything after them is rejected."""
         self.lengths = [have + new for have, new in zip(self.lengths, counts, strict=True)]
 
     def gather(self, branch: Tensor) -> None:
-        """Move an accepted branch together: its i-th slot becomes the i-th after the committed.
+        """Move the accepted branch of a tree into consecutive slots after the committed tokens.
 
         Args:
-            branch: `[rows, n]` offsets from each row's length, rising; states of a tree's nodes
-                lie in the order in which they were drafted.
+            branch: `[rows, n]` rising offsets from each row's length; nodes of a tree are stored in
+                the order in which they were drafted.
         """
         starts = torch.tensor(self.lengths, device=self.device)[:, None]
         target = starts + torch.arange(branch.shape[1], device=self.device)
-        # An added layer has not run over leaves, whose states it will not need either.
+        # Added layers have not run over leaves, and do not need their states.
         capacity = max(layer.capacity for layer in self.layers)
         for layer in self.layers:
             layer.grow(capacity)
@@ -251,10 +244,10 @@ class SlotCache(Cache):
                 buffer[rows, :, target.to(buffer.device)] = buffer[rows, :, source]
 
     def add_layer(self, window: int | None) -> int:
-        """Make room for the KV of one layer more, which has not seen what is committed.
+        """Add a layer, which holds nothing for the committed tokens.
 
         Returns:
-            Which added layer it is, from 1.
+            Its number among the added layers, from 1.
         """
         self.layers.append(self._layer_class(window))
         self.added_from = list(self.lengths)
@@ -278,11 +271,9 @@ class SlotCache(Cache):
         return SlotCache(self._windows, rows, 0, self.device, kept_in, page)
 
     def take(self, other: SlotCache) -> None:
-        """Become a cache of other rows."""
+        """Take over the content of another cache."""
         self.layers, self.lengths = other.layers, other.lengths
         self.added_from = other.added_from
-
-    # Memory, and caches of transformers
 
     @property
     def rows(self) -> int:
@@ -291,12 +282,12 @@ class SlotCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the buffers of all layers take."""
+        """Bytes of all buffers."""
         return sum(layer.nbytes for layer in self.layers)
 
     @property
     def token_bytes(self) -> list[int]:
-        """Bytes that one token of one row takes in each layer that has been written."""
+        """Bytes of one token of one row, in each layer that has been written."""
         sizes = [(layer.nbytes, self.rows * layer.capacity) for layer in self.layers]
         return [nbytes // slots if slots else 0 for nbytes, slots in sizes]
 
@@ -329,9 +320,7 @@ class SlotCache(Cache):
             cache.update(keys[:, :, beyond:], values[:, :, beyond:], index)
 
 
-# Rows of a cache, one by one: those that have ended wait while the others go on.
-
-# What each layer's buffers hold of a row's committed tokens, `[heads, length, any]` each.
+# For each layer, the row's part of each buffer, `[heads, length, any]`.
 RowStates = list[list[Tensor]]
 
 
@@ -358,11 +347,8 @@ def _stack(states: Sequence[Tensor], length: int) -> Tensor:
     return torch.stack(padded)
 
 
-# Keys and values of an unrolled layer: what it made of the same text in each of its steps.
-
-
 class StepCache(SlotCache):
-    """Keeps the states of one layer that reads the same text several times, step after step.
+    """Keys and values of one layer that is unrolled over several draft steps in training.
 
     Nothing is written in place, so gradients flow through every step.
 
@@ -380,7 +366,7 @@ class StepCache(SlotCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
     ) -> tuple[Tensor, Tensor]:
-        """Keep a step's states; returns those of all steps, end to end."""
+        """Add a step's states; returns those of all steps, concatenated."""
         self._keys.append(key_states)
         self._values.append(value_states)
         return torch.cat(self._keys, dim=2), torch.cat(self._values, dim=2)

@@ -12,7 +12,7 @@ _MOST = 127
 
 
 def to_int8(states: Tensor) -> tuple[Tensor, Tensor]:
-    """`[..., dim]` states as whole numbers, and `[..., 1]` their scales, in the states' dtype."""
+    """`[..., dim]` states as int8, and their scales `[..., 1]` in the states' dtype."""
     scales = states.abs().amax(-1, keepdim=True) / _MOST
     wide = states if states.dtype.itemsize >= 4 else states.float()
     steps = wide / scales.to(wide.dtype).clamp_min(torch.finfo(wide.dtype).tiny)
@@ -20,7 +20,7 @@ def to_int8(states: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def from_int8(numbers: Tensor, scales: Tensor) -> Tensor:
-    """States, rounded."""
+    """The rounded states."""
     return numbers.to(scales.dtype) * scales
 
 
@@ -37,7 +37,7 @@ class Int8Layer(SlotLayer):
     def write(
         self, key_states: Tensor, value_states: Tensor, window: Window
     ) -> tuple[Tensor, Tensor]:
-        """Scatter states to the window's slots, rounded; returns what layers read."""
+        """Write states to the window's slots, rounded; returns the visible keys and values."""
         self.make_room(window)
         for states, buffer in zip(self._kept(key_states, value_states), self.buffers, strict=True):
             window.put(states, buffer)
@@ -58,7 +58,7 @@ class Int8Layer(SlotLayer):
 class RoundedCache(DynamicCache):
     """A cache for the model's own `generate` that rounds states as `Int8Layer` does.
 
-    It saves no memory: it says what a text decoded over 8 bits has to be equal to.
+    It saves no memory. It defines the output that decoding with an int8 cache must equal.
     """
 
     def update(

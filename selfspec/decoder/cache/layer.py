@@ -10,23 +10,23 @@ from transformers.cache_utils import CacheLayerMixin
 
 from selfspec.sampling.draft import Tree
 
-_AT_ONCE = 64  # views of one position that are cut together
+_AT_ONCE = 64  # views of one position that are made together
 
 
 class Pieces:
-    """Pieces of tensors that are as long as each other, as views.
+    """Views of tensors of equal length.
 
-    To cut a view takes longer than Python does to find one. Passes that draft are over one position
-    each, one after the other: views of one position are cut many at a time.
+    Making a view takes longer than looking one up. Draft passes run over one position each, so
+    views of one position are made many at a time.
 
     Args:
         wholes: the tensors.
-        dim: along which they are cut.
+        dim: the dimension along which views are taken.
     """
 
     def __init__(self, *wholes: Tensor, dim: int):
         self.wholes, self._dim, self.length = wholes, dim, wholes[0].shape[dim]
-        self._first = self._last = 0  # the positions that are cut
+        self._first = self._last = 0  # positions that have views
         self._ones: list[tuple[Tensor, ...]] = []
 
     def view(self, start: int, width: int) -> tuple[Tensor, ...]:
@@ -45,8 +45,6 @@ class Pieces:
         self._first, self._last = first, first + count
 
 
-# One layer's keys and values, and the slots that a pass writes.
-
 _GROWTH = 256  # smallest step by which a buffer grows, in slots
 
 
@@ -56,16 +54,14 @@ class Window:
     Attributes:
         starts: first slot written, per row.
         width: tokens of the pass, per row.
-        tree: which of a block's drafts continue which; `None` where a token continues the slot
-            before its own.
-        place: of the first token in the tree's block.
+        tree: the token tree; `None` for a sequence.
+        place: index of the first token in the tree's block.
         slots: `[rows, width]` the slots.
-        positions: `[rows, width]` the tokens' positions: their slots, but for a tree's.
-        end: how many slots passes see: up to the last one that is written, or a few more that the
-            mask hides.
-        tight: whether there are none of these.
+        positions: `[rows, width]` the tokens' positions: equal to their slots except in trees.
+        end: number of visible slots: up to the last one written, rounded up to whole pages.
+        tight: whether `end` is exactly the last slot written plus one.
         uniform: whether all rows write the same slots.
-        even: whether these are their tokens' positions, too.
+        even: whether all rows write the same slots and these are the tokens' positions.
     """
 
     def __init__(
@@ -121,7 +117,7 @@ class SlotLayer(CacheLayerMixin):
 
     @property
     def buffers(self) -> list[Tensor]:
-        """All that is held, `[rows, heads, slots, any]` each; nothing before the first write."""
+        """All buffers, `[rows, heads, slots, any]` each; none before the first write."""
         return [getattr(self, name) for name in self.names] if self.is_initialized else []
 
     @property
@@ -130,13 +126,13 @@ class SlotLayer(CacheLayerMixin):
         return sum(buffer.nbytes for buffer in self.buffers)
 
     def hold(self, buffers: Sequence[Tensor]) -> None:
-        """Put others in place of the buffers."""
+        """Replace the buffers."""
         for name, buffer in zip(self.names, buffers, strict=True):
             setattr(self, name, buffer)
         self.is_initialized = True
 
     def change(self, how: Callable[[Tensor], Tensor]) -> None:
-        """Put what `how` makes of each buffer in its place."""
+        """Apply a function to each buffer."""
         if self.is_initialized:
             self.hold([how(buffer) for buffer in self.buffers])
 
@@ -145,13 +141,13 @@ class SlotLayer(CacheLayerMixin):
         self.hold([part[:, :, :0] for part in self._kept(key_states, value_states)])
 
     def grow(self, capacity: int) -> None:
-        """Make room for `capacity` slots, keeping what is there."""
+        """Grow the buffers to `capacity` slots."""
         room = capacity - self.capacity
         if room > 0:
             self.change(lambda buffer: torch.nn.functional.pad(buffer, (0, 0, 0, room)))
 
     def make_room(self, window: Window) -> None:
-        """Grow, by doubling, where the window reaches beyond the buffers."""
+        """Double the buffers if the window reaches beyond them."""
         if self.keys is None or self.keys.shape[2] < window.end:
             self.grow(max(window.end, 2 * self.capacity, _GROWTH))
 
@@ -175,7 +171,7 @@ class SlotLayer(CacheLayerMixin):
         return self.keys.narrow(2, 0, end), self.values.narrow(2, 0, end)
 
     def _kept(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, ...]:
-        """What the buffers hold of states."""
+        """The form in which states are stored."""
         return key_states, value_states
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):

@@ -13,8 +13,8 @@ from torch import Tensor
 from selfspec.decoder.cache.layer import Window
 from selfspec.sampling.draft import Tree
 
-WIDEST = 64  # queries of the table; a wider pass builds its own mask
-_GROWTH = 256  # least keys of the table on either side
+WIDEST = 64  # queries in the table; a wider pass builds its own mask
+_GROWTH = 256  # least number of keys in the table on either side
 
 
 def hide(keys: Tensor, queries: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
@@ -34,21 +34,21 @@ def tree_mask(
     window: int | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """`[rows, width, end]` mask of a pass over a tree: a draft sees its ancestors alone.
+    """`[rows, width, end]` mask of a pass over a tree: a draft sees only its ancestors.
 
     Args:
         active: the pass.
-        tree: which drafts continue which.
+        tree: the token tree.
         slots: `[end]` 0, 1, 2, …
         lengths: committed tokens of each row.
         window: the sliding window in positions, or `None`.
         dtype: of the mask.
     """
-    settled = torch.tensor(lengths, device=slots.device)[:, None]
-    places = slots - settled  # in the block; below 0 the slots of committed tokens
+    committed = torch.tensor(lengths, device=slots.device)[:, None]
+    places = slots - committed  # index in the block; negative for committed tokens
     last = tree.depths.shape[1] - 1
     inside = places.clamp(0, last)
-    keys = torch.where(places < 0, slots, settled + tree.depths.gather(1, inside))
+    keys = torch.where(places < 0, slots, committed + tree.depths.gather(1, inside))
     mask = hide(keys[:, None], active.positions, window, dtype)
     queries = tree.ancestors[:, active.place : active.place + active.width]
     related = queries.gather(2, inside[:, None].expand(-1, active.width, -1))
@@ -57,13 +57,13 @@ def tree_mask(
 
 
 class Stairs:
-    """All masks of rows that write the same slots, as views of one table.
+    """Causal masks of rows that write the same slots, as views of one table.
 
-    Query i of a pass that starts at any slot sees one key more than query i - 1. A table with its
-    middle column as that slot holds all such masks: none is built anew.
+    Query i of a pass sees one key more than query i - 1, wherever the pass starts. One table, whose
+    middle column is the first slot of the pass, therefore contains all such masks.
 
     Args:
-        device: where the table lies.
+        device: the table's device.
     """
 
     def __init__(self, device: torch.device):
@@ -74,7 +74,7 @@ class Stairs:
         """`[rows, 1, width, end]` the mask of a pass of at most `WIDEST` tokens."""
         table = self._table(window, dtype, active.end)
         rows, length = len(active.starts), table.shape[1]
-        whole = active.width * length  # strides of one row are those of a mask made anew
+        whole = active.width * length  # the strides that a new mask of one row would have
         return table.as_strided(
             (rows, 1, active.width, active.end),
             (0 if rows > 1 else whole, whole, length, 1),

@@ -17,15 +17,15 @@ from selfspec.decoder.cache import WIDEST, SlotCache, Strip
 from selfspec.decoder.direct import hooked_part
 from selfspec.decoder.kernels.fallback import StandIn, told
 
-# How a layer's inputs differ: one row or several, one token or several, with or without a mask,
-# rows of one length or of many, gradients wanted of its weights or not, kinds of layers.
+# Programs are specialised by: one row or several, one token or several, with or without a mask,
+# rows of equal or different lengths, weights with or without gradients, kinds of layers.
 PROGRAMS = 16
 BACKEND: Any = "inductor"
-_HERE = ...  # where the cache goes among a layer's arguments
+_HERE = ...  # placeholder for the cache among a layer's arguments
 
 
 class CompiledLayers(StandIn):
-    """Calls decoder layers by compiled code, or as they are where that cannot be.
+    """Calls compiled decoder layers, and the layers themselves where compiling is impossible.
 
     Args:
         name: the model's, for the warning.
@@ -42,7 +42,7 @@ class CompiledLayers(StandIn):
         self._run = torch.compile(_run, dynamic=True, fullgraph=True, backend=BACKEND, **limits)
 
     def begin(self) -> None:
-        """Look at the layers anew: between calls of `generate` they may have got hooks."""
+        """Forget what is known about hooks: they may change between calls of `generate`."""
         self._plain.clear()
 
     def __call__(
@@ -52,10 +52,10 @@ class CompiledLayers(StandIn):
 
         Args:
             layer: the layer.
-            index: of the layer that it replaces.
+            index: index of the layer, or of the layer that it replaces.
             hidden: `[rows, width, hidden]` its input.
-            args: what it is handed beside.
-            kwargs: the same, by name.
+            args: its other positional arguments.
+            kwargs: its keyword arguments.
         """
         slots = next((v for v in (*kwargs.values(), *args) if isinstance(v, SlotCache)), None)
         if self.problem is None and slots is not None and hidden.shape[1] <= WIDEST:
@@ -65,12 +65,12 @@ class CompiledLayers(StandIn):
                 named = {name: _HERE if v is slots else v for name, v in kwargs.items()}
                 try:
                     return self._run(layer, hidden, rest, named, *inputs)
-                except Exception as error:  # whatever it was, the layer itself may run
+                except Exception as error:  # the layer itself may still run
                     self.give_up(told(error))
         return layer(hidden, *args, **kwargs)
 
     def _is_plain(self, layer: nn.Module) -> bool:
-        """Whether nothing hangs on the layer that compiled code would leave out or be stale of."""
+        """Whether the layer has no hooks, which compiled code would ignore."""
         plain = self._plain.get(layer)
         if plain is None:
             hooked = hooked_part(layer)

@@ -6,14 +6,14 @@ import warnings
 
 
 class StandIn:
-    """Runs layers in a way of its own until something turns up that it cannot do.
+    """Runs layers with special kernels, and falls back to the layers if that fails.
 
     Args:
-        name: the model's, for the warning.
+        name: the model's name, for the warning.
 
     Attributes:
-        manner: how layers run by it, for the warning.
-        problem: why layers run as they are from now on; `None` while they do not.
+        manner: what it does with layers, for the warning.
+        problem: why it has fallen back; `None` while it has not.
     """
 
     manner: str
@@ -23,7 +23,7 @@ class StandIn:
         self.problem: str | None = None
 
     def give_up(self, problem: str) -> None:
-        """Run layers as they are from now on, and say why."""
+        """Fall back to the layers themselves from now on, with a warning."""
         self.problem = problem
         warnings.warn(
             f"the layers of {self._name} are not {self.manner} ({problem}); they run as they are, "
@@ -33,6 +33,6 @@ class StandIn:
 
 
 def told(error: Exception) -> str:
-    """What went wrong, in a line: the compiler's own error, where torch has wrapped it."""
+    """An error in one line; the compiler's own error, if torch has wrapped it."""
     inner = getattr(error, "inner_exception", None) or error
     return f"{type(inner).__name__}: {str(inner).strip().partition(chr(10))[0]}"

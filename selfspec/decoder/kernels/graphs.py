@@ -27,16 +27,16 @@ from selfspec.decoder.passes import ActivePass, Bound, Span, Stretch
 
 
 class Tape(Protocol):
-    """What a device did, to be done again.
+    """A recording of operations on a device.
 
     Attributes:
-        outputs: what it left, each time in the same places.
+        outputs: the output tensors, at fixed addresses.
     """
 
     outputs: list[Tensor]
 
     def replay(self) -> None:
-        """Do it again."""
+        """Run the operations again."""
 
 
 class CudaTape:
@@ -44,7 +44,7 @@ class CudaTape:
 
     Args:
         graph: the graph.
-        outputs: what it leaves.
+        outputs: its output tensors.
     """
 
     def __init__(self, graph: torch.cuda.CUDAGraph, outputs: list[Tensor]):
@@ -56,35 +56,35 @@ class CudaTape:
 
 
 class CudaRecorder:
-    """Records CUDA graphs of one device, on a stream beside.
+    """Records CUDA graphs on one device, on a side stream.
 
     Args:
         device: the device.
     """
 
     def __init__(self, device: torch.device):
-        # One for all: libraries keep room of their own for every stream.
+        # One stream for all graphs: libraries keep a workspace for every stream.
         self._device, self._aside = device, torch.cuda.Stream(device)
 
     def __call__(self, run: Callable[[], list[Tensor]]) -> CudaTape:
-        """Record what was run before."""
+        """Record a function that has run before."""
         here = torch.cuda.current_stream(self._device)
         self._aside.wait_stream(here)
         try:
             with torch.cuda.stream(self._aside):
-                run()  # libraries make that room the first time
+                run()  # libraries allocate their workspace the first time
                 return self._captured(run)
         finally:
-            here.wait_stream(self._aside)  # also for what was begun before an error
+            here.wait_stream(self._aside)  # after an error, too
 
     def _captured(self, run: Callable[[], list[Tensor]]) -> CudaTape:
-        # Not by `torch.cuda.graph`, which collects garbage and empties the cache each time.
+        # `torch.cuda.graph` would collect garbage and empty the cache each time.
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(capture_error_mode="thread_local")
         try:
             outputs = run()
         except BaseException:
-            with suppress(RuntimeError):  # it fails as well then, and says less
+            with suppress(RuntimeError):  # a second, less helpful error
                 graph.capture_end()
             raise
         graph.capture_end()
@@ -95,25 +95,23 @@ Recorder = Callable[[Callable[[], list[Tensor]]], Tape]
 RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaRecorder}
 
 
-# Stretches of decoder layers as CUDA graphs, for passes over few tokens.
-
-PAGE = 256  # slots by which what a pass sees grows
-MOST = 64  # graphs of one call
-_KNOWN = (Tensor, SlotCache, torch.dtype, bool, int, float, str, type(None))  # in arguments
-_PATIENCE = 2  # passes of a shape that run as they are before one is recorded
+PAGE = 256  # the visible KV cache grows in steps of so many slots
+MOST = 64  # graphs of one call of `generate`
+_KNOWN = (Tensor, SlotCache, torch.dtype, bool, int, float, str, type(None))  # argument types
+_PATIENCE = 2  # passes of a shape that run eagerly before one is recorded
 
 
 class _Recording:
-    """A stretch of layers that was recorded.
+    """A recorded stretch of layers.
 
-    It keeps what it reads and leaves, but not the keys and values: buffers that a cache has given
-    up are free, and the recording is dead.
+    It owns its inputs and outputs, but holds weak references to keys and values: once a cache has
+    freed its buffers, the recording is dead.
 
     Args:
         stretch: the layers.
-        leaves: what the pass hands to the layers: their input first, then the slots it writes.
-        spec: where in `bound` these belong.
-        strips: keys, values, slots and seen of each layer.
+        leaves: the flattened inputs: hidden states, slots, then the layers' arguments.
+        spec: how to unflatten them.
+        strips: keys, values, slots and `seen` of each layer.
     """
 
     def __init__(
@@ -140,7 +138,7 @@ class _Recording:
             stream, kept = hidden, []
             for layer, is_kept, (args, kwargs) in calls:
                 if is_kept:
-                    kept.append(stream.clone())  # it may be the place of the input
+                    kept.append(stream.clone())  # it may be the static input
                 output = layer(stream, *args, **kwargs)
                 stream = output[0] if isinstance(output, tuple) else output
             return [*kept, stream]
@@ -149,12 +147,12 @@ class _Recording:
         self._tape: Tape | None = None
 
     def record(self, recorder: Recorder) -> str | None:
-        """Record what the layers do.
+        """Record the layers and compare a replay with them.
 
         Returns:
-            What is wrong with what was recorded, if anything is.
+            What is wrong with the recording; `None` if it is right.
         """
-        run, self._run = self._run, None  # which holds keys and values
+        run, self._run = self._run, None  # it holds keys and values
         assert run is not None
         expected = run()
         self._tape = recorder(run)
@@ -163,31 +161,31 @@ class _Recording:
         self._tape.replay()
         if all(map(torch.equal, self._tape.outputs, expected)):
             return None
-        return "what was recorded differs from what the layers say"
+        return "a replay differs from the layers' own output"
 
     @property
     def is_dead(self) -> bool:
-        """Whether keys or values that it reads and writes are gone."""
+        """Whether keys or values that it uses have been freed."""
         return any(buffer() is None for buffer in self._buffers)
 
     def fits(self, spec: TreeSpec, buffers: Sequence[Tensor]) -> bool:
-        """Whether it takes arguments of that form, and reads and writes these keys and values."""
+        """Whether it was recorded with arguments of this structure and these keys and values."""
         pairs = zip(self._buffers, buffers, strict=True)
         return spec == self._spec and all(own() is buffer for own, buffer in pairs)
 
     def replay(self, leaves: Sequence[Any]) -> list[Tensor]:
-        """What the layers make of other inputs of the same shapes."""
+        """Run the recording on other inputs of the same shapes."""
         for place, leaf in zip(self._inputs, leaves, strict=True):
             if isinstance(place, Tensor):
                 place.copy_(leaf)
         assert self._tape is not None
         self._tape.replay()
-        # The next pass of this shape leaves its own in the same places.
+        # The next replay overwrites the outputs.
         return [output.clone() for output in self._tape.outputs]
 
 
 class GraphedLayers(StandIn):
-    """Runs stretches of layers by CUDA graphs, or as they are where that cannot be.
+    """Runs stretches of layers as CUDA graphs, and eagerly where that is impossible.
 
     Args:
         name: the model's, for the warning.
@@ -201,17 +199,17 @@ class GraphedLayers(StandIn):
     def __init__(self, name: str):
         super().__init__(name)
         self.checked: set[Span] = set()
-        self._recordings: dict[Hashable, _Recording] = {}  # the one used last comes last
+        self._recordings: dict[Hashable, _Recording] = {}  # in the order of their last use
         self._passes: Counter[Hashable] = Counter()
         self._recorders: dict[torch.device, Recorder] = {}
 
     @property
     def page(self) -> int:
-        """Slots by which what a pass over few tokens sees grows."""
+        """Step in slots by which the visible KV cache grows."""
         return PAGE if self.problem is None else 1
 
     def begin(self, layers: Iterable[nn.Module]) -> None:
-        """Look at the layers anew: since the last call they may have moved, or got hooks."""
+        """Check the layers again: they may have moved or got hooks since the last call."""
         for layer in layers if self.problem is None else ():
             devices = {weight.device for weight in layer.parameters()}
             strange = sorted({device.type for device in devices} - RECORDERS.keys())
@@ -242,12 +240,12 @@ class GraphedLayers(StandIn):
         """Run a stretch of layers.
 
         Args:
-            active: the pass, which is left what is kept.
+            active: the pass, which receives the kept hidden states.
             stretch: the layers.
-            hidden: `[rows, width, hidden]` what the first starts from.
+            hidden: `[rows, width, hidden]` the first layer's input.
 
         Returns:
-            `[rows, width, hidden]` what the last leaves; `None` where they have to run as they are.
+            `[rows, width, hidden]` the last layer's output; `None` if they have to run eagerly.
         """
         window = active.window
         if self.problem is not None or window is None or hidden.shape[1] > WIDEST:
@@ -261,11 +259,11 @@ class GraphedLayers(StandIn):
             return None
         places = range(stretch.start, stretch.start + len(stretch.layers))
         strips = [strip for strip in map(slots.strip, places) if strip is not None]
-        if len(strips) < len(places):  # nothing has been written yet
+        if len(strips) < len(places):  # the cache is still empty
             return None
         keep = tuple(place for place in places if place in stretch.keep)
         which = tuple(map(id, stretch.layers)), stretch.start, tuple(stretch.kind_of), keep
-        # Caches that take turns have recordings of their own.
+        # Caches that are used in turn have recordings of their own.
         key = which, id(strips[0][0]), window.end, tuple(map(_shape_of, leaves))
         recording = self._recordings.pop(key, None)
         if recording is None or not recording.fits(spec, _buffers_of(strips)):
@@ -285,7 +283,7 @@ class GraphedLayers(StandIn):
         spec: TreeSpec,
         strips: Sequence[tuple[Tensor, ...]],
     ) -> _Recording | None:
-        """Record a pass of a shape that has come before."""
+        """Record a pass, if its shape has occurred before."""
         self._passes[key] += 1
         if self._passes[key] <= _PATIENCE:
             return None
@@ -296,12 +294,12 @@ class GraphedLayers(StandIn):
             if device not in self._recorders:
                 self._recorders[device] = RECORDERS[device.type](device)
             problem = recording.record(self._recorders[device])
-        except Exception as error:  # whatever it was, the layers themselves may run
+        except Exception as error:  # the layers themselves may still run
             problem = told(error)
         return recording if problem is None else self.give_up(problem)
 
     def _make_room(self) -> None:
-        """Forget what is dead, and what has not been used for longest where there is too much."""
+        """Drop dead recordings, and the least recently used one if there are too many."""
         for key, recording in list(self._recordings.items()):
             if recording.is_dead or len(self._recordings) >= MOST:
                 del self._recordings[key], self._passes[key]
@@ -321,7 +319,7 @@ def _buffers_of(strips: Iterable[tuple[Tensor, ...]]) -> list[Tensor]:
 
 
 def _shape_of(leaf: Any) -> Hashable:
-    """What of an argument has to be the same: all of it, but for what a tensor says."""
+    """What of an argument must be the same: a tensor's shape, dtype and device, else its value."""
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype, leaf.device
     return None if isinstance(leaf, SlotCache) else leaf

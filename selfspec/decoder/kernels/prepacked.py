@@ -22,19 +22,19 @@ _OPS: Any = torch.ops.mkldnn
 
 Forward = Callable[[Tensor], Tensor]
 
-# What reads the same states, by the names that models share (vLLM joins these, too). A map that is
-# called with other states than its sisters costs time, and is right all the same.
+# Linear layers with the same input, by the names that models share (vLLM merges these, too). If
+# one of them gets another input, the result is still right, and slower.
 _SISTERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class _Packed(NamedTuple):
-    """Packed weights of one or several linear maps, and what these were then.
+    """Packed weights of one or several linear layers, and checksums of the originals.
 
     Attributes:
-        weight: `[out, in]` of all, one after the other, in oneDNN's layout.
+        weight: `[out, in]` of all, concatenated, in oneDNN's layout.
         bias: `[out]`, or `None`.
-        sums: of each, by rows and by columns, from which every change is seen. Torch's own count
-            of changes leaves out those of fused optimizers and of merged adapters.
+        sums: sums of each weight by rows and by columns, which reveal changes. Torch's own version
+            counter misses those of fused optimizers and of merged adapters.
     """
 
     weight: Tensor
@@ -42,17 +42,17 @@ class _Packed(NamedTuple):
     sums: list[Tensor]
 
 
-# By the first of the maps, for as long as it lives. Wrappers of one model share what was packed.
+# By the first of the layers, as long as it lives. Wrappers of one model share packed weights.
 _PACKED: WeakKeyDictionary[nn.Module, _Packed] = WeakKeyDictionary()
 
 
 class PrepackedLinears:
-    """Packed weights of linear maps, made anew where weights have changed since the last call.
+    """Packed weights of linear layers, packed again if weights have changed since the last call.
 
-    All weights are read for that at the beginning of a call, which takes as long as a token or two.
+    The check reads all weights at the start of a call, which takes as long as a token or two.
 
     Args:
-        name: the model's, for the warning.
+        name: the model's name, for the warning.
     """
 
     def __init__(self, name: str):
@@ -60,7 +60,7 @@ class PrepackedLinears:
         self._warned = False
 
     def forwards(self, *roots: nn.Module) -> Iterator[tuple[nn.Module, Forward]]:
-        """The linear maps in these modules that can be packed, each with what to call instead."""
+        """The linear layers in these modules that can be packed, each with its replacement."""
         found = False
         for root in roots:
             for modules in _bundles(root):
@@ -79,20 +79,20 @@ class PrepackedLinears:
 
 
 class _Bundle:
-    """One or several linear maps of the same states.
+    """One or several linear layers with the same input.
 
     Args:
-        modules: the maps.
+        modules: the layers.
         packed: their weights.
     """
 
     def __init__(self, modules: Sequence[Any], packed: _Packed):
         self._sizes = [_weight(module).shape[0] for module in modules]
         self._packed = packed
-        self._held: tuple[Tensor, Tensor] | None = None  # states, and what all make of them
+        self._held: tuple[Tensor, Tensor] | None = None  # the last input and all outputs
 
     def forward(self, index: int, plain: Forward) -> Forward:
-        """What to call instead of `plain`, that of the map with this index."""
+        """The replacement for `plain`, the forward of the layer with this index."""
         weight, bias, linear = self._packed.weight, self._packed.bias, _OPS._linear_pointwise
         dtype, alone, last = weight.dtype, len(self._sizes) == 1, index == len(self._sizes) - 1
         start, size = sum(self._sizes[:index]), self._sizes[index]
@@ -102,7 +102,7 @@ class _Bundle:
                 return plain(input)
             if alone:
                 return linear(input, weight, bias, "none", [], "")
-            held = self._held  # one look: other threads may be writing, too
+            held = self._held  # read once: other threads may write it, too
             if held is None or held[0] is not input:
                 held = (input, linear(input, weight, bias, "none", [], ""))
             self._held = None if last else held
@@ -112,12 +112,12 @@ class _Bundle:
 
 
 def _have_their_own(roots: Sequence[nn.Module]) -> bool:
-    """Whether something else stands in for forwards: device hooks, or an outer call."""
+    """Whether forwards are replaced already: by device hooks, or by an outer call."""
     return any("forward" in module.__dict__ for root in roots for module in root.modules())
 
 
 def _bundles(root: nn.Module) -> Iterator[list[nn.Module]]:
-    """The linear maps in a module that can be packed, those that read the same states together."""
+    """The linear layers in a module that can be packed, grouped by common input."""
     if _is_packable(root):
         yield [root]
     for parent in root.modules():
@@ -147,7 +147,7 @@ def _computes(dtype: torch.dtype) -> bool:
 
 
 def _kind(module: Any) -> tuple[Any, ...]:
-    """What maps must have in common to be one product."""
+    """What layers must have in common to be merged."""
     return type(module), _weight(module).shape[1], module.weight.dtype, module.bias is None
 
 
