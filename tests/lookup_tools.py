@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from selfspec.drafters.engine import Engine
-from selfspec.drafters.suffix_lookup import TextIndex
+from selfspec.drafters.suffix_lookup import TokenIndex
 from selfspec.sampling.draft import Draft
 
 BETWEEN = 0  # a token between two foreseen texts
@@ -16,8 +16,8 @@ def foresee(monkeypatch, texts: Sequence[Sequence[int]], wrong: int = 0) -> None
     before = [token for text in texts for token in (*text, BETWEEN)]
     if wrong:
         before[wrong - 1 :: wrong] = [token % 7 + 1 for token in before[wrong - 1 :: wrong]]
-    read = TextIndex.read
-    monkeypatch.setattr(TextIndex, "read", lambda index, text: read(index, [*before, *text]))
+    read = TokenIndex.read
+    monkeypatch.setattr(TokenIndex, "read", lambda index, text: read(index, [*before, *text]))
 
 
 def collect(monkeypatch) -> list[Draft]:

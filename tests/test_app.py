@@ -22,8 +22,7 @@ DRAFT = DraftConfig(exit_layer=EXIT, num_draft_tokens=3)
 
 @pytest.fixture
 def side(tokenizer):
-    """A tiny target, every round of which is a frame."""
-    found = SideBySide(SelfSpecModel(tiny_llama("sometimes")), tokenizer, interval=0)
+    found = SideBySide(SelfSpecModel(tiny_llama("sometimes")), tokenizer, interval=0.002)
     yield found
     found.close()
 
@@ -50,10 +49,12 @@ def test_both_ways_are_shown_as_they_go_one_behind_the_other(side, tokenizer):
     last = seen[-1]
     assert text(last.plain) == text(last.speculative) == tokenizer.decode(written)
     assert last.ending == (f"both texts are equal, all {TOKENS} tokens", True, True)
-    # A frame for the beginning and the end of each way, and for every round.
-    states = ["waiting"] + ["plain"] * (TOKENS + 2)
-    states += ["speculative"] * (side.spec.last_stats.rounds + 3) + ["done"]
-    assert [frame.state for frame in seen] == states
+    assert list(dict.fromkeys(frame.state for frame in seen)) == [
+        "waiting",
+        "plain",
+        "speculative",
+        "done",
+    ]
     for before, after in pairwise(seen):
         assert text(after.plain).startswith(text(before.plain))
         assert text(after.speculative).startswith(text(before.speculative))
@@ -178,7 +179,8 @@ def test_a_reader_who_waits_can_leave(side, monkeypatch):
     assert next(first).state == "waiting"
     stop = threading.Event()
     stop.set()
-    assert [frame.state for frame in side.write(PROMPT, options(), stop)] == ["waiting", "done"]
+    states = [frame.state for frame in side.write(PROMPT, options(), stop)]
+    assert states[-1] == "done" and set(states[:-1]) == {"waiting"}
     go_on.set()
     *_, last = first
     assert last.ending.equal is True

@@ -112,13 +112,13 @@ def test_the_head_that_is_expected_to_be_fastest_drafts():
     heads = fitted(model, [("block", EXIT), ("lens", 1)])
     spec = SelfSpecModel(model, heads)
     drafter = Auto.from_config(spec.engine, DraftConfig(drafter="auto"))
-    assert drafter.chain.reader.head is heads[1], "it runs fewer layers"
+    assert drafter.reader.head is heads[1], "it runs fewer layers"
     known = spec.engine.round_model(head=heads[1])
     for _ in range(50):
         for sampled in (False, True):
             known.drafts[sampled].learn(0, accepted=False)
     drafter = Auto.from_config(spec.engine, DraftConfig(drafter="auto"))
-    assert drafter.chain.reader.head is heads[0]
+    assert drafter.reader.head is heads[0]
 
 
 def test_one_head_may_be_asked_for():
@@ -127,7 +127,7 @@ def test_one_head_may_be_asked_for():
     spec = SelfSpecModel(model, heads)
     for head in heads:
         config = DraftConfig(drafter="auto", exit_layer=head.exit_layer)
-        assert Auto.from_config(spec.engine, config).chain.reader.head is head
+        assert Auto.from_config(spec.engine, config).reader.head is head
 
 
 def test_priors_follow_from_the_head():
@@ -147,7 +147,7 @@ def test_priors_follow_from_the_head():
 @pytest.mark.parametrize("drafter", ["tree", "lookahead"])
 def test_a_lossy_rule_for_chains_is_refused_where_drafts_are_trees(drafter):
     spec = SelfSpecModel(tiny_llama("sometimes"))
-    with pytest.raises(ValueError, match="judges chains"):
+    with pytest.raises(ValueError, match="verifies chains"):
         spec.generate(IDS[:1], draft={"drafter": drafter, "rule": "typical_lossy"})
 
 

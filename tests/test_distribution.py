@@ -16,7 +16,7 @@ from law_tools import p_value
 from selfspec import DraftConfig, SelfSpecModel
 from selfspec.config import TreeConfig
 from selfspec.decoder import Decoder
-from selfspec.drafters.tree import ExitGrowth
+from selfspec.drafters.tree import TreeExpansion
 from selfspec.sampling.sampler import Sampler
 
 VOCAB, HORIZON, DRAWS, BATCH = 12, 4, 36_000, 2000
@@ -146,14 +146,14 @@ def test_a_draft_temperature_off_by_5_percent_is_caught(target, options, monkeyp
 
 
 def test_a_trees_q_off_by_5_percent_is_caught(target, monkeypatch):
-    extend = ExitGrowth._extend
+    extend = TreeExpansion._extend
 
     def colder(self, state, logits, growth, width):
         drawn = extend(self, state, logits, growth, width)
         growth.probs[-1] = (growth.probs[-1].log() / 0.95).softmax(-1)
         return drawn
 
-    monkeypatch.setattr(ExitGrowth, "_extend", colder)
+    monkeypatch.setattr(TreeExpansion, "_extend", colder)
     counts, _ = draws(target, POINTWISE, TREE, total=20_000)
     assert min(p_values(counts, exact(target, POINTWISE))) < 1e-9
 

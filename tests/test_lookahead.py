@@ -62,7 +62,7 @@ def test_greedy_text_is_the_models_own(family, monkeypatch):
 @pytest.mark.parametrize("family", COUNTING_KEYS)
 def test_models_that_count_keys_are_refused(family):
     spec = SelfSpecModel(build(family, "eager"))
-    with pytest.raises(ValueError, match="siblings cannot stand at one position; use a drafter"):
+    with pytest.raises(ValueError, match="siblings cannot have one position; use a drafter"):
         spec.generate(IDS, attention_mask=MASK, draft="lookahead")
 
 
@@ -104,7 +104,7 @@ def test_the_window_moves_on_by_what_the_target_says(model, monkeypatch):
                     logits = model(torch.tensor([text + branch])).logits
                 assert foretold == int(logits[0, -1].argmax())
                 ngram = [level[i] for level in window] + [foretold]
-                assert tuple(ngram[1:]) in row.pool.behind(ngram[0])
+                assert tuple(ngram[1:]) in row.pool.after(ngram[0])
                 checked.append(foretold)
 
     monkeypatch.setattr(Lookahead, "commit", checking)
@@ -186,11 +186,11 @@ def test_the_pool_is_bounded_and_keeps_the_newest():
     for number in range(40):
         pool.add((number % 3, number, number + 1))
     assert len(pool) == 3 * 2
-    assert pool.behind(0) == [(39, 40), (36, 37)]
+    assert pool.after(0) == [(39, 40), (36, 37)]
     pool.add((0, 36, 37))
-    assert pool.behind(0) == [(36, 37), (39, 40)]
+    assert pool.after(0) == [(36, 37), (39, 40)]
     pool.add((7, 1, 2))
-    assert len(pool) == 5 and pool.behind(1) == [], "the token used longest ago leaves"
+    assert len(pool) == 5 and pool.after(1) == [], "the token used longest ago leaves"
 
 
 def test_a_long_text_does_not_outgrow_the_pool(model, monkeypatch):

@@ -213,7 +213,7 @@ def test_what_is_settled_is_there_when_somebody_reads_it(written):
         if written:
             here.write(block)
         for row, count, tokens in zip((0, 2), counts, block.tolist(), strict=True):
-            here.settle(row, tokens[:count], written)
+            here.commit(row, tokens[:count], written)
             emitted[row] += tokens[:count]
     assert here.lengths == [10, 3, 8] and here.text[1] == [4]
     for row, tokens in emitted.items():

@@ -32,7 +32,7 @@ _DrafterT = TypeVar("_DrafterT", bound=type[Drafter])
 
 
 def register_drafter(drafter: _DrafterT) -> _DrafterT:
-    """Make a drafter known by its `name`: a class decorator.
+    """Register a drafter by its `name`: a class decorator.
 
     Raises:
         ValueError: another drafter has that name.
@@ -55,23 +55,23 @@ def make_drafter(engine: Engine, config: DraftConfig) -> Drafter:
 
 
 def _check_choices(config: DraftConfig) -> None:
-    """Raise ValueError for a choice that the drafter would not heed."""
+    """Raise ValueError for a setting that the drafter would ignore."""
     name, chosen = config.drafter, DRAFTERS[config.drafter]
     if chosen.makes_trees and config.rule not in LOSSLESS_RULES:
         raise ValueError(
-            f"rule={config.rule!r} judges chains, and {name!r} drafts trees; choose "
+            f"rule={config.rule!r} verifies chains, and {name!r} drafts trees; choose "
             "another drafter, or leave the rule out"
         )
     if config.schedule != "fixed" and not chosen.takes_schedule:
         others = ", ".join(other for other in sorted(DRAFTERS) if DRAFTERS[other].takes_schedule)
         raise ValueError(
-            f"schedule={config.schedule!r} says when a chain of drafts ends, which {name!r} does "
-            f"not ask; leave it out, or choose a drafter that does ({others})"
+            f"schedule={config.schedule!r} decides when a chain of drafts ends, and {name!r} does "
+            f"not use it; leave it out, or choose a drafter that does ({others})"
         )
     if config.draft_model is not None and name != TwoModel.name:
         raise ValueError(
-            f"draft_model={config.draft_model!r} is what drafter={TwoModel.name!r} drafts with, "
-            f"got drafter={name!r}; name {TwoModel.name!r}, or leave draft_model out"
+            f"draft_model={config.draft_model!r} is for drafter={TwoModel.name!r}, got "
+            f"drafter={name!r}; choose {TwoModel.name!r}, or leave draft_model out"
         )
 
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from selfspec.config import DraftConfig
 from selfspec.decoder import Pass
-from selfspec.drafters.base import Drafter
-from selfspec.drafters.chain import ExitChain
+from selfspec.drafters.chain import ExitDrafter
 from selfspec.drafters.engine import Engine, State, Verified
 from selfspec.drafters.exit_reader import make_reader
 from selfspec.drafters.suffix_lookup import Lookup
@@ -15,20 +14,20 @@ from selfspec.heads import ExitHead
 from selfspec.sampling.draft import Draft, Verdict
 from selfspec.schedule import OptimalStop, Work
 
-_CHAIN = 12  # the most drafts of a chain, where no number is asked for
+_CHAIN = 12  # the most drafts of a chain, unless the config has a number
 _COPIES = 40  # the most tokens that are looked up at once
 
 
-class Auto(Drafter):
+class Auto(ExitDrafter):
     """Chooses plain decoding, a chain of drafts or a lookup, round by round, by expected speed.
 
-    One model of a round (`RoundModel`) predicts tokens and seconds of each. It starts from priors,
-    the head's calibrator and its share of the layers, and learns from every round. What is
-    uncertain is taken for as fast as it may well be, which is all the exploration there is. A chain
-    ends where another draft is not worth its time (`OptimalStop`).
+    A model of a round (`RoundModel`) predicts tokens and seconds of each. It starts from priors,
+    the head's calibrator and its share of the layers, and learns from every round. Uncertain times
+    are taken optimistically, so that every candidate is tried. A chain ends where another draft is
+    not worth its time (`OptimalStop`).
 
-    Trees are not among the strategies: where verification is dear, as on a CPU, chains are faster,
-    and where it is nearly free, `tree` can be asked for.
+    Trees are not among the candidates: where verification is expensive, as on a CPU, chains are
+    faster; where it is nearly free, ask for `tree`.
 
     Args:
         engine: the target and its passes.
@@ -40,11 +39,8 @@ class Auto(Drafter):
 
     def __init__(self, engine: Engine, head: ExitHead, config: DraftConfig):
         self.model = engine.round_model(head=head)
-        self.stop = OptimalStop(self.model)
-        self.chain = ExitChain(
-            make_reader(engine, head), config.num_draft_tokens or _CHAIN, self.stop
-        )
-        self.keep = self.chain.keep
+        self.timer = (stop := OptimalStop(self.model)).timer
+        super().__init__(make_reader(engine, head), config.num_draft_tokens or _CHAIN, stop)
         self.lookup, self._shortest = Lookup(config.lookup), config.lookup.shortest
         self.work = Work()
 
@@ -52,7 +48,7 @@ class Auto(Drafter):
     def from_config(cls, engine: Engine, config: DraftConfig) -> Auto:
         """Take the head that the config names, or else the one that is expected to be fastest.
 
-        A head is chosen for a whole call, so that no other head has to follow its tokens.
+        The head is chosen for a whole call: another one would lack KV for the tokens so far.
         """
         head = engine.head(config)
         if config.exit_layer is None and config.head is None:
@@ -66,14 +62,14 @@ class Auto(Drafter):
     def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
         """Index the prompt, and show it to the head."""
         self.lookup.read(state.context)
-        self.chain.prefilled(state, block, offset, counts)
+        super().prefilled(state, block, offset, counts)
 
     def propose(self, state: State, limit: int) -> Draft:
         """Draft with the strategy that is expected to be fastest in this round."""
-        self.stop.timer.begin()
+        self.timer.begin()
         self.work = self._choose(state, limit)
         if self.work.drafts:
-            return self.chain.propose(state, limit)
+            return super().propose(state, limit)
         if self.work.copies:
             return self.lookup.draft(state.context, self.work.copies)
         return Draft.empty(state.rows, state.pending.device)
@@ -83,7 +79,7 @@ class Auto(Drafter):
         self.model.learn_copies(sampled, self.lookup.predicted(state.context))
         lengths = [index.match.length for index in self.lookup.read(state.context)]
         matches = [length if length >= self._shortest else 0 for length in lengths]
-        longest = min(limit, self.chain.longest)
+        longest = min(limit, self.longest)
         choices = [
             self.model.best_chain(state.rows, sampled, longest, hopeful=True),
             self.model.best_lookup(sampled, matches, min(limit, _COPIES)),
@@ -92,14 +88,10 @@ class Auto(Drafter):
         return max(choices, key=lambda choice: choice.rate).work
 
     def commit(self, state: State, draft: Draft, verified: Verified, verdict: Verdict) -> None:
-        """Learn from the round, and show the head what the target made of it."""
+        """Learn from the round, and show the head what was accepted."""
         if self.work.drafts and draft.length:
-            self.chain.commit(state, draft, verified, verdict)
+            super().commit(state, draft, verified, verdict)
             return
-        self.chain.skipped(state, verified)
-        self.stop.timer.end(state.rows, Work(copies=draft.length))
-        self.model.drafts[state.sampler.do_sample].fade()  # so that they are tried again
-
-    def select(self, rows: Sequence[int]) -> None:
-        """Go on with some rows only."""
-        self.chain.select(rows)
+        self.reader.verified(state, 0, verified)
+        self.timer.end(state.rows, Work(copies=draft.length))
+        self.model.drafts[state.sampler.do_sample].fade()  # so that drafts are tried again

@@ -16,13 +16,12 @@ class Drafter(ABC):
     """Proposes tokens for the rows of one call of `generate`.
 
     Attributes:
-        makes_trees: whether drafts may be trees, which have rules of their own.
-        takes_schedule: whether the config's schedule says when its drafts end.
-        decoders: the models beside the target that it runs.
-        keep: residual streams, by the number of layers below, that prefill and verification have
-            to keep for the drafter.
-        rule: how sampled drafts are verified: chains by one of `acceptance.CHAIN_RULES`, any by
-            `acceptance.COUPLED`.
+        makes_trees: whether drafts may be trees, which have their own acceptance rules.
+        takes_schedule: whether it uses the config's schedule.
+        decoders: models that it runs beside the target.
+        keep: hidden states, by the number of layers below, that prefill and verification keep for
+            the drafter.
+        rule: the acceptance rule of sampled drafts: one of `CHAIN_RULES`, or `COUPLED`.
     """
 
     name: ClassVar[str]
@@ -35,7 +34,7 @@ class Drafter(ABC):
     @classmethod
     @abstractmethod
     def from_config(cls, engine: Engine, config: DraftConfig) -> Drafter:
-        """Make the drafter, raising ValueError for what cannot work, before any pass."""
+        """Make the drafter; raises ValueError for settings that cannot work, before any pass."""
 
     @abstractmethod
     def propose(self, state: State, limit: int) -> Draft:
@@ -44,22 +43,23 @@ class Drafter(ABC):
     def prefilled(  # noqa: B027 - optional
         self, state: State, block: Pass, offset: int, counts: Sequence[int]
     ) -> None:
-        """See a block of the prompt, `offset` after what the cache held, before it commits.
+        """Called after each block of the prefill, before it is committed.
 
         Args:
             state: the call.
-            block: what the pass left.
-            offset: distance of its first token from the committed ones.
+            block: the results of the pass.
+            offset: slots between the last committed token and the block's first.
             counts: real tokens of each row, in all blocks.
         """
 
     def commit(  # noqa: B027 - optional
         self, state: State, draft: Draft, verified: Verified, verdict: Verdict
     ) -> None:
-        """Learn what was accepted, before it commits; a tree's kept branch lies in order already.
+        """Called after verification, before the round is committed.
 
-        A drafter without KV of its own has nothing to do.
+        The accepted branch of a tree is already in consecutive slots. A drafter that keeps nothing
+        need not override this.
         """
 
     def select(self, rows: Sequence[int]) -> None:  # noqa: B027 - optional
-        """Go on with some rows only. A drafter that keeps nothing per row has nothing to do."""
+        """Keep only some rows. A drafter that keeps nothing per row need not override this."""

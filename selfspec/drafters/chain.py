@@ -1,4 +1,4 @@
-"""Drafting token by token: the loop that all chain drafters share."""
+"""Drafting a chain token by token: the loop that all chain drafters share."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from selfspec.decoder import Pass
+from selfspec.drafters.base import Drafter
 from selfspec.drafters.engine import State, Verified
 from selfspec.drafters.exit_reader import ExitReader
 from selfspec.heads import AcceptanceEstimator
 from selfspec.sampling.draft import Draft, Verdict
 from selfspec.schedule import Schedule
 
-# From the next token `[rows, 1]` of each row, the n-th of the draft, to logits `[rows, 1, vocab]`
-# and the hidden states `[rows, 1, hidden]` that verification may resume from, if there are any.
+# Maps the next token `[rows, 1]` of each row and its index in the draft to logits
+# `[rows, 1, vocab]` and the hidden states `[rows, 1, hidden]` that verification may resume from.
 Read = Callable[[Tensor, int], tuple[Tensor, Tensor | None]]
 
 
@@ -24,7 +25,7 @@ def draft_chain(
     state: State,
     limit: int,
     schedule: Schedule,
-    judge: AcceptanceEstimator,
+    acceptance: AcceptanceEstimator,
     read: Read,
     depth: int = 0,
 ) -> Draft:
@@ -34,11 +35,11 @@ def draft_chain(
         state: the call.
         limit: the most tokens to draft.
         schedule: when to stop earlier.
-        judge: how likely a greedy draft is kept, for schedules that ask.
-        read: one more step of the drafting model.
-        depth: layers below the hidden states that `read` gives; 0 where nothing resumes from them.
+        acceptance: estimates how likely a greedy draft is accepted, for schedules that use it.
+        read: runs the drafting model on one more token.
+        depth: layers below the hidden states that `read` returns; 0 if there are none.
     """
-    schedule.begin(judge)
+    schedule.begin(acceptance)
     sampler, context, seconds = state.sampler, state.context, state.stats.seconds
     token = state.pending
     tokens: list[Tensor] = []
@@ -70,11 +71,11 @@ def draft_chain(
     )
 
 
-class ExitChain:
-    """A chain of drafts from an exit head.
+class ExitDrafter(Drafter):
+    """Drafts chains with an exit head; the base of the strategies that do.
 
     Args:
-        reader: the exit head and the passes after it.
+        reader: the exit head.
         longest: the most tokens drafted in a round.
         schedule: when to stop earlier.
     """
@@ -84,32 +85,25 @@ class ExitChain:
         self.keep = reader.keep
 
     def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
-        """Show the head the prompt."""
+        """Show the prompt to the head."""
         self.reader.prefilled(state, block, offset, counts)
 
     def propose(self, state: State, limit: int) -> Draft:
-        """Draft at most `limit` tokens."""
+        """Draft token by token."""
         return draft_chain(
             state,
             min(self.longest, limit),
             self.schedule,
-            self.reader.judge(),
+            self.reader.acceptance(),
             lambda token, step: self.reader.read(state, token, step),
             self.reader.head.exit_layer,
         )
 
     def commit(self, state: State, draft: Draft, verified: Verified, verdict: Verdict) -> None:
-        """Show the head what the target made of its drafts."""
+        """Show the head and the schedule what was accepted."""
         self.reader.verified(state, draft.length, verified)
-        self.schedule.end(draft.length, verdict.kept)
-
-    def pause(self) -> None:
-        """Leave a round to another drafter."""
-        self.schedule.pause()
-
-    def skipped(self, state: State, verified: Verified) -> None:
-        """Show the head what the target made of drafts that were not its own, or of none."""
-        self.reader.verified(state, 0, verified)
+        if draft.length:
+            self.schedule.end(draft.length, verdict.kept)
 
     def select(self, rows: Sequence[int]) -> None:
         """Go on with some rows only."""

@@ -21,7 +21,7 @@ class DraftModels:
 
     Args:
         target: the model that they draft for.
-        given: the one to use where a config names none: a model, a folder or an id.
+        given: used if a config names none: a model, a folder or an id.
 
     Raises:
         OSError: there is no such checkpoint.
@@ -38,7 +38,7 @@ class DraftModels:
             self._given = self._admit(given)
 
     def beside(self, model: nn.Module) -> DraftModels:
-        """The same, with `model` as the one given.
+        """A copy with another given model.
 
         Raises:
             ValueError: it cannot be run, or has another vocabulary.
@@ -48,7 +48,7 @@ class DraftModels:
         return other
 
     def chosen(self, config: DraftConfig) -> Decoder:
-        """The one that a config asks for, else the one given; loaded once, then kept.
+        """The model that a config names, else the given one; loaded once, then kept.
 
         Raises:
             OSError: there is no such checkpoint.
@@ -70,13 +70,13 @@ class DraftModels:
         return self._loaded[path]
 
     def _admit(self, draft_model: nn.Module) -> Decoder:
-        """A draft model as it is run, checked."""
+        """A checked decoder of a draft model."""
         try:
             decoder = Decoder(draft_model, self._target.kernels)
         except ValueError as error:
             raise ValueError(f"draft model: {error}") from None
         check_vocabulary(self._target, decoder)
-        # A model has one set of gates at a time: as its own draft model it shares the target's.
+        # A model has one set of gates; as its own draft model it shares the target's.
         return self._target if decoder.causal_lm is self._target.causal_lm else decoder
 
 
@@ -96,7 +96,7 @@ def load_causal_lm(path: str | Path, **options: Any) -> nn.Module:
 
 
 def check_vocabulary(target: Decoder, small: Decoder) -> None:
-    """Raise ValueError if the models' tokens are known to differ: by number, or in their files."""
+    """Raise ValueError if vocabulary sizes or tokenizer files differ."""
     names = [d.causal_lm.name_or_path or type(d.causal_lm).__name__ for d in (target, small)]
     remedy = "choose a draft model with the target's tokenizer"
     if small.vocab_size != target.vocab_size:

@@ -1,4 +1,4 @@
-"""What every drafter runs on: a target, its heads, and the passes of a round."""
+"""The engine that every drafter runs on: a target, its heads, and the passes of a round."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from selfspec.schedule.stats import Stats
 
 @dataclass
 class State:
-    """A call in progress, for the rows that are still being written.
+    """A call in progress, for its unfinished rows.
 
-    Between rounds each row has one *pending* token: emitted, with no KV anywhere; every layer
-    holds KV for all tokens before it.
+    Between rounds each row has one *pending* token: it is emitted, but has no KV yet. Every layer
+    has KV of all tokens before it.
 
     Attributes:
         slots: the KV cache.
-        context: the text so far, as processors and stopping criteria see it.
+        context: the tokens so far, as processors and stopping criteria see them.
         pending: `[rows, 1]` the last emitted token of each row.
-        sampler: how scores become tokens.
+        sampler: turns scores into tokens.
         stats: counters and clocks of the call.
-        keep: residual streams, by the number of layers below, that verification keeps.
-        below: those of them that the round's shallow passes left, a block for each pass.
-        emitted: `[rows, n]` what the last round emitted, the pending token last; `None` before
-            there was one, where rows emitted more or less than others, and after one left.
+        keep: hidden states, by the number of layers below, that verification keeps.
+        below: those of them that the round's shallow passes computed, one block per pass.
+        emitted: `[rows, n]` the tokens of the last round, the pending token last; `None` before the
+            first round, if rows emitted different numbers of tokens, and after a row has finished.
     """
 
     slots: SlotCache
@@ -52,37 +52,37 @@ class State:
 
     @property
     def rows(self) -> int:
-        """Rows still being written."""
+        """Number of unfinished rows."""
         return self.pending.shape[0]
 
 
 class Verified(NamedTuple):
-    """What verification leaves.
+    """Results of verification.
 
     Attributes:
         logits: `[rows, n + 1, vocab]` the target's logits after the pending token and every draft.
-        kept: `[rows, n + 1, hidden]` each, the residual streams that were asked for.
+        kept: `[rows, n + 1, hidden]` each, the hidden states in `State.keep`.
     """
 
     logits: Tensor
     kept: list[Tensor]
 
     def along(self, branch: Tensor) -> Verified:
-        """What it says of the pending token and of the drafts at positions `[rows, levels]`."""
-        way = torch.nn.functional.pad(branch, (1, 0))[..., None]
+        """The results at the pending token and at the drafts `[rows, levels]` of a branch."""
+        index = torch.nn.functional.pad(branch, (1, 0))[..., None]
         logits, *kept = (
-            states.gather(1, way.expand(-1, -1, states.shape[2]).to(states.device))
+            states.gather(1, index.expand(-1, -1, states.shape[2]).to(states.device))
             for states in (self.logits, *self.kept)
         )
         return Verified(logits, kept)
 
 
-# Sees a block of a prefill: what the pass left, its offset, and the real tokens of each row.
+# Called after each block of a prefill with the results of the pass and its offset.
 Watch = Callable[[Pass, int], None]
 
 
 class Engine:
-    """Runs a target in two parts, shallow and deep, and reads exits.
+    """Runs the shallow and the deep part of a target.
 
     Args:
         decoder: the target.
@@ -111,7 +111,7 @@ class Engine:
         self.draft_models = DraftModels(decoder, draft_model)
 
     def beside(self, draft_model: nn.Module) -> Engine:
-        """The same engine with a draft model of its own, for one call.
+        """The same engine with another draft model, for one call.
 
         Raises:
             ValueError: `draft_model` cannot be run, or has another vocabulary.
@@ -121,11 +121,11 @@ class Engine:
         return other
 
     def round_model(self, *key: Any, head: ExitHead | None = None) -> RoundModel:
-        """What is known about rounds with one drafter, from earlier calls too.
+        """The model of rounds with one drafter, which outlives the call.
 
         Args:
-            key: of a drafter without an exit head: its name and what it drafts with.
-            head: the exit head; drafters that use the same one share what is known.
+            key: identifies a drafter without an exit head.
+            head: the exit head; drafters with the same head share the model.
         """
         clock = self.ranks.clock
         if head is not None:
@@ -136,7 +136,7 @@ class Engine:
         return self._round_models[key]
 
     def head(self, config: DraftConfig) -> ExitHead:
-        """The head that a config asks for, checked; a kind that needs no fitting is made here."""
+        """The head that a config names; a kind that needs no fitting is made here."""
         exit_layer = self._exit_layer(config)
         fitted = [head for head in self.heads if head.exit_layer == exit_layer]
         kind = config.head or (fitted[0].kind if fitted else "shared")
@@ -167,19 +167,18 @@ class Engine:
         keep: Sequence[int] = (),
         watch: Watch | None = None,
     ) -> Tensor:
-        """Write KV for new text at every layer; the caller commits the lengths.
+        """Write KV of new tokens in every layer; the caller commits the lengths.
 
         Args:
             state: the call.
-            tokens: `[rows, width]` the text, left-aligned.
+            tokens: `[rows, width]` the tokens, left-aligned.
             counts: real tokens of each row.
-            chunk: tokens of one pass; `None` takes all at once.
-            keep: residual streams to keep for `watch`.
-            watch: called after each pass with what it left and its offset.
+            chunk: tokens per pass; `None` for all at once.
+            keep: hidden states to keep for `watch`.
+            watch: called after each pass with its results and its offset.
 
         Returns:
-            `[rows, 1, vocab]` the target's logits after each row's last token: the LM head runs
-            over no other.
+            `[rows, 1, vocab]` the target's logits after each row's last token.
         """
         everything = Span(0, self.decoder.depth)
         ends = torch.tensor(counts, device=tokens.device) - 1
@@ -208,10 +207,10 @@ class Engine:
         tree: Tree | None = None,
         own: Own | None = None,
     ) -> Pass:
-        """Run the layers below an exit over `tokens`, `offset` (or one a row) after the committed.
+        """Run the layers below an exit over `tokens`, at `offset` after the committed tokens.
 
-        With a head's `own` layer the same pass goes on through that, and leaves what it left; the
-        exit's hidden states are kept then, alone, unless they are the embeddings.
+        With a head's `own` layer, the same pass also runs that layer and returns its results; the
+        exit's hidden states are then kept, unless the exit is at the embeddings.
         """
         span = Span(0, exit_layer if own is None else exit_layer + 1)
         below = [layer for layer in state.keep if layer < exit_layer] if exit_layer else []
@@ -228,8 +227,8 @@ class Engine:
     def verify(self, state: State, draft: Draft) -> Verified:
         """Run the target over the pending token and every draft.
 
-        Resumes from the draft's hidden states: the layers below `draft.depth` run only over the
-        tokens that the drafter has not run (the last drafts), the rest run over all n + 1.
+        It resumes from the draft's hidden states: the layers below `draft.depth` run only over
+        tokens that the drafter has not run (the last drafts), the others over all n + 1.
         """
         tokens = torch.cat([state.pending, draft.tokens], dim=1)
         hidden = draft.hidden

@@ -18,25 +18,25 @@ from selfspec.sampling.draft import Tree
 
 
 class ExitReader:
-    """Draft logits of a head that looks at nothing but the exit of the token itself.
+    """Draft logits of a head that reads only the exit's hidden state of the token itself.
 
     Args:
         engine: the target and its passes.
         head: the exit head.
 
     Attributes:
-        keep: residual streams that prefill and verification have to keep for the head.
+        keep: hidden states that prefill and verification keep for the head.
     """
 
     keep: tuple[int, ...] = ()
 
     def __init__(self, engine: Engine, head: ExitHead):
         self.engine, self.decoder, self.head = engine, engine.decoder, head
-        self._trimmed = head.vocab_ids is not None  # a reader is made for one call
-        self._judge: AcceptanceEstimator | None = None
+        self._trimmed = head.vocab_ids is not None
+        self._acceptance: AcceptanceEstimator | None = None
 
     def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
-        """See a block of new text, `offset` after the committed tokens, `counts` of them real."""
+        """Called after each block of the prefill; see `Drafter.prefilled`."""
 
     def read(
         self,
@@ -51,14 +51,14 @@ class ExitReader:
         Args:
             state: the call.
             tokens: `[rows, width]` the pending token (position 0), or the last drafts.
-            place: of the first of them in the block.
-            tree: which drafts continue which; `None` for a chain.
-            parents: `[rows, width]` of each token, which of the tokens read before it continues;
-                `None` for a chain.
+            place: position of the first of them in the block.
+            tree: the token tree; `None` for a chain.
+            parents: `[rows, width]` index of each token's parent in the last call; `None` for a
+                chain.
 
         Returns:
             Logits `[rows, width, vocab]`, and the exit's hidden states `[rows, width, hidden]`,
-            from which verification resumes; `None` at the embedding, where any pass begins.
+            from which verification resumes; `None` if the exit is at the embeddings.
         """
         at_exit = self.engine.shallow(
             state, tokens, self.head.exit_layer, place, unembed=self.head.is_plain, tree=tree
@@ -75,44 +75,41 @@ class ExitReader:
         return self.head.expand_logits(logits, self.decoder) if self._trimmed else logits
 
     def calibrator(self, sampled: bool) -> Calibrator:
-        """What says how likely a draft of the head is kept; without a fit a plain guess."""
+        """The head's calibrator; an unfitted one if the head has none."""
         name = "sampled" if sampled else "greedy"
         fitted = self.head.calibrators[name] if name in self.head.calibrators else Calibrator()
         assert isinstance(fitted, Calibrator)
-        with torch.inference_mode(False):  # it stays in the head, beyond this call
+        with torch.inference_mode(False):  # the calibrator outlives this call
             return fitted.to(self.decoder.device)
 
-    def judge(self) -> AcceptanceEstimator:
-        """The calibrator for greedy chains."""
-        if self._judge is None:
-            self._judge = self.calibrator(sampled=False).estimator()
-        return self._judge
+    def acceptance(self) -> AcceptanceEstimator:
+        """Estimates how likely greedy drafts are accepted."""
+        if self._acceptance is None:
+            self._acceptance = self.calibrator(sampled=False).estimator()
+        return self._acceptance
 
     def verified(self, state: State, drafted: int, verified: Verified) -> None:
-        """See what the target made of a chain, before it commits.
+        """Called after verification of a chain, before it is committed.
 
         Args:
             state: the call.
-            drafted: how many of its drafts the head proposed; 0 where another drafter did.
-            verified: of the pending token and the drafts after it.
+            drafted: number of drafts that the head proposed; 0 if another drafter did.
+            verified: results at the pending token and the drafts.
         """
 
     def select(self, rows: Sequence[int]) -> None:
         """Go on with some rows only."""
 
 
-# Numbers of tokens to positions of their states in blocks.
-
-
 def newest(starts: Sequence[Sequence[int]], widths: Sequence[int]) -> list[list[int]]:
-    """Places of each row's tokens in blocks laid one after the other.
+    """Indices of each row's accepted tokens in concatenated blocks of successive rounds.
 
-    A block starts, in each row, at the token of that number; what it has beyond the start of the
-    next was rejected. Shorter rows end with their last position, again.
+    What a block has beyond the start of the next one was rejected. Shorter rows repeat their last
+    index.
 
     Args:
-        starts: per block, one number a row.
-        widths: of the blocks.
+        starts: per block, the position of its first token in each row.
+        widths: widths of the blocks.
     """
     found: list[list[int]] = []
     for row in range(len(starts[0])):
@@ -120,8 +117,8 @@ def newest(starts: Sequence[Sequence[int]], widths: Sequence[int]) -> list[list[
         first = 0
         for block, width in enumerate(widths):
             ends = block + 1 < len(starts)
-            stood = starts[block + 1][row] - starts[block][row] if ends else width
-            places.extend(range(first, first + stood))
+            accepted = starts[block + 1][row] - starts[block][row] if ends else width
+            places.extend(range(first, first + accepted))
             first += width
         found.append(places)
     longest = max(map(len, found))
@@ -129,20 +126,20 @@ def newest(starts: Sequence[Sequence[int]], widths: Sequence[int]) -> list[list[
 
 
 def column(values: Sequence[int], like: Tensor) -> Tensor:
-    """`[rows, 1]` one number a row, where `like` is."""
+    """`[rows, 1]` one number per row, on the device of `like`."""
     return torch.tensor(values, device=like.device)[:, None]
 
 
 def pick(states: Tensor, places: Tensor) -> Tensor:
-    """`[rows, n, hidden]` the states at `[rows, n]` positions; beyond the last it is the last."""
+    """`[rows, n, hidden]` the states at indices `[rows, n]`, clamped to the last."""
     places = places.to(states.device).clamp(max=states.shape[1] - 1)
     return states.gather(1, places[..., None].expand(-1, -1, states.shape[2]))
 
 
 def pick_from(states: Tensor, starts: Sequence[int], width: int = 1) -> Tensor:
-    """`[rows, width, hidden]` the states from one position a row on.
+    """`[rows, width, hidden]` the states from one index per row on, clamped to the last.
 
-    Beyond the last state it is the last. A view where all rows begin at one position.
+    A view if all rows start at the same index.
     """
     first = starts[0]
     if first + width <= states.shape[1] and starts.count(first) == len(starts):
@@ -150,18 +147,16 @@ def pick_from(states: Tensor, starts: Sequence[int], width: int = 1) -> Tensor:
     return pick(states, column(starts, states) + torch.arange(width, device=states.device))
 
 
-# Reading a head with a decoder layer of its own, and the KV of that layer.
-
-_DEFERRED = 512  # tokens that a head's own layer may be after while others draft
+_DEFERRED = 512  # the most tokens that a head's own layer may lag behind while others draft
 
 
 class LayerReader(ExitReader):
     """Draft logits of a head with a decoder layer of its own.
 
-    The layer's KV lies beside the target's, slot = position. A round begins by running the layer
-    over all tokens whose KV is not there yet or was made from the head's own output, up to the
-    pending one; each draft then adds one. Slots after the pending token are overwritten later, so
-    rows that kept fewer drafts just take part.
+    The layer's KV is stored beside the target's. A round begins by running the layer up to the
+    pending token over all tokens that have no KV yet, or whose KV was made from the head's own
+    output; each draft then adds one. Slots after the pending token are overwritten later, so rows
+    that accepted fewer drafts need no special treatment.
     """
 
     def __init__(self, engine: Engine, head: ExitHead):
@@ -171,22 +166,22 @@ class LayerReader(ExitReader):
         self.keep = (head.exit_layer, *head.feature_layers)
         self._joins = bool(head.feature_layers)
         self._added = 0  # which of the layers added to the slots is the head's
-        self._at_once = False  # whether passes below the exit go on through the layer
-        self._leaves = False  # whether a pass goes on from the layer to logits
-        self._of_drafts = Own(self._layer)  # the layer, in the passes of drafts
-        self._before = torch.empty(0)  # [rows, width, hidden] features that these enter with
-        self._hidden = torch.empty(0)  # [rows, m, hidden] exits of positions `_base` and on
-        # [rows, m + 1, hidden] joined features from `_base` - 1 on: the first, then the others.
+        self._at_once = False  # whether shallow passes also run the layer
+        self._leaves = False  # whether such passes also compute logits
+        self._of_drafts = Own(self._layer)  # the layer in passes that draft
+        self._before = torch.empty(0)  # [rows, width, hidden] features for the next draft
+        self._hidden = torch.empty(0)  # [rows, m, hidden] exit states from position `_base` on
+        # [rows, m + 1, hidden] fused features from `_base` - 1 on: the first, then the others.
         self._known: list[Tensor] = []
         self._base: list[int] = []
-        self._right: list[int] = []  # per row, positions whose KV needs no second look
-        self._last = torch.empty(0)  # [rows, width, hidden] what the layer left at the last tokens
-        self._seen: list[tuple[list[int], list[Tensor]]] = []  # since: committed tokens, streams
-
-    # What the target saw
+        self._right: list[int] = []  # per row, number of positions whose KV is final
+        self._last = torch.empty(0)  # [rows, width, hidden] the layer's last output
+        self._seen: list[
+            tuple[list[int], list[Tensor]]
+        ] = []  # verified while others drafted: lengths, states
 
     def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
-        """Run the head's layer over the text; keep what its next tokens need."""
+        """Run the head's layer over the prompt; keep what the next tokens need."""
         hidden = block.kept[0]
         rows, width = hidden.shape[:2]
         if offset == 0:
@@ -196,7 +191,7 @@ class LayerReader(ExitReader):
             self._of_drafts = self._own(lambda hidden: self.head.enter(hidden, self._before))
         features = self._shifted(block)
         self._run(state, self._enter(state, hidden, features), offset)
-        ends = torch.tensor(counts, device=hidden.device) - offset  # of the text, in this block
+        ends = torch.tensor(counts, device=hidden.device) - offset  # last real token in this block
         if features is not None:
             (known,) = self._known
             joined = torch.cat([known, self._join(block)], dim=1)
@@ -208,11 +203,11 @@ class LayerReader(ExitReader):
         ]
 
     def verified(self, state: State, drafted: int, verified: Verified) -> None:
-        """Keep the exits and features of the pending token and the drafts."""
+        """Keep exit states and features of the pending token and the drafts."""
         hidden = verified.kept[0]
         lengths = state.slots.lengths
         if not drafted:
-            # What the layer holds after the pending token came from rejected drafts.
+            # The layer's KV after the pending token came from rejected drafts.
             self._right = [min(right, n) for right, n in zip(self._right, lengths, strict=True)]
             if max(n - right for n, right in zip(lengths, self._right, strict=True)) < _DEFERRED:
                 self._seen.append((lengths, verified.kept))
@@ -223,13 +218,13 @@ class LayerReader(ExitReader):
                 joined = self.head.join(verified.kept[1:])
             self._known = [self._known_before(lengths), joined]
         self._hidden, self._base = hidden, lengths
-        # The pending token's KV is right. So is a block's for drafts; a head that was fed its own
-        # output reads them again with the target's features.
+        # The pending token's KV is final. So is that of drafts, unless the head reads features:
+        # then it was fed its own output, and runs again with the target's features.
         seen = 1 if self._joins else max(1, drafted)
         self._right = [length + seen for length in lengths]
 
     def _take_in(self, state: State) -> None:
-        """Add what the target left while others drafted to what the layer has to look at."""
+        """Append states that were verified while others drafted to those the layer must read."""
         if not self._seen:
             return
         blocks = [kept for _, kept in self._seen]
@@ -246,7 +241,7 @@ class LayerReader(ExitReader):
         self._seen = []
 
     def _known_before(self, positions: Sequence[int], width: int = 1) -> Tensor:
-        """Joined features `[rows, width, hidden]` of the token before each position, and on."""
+        """Fused features `[rows, width, hidden]` from the token before each position on."""
         places = self._since_base(positions)
         first, *later = self._known
         if later and min(places) > 0:

@@ -1,4 +1,4 @@
-"""Drafts with sublayers skipped: a fixed set, or one found while generating (CLaSp)."""
+"""Drafts with sublayers skipped: a fixed set, or one chosen while generating (CLaSp)."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from selfspec.drafters.base import Drafter
 from selfspec.drafters.chain import draft_chain
 from selfspec.drafters.engine import Engine, State, Verified
 from selfspec.sampling.draft import Draft, Tree, Verdict
-from selfspec.schedule import Schedule, make_schedule, plain_judge
+from selfspec.schedule import Schedule, make_schedule, plain_estimator
 
 
 class FixedSkips:
-    """The same sublayers all the time.
+    """A fixed set of sublayers.
 
     Args:
         skips: the sublayers.
 
     Attributes:
         skips: the sublayers to skip from now on.
-        keep: residual streams that the next verification has to keep, by the layers below.
+        keep: hidden states that the next verification keeps, by the number of layers below.
     """
 
     def __init__(self, skips: Skips):
@@ -36,7 +36,7 @@ class FixedSkips:
         """A round begins."""
 
     def verified(self, verified: Verified, verdict: Verdict) -> None:
-        """See what the verification kept."""
+        """Called after verification."""
 
     def select(self, rows: Sequence[int]) -> None:
         """Go on with some rows only."""
@@ -45,9 +45,9 @@ class FixedSkips:
 class ClaspSkips(FixedSkips):
     """Whole layers, chosen anew every so many tokens (CLaSp, Chen et al. 2025).
 
-    A verification that keeps all residual streams resumes from nothing; the round after it begins
-    with a search over the streams of each row's last committed token. All rows skip the same
-    layers. Before the first search, layers are skipped evenly.
+    Before a search, one verification runs all layers and keeps all hidden states; the next round
+    begins with a search over those of each row's last committed token. All rows skip the same
+    layers. Before the first search, evenly spaced layers are skipped.
 
     Args:
         decoder: the target.
@@ -55,8 +55,7 @@ class ClaspSkips(FixedSkips):
         every: tokens from one search to the next.
 
     Raises:
-        ValueError: the target has not that many layers to spare, or its attention cannot compare
-            states at one position.
+        ValueError: `count` is not below the number of layers, or the target cannot run trees.
     """
 
     def __init__(self, decoder: Decoder, count: int | None, every: int):
@@ -70,7 +69,7 @@ class ClaspSkips(FixedSkips):
             )
         if decoder.counts_keys:
             raise ValueError(
-                f"{type(decoder.causal_lm).__name__} biases attention by the number of a key, so "
+                f"{type(decoder.causal_lm).__name__} biases attention by the index of a key, so "
                 "skip.search='clasp' cannot compare states at one position; name the sublayers to "
                 "skip in skip.attention and skip.mlp"
             )
@@ -79,7 +78,7 @@ class ClaspSkips(FixedSkips):
         self._due = 0  # tokens of the longest row at the next search
 
     def begin(self, state: State) -> None:
-        """Search, if there is something to search in."""
+        """Search, if the last verification kept its states."""
         length = max(state.slots.lengths)
         if self._states:
             with state.stats.clock("shallow"):
@@ -88,7 +87,7 @@ class ClaspSkips(FixedSkips):
         self.keep = tuple(range(self.decoder.depth + 1)) if length >= self._due else ()
 
     def verified(self, verified: Verified, verdict: Verdict) -> None:
-        """Keep the streams of each row's last kept token."""
+        """Keep the hidden states of each row's last accepted token."""
         rows, at = torch.arange(len(verdict.accepted)), verdict.accepted
         self._states = [
             kept[rows.to(kept.device), at.to(kept.device)][:, None] for kept in verified.kept
@@ -100,10 +99,10 @@ class ClaspSkips(FixedSkips):
 
 
 def make_skips(decoder: Decoder, config: SkipConfig) -> FixedSkips:
-    """What a config names.
+    """The skips that a config describes.
 
     Raises:
-        ValueError: its set skips everything or what is not there, or the target is none to search.
+        ValueError: its set skips everything, names missing sublayers, or cannot be searched.
     """
     if config.searches:
         return ClaspSkips(decoder, config.layers, config.every)
@@ -125,22 +124,22 @@ def middle_layers(depth: int, count: int) -> tuple[int, ...]:
 def similar_layers(
     decoder: Decoder, slots: SlotCache, states: Sequence[Tensor], count: int
 ) -> tuple[int, ...]:
-    """The `count` layers without which a token's hidden state stays most like itself.
+    """The `count` layers whose omission changes a token's hidden state least.
 
-    CLaSp's dynamic programme (Chen et al. 2025): of the states after i layers, j of them skipped,
-    only the one nearest to the full pass is carried on; it comes from j - 1 by skipping layer i, or
-    from j by running it. Rows share one set: nearness is the cosine, averaged over rows.
+    CLaSp's dynamic program (Chen et al. 2025): among the states after i layers with j of them
+    skipped, only the one nearest to the full pass is kept; it comes from j - 1 by skipping layer i,
+    or from j by running it. Rows share one set: nearness is the mean cosine over rows.
 
     Args:
-        decoder: the target, whose attention must allow for trees.
+        decoder: the target, which must support trees.
         slots: the KV cache; states after the committed tokens are overwritten.
-        states: `[rows, 1, hidden]` each, the L + 1 residual streams of each row's last committed
+        states: `[rows, 1, hidden]` each, the L + 1 hidden states of each row's last committed
             token in a full pass.
         count: layers to skip, fewer than L.
     """
     carried, least = states[0], 0  # `[rows, n, hidden]` with `least`, `least` + 1, … layers skipped
-    ways: list[tuple[int, Tensor]] = []
-    slots.crop(-1)  # the token itself is not what its states may look at
+    choices: list[tuple[int, Tensor]] = []
+    slots.crop(-1)  # the states must not attend to the token's own KV
     try:
         for layer in range(decoder.depth):
             ran = _run_layer(decoder, slots, carried, layer)
@@ -149,25 +148,25 @@ def similar_layers(
             low = max(least, count - (decoder.depth - 1 - layer))
             kept = slice(low - least, count + 1 - least)
             carried, least = carried[:, kept], low
-            ways.append((low, skipped[kept]))
+            choices.append((low, skipped[kept]))
     finally:
         slots.commit([1] * slots.rows)
-    return _way_to(count, ways)
+    return _trace_back(count, choices)
 
 
 def _run_layer(decoder: Decoder, slots: SlotCache, carried: Tensor, layer: int) -> Tensor:
-    """Run all states through a layer, as siblings at the token's position: none sees another."""
+    """Run all states through a layer as siblings at the token's position."""
     rows, width = carried.shape[:2]
     alone = torch.full((rows, width), -1, device=slots.device)
     tree = Tree(alone, levels=1, siblings=width)
     span = Span(layer, layer + 1)
     tokens = torch.zeros_like(alone)  # the layer starts from `carried`
-    # Place 0 of the block is the slot of the token itself, whose KV stays.
+    # Position 0 of the block is the slot of the token itself, whose KV is kept.
     return decoder.run(tokens, span, slots, carried, offset=1, tree=tree).hidden
 
 
 def _nearer(ran: Tensor, carried: Tensor, full: Tensor) -> tuple[Tensor, Tensor]:
-    """The better way to each number of skips.
+    """The better predecessor for each number of skips.
 
     Returns:
         States `[rows, n + 1, hidden]`, and `[n + 1]` whether the layer was skipped for them.
@@ -176,13 +175,13 @@ def _nearer(ran: Tensor, carried: Tensor, full: Tensor) -> tuple[Tensor, Tensor]
     carried, full = carried.to(ran.device), full.to(ran.device)
     options = torch.stack([pad(ran, (0, 0, 0, 1)), pad(carried, (0, 0, 1, 0))])
     nearness = torch.cosine_similarity(options.float(), full.float(), dim=-1).mean(1)
-    nearness[0, -1] = nearness[1, 0] = -torch.inf  # no state comes that way
+    nearness[0, -1] = nearness[1, 0] = -torch.inf  # impossible
     skipped = nearness[1] > nearness[0]
     return torch.where(skipped[:, None], options[1], options[0]), skipped
 
 
-def _way_to(count: int, ways: Sequence[tuple[int, Tensor]]) -> tuple[int, ...]:
-    """The skipped layers on the way to `count` of them."""
+def _trace_back(count: int, ways: Sequence[tuple[int, Tensor]]) -> tuple[int, ...]:
+    """The skipped layers, traced back from `count` of them."""
     skipped = torch.cat([choices.to(ways[0][1].device) for _, choices in ways]).tolist()
     ends = len(skipped)
     layers: list[int] = []
@@ -196,19 +195,15 @@ def _way_to(count: int, ways: Sequence[tuple[int, Tensor]]) -> tuple[int, ...]:
     return tuple(layers)
 
 
-# A chain of drafts from the target itself, with sublayers left out.
-
-
 class SkipLayers(Drafter):
     """Drafts with attention and MLP sublayers skipped (Draft & Verify, Zhang et al. 2024).
 
-    The layers below the first skipped sublayer run exactly, and verification resumes above them.
-    The others write approximate KV after the committed tokens; verification overwrites it, so that
-    there is nothing to roll back.
+    The layers below the first skipped sublayer are exact, so verification resumes above them. The
+    others write approximate KV after the committed tokens, which verification overwrites.
 
     Args:
         engine: the target and its passes.
-        chooser: what says which sublayers to skip.
+        chooser: chooses the sublayers to skip.
         longest: the most tokens drafted in a round.
         schedule: when to stop earlier.
     """
@@ -218,14 +213,14 @@ class SkipLayers(Drafter):
 
     def __init__(self, engine: Engine, chooser: FixedSkips, longest: int, schedule: Schedule):
         self.decoder, self.chooser = engine.decoder, chooser
-        self.longest, self.schedule, self._judge = longest, schedule, plain_judge()
+        self.longest, self.schedule, self._acceptance = longest, schedule, plain_estimator()
 
     @classmethod
     def from_config(cls, engine: Engine, config: DraftConfig) -> SkipLayers:
         """Take the sublayers that the config names, or search for some.
 
         Raises:
-            ValueError: it skips everything or what is not there, or the target is none to search.
+            ValueError: the set skips everything, names missing sublayers, or cannot be searched.
         """
         chooser = make_skips(engine.decoder, config.skip)
         schedule = make_schedule(config, engine.round_model(cls.name, config.skip))
@@ -240,14 +235,14 @@ class SkipLayers(Drafter):
             state,
             min(self.longest, limit),
             self.schedule,
-            self._judge,
+            self._acceptance,
             lambda token, step: self._read(state, token, step, depth),
             depth,
         )
 
     @property
     def _exact(self) -> int:
-        """Layers below the first skipped sublayer; the last layer is always verification's."""
+        """Layers below the first skipped sublayer; verification always runs the last layer."""
         last = self.decoder.depth - 1
         return min((last, *self.chooser.skips.attention, *self.chooser.skips.mlp))
 
@@ -264,7 +259,7 @@ class SkipLayers(Drafter):
         return left.output, left.kept[0] if depth else None
 
     def commit(self, state: State, draft: Draft, verified: Verified, verdict: Verdict) -> None:
-        """Learn what was accepted, and what verification left for a search."""
+        """Keep states for a search, and tell the schedule what was accepted."""
         self.chooser.verified(verified, verdict)
         if draft.length:
             self.schedule.end(draft.length, verdict.kept)

@@ -22,37 +22,37 @@ class NgramPool:
     """The newest n-grams of one row, by their first token.
 
     Args:
-        tokens: the most first tokens, those used longest ago leave.
-        ngrams: the most n-grams of each.
+        tokens: the most first tokens; the least recently used ones are dropped.
+        ngrams: the most n-grams per first token.
     """
 
     def __init__(self, tokens: int, ngrams: int):
         self.tokens, self.ngrams = tokens, ngrams
-        self._behind: dict[int, dict[Ngram, None]] = {}  # in the order in which they came
+        self._after: dict[int, dict[Ngram, None]] = {}  # in the order in which they came
 
     def __len__(self) -> int:
-        """N-grams held."""
-        return sum(map(len, self._behind.values()))
+        """Number of n-grams."""
+        return sum(map(len, self._after.values()))
 
     def add(self, ngram: Ngram) -> None:
-        """Take an n-gram, as the newest."""
+        """Add an n-gram as the newest."""
         first, rest = ngram[0], ngram[1:]
-        held = self._behind.pop(first, {})
+        held = self._after.pop(first, {})
         held.pop(rest, None)
         held[rest] = None
         if len(held) > self.ngrams:
             del held[next(iter(held))]
-        self._behind[first] = held
-        if len(self._behind) > self.tokens:
-            del self._behind[next(iter(self._behind))]
+        self._after[first] = held
+        if len(self._after) > self.tokens:
+            del self._after[next(iter(self._after))]
 
-    def behind(self, token: int) -> list[Ngram]:
-        """How the n-grams that begin with `token` go on, the newest first."""
-        return list(reversed(self._behind.get(token, {})))
+    def after(self, token: int) -> list[Ngram]:
+        """Continuations of the n-grams that begin with `token`, the newest first."""
+        return list(reversed(self._after.get(token, {})))
 
 
 class Branches:
-    """One row's tree as it grows; what has one token after one position is one draft."""
+    """One row's tree while it is built; equal children of a position are merged."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -61,7 +61,7 @@ class Branches:
         self._places: dict[tuple[int, int], int] = {}
 
     def add(self, place: int, tokens: Sequence[int]) -> int:
-        """Let `tokens` continue a position, one after the other; the place of the last."""
+        """Append a sequence of tokens to a position; returns the position of the last."""
         for token in tokens:
             if (place, token) not in self._places:
                 self.tokens.append(token)
@@ -73,18 +73,18 @@ class Branches:
 
     @property
     def siblings(self) -> int:
-        """The most drafts that continue one position."""
+        """The most children of one position."""
         return max(Counter(self.parents).values(), default=0)
 
 
 @dataclass
 class Row:
-    """What lookahead keeps of one row.
+    """State of one row.
 
     Attributes:
-        pool: n-grams of the text, and those that the target wrote in the window.
-        window: N - 1 levels of W guesses: each level is what the target made of the one before.
-        read: tokens of the text whose n-grams the pool has taken.
+        pool: n-grams of the sequence, and those that the target generated in the window.
+        window: N - 1 levels of W guesses: the target's predictions from the level before.
+        read: number of tokens of the sequence whose n-grams are in the pool.
     """
 
     pool: NgramPool
@@ -93,14 +93,14 @@ class Row:
 
     @classmethod
     def of(cls, text: Sequence[int], config: LookaheadConfig, source: random.Random) -> Row:
-        """Begin with pieces of the text, from random positions, as the window."""
+        """Start with tokens from random positions of the prompt as the window."""
         starts = [source.randrange(len(text)) for _ in range(config.window)]
         levels = range(config.ngram - 1)
         window = [[text[(start + j) % len(text)] for start in starts] for j in levels]
         return cls(NgramPool(config.pool, config.guesses), window)
 
     def read_on(self, text: Sequence[int]) -> None:
-        """Take the n-grams of the text that end in new tokens."""
+        """Add the n-grams of the sequence that end in new tokens."""
         size = len(self.window) + 1
         end = max(self.read, len(text) - size + 1)
         for start in range(self.read, end):
@@ -108,21 +108,21 @@ class Row:
         self.read = end
 
     def refine(self, foretold: list[int]) -> None:
-        """Take what the target says after the newest level: n-grams, and the next level."""
+        """Take the target's predictions for the newest level: n-grams, and the next level."""
         for ngram in zip(*self.window, foretold, strict=True):
             self.pool.add(ngram)
         self.window = [*self.window[1:], foretold]
 
 
 class Lookahead(Drafter):
-    """Drafts n-grams that the target itself wrote, in parallel, in earlier rounds.
+    """Drafts n-grams that the target itself generated in parallel in earlier rounds.
 
     Lookahead decoding (Fu et al. 2024). Each pass verifies the pool's n-grams that begin with the
-    pending token, and next to them refines a window of guesses, Jacobi iterations at N - 1 stages:
-    guess i of the first level continues guess i - 1, of any other level guess i of the level
-    before. What the target says after the last level ends n-grams for the pool. Both branches are
-    one tree, and whatever the target agrees with is kept. N-grams have the length that
-    `LookaheadConfig` says, whatever `num_draft_tokens` is.
+    pending token, and beside them refines a window of guesses by Jacobi iteration at N - 1 levels:
+    guess i of the first level continues guess i - 1; in any other level it continues guess i of the
+    level before. The target's predictions at the last level complete n-grams for the pool. Both
+    branches are one tree. The length of n-grams comes from `LookaheadConfig`, not from
+    `num_draft_tokens`.
 
     Args:
         config: sizes of both branches.
@@ -155,13 +155,13 @@ class Lookahead(Drafter):
             self._rows = [Row.of(text, self.config, self._source) for text in texts]
 
     def propose(self, state: State, limit: int) -> Draft:
-        """Both branches; the window is left out where it would reach too far."""
+        """A tree of both branches; without the window if it would reach too far."""
         blocks = []
         for row, index in zip(self._rows, state.context.rows, strict=True):
             text = state.context.text[index]
             row.read_on(text)
             block = Branches()
-            for ngram in row.pool.behind(text[-1]):
+            for ngram in row.pool.after(text[-1]):
                 block.add(0, ngram[:limit])
             blocks.append(block)
         if limit >= self._reach:
@@ -170,7 +170,7 @@ class Lookahead(Drafter):
         return _draft(blocks, state.pending.device)
 
     def commit(self, state: State, draft: Draft, verified: Verified, verdict: Verdict) -> None:
-        """Move the window on by what the target says at its last level."""
+        """Advance the window by the target's predictions at its last level."""
         if self._newest:
             places = torch.tensor(self._newest, device=verified.logits.device)
             rows = torch.arange(len(places), device=places.device)[:, None]
@@ -185,7 +185,7 @@ class Lookahead(Drafter):
 
 
 def _add_window(block: Branches, window: list[list[int]]) -> list[int]:
-    """Put a window after the pending token; the positions of its last level."""
+    """Add a window after the pending token; returns the positions of its last level."""
     place, newest = 0, []
     for first, *later in zip(*window, strict=True):
         place = block.add(place, [first])

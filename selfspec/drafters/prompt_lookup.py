@@ -13,10 +13,10 @@ from selfspec.sampling.draft import Draft
 
 
 class PromptLookup(Drafter):
-    """Proposes what followed where the end of the text occurred before, in prompt or output.
+    """Proposes what followed an earlier occurrence of the last tokens, in prompt or output.
 
     Prompt lookup decoding (Saxena 2023); with the suffix index, the online part of SAM decoding
-    (Hu et al. 2024). Of a cache's earlier turns it knows the tokens that the call was given.
+    (Hu et al. 2024).
 
     Args:
         lookup: the index of each row.
@@ -29,11 +29,11 @@ class PromptLookup(Drafter):
 
     @classmethod
     def from_config(cls, engine: Engine, config: DraftConfig) -> PromptLookup:
-        """Nothing of the model is needed."""
+        """Needs nothing of the model."""
         return cls(Lookup(config.lookup, config.num_draft_tokens))
 
     def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
-        """Index the prompt, beside a device that may still be at work on it."""
+        """Index the prompt while the device may still run the prefill."""
         self.lookup.read(state.context)
 
     def propose(self, state: State, limit: int) -> Draft:

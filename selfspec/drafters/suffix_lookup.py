@@ -1,7 +1,7 @@
 """Indexes of a growing sequence: where its end occurred before, and what followed.
 
 Legend: a match is a suffix of the sequence that also ends earlier in it; end = tokens up to the end
-of that earlier occurrence, so that `text[end]` is the token that followed.
+of that earlier occurrence, so that `tokens[end]` is the token that followed.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from selfspec.config import LookupConfig
 from selfspec.sampling.draft import Draft
 from selfspec.sampling.sampler import Context
 
-# Tokens that are copied at a time, where no number is asked for.
+# Least and most tokens that are copied at a time, unless a number is given.
 _FEWEST, _MOST = 10, 40
 
 
 class Match(NamedTuple):
-    """A suffix of the text that occurred before.
+    """A suffix of the sequence that occurred before.
 
     Attributes:
-        length: its tokens; 0 where nothing was found.
-        end: tokens of the text up to the end of an earlier occurrence.
+        length: number of tokens; 0 if nothing was found.
+        end: tokens up to the end of an earlier occurrence.
     """
 
     length: int
@@ -35,51 +35,51 @@ class Match(NamedTuple):
 _NOTHING = Match(0, 0)
 
 
-class TextIndex(ABC):
-    """Finds where the end of one text occurred before.
+class TokenIndex(ABC):
+    """Finds earlier occurrences of the end of one sequence.
 
     Attributes:
-        text: the tokens taken in.
-        match: of their end.
+        tokens: the indexed tokens.
+        match: the match of their end.
     """
 
     def __init__(self) -> None:
-        self.text: list[int] = []
+        self.tokens: list[int] = []
         self.match = _NOTHING
 
-    def read(self, text: Sequence[int]) -> None:
-        """Take in what `text` holds beyond the tokens that were read already."""
-        for token in text[len(self.text) :]:
-            self.text.append(token)
+    def read(self, tokens: Sequence[int]) -> None:
+        """Index the tokens that are new since the last call."""
+        for token in tokens[len(self.tokens) :]:
+            self.tokens.append(token)
             self.match = self._add(token)
 
     @abstractmethod
     def _add(self, token: int) -> Match:
-        """Index the text's new last token; what matches its end."""
+        """Index the new last token; returns the match of the end."""
 
     def continuation(self, length: int) -> list[int]:
         """The `length` tokens that followed the match.
 
-        An occurrence so late that the tokens end first is copied on from the copy, as Lempel-Ziv
-        decoders do: a sequence that has begun to repeat itself is expected to go on so.
+        If the sequence ends before, copying continues from the copy, as in Lempel-Ziv decoders: a
+        sequence that has begun to repeat itself is expected to continue.
         """
         start = self.match.end
-        said = self.text[start : start + length]
-        return [said[place % len(said)] for place in range(length)]
+        copy = self.tokens[start : start + length]
+        return [copy[place % len(copy)] for place in range(length)]
 
 
-class SuffixIndex(TextIndex):
+class SuffixIndex(TokenIndex):
     """The longest match of any length, in amortised constant time a token.
 
     An online suffix automaton (Blumer et al. 1985), used as in SAM decoding (Hu et al. 2024). The
-    suffix link of the whole text leads to its longest suffix that also ends elsewhere, which is
+    suffix link of the whole sequence leads to its longest suffix that also ends elsewhere, which is
     the match. At most 2n states and 3n transitions for n tokens.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        # Per state: tokens of its longest string, its suffix link, its transitions, and where its
-        # strings ended when they last were the match, or first.
+        # Per state: length of its longest string, suffix link, transitions, and where its strings
+        # last ended when they were the match (or else first).
         self._lengths: list[int] = []
         self._links: list[int] = []
         self._next: list[dict[int, int]] = []
@@ -94,7 +94,7 @@ class SuffixIndex(TextIndex):
         return len(self._lengths) - 1
 
     def _add(self, token: int) -> Match:
-        end = len(self.text)
+        end = len(self.tokens)
         new = self._state(end, 0, {}, end)
         state = self._last
         while state >= 0 and token not in self._next[state]:
@@ -107,7 +107,7 @@ class SuffixIndex(TextIndex):
         return found
 
     def _followed(self, state: int, token: int) -> int:
-        """The state of the longest string of `state` with `token` after it, and of no longer."""
+        """The state of the longest string of `state` extended by `token`, split off if needed."""
         target = self._next[state][token]
         length = self._lengths[state] + 1
         if self._lengths[target] == length:
@@ -122,7 +122,7 @@ class SuffixIndex(TextIndex):
         return split
 
 
-class NgramIndex(TextIndex):
+class NgramIndex(TokenIndex):
     """Matches of the last `longest` tokens, then of fewer down to `shortest`.
 
     Prompt lookup decoding (Saxena 2023), with the latest occurrence instead of the first.
@@ -138,17 +138,17 @@ class NgramIndex(TextIndex):
         self._ends: dict[tuple[int, ...], int] = {}
 
     def _add(self, token: int) -> Match:
-        end = len(self.text)
+        end = len(self.tokens)
         found = Match(0, end)
         for size in self._sizes[: max(0, end - self._sizes.start + 1)]:
-            ngram = tuple(self.text[end - size :])
+            ngram = tuple(self.tokens[end - size :])
             if ngram in self._ends:
                 found = Match(size, self._ends[ngram])
             self._ends[ngram] = end
         return found
 
 
-def make_index(config: LookupConfig) -> TextIndex:
+def make_index(config: LookupConfig) -> TokenIndex:
     """The index that a config names."""
     if config.index == "ngram":
         return NgramIndex(config.shortest, config.longest)
@@ -156,20 +156,19 @@ def make_index(config: LookupConfig) -> TextIndex:
 
 
 class Lookup:
-    """What the rows of a call said before, an index for each.
+    """An index for each row of a call.
 
     Args:
-        config: which index, and the shortest match that is followed.
-        length: tokens copied at a time; `None` for as many as the match is long, from 10 to 40: a
-            text that has followed another for long follows it on.
+        config: the kind of index, and the shortest match that is used.
+        length: tokens copied at a time; `None` for as many as the match is long, from 10 to 40.
     """
 
     def __init__(self, config: LookupConfig, length: int | None = None):
         self._config, self._length = config, length
-        self._indexes: dict[int, TextIndex] = {}
+        self._indexes: dict[int, TokenIndex] = {}
 
-    def read(self, context: Context) -> list[TextIndex]:
-        """The indexes of the unfinished rows, with all that is committed; others are forgotten."""
+    def read(self, context: Context) -> list[TokenIndex]:
+        """The up-to-date indexes of the unfinished rows; others are dropped."""
         known = self._indexes
         self._indexes = {row: known.get(row) or make_index(self._config) for row in context.rows}
         for row, index in self._indexes.items():
@@ -177,7 +176,7 @@ class Lookup:
         return list(self._indexes.values())
 
     def predicted(self, context: Context) -> list[tuple[int, int, int]]:
-        """How well each row's match predicted the tokens that are new since the last `read`.
+        """How well each row's match predicted the new tokens since the last `read`.
 
         Returns:
             The match's length, the number of new tokens, and how many of them followed it.
@@ -187,17 +186,17 @@ class Lookup:
             index = self._indexes.get(row)
             if index is None or index.match.length < self._config.shortest:
                 continue
-            new = context.text[row][len(index.text) :]
+            new = context.text[row][len(index.tokens) :]
             pairs = zip(new, index.continuation(len(new)), strict=True)
             right = next((at for at, (token, copy) in enumerate(pairs) if token != copy), len(new))
             found.append((index.match.length, len(new), right))
         return found
 
     def draft(self, context: Context, limit: int) -> Draft:
-        """In each row the tokens that followed its match, `limit` at most; none without one."""
+        """A draft of at most `limit` tokens that followed each row's match."""
         indexes = self.read(context)
         device = context.device
-        counts = [min(limit, self._length_behind(index.match.length)) for index in indexes]
+        counts = [min(limit, self._count_after(index.match.length)) for index in indexes]
         if not any(counts):
             return Draft.empty(len(counts), device)
         rows = zip(indexes, counts, strict=True)
@@ -206,8 +205,8 @@ class Lookup:
             torch.tensor(tokens, device=device), counts=torch.tensor(counts, device=device)
         )
 
-    def _length_behind(self, match: int) -> int:
-        """How many tokens to copy after a match of that length."""
+    def _count_after(self, match: int) -> int:
+        """Number of tokens to copy after a match of that length."""
         if match < self._config.shortest:
             return 0
         return self._length or min(max(match, _FEWEST), _MOST)

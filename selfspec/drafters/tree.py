@@ -15,22 +15,22 @@ from selfspec.drafters.engine import Engine, State, Verified
 from selfspec.drafters.exit_reader import ExitReader, make_reader
 from selfspec.sampling.draft import Draft, Tree, Verdict
 
-# What is left of the chance of a sibling when the one before it has fallen. Any value is exact;
-# this one grows the trees that the target follows furthest.
+# Share of a sibling's chance that is left once the one before it was rejected. Any value is exact;
+# this one gave the longest accepted branches.
 _SECOND_CHANCE = 0.5
 
 
 @dataclass
-class _Growth:
-    """A tree as far as it has grown.
+class _PartialTree:
+    """A partial tree.
 
     Attributes:
-        reach: `[rows, width]` log of how likely each draft of the last level is to be reached.
+        reach: `[rows, width]` log of the chance that each draft of the last level is accepted.
         tokens: `[rows, n]` drafts.
-        parents: `[rows, n]` positions of what they continue.
+        parents: `[rows, n]` positions of their parents.
         widths: drafts of each level.
-        hidden: the exit's hidden states of each level that was read; none at the embedding.
-        probs: `[rows, width, vocab]` q after each level, where drafts are drawn.
+        hidden: the exit's hidden states of each level; none if the exit is at the embeddings.
+        probs: `[rows, width, vocab]` q after each level, if drafts are sampled.
     """
 
     reach: Tensor
@@ -41,36 +41,36 @@ class _Growth:
     probs: list[Tensor] = field(default_factory=list)
 
     @classmethod
-    def of(cls, pending: Tensor) -> _Growth:
-        """Nothing after the pending tokens `[rows, 1]`."""
+    def of(cls, pending: Tensor) -> _PartialTree:
+        """An empty tree after the pending tokens `[rows, 1]`."""
         reach = torch.zeros(pending.shape, device=pending.device)
         return cls(reach, pending[:, :0], pending[:, :0])
 
     @property
     def last(self) -> int:
-        """Place of the first draft of the last level; 0 while there is none."""
+        """Position of the first draft of the last level; 0 for an empty tree."""
         return self.tokens.shape[1] + 1 - self.widths[-1] if self.widths else 0
 
     @property
     def tree(self) -> Tree | None:
-        """Which continues which."""
+        """The tree; `None` if it is empty."""
         return Tree(self.parents, len(self.widths), max(self.widths)) if self.widths else None
 
     def add(self, tokens: Tensor, parents: Tensor, reach: Tensor) -> None:
-        """Add a level; `parents` `[rows, width]` counts the drafts of the last."""
+        """Add a level; `parents` `[rows, width]` are indices into the last level."""
         self.parents = torch.cat([self.parents, parents + self.last], dim=1)
         self.tokens = torch.cat([self.tokens, tokens], dim=1)
         self.widths.append(tokens.shape[1])
         self.reach = reach
 
 
-class ExitGrowth:
-    """Trees from an exit head (EAGLE-2's growth, Li et al. 2024).
+class TreeExpansion:
+    """Expands trees from an exit head (EAGLE-2, Li et al. 2024).
 
-    Level by level: the drafts of a level run through the shallow layers and the head in one pass;
-    of all their children, the ones that the target will most likely reach make the next level.
-    How many children a position gets depends on the head's confidence, not on what was drawn there,
-    so that sampled trees are lossless.
+    The drafts of a level run through the shallow layers and the head in one pass; of all their
+    children, those most likely to be accepted form the next level. The number of children of a
+    position depends on the head's confidence and not on the drawn tokens, so that sampled trees are
+    lossless.
 
     Args:
         reader: the exit head and the passes after it.
@@ -81,61 +81,61 @@ class ExitGrowth:
         self.reader, self.widths = reader, list(widths)
 
     def propose(self, state: State, limit: int) -> Draft:
-        """Grow the tree level by level."""
-        growth, depth = _Growth.of(state.pending), self.reader.head.exit_layer
+        """Expand the tree level by level."""
+        partial, depth = _PartialTree.of(state.pending), self.reader.head.exit_layer
         tokens, parents, tree = state.pending, None, None
         for width in self.widths[:limit]:
-            logits, at_exit = self.reader.read(state, tokens, growth.last, tree, parents)
+            logits, at_exit = self.reader.read(state, tokens, partial.last, tree, parents)
             if at_exit is not None:
-                growth.hidden.append(at_exit)
+                partial.hidden.append(at_exit)
             with state.stats.clock("sampling"):
-                tokens, parents = self._extend(state, logits, growth, width)
-            tree = growth.tree
+                tokens, parents = self._extend(state, logits, partial, width)
+            tree = partial.tree
         return Draft(
-            tokens=growth.tokens,
-            probs=torch.cat(growth.probs, dim=1) if growth.probs else None,
+            tokens=partial.tokens,
+            probs=torch.cat(partial.probs, dim=1) if partial.probs else None,
             depth=depth,
-            hidden=torch.cat(growth.hidden, dim=1) if depth else None,
+            hidden=torch.cat(partial.hidden, dim=1) if depth else None,
             tree=tree,
         )
 
     def _extend(
-        self, state: State, logits: Tensor, growth: _Growth, width: int
+        self, state: State, logits: Tensor, partial: _PartialTree, width: int
     ) -> tuple[Tensor, Tensor]:
-        """Give the drafts of the last level children, `width` in all where the vocabulary allows.
+        """Add `width` children of the last level, or fewer if the vocabulary is smaller.
 
         Returns:
             Their tokens `[rows, width]`, and which draft of the last level each continues.
         """
-        scores = self._scores(state, logits, growth)
-        sampler, level = state.sampler, len(growth.widths)
+        scores = self._scores(state, logits, partial)
+        sampler, level = state.sampler, len(partial.widths)
         order = sampler.order(scores, state.context, level)
         if sampler.do_sample:
-            growth.probs.append(scores.softmax(-1))
+            partial.probs.append(scores.softmax(-1))
         most = min(width, scores.shape[-1])
         children = order.topk(most, dim=-1).indices
         chances = self._chances(scores, most, level, sampler.do_sample)
-        reach = (growth.reach[..., None] + chances).flatten(1)
+        reach = (partial.reach[..., None] + chances).flatten(1)
         best = reach.topk(min(width, reach.shape[1]), dim=-1)
         tokens = children.flatten(1).gather(1, best.indices)
         parents = best.indices // most
-        growth.add(tokens, parents, best.values)
+        partial.add(tokens, parents, best.values)
         return tokens, parents
 
-    def _scores(self, state: State, logits: Tensor, growth: _Growth) -> Tensor:
-        sampler, context, tree = state.sampler, state.context, growth.tree
+    def _scores(self, state: State, logits: Tensor, partial: _PartialTree) -> Tensor:
+        sampler, context, tree = state.sampler, state.context, partial.tree
         if tree is None:
             scores = sampler.scores(logits, context)
         else:
-            scores = sampler.tree_scores(logits, context, growth.tokens, tree, growth.last)
+            scores = sampler.tree_scores(logits, context, partial.tokens, tree, partial.last)
         return scores if self.reader.head.vocab_ids is None else sampler.drawable(scores)
 
     def _chances(self, scores: Tensor, width: int, depth: int, sampled: bool) -> Tensor:
-        """`[rows, positions, width]` log of how likely each child is kept, falling child by child.
+        """`[rows, positions, width]` log chance of each child, decreasing from child to child.
 
-        Of a drawn child it depends on the distribution alone: which token was drawn must not
-        decide whether it becomes a candidate. Logs never underflow to equal values, among which a
-        later sibling might be taken before an earlier one.
+        It depends on the distribution alone: the token that was drawn must not decide whether it
+        becomes a candidate. Logs do not underflow to equal values, which could put a later sibling
+        before an earlier one.
         """
         judge = self.reader.calibrator(sampled)
         first = judge(scores.flatten(0, 1), depth).view(*scores.shape[:2], 1)
@@ -146,9 +146,6 @@ class ExitGrowth:
 def share(nodes: int, levels: int) -> list[int]:
     """`nodes` drafts shared out over `levels`, the first ones the wider."""
     return [nodes // levels + (level < nodes % levels) for level in range(levels)]
-
-
-# A tree of drafts from an exit head after the first layers.
 
 
 class ExitTree(Drafter):
@@ -164,7 +161,7 @@ class ExitTree(Drafter):
 
     def __init__(self, reader: ExitReader, widths: Sequence[int]):
         self.reader, self.keep = reader, reader.keep
-        self.growth = ExitGrowth(reader, widths)
+        self.expansion = TreeExpansion(reader, widths)
 
     @classmethod
     def from_config(cls, engine: Engine, config: DraftConfig) -> ExitTree:
@@ -188,11 +185,11 @@ class ExitTree(Drafter):
         self.reader.prefilled(state, block, offset, counts)
 
     def propose(self, state: State, limit: int) -> Draft:
-        """Grow a tree."""
-        return self.growth.propose(state, limit)
+        """Draft a tree."""
+        return self.expansion.propose(state, limit)
 
     def commit(self, state: State, draft: Draft, verified: Verified, verdict: Verdict) -> None:
-        """Show the head what the target made of the kept branch."""
+        """Show the head the results along the accepted branch."""
         if verdict.branch is not None:
             verified = verified.along(verdict.branch)
         self.reader.verified(state, draft.levels, verified)

@@ -15,17 +15,17 @@ from selfspec.drafters.base import Drafter
 from selfspec.drafters.chain import draft_chain
 from selfspec.drafters.engine import Engine, State, Verified
 from selfspec.sampling.draft import Draft, Verdict
-from selfspec.schedule import Schedule, make_schedule, plain_judge
+from selfspec.schedule import Schedule, make_schedule, plain_estimator
 
-_PIECE = 512  # tokens of a pass over text that the smaller model has not read
+_PIECE = 512  # tokens per pass when the smaller model catches up
 
 
 class TwoModel(Drafter):
     """Drafts with a smaller model of the same vocabulary (Leviathan et al. 2023).
 
-    The smaller model has KV of its own, slot = position, for the text as far as it has read it. A
-    round begins by reading each row on to its pending token: after a full acceptance the last draft
-    has no KV yet, and after rounds without drafts more is missing.
+    The smaller model has a KV cache of its own. A round begins by running it over each row up to
+    the pending token: after a full acceptance the last draft has no KV yet, and after rounds
+    without drafts more is missing.
 
     Args:
         decoder: the smaller model; may be the target itself.
@@ -38,7 +38,7 @@ class TwoModel(Drafter):
 
     def __init__(self, decoder: Decoder, longest: int, schedule: Schedule):
         self.small, self.decoder, self.decoders = Engine(decoder), decoder, (decoder,)
-        self.longest, self.schedule, self._judge = longest, schedule, plain_judge()
+        self.longest, self.schedule, self._acceptance = longest, schedule, plain_estimator()
         self.slots = decoder.new_slots(0)
 
     @classmethod
@@ -54,20 +54,20 @@ class TwoModel(Drafter):
         return cls(decoder, config.most_tokens, make_schedule(config, model))
 
     def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
-        """Read the whole prompt, earlier turns included, with the first block of it."""
+        """Prefill the smaller model with the whole prompt, earlier turns included."""
         if offset == 0:
             self.slots = self.decoder.new_slots(state.rows)
             if self._room(state) > 0:
                 self._read_on(replace(state, slots=self.slots))
 
     def propose(self, state: State, limit: int) -> Draft:
-        """Draft token by token; nothing where the text outgrows the smaller model."""
+        """Draft token by token; nothing if the sequence outgrows the smaller model."""
         room = self._room(state)
         if room < 1:
             return Draft.empty(state.rows, state.pending.device)
         longest = min(self.longest, limit, room)
         read = partial(self._read, replace(state, slots=self.slots))
-        return draft_chain(state, longest, self.schedule, self._judge, read)
+        return draft_chain(state, longest, self.schedule, self._acceptance, read)
 
     def _read(self, state: State, token: Tensor, step: int) -> tuple[Tensor, None]:
         """Logits `[rows, 1, vocab]` after the pending token or the last draft."""
@@ -76,13 +76,13 @@ class TwoModel(Drafter):
                 logits = self._read_on(state)
         else:
             token = token.to(self.decoder.device)
-            # The pending token is committed here, so that the first draft lies right after.
+            # The pending token is committed here, so the first draft is at offset 0.
             depth, offset = self.decoder.depth, step - 1
             logits = self.small.shallow(state, token, depth, offset, unembed=True).output
         return logits.to(state.pending.device), None
 
     def _read_on(self, state: State) -> Tensor:
-        """Read every row to its end; `[rows, 1, vocab]` logits after its last token."""
+        """Run over each row's new tokens; `[rows, 1, vocab]` logits after the last one."""
         texts = [state.context.text[row] for row in state.context.rows]
         new = [text[have:] for text, have in zip(texts, self.slots.lengths, strict=True)]
         counts = [len(tokens) for tokens in new]
@@ -93,13 +93,13 @@ class TwoModel(Drafter):
         return logits
 
     def _room(self, state: State) -> int:
-        """Drafts that fit into the smaller model's positions."""
+        """The most drafts that fit into the smaller model's positions."""
         longest = max(len(state.context.text[row]) for row in state.context.rows)
         positions = self.decoder.max_positions
         return self.longest if positions is None else min(self.longest, positions - longest + 1)
 
     def commit(self, state: State, draft: Draft, verified: Verified, verdict: Verdict) -> None:
-        """Settle the kept drafts; the last of all has not been run."""
+        """Commit the accepted drafts; the very last draft has not been run."""
         if draft.length:
             accepted = verdict.kept
             self.slots.commit([min(kept, draft.length - 1) for kept in accepted])

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 Answer = dict[str, Any]
-# Called in a process with its number and how many there are; makes what answers a prompt there.
+# Called in every process with its number and the number of processes; returns the function that
+# answers a prompt.
 Maker = Callable[[int, int], Callable[[str], Answer]]
 
 
@@ -29,21 +30,21 @@ def run_job(
 ) -> None:
     """Answer prompts and write the answers as JSON lines, in the prompts' order.
 
-    Rows of a process that dies are given to others, as long as there is any progress.
+    The rows of a process that dies are given to others, as long as there is progress.
 
     Args:
-        prompts: what is answered.
-        maker: makes what answers a prompt, in every process; must be picklable.
-        output: the file of answers; it appears when all are there.
-        identity: plain values that say what the job is. A job that was stopped is only gone on
-            with if they are the same.
-        processes: how many run at once.
-        answered: told how many rows are newly answered.
+        prompts: the prompts.
+        maker: makes the function that answers a prompt, in every process; must be picklable.
+        output: the file of answers; it is created when all are there.
+        identity: plain values that identify the job. An interrupted job is resumed only if they are
+            the same.
+        processes: number of processes.
+        answered: called with the number of newly answered rows.
 
     Raises:
-        FileExistsError: `output` is there already.
-        ValueError: another job was stopped here, or a prompt cannot be answered.
-        OSError: processes die again and again.
+        FileExistsError: `output` exists.
+        ValueError: another job was interrupted here, or a prompt cannot be answered.
+        OSError: all processes died without an answer.
     """
     output = Path(output).expanduser().absolute()
     if output.exists():
@@ -68,7 +69,7 @@ def run_job(
 
 
 def _claim(parts: Path, identity: dict[str, Any]) -> None:
-    """Begin a job, or go on with it."""
+    """Begin a job, or resume it."""
     file = parts / "job.json"
     if not file.is_file():
         parts.mkdir(parents=True, exist_ok=True)
@@ -87,7 +88,7 @@ def _claim(parts: Path, identity: dict[str, Any]) -> None:
 
 
 def _journals(parts: Path) -> dict[int, Answer]:
-    """The answers so far, by row; what a process was cut off in the middle of does not count."""
+    """The answers so far, by row; unfinished lines are ignored."""
     found: dict[int, Answer] = {}
     for journal in parts.glob("*.jsonl"):
         for line in journal.read_bytes().split(b"\n")[:-1]:
@@ -103,7 +104,7 @@ def _work_on(
     processes: int,
     answered: Callable[[int], None],
 ) -> None:
-    """Let processes answer rows, until all are through or dead."""
+    """Let processes answer rows, until all have finished or died."""
     count = min(processes, len(rows))
     shares = [dict(list(rows.items())[place::count]) for place in range(count)]
     if count == 1:
@@ -116,7 +117,7 @@ def _work_on(
                 assert isinstance(pipe, Connection)
                 try:
                     message = pipe.recv()
-                except EOFError:  # through, or dead
+                except EOFError:  # finished, or dead
                     pipes.remove(pipe)
                     continue
                 if message is not None:
@@ -128,7 +129,7 @@ def _work_on(
 def _started(
     maker: Maker, shares: Sequence[Mapping[int, str]], parts: Path
 ) -> Iterator[list[Connection]]:
-    """Processes at work, and what each of them reports through."""
+    """Start the processes; yields the pipe of each."""
     context = multiprocessing.get_context("spawn")  # a fork would copy locks and GPU contexts
     workers, pipes = [], []
     try:
@@ -156,7 +157,7 @@ def _work(
     parts: Path,
     report: Connection,
 ) -> None:
-    """One process: `None` for every answer, a message for what it cannot do."""
+    """One process: sends `None` for every answer, and a message if it fails."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     parent = multiprocessing.parent_process()
     try:
@@ -171,9 +172,9 @@ def _work(
 def _answers(
     maker: Maker, number: int, count: int, rows: Mapping[int, str], parts: Path
 ) -> Iterator[int]:
-    """Answer rows into a journal of one's own."""
+    """Answer rows, each written to this process's own journal."""
     answer = maker(number, count)
-    # A name that no earlier journal has, which may end in half a line.
+    # A new file: an earlier journal may end in half a line.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
     journal = os.open(parts / f"{uuid.uuid4().hex}.jsonl", flags, 0o666)
     try:

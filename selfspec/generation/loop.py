@@ -59,10 +59,10 @@ class Session:
         engine: the target and its passes.
         drafter: the strategy.
         prompt: the caller's rows.
-        sampler: how scores become tokens.
+        sampler: turns scores into tokens.
         stops: the stopping criteria.
         config: the call's generation config.
-        stream: where tokens are shown.
+        stream: feeds the caller's streamer.
     """
 
     def __init__(
@@ -84,10 +84,9 @@ class Session:
         self.trace = Trace([*map(list, empty)])
         self.stats = Stats(lossless=not sampler.do_sample or drafter.rule in LOSSLESS_RULES)
 
-    # What this makes is not for gradients: operations skip what would count its changes.
     @torch.inference_mode()
     def run(self) -> State:
-        """Write every row to its stop."""
+        """Generate until every row has stopped."""
         with held(self.engine.decoder, *self.drafter.decoders), self.stats.clock("total"):
             state = self.start()
             while state.rows:
@@ -96,7 +95,7 @@ class Session:
         return state
 
     def start(self) -> State:
-        """Prefill the prompts, which writes each row's first token."""
+        """Prefill the prompts and generate each row's first token."""
         with self.stats.clock("prefill"):
             room = min(self.stops.remaining(self.prompt.width) + 1, _FIRST_ROOM)
             state = self.prompt.state(self.sampler, self.stats, room)
@@ -110,11 +109,11 @@ class Session:
                 keep=self.drafter.keep,
                 watch=lambda block, offset: self.drafter.prefilled(state, block, offset, counts),
             )
-            # Every token written commits one slot: here that of the prompt's last token.
+            # Every new token commits one slot; here it is that of the prompt's last token.
             state.slots.commit([count - 1 for count in counts])
             nothing = Draft.empty(state.rows, tokens.device)
             verdict, broken = self._accept(state, nothing, logits)
-            self._settle(state, verdict, read_rounds(nothing, verdict, broken))
+            self._commit(state, verdict, read_rounds(nothing, verdict, broken))
         self.stats.prefilled = self.stats.emitted
         self.stats.rounds = 0
         return state
@@ -134,13 +133,13 @@ class Session:
         if verdict.branch is not None and any(step.moved for step in rounds):
             state.slots.gather(torch.nn.functional.pad(verdict.branch, (1, 0)))
         self.drafter.commit(state, draft, verified, verdict)
-        self._settle(state, verdict, rounds)
+        self._commit(state, verdict, rounds)
 
     def _accept(self, state: State, draft: Draft, logits: Tensor) -> tuple[Verdict, Tensor]:
-        """Compare the drafts with the target's logits after pending and drafted tokens.
+        """Apply the acceptance rule to the target's logits.
 
         Returns:
-            The verdict, and `[rows, m + 1]` after which of the positions nothing can be decided.
+            The verdict, and `[rows, m + 1]` whether the logits at a position are broken.
         """
         if draft.tree is None:
             if state.sampler.reads_prefix:
@@ -163,7 +162,7 @@ class Session:
             )
 
     def _limit(self, state: State) -> int:
-        """Drafts that can still be used: the last token allowed is the target's own."""
+        """The most drafts that can be used: the last allowed token is the target's own."""
         shortest = min(map(state.context.lengths.__getitem__, state.context.rows))
         limit = self.stops.remaining(shortest) - 1
         positions = self.engine.decoder.max_positions
@@ -171,24 +170,24 @@ class Session:
             limit = min(limit, positions - 1 - max(state.slots.lengths))
         return limit
 
-    def _settle(self, state: State, verdict: Verdict, rounds: list[RowRound]) -> None:
-        """Cut the new tokens at their stops, then commit what stands."""
+    def _commit(self, state: State, verdict: Verdict, rounds: list[RowRound]) -> None:
+        """Cut the new tokens at their stops, then commit the rest."""
         context, rows = state.context, list(state.context.rows)
         blocks = [step.block for step in rounds]
-        # Few look at the tensor of all tokens in between; the text itself is on the host.
+        # The tensor of all tokens is written only if somebody reads it; tokens are on the host.
         written = state.sampler.reads_prefix or bool(self.stops.others)
         if written:
             context.write(verdict.tokens)
         kept, ended = self.stops.cut(context, blocks, self.scores)
         steps = [step.cut(count) for step, count in zip(rounds, kept, strict=True)]
         for row, step in zip(rows, steps, strict=True):
-            context.settle(row, step.tokens, written)
+            context.commit(row, step.tokens, written)
             self.stats.count(step)
             self.trace.rows[row].append(step)
         self.scores.keep(rows, kept)
         self.logits.keep(rows, kept)
         state.slots.commit(kept)
-        # A row that goes on was not cut: its last token is the one that the target added.
+        # A row that continues was not cut: its last token is the one that the target added.
         first = verdict.kept[0]
         if all(count == first for count in verdict.kept):
             state.emitted = verdict.tokens.narrow(1, 0, first + 1)
@@ -201,7 +200,7 @@ class Session:
             self._leave(state, [index for index, stop in enumerate(ended) if not stop])
 
     def _leave(self, state: State, going: Sequence[int]) -> None:
-        """Finished rows leave the batch; their KV is kept where the caller gets it back."""
+        """Remove finished rows from the batch; their KV is kept if the caller gets the cache."""
         rows, stay = state.context.rows, set(going)
         leaving = {row: index for index, row in enumerate(rows) if index not in stay}
         self.prompt.retire(state.slots, leaving)
@@ -222,7 +221,7 @@ def speculate(
     call: Call,
     **model_kwargs: Any,
 ) -> Tensor | SpecOutput:
-    """Write `input_ids` on: the callable after `generate(custom_generate=...)`.
+    """Continue `input_ids`: the callable of `generate(custom_generate=...)`.
 
     Args:
         causal_lm: the model whose `generate` calls.
@@ -230,16 +229,16 @@ def speculate(
         logits_processor: the caller's processors.
         stopping_criteria: the caller's criteria.
         generation_config: the call's options.
-        call: what selfspec's own `generate` adds: engine, drafter, streamer, generator.
+        call: the arguments that selfspec's `generate` adds.
         **model_kwargs: attention mask and cache, as `generate` prepared them.
 
     Raises:
-        ValueError: an option that speculation does not cover, or a prompt that cannot be decoded.
+        ValueError: an unsupported option or an invalid prompt.
     """
     refuse_uncovered(causal_lm, generation_config, logits_processor, model_kwargs)
     mask = model_kwargs.get("attention_mask")
     if mask is None and call.mask is not None:
-        # generate drops a mask without zeros; with a cache its width says what the cache holds.
+        # `generate` drops a mask of ones; its width tells how many tokens the cache holds.
         mask = input_ids.new_ones(input_ids.shape[0], call.mask.shape[1])
     as_dict = bool(generation_config.return_dict_in_generate)
     prompt = Prompt(call.engine, input_ids, mask, call.cache, keep_cache=as_dict)
@@ -272,16 +271,16 @@ def speculate(
 
 @dataclass
 class Call:
-    """What a call of `SelfSpecModel.generate` adds to transformers' own options.
+    """The arguments that `SelfSpecModel.generate` adds to those of transformers.
 
     Attributes:
         engine: the target and its passes.
         drafter: the strategy.
-        cache: the cache that the caller handed in; `generate` makes one of its own otherwise.
-        mask: the attention mask that the caller gave.
-        streamer: where tokens are shown.
-        generator: source of the draws.
-        session: the call in progress, once it has begun.
+        cache: the caller's cache, if any.
+        mask: the caller's attention mask, if any.
+        streamer: the caller's streamer, if any.
+        generator: source of random numbers.
+        session: the session, once it has begun.
     """
 
     engine: Engine
@@ -294,6 +293,6 @@ class Call:
 
 
 def padding_id(config: GenerationConfig) -> int:
-    """The token after rows that ended earlier than others."""
+    """The padding token after rows that have stopped."""
     padding = getattr(config, "_pad_token_tensor", None)
     return int(padding) if padding is not None else 0

@@ -1,4 +1,4 @@
-"""The prompt of a call: rows, padding, and a KV cache that was handed in."""
+"""The prompt of a call: rows, padding, and the caller's KV cache."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Prompt:
         mask: `[batch, >= width]` 1 for real tokens, or `None`; wider than `tokens` when a cache
             holds earlier ones.
         cache: KV of earlier turns, or `None`.
-        keep_cache: whether the call gives its KV back.
+        keep_cache: whether the call returns its KV cache.
 
     Raises:
-        ValueError: what was given cannot be decoded; the message says what and why.
+        ValueError: the tokens, the mask or the cache are invalid.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Prompt:
             )
 
     def state(self, sampler: Sampler, stats: Stats, room: int) -> State:
-        """The call's state before prefill, with room for `room` more tokens."""
+        """The call's state before prefill, with space for `room` more tokens."""
         rows = zip(self.tokens.tolist(), self.lengths, strict=True)
         text = [tokens[max(0, self.width - length) :] for tokens, length in rows]
         widths, places = [self.width] * self.rows, list(range(self.rows))
@@ -87,7 +87,7 @@ class Prompt:
         return slots
 
     def prefill(self) -> tuple[Tensor, list[int]]:
-        """Tokens that the cache does not hold, `[rows, n]` left-aligned, and their counts."""
+        """Tokens that are not in the cache, `[rows, n]` left-aligned, and their counts."""
         counts = [n - known for n, known in zip(self.lengths, self.known, strict=True)]
         block = self.tokens.new_zeros(self.rows, max(counts))
         for row, count in enumerate(counts):
@@ -95,12 +95,17 @@ class Prompt:
         return block, counts
 
     def retire(self, slots: SlotCache, leaving: Mapping[int, int]) -> None:
-        """Keep the KV of rows (row of the call: position in `slots`) that leave the batch."""
+        """Keep the KV of rows that leave the batch.
+
+        Args:
+            slots: the KV cache.
+            leaving: for each row of the call its index in `slots`.
+        """
         if self.keep_cache and self.rows > 1:
             self.retired |= {row: take_row(slots, place) for row, place in leaving.items()}
 
     def final_cache(self, slots: SlotCache) -> Cache | None:
-        """The cache that the caller gets back: the one it passed in, or a `SlotCache`."""
+        """The cache to return: the one that the caller passed, or a `SlotCache`."""
         if not self.keep_cache:
             return None
         slots.drop_added()
@@ -118,17 +123,17 @@ class Prompt:
 
 
 def _real_lengths(tokens: Tensor, mask: Tensor) -> list[int]:
-    """Real tokens of each row, those in the cache included."""
+    """Real tokens of each row, including those in the cache."""
     real = mask != 0
     if bool((real[:, :-1] & ~real[:, 1:]).any()):
         raise ValueError(
-            "attention_mask has zeros behind ones in a row; pad each row on one side only"
+            "attention_mask has zeros after ones in a row; pad each row on one side only"
         )
     return real.sum(-1).tolist()
 
 
 def check_mask(tokens: Tensor, mask: Tensor, cached: bool) -> None:
-    """Raise ValueError unless `mask` covers `tokens`, and, with a cache, maybe more."""
+    """Raise ValueError unless `mask` has the shape of `tokens`; with a cache it may be longer."""
     fits = mask.ndim == 2 and mask.shape[0] == tokens.shape[0]
     longer = cached and fits and mask.shape[1] > tokens.shape[1]
     if not fits or (mask.shape[1] != tokens.shape[1] and not longer):
@@ -139,7 +144,7 @@ def check_mask(tokens: Tensor, mask: Tensor, cached: bool) -> None:
 
 
 def _known_lengths(cache: Cache | None, rows: int, padded: bool) -> list[int]:
-    """Tokens that the caller's cache holds, per row."""
+    """Tokens in the caller's cache, per row."""
     if cache is None:
         return [0] * rows
     if isinstance(cache, SlotCache):
@@ -159,7 +164,7 @@ def _known_lengths(cache: Cache | None, rows: int, padded: bool) -> list[int]:
 
 
 def _check_layers(cache: Cache | None, depth: int) -> None:
-    """Raise ValueError for the cache of a model with another number of layers."""
+    """Raise ValueError if the cache belongs to a model with another number of layers."""
     held = cache.depth if isinstance(cache, SlotCache) else len(cache.layers) if cache else 0
     if held not in (0, depth):
         raise ValueError(
@@ -169,7 +174,7 @@ def _check_layers(cache: Cache | None, depth: int) -> None:
 
 
 def left_padded(inputs: Tensor | None, kwargs: dict[str, Any]) -> tuple[Tensor | None, Any]:
-    """Move right padding to the left, and a way to undo that in what comes back."""
+    """Move right padding to the left; also returns a function that undoes it in the output."""
     tokens = inputs if inputs is not None else kwargs.pop("input_ids", None)
     if tokens is not None and tokens.numel() == 0:
         raise ValueError(

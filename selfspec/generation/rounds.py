@@ -1,4 +1,4 @@
-"""One round on the host: read in one synchronisation, cut at stops, its scores kept."""
+"""One round on the host: read in one synchronisation, cut at stops; scores of every step."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class RowRound(NamedTuple):
     """One row's round before it is cut.
 
     Attributes:
-        accepted: drafts that were kept.
-        drafted: tokens proposed on the branch of the kept ones.
-        block: the kept drafts and the token of the target.
-        branch: positions of the drafted in the block; empty for a chain.
-        proposed: tokens that the target checked, those of other branches included.
+        accepted: number of accepted drafts.
+        drafted: drafts on the accepted branch.
+        block: the accepted drafts and the target's token.
+        branch: positions of these drafts in the block; empty for a chain.
+        proposed: tokens that the target verified, including other branches.
     """
 
     accepted: int
@@ -33,12 +33,12 @@ class RowRound(NamedTuple):
 
     @property
     def moved(self) -> bool:
-        """Whether kept drafts lie apart."""
+        """Whether the accepted drafts are not consecutive in the block."""
         kept = self.branch[: self.accepted]
         return kept != list(range(1, len(kept) + 1))
 
     def cut(self, count: int) -> Round:
-        """The round as it stands with `count` tokens; drafts after a stop do not count."""
+        """The round cut to `count` tokens; drafts after a stop do not count."""
         if count > self.accepted:
             target = self.block[self.accepted]
             return Round(tuple(self.drafted), self.accepted, target, self.proposed)
@@ -46,12 +46,12 @@ class RowRound(NamedTuple):
 
 
 def broken_places(logits: Tensor, branch: Tensor | None, sampled: bool) -> Tensor:
-    """`[rows, m + 1]` after which positions of a row's branch no token can be told.
+    """`[rows, m + 1]` whether the logits are NaN, or infinite where tokens are sampled.
 
     Args:
-        logits: `[rows, n + 1, vocab]` what tokens are told from.
-        branch: `[rows, m]` the positions that count, of a tree.
-        sampled: whether tokens are drawn, which bears no infinity either.
+        logits: `[rows, n + 1, vocab]` the target's logits.
+        branch: `[rows, m]` positions of the accepted branch of a tree.
+        sampled: whether tokens are sampled.
     """
     top = logits.amax(-1)  # NaN where any logit is
     if branch is not None:
@@ -60,15 +60,15 @@ def broken_places(logits: Tensor, branch: Tensor | None, sampled: bool) -> Tenso
 
 
 def read_rounds(draft: Draft, verdict: Verdict, broken: Tensor) -> list[RowRound]:
-    """Bring what was drafted and decided to the host.
+    """Copy a round's drafts and verdict to the host.
 
     Args:
         draft: the proposal.
-        verdict: what was decided.
-        broken: `[rows, m + 1]` after which positions nothing could be.
+        verdict: the verdict.
+        broken: `[rows, m + 1]` from `broken_places`.
 
     Raises:
-        ValueError: one of these counts: the logits are NaN, or infinite where tokens are drawn.
+        ValueError: logits that decided about tokens are broken.
     """
     tree, places = draft.tree, verdict.branch
     parts = [verdict.accepted, verdict.tokens, draft.tokens, broken]
@@ -100,7 +100,7 @@ def read_rounds(draft: Draft, verdict: Verdict, broken: Tensor) -> list[RowRound
 
 
 def fetch(parts: Sequence[Tensor]) -> list[list[Any]]:
-    """Tensors `[rows]` or `[rows, n]` of a device as lists, in one transfer."""
+    """Tensors `[rows]` or `[rows, n]` as lists, in one transfer from the device."""
     columns = [part if part.dim() > 1 else part[:, None] for part in parts]
     ends = list(itertools.accumulate(column.shape[1] for column in columns))
     rows = torch.cat(columns, dim=1).tolist()
@@ -110,17 +110,14 @@ def fetch(parts: Sequence[Tensor]) -> list[list[Any]]:
     ]
 
 
-# What a call keeps for its caller beside the tokens: scores and logits of every step.
-
-
 @dataclass
 class StepRecord:
-    """One `[vocab]` vector per emitted token of each row, or nothing when not asked for.
+    """One `[vocab]` vector (scores or logits) per emitted token of each row, if asked for.
 
     Attributes:
         wanted: whether the caller asked for them.
-        rows: the vectors kept so far, per row of the call.
-        block: `[rows, k + 1, vocab]` vectors of the round that is being cut, unfinished rows.
+        rows: the vectors so far, per row of the call.
+        block: `[rows, k + 1, vocab]` vectors of the current round, of unfinished rows.
     """
 
     wanted: bool
@@ -128,11 +125,11 @@ class StepRecord:
     block: Tensor | None = None
 
     def begin(self, block: Tensor, branch: Tensor | None) -> None:
-        """Take the vectors of a round whose tokens have not been cut yet.
+        """Store the vectors of a round before its tokens are cut.
 
         Args:
-            block: `[rows, n + 1, vocab]` after each place of the block.
-            branch: `[rows, levels]` the positions that count, of a tree.
+            block: `[rows, n + 1, vocab]` vectors at each position of the block.
+            branch: `[rows, levels]` positions of the accepted branch of a tree.
         """
         if self.wanted:
             if branch is not None:
@@ -141,16 +138,16 @@ class StepRecord:
             self.block = block.float()
 
     def keep(self, rows: Sequence[int], counts: Sequence[int]) -> None:
-        """Settle the first `counts` vectors of the round."""
+        """Keep the first `counts` vectors of the round."""
         if self.block is None:
             return
         for index, (row, count) in enumerate(zip(rows, counts, strict=True)):
             self.rows[row].extend(self.block[index, :count].unbind(0))
 
     def until(self, row: int, index: int, place: int) -> tuple[Tensor, ...] | None:
-        """What a criterion is given for `row` (at `index` in the round) after `place` new tokens.
+        """The scores that a stopping criterion gets for `row` after `place` new tokens.
 
-        As in plain decoding a tuple of `[batch, vocab]`, one per step; all rows show this row's.
+        As in plain decoding, a tuple of `[batch, vocab]`, one per step; every row has this row's.
         """
         if self.block is None:
             return None

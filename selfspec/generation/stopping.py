@@ -1,4 +1,4 @@
-"""Where a block of new tokens is cut: at the earliest stop of any criterion."""
+"""Stopping criteria: a block of new tokens is cut at the earliest stop."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Stops:
     """The stopping criteria of one call.
 
     Args:
-        criteria: what `generate` prepared.
-        ranks: the processes that write the text; the first one's answers hold.
+        criteria: the criteria that `generate` prepared.
+        ranks: the processes of the model; the first one decides.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, ranks: Ranks):
@@ -61,13 +61,13 @@ class Stops:
     def cut(
         self, context: Context, blocks: Sequence[Sequence[int]], scores: StepRecord
     ) -> tuple[list[int], list[bool]]:
-        """How many tokens of each row's block stand, and whether the row ends there.
+        """How many tokens of each row's block are kept, and whether the row stops there.
 
         Args:
-            context: committed text, with each row's block written after it where there are others
-                to ask.
+            context: committed tokens; with each row's block written after them if `others` is not
+                empty.
             blocks: the new tokens of each unfinished row, in order.
-            scores: what criteria that look at scores are given.
+            scores: scores for criteria that read them.
         """
         kept = [len(block) for block in blocks]
         ended = [False] * len(blocks)
@@ -79,13 +79,13 @@ class Stops:
             stop = self._asked(context, index, kept[index], scores)
             if stop is not None:
                 kept[index], ended[index] = stop, True
-        if self.deadlines or self.others:  # the rest follows from the tokens
+        if self.deadlines or self.others:  # other stops are the same in all processes
             kept, flags = self.ranks.first(torch.tensor([kept, ended])).tolist()
             ended = [bool(flag) for flag in flags]
         return kept, ended
 
     def _stop_in(self, block: Sequence[int], length: int) -> int | None:
-        """Tokens up to the first stop that token ids, length or time make."""
+        """Tokens up to the first stop by token id, length or time."""
         if self.deadlines and time.time() > min(self.deadlines):
             return 1
         stops = [place for place, token in enumerate(block, 1) if token in self.eos][:1]
@@ -94,33 +94,33 @@ class Stops:
         return min(stops, default=None)
 
     def _asked(self, context: Context, index: int, limit: int, scores: StepRecord) -> int | None:
-        """Tokens up to the first at which one of the other criteria says stop."""
+        """Tokens up to the first stop of the other criteria."""
         row = context.rows[index]
         for place in range(1, limit + 1):
-            # Criteria see every row of the call, because they may know a row by its index.
+            # Criteria get every row of the call, because they may depend on the row's index.
             tokens = context.tokens[:, : context.lengths[row] + place]
             seen = scores.until(row, index, place)
-            # All are asked, as in plain decoding: a criterion may count its calls.
+            # All are called, as in plain decoding: a criterion may count its calls.
             if any([_says_stop(criterion, tokens, seen, row) for criterion in self.others]):
                 return place
         return None
 
 
 class StopOnRequest(StoppingCriteria):
-    """Ends a text when somebody says so.
+    """Stops all rows on request.
 
     Args:
-        asked: asked after every token; once it says yes, the text ends there.
+        asked: called after every token; generation stops when it returns true.
 
     Attributes:
-        said: whether it has said so.
+        said: whether it has returned true.
     """
 
     def __init__(self, asked: Callable[[], bool]):
         self.asked, self.said = asked, False
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
-        """`[batch]` whether each row ends here, which is the same for all."""
+        """`[batch]` whether to stop, the same for all rows."""
         self.said = self.said or self.asked()
         return torch.full(input_ids.shape[:1], self.said, device=input_ids.device)
 
@@ -138,13 +138,13 @@ def without_stop_strings(
     criteria: StoppingCriteriaList,
     options: dict[str, Any],
 ) -> GenerationConfig | None:
-    """Turn stop strings into a criterion: `generate` drops the tokenizer for custom loops.
+    """Turn stop strings into a criterion, since `generate` drops the tokenizer for custom loops.
 
     Args:
-        config: the call's; it stays as it is, a copy without stop strings is returned.
-        own: the model's, which holds where the call says nothing.
-        criteria: gains the criterion.
-        options: the call's others, of which `stop_strings` and `tokenizer` are taken.
+        config: the call's config; it is not changed, a copy without stop strings is returned.
+        own: the model's config.
+        criteria: the criterion is appended to it.
+        options: the call's other options; `stop_strings` and `tokenizer` are removed.
 
     Raises:
         ValueError: there are stop strings, and no tokenizer.
@@ -158,7 +158,7 @@ def without_stop_strings(
         raise ValueError("stop_strings need the tokenizer; pass tokenizer=...")
     criteria.append(StopStringCriteria(tokenizer, strings))
     if own.stop_strings:
-        options["stop_strings"] = None  # goes before the model's own, which stay as they are
+        options["stop_strings"] = None  # overrides the model's own
     if config is not None:
         config = copy.deepcopy(config)
         config.stop_strings = None

@@ -12,24 +12,24 @@ from selfspec.schedule.stats import Round
 
 
 class RoundStreamer(BaseStreamer):
-    """A streamer that is shown where each token came from, a round at a time."""
+    """A streamer that receives whole rounds, with the origin of each token."""
 
     def put_round(self, steps: Sequence[Round]) -> None:
-        """Take what each row that took part made of a round, after `put` has taken the prompt."""
+        """Receive a round of each unfinished row; `put` has received the prompt before."""
         raise NotImplementedError
 
 
 class Stream:
-    """Feeds a streamer, or nobody.
+    """Feeds the caller's streamer, if there is one.
 
-    One row: all tokens of a round in one put. Several rows, which speculation writes at different
-    speeds: one put of `[batch]` tokens per step, as plain decoding does, once every row has got
-    there; rows that have ended show padding.
+    With one row, all tokens of a round are one `put`. Several rows advance at different speeds:
+    each step is one `put` of `[batch]` tokens, as in plain decoding, once every row has reached it;
+    finished rows get padding.
 
     Args:
         streamer: sync, iterator or async streamer of transformers, or `None`.
-        start: length of the prompt, as the caller gave it.
-        padding: token shown for rows that have ended.
+        start: length of the prompt as given by the caller, padding included.
+        padding: token for finished rows.
     """
 
     def __init__(self, streamer: BaseStreamer | None, start: int, padding: int):
@@ -38,12 +38,12 @@ class Stream:
         self.padding = padding
 
     def put(self, context: Context, finished: Sequence[int], rounds: Sequence[Round]) -> None:
-        """Show what has become committed.
+        """Stream the newly committed tokens.
 
         Args:
-            context: the text, as far as it is committed.
-            finished: rows that ended in this round.
-            rounds: what each row that took part made of it.
+            context: the committed tokens.
+            finished: rows that stopped in this round.
+            rounds: the round of each row that took part.
         """
         if self.streamer is None:
             return
@@ -64,6 +64,6 @@ class Stream:
         self.shown = max(self.shown, ready)
 
     def end(self) -> None:
-        """Tell the streamer that nothing follows."""
+        """End the stream."""
         if self.streamer is not None:
             self.streamer.end()

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import logits_process as hf
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-# Processors that keep a state of their own between calls, one call per written token.
+# Processors that keep a state from token to token.
 _STATEFUL = (
     hf.UnbatchedClassifierFreeGuidanceLogitsProcessor,
     hf.SynthIDTextWatermarkLogitsProcessor,
@@ -33,15 +33,15 @@ _APART = (
 
 
 def refuse_other_loops(options: Mapping[str, Any], *configs: GenerationConfig | None) -> None:
-    """Raise ValueError for what makes `generate` decode in another way, or into another cache.
+    """Raise ValueError for options that select another decoding method or cache.
 
     Args:
-        options: what the call was given.
-        configs: what it takes the rest from.
+        options: the call's options.
+        configs: generation configs that apply to the call.
     """
     if options.get("custom_generate") is not None:
         raise ValueError(
-            "custom_generate is another way to decode; choose one of selfspec's drafters with "
+            "custom_generate is another decoding method; choose one of selfspec's drafters with "
             "draft=..., or call the model's own generate"
         )
     if options.get("assistant_tokenizer") is not None:
@@ -55,7 +55,7 @@ def refuse_other_loops(options: Mapping[str, Any], *configs: GenerationConfig | 
         )
     if options.get("synced_gpus"):  # generate keeps it from custom loops
         raise ValueError(f"synced_gpus: {_APART}")
-    # Before generate makes such a cache, or asks for the package that makes it.
+    # Checked before `generate` makes such a cache or imports a package for it.
     named = [options.get("cache_implementation")]
     named += [getattr(config, "cache_implementation", None) for config in configs]
     for name in named:
@@ -73,7 +73,7 @@ def refuse_uncovered(
     processors: LogitsProcessorList,
     inputs: Mapping[str, Any],
 ) -> None:
-    """Raise ValueError for the first option that is not covered, or for weights in shards."""
+    """Raise ValueError for unsupported options, and for sharded weights (FSDP, ZeRO-3)."""
     if _processes() > 1 and (is_deepspeed_zero3_enabled() or _is_fully_sharded(model)):
         raise ValueError(f"{type(model).__name__} is in shards: {_APART}")
     for problem in _problems(config, processors, inputs):

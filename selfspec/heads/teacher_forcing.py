@@ -87,7 +87,7 @@ def draft_states(
         return
     if steps > 1 and decoder.counts_keys:
         raise ValueError(
-            f"{type(decoder.causal_lm).__name__} biases attention by the number of a key, which "
+            f"{type(decoder.causal_lm).__name__} biases attention by the index of a key, which "
             "unrolled steps repeat; fit this head with one step"
         )
     memory = StepCache(decoder.windows, hidden.shape[0], hidden.device)

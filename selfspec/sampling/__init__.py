@@ -20,19 +20,19 @@ from selfspec.sampling.sampler import Sampler
 # How a sampled chain is verified, by the name of the rule in configs.
 CHAIN_RULES = {"block": block_verify, "token": rejection_sample, "typical_lossy": typical_lossy}
 
-COUPLED = "coupled"  # no rule of probabilities: drafts are compared with what is chosen
+COUPLED = "coupled"  # drafts are compared with the token that the position's noise chooses
 LOSSLESS_RULES = frozenset(CHAIN_RULES) - {"typical_lossy"} | {COUPLED}
 
 
 def accept(draft: Draft, scores: Tensor, sampler: Sampler, rule: str = "block") -> Verdict:
-    """Apply the rule that fits the draft and the caller's decoding.
+    """Apply the acceptance rule to a draft.
 
     Args:
         draft: the proposal.
-        scores: `[batch, n + 1, vocab]` target scores after each place of the block, after the
-            caller's processors; with the noise of the positions, where draws belong to them.
+        scores: `[batch, n + 1, vocab]` processed target scores at each position of the block; with
+            coupled noise added, if that is used.
         sampler: greedy or sampled, and the generator to draw from.
-        rule: how sampled chains are verified (`CHAIN_RULES`), unless draws belong to positions.
+        rule: the rule for sampled chains (`CHAIN_RULES`), unless noise is coupled.
     """
     if draft.tree is not None:
         if sampler.chooses:

@@ -13,7 +13,7 @@ from selfspec.sampling.sampler import draw
 
 # Medusa's settings (Cai et al. 2024, section 2.3.1).
 _TYPICAL_FLOOR, _TYPICAL_SHARE = 0.09, 0.3
-# Share of p in residuals: next to nothing, and p itself where rounding leaves nothing else.
+# A tiny share of p in residuals, so that p itself is left where rounding leaves nothing else.
 _CRUMB = 1e-25
 
 
@@ -39,9 +39,9 @@ def rejection_sample(
 ) -> Verdict:
     """Accept or replace drafts one by one so that the output follows the target's distribution.
 
-    Leviathan et al. 2023 (Algorithm 1), Chen et al. 2023: draft x_i stands with probability
-    min(1, p_i(x_i) / q_i(x_i)); the first that falls is replaced by a draw from the residual
-    max(0, p - q); when all stand, the bonus token is drawn from p after the last draft.
+    Leviathan et al. 2023 (Algorithm 1), Chen et al. 2023: draft x_i is accepted with
+    probability min(1, p_i(x_i) / q_i(x_i)); the first rejected one is replaced by a draw from the
+    residual max(0, p - q); if all are accepted, a bonus token is drawn from p.
 
     Args:
         tokens: `[batch, k]` drafts.
@@ -68,7 +68,7 @@ def block_verify(
     """Verify a chain as a whole: lossless, and never shorter on average than one by one.
 
     Block verification (Sun et al. 2024, Algorithm 2). With w_0 = 1 and
-    w_i = min(1, w_{i-1} p_i(x_i) / q_i(x_i)), the first i drafts may stand with probability
+    w_i = min(1, w_{i-1} p_i(x_i) / q_i(x_i)), the first i drafts are accepted with probability
     h_i = s_i / (s_i + 1 - w_i), where s_i is the mass of max(0, w_i p_{i+1} - q_{i+1}); the longest
     prefix whose coin falls below its h_i is kept, and the next token is drawn from that residual.
     After the last draft q is zero, so that s = w, and the residual is p itself.
@@ -111,7 +111,7 @@ def typical_lossy(
 
     Args:
         tokens: `[batch, k]` drafts.
-        draft_probs: not looked at.
+        draft_probs: ignored.
         target_probs: `[batch, k + 1, vocab]` p.
         generator: source of the draws; `None` takes torch's global one.
         counts: real drafts of each row.
@@ -124,7 +124,7 @@ def typical_lossy(
 
 
 def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
-    """max(0, p - q), not normalised; p's where rounding leaves nothing (p equals q)."""
+    """max(0, p - q), not normalised; proportional to p where p equals q."""
     return (target_probs - draft_probs).clamp_min_(0).add_(target_probs, alpha=_CRUMB)
 
 
@@ -142,7 +142,7 @@ def _of_drafts(tokens: Tensor, draft_probs: Tensor, target_probs: Tensor) -> tup
 
 
 def _of_real(values: Tensor, counts: Tensor | None) -> Tensor:
-    """What is said of drafts, `[batch, k, ...]`: zero, or false, where nothing was drafted."""
+    """`values` `[batch, k, ...]` with padding drafts set to zero or false."""
     if counts is None:
         return values
     real = torch.arange(values.shape[1], device=values.device) < counts[:, None]
@@ -150,12 +150,12 @@ def _of_real(values: Tensor, counts: Tensor | None) -> Tensor:
 
 
 def _behind(draft_probs: Tensor, counts: Tensor | None) -> Tensor:
-    """Q at every place of the block: zero where nothing was drafted after it."""
+    """Q at every position of the block; zero where nothing was drafted after it."""
     return torch.nn.functional.pad(_of_real(draft_probs, counts), (0, 0, 0, 1))
 
 
 def _at(probs: Tensor, places: Tensor) -> Tensor:
-    """`[batch, vocab]` the distribution at one place of each row."""
+    """`[batch, vocab]` the distribution at one position of each row."""
     return probs[torch.arange(len(places), device=places.device), places]
 
 
@@ -168,9 +168,6 @@ def _end(tokens: Tensor, accepted: Tensor, ending: Tensor) -> Verdict:
     return Verdict(accepted, kept.scatter(1, accepted[:, None], ending[:, None]))
 
 
-# Rules for a tree of drafts.
-
-
 def longest_branch(tokens: Tensor, tree: Tree, scores: Tensor) -> Verdict:
     """Keep the longest branch whose every token is the target's own greedy choice.
 
@@ -178,14 +175,14 @@ def longest_branch(tokens: Tensor, tree: Tree, scores: Tensor) -> Verdict:
 
     Args:
         tokens: `[batch, n]` drafts.
-        tree: which continues which.
+        tree: the token tree.
         scores: `[batch, n + 1, vocab]` target scores after each position.
     """
     target = scores.argmax(-1)
     parents = tree.parents
     wrong = (tokens != target.gather(1, parents.clamp_min(0))) | (parents < 0)
-    falls = (tree.ancestors[:, :, 1:] & wrong[:, None]).any(-1)
-    end = tree.depths.masked_fill(falls, -1).argmax(-1)
+    rejected = (tree.ancestors[:, :, 1:] & wrong[:, None]).any(-1)
+    end = tree.depths.masked_fill(rejected, -1).argmax(-1)
     return _verdict(tokens, tree, end, target.gather(1, end[:, None])[:, 0])
 
 
@@ -200,15 +197,15 @@ def sample_branch(
 
     Siblings are candidates drawn one after another without replacement, and are judged in that
     order (recursive rejection sampling: Miao et al. 2024, Chen et al. 2024 "Sequoia", Jeon et al.
-    2024): x stands with probability min(1, p(x) / q(x)); where it falls, p becomes the residual
-    max(0, p - q) and q loses x, both normalised, for the next. How many children a position has
-    must not depend on which tokens were drawn for them.
+    2024): x is accepted with probability min(1, p(x) / q(x)); if it is rejected, p becomes the
+    residual max(0, p - q) and q loses x, both normalised, for the next sibling. The number of
+    children of a position must not depend on the tokens that were drawn.
 
     Args:
         tokens: `[batch, n]` drafts, siblings in the order in which they were drawn.
-        tree: which continues which.
-        draft_probs: `[batch, m, vocab]` q after each position; `None` for candidates that were not
-            drawn, but are proposed with certainty.
+        tree: the token tree.
+        draft_probs: `[batch, m, vocab]` q after each position; `None` for drafts that were not
+            sampled.
         target_probs: `[batch, n + 1, vocab]` p after each position.
         generator: source of the draws; `None` takes torch's global one.
     """
@@ -224,13 +221,13 @@ def sample_branch(
         for child in children[rows, at].unbind(-1):
             token = tokens.gather(1, (child - 1).clamp_min(0)[:, None])[:, 0]
             here = one_hot(token, p) if q is None else q
-            stands, tried = _judge(p, here, token, generator)
+            accepted, tried = _judge(p, here, token, generator)
             tried = tried & going & (child > 0) & (chosen == 0)
-            chosen = torch.where(tried & stands, child, chosen)
-            fell = (tried & ~stands)[:, None]
-            p = torch.where(fell, _normalised(residual(p, here)), p)
+            chosen = torch.where(tried & accepted, child, chosen)
+            rejected = (tried & ~accepted)[:, None]
+            p = torch.where(rejected, _normalised(residual(p, here)), p)
             if q is not None:
-                q = torch.where(fell, _normalised(q.scatter(1, token[:, None], 0)), q)
+                q = torch.where(rejected, _normalised(q.scatter(1, token[:, None], 0)), q)
         going = going & (chosen > 0)
         at = torch.where(going, chosen, at)
         ending = torch.where(going[:, None], target_probs[rows, at], p)
@@ -240,7 +237,7 @@ def sample_branch(
 def _judge(
     p: Tensor, q: Tensor, token: Tensor, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor]:
-    """Whether a candidate stands, and whether it is one: what q rules out was never drawn."""
+    """Whether a candidate is accepted, and whether it is one: q(x) = 0 was never drawn."""
     p_token = p.gather(1, token[:, None])[:, 0]
     q_token = q.gather(1, token[:, None])[:, 0]
     coin = torch.rand(p_token.shape, generator=generator, device=p.device, dtype=p.dtype)
@@ -248,7 +245,7 @@ def _judge(
 
 
 def _known(draft_probs: Tensor, rows: Tensor, at: Tensor) -> Tensor:
-    """Q after a place of each row; any will do after a position without children."""
+    """Q after one position of each row; arbitrary for positions without children."""
     return draft_probs[rows, at.clamp(max=draft_probs.shape[1] - 1)]
 
 
@@ -262,7 +259,7 @@ def _children(tree: Tree) -> Tensor:
     batch, drafts = parents.shape
     most = tree.siblings
     table = parents.new_zeros(batch, (drafts + 2) * most)
-    # Padding has no parent; it is put after the last position, which is cut off.
+    # Padding has no parent; it goes into a last row, which is cut off.
     index = torch.where(parents < 0, drafts + 1, parents) * most + ranks.clamp(max=most - 1)
     places = torch.arange(1, drafts + 1, device=parents.device).expand(batch, -1)
     return table.scatter_(1, index, places).view(batch, drafts + 2, most)[:, : drafts + 1]

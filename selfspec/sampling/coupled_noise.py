@@ -11,12 +11,12 @@ _AT_ONCE = 8  # positions of a row whose noise is drawn together
 
 
 class Noise:
-    """Gumbel noise for every token at every place of the text that is written.
+    """Gumbel noise for every token at every position of the output.
 
     Args:
-        lengths: tokens of each row before the first that is drawn.
-        device: where scores are.
-        generator: what all noise comes from; `None` takes torch's global one.
+        lengths: tokens of each row before the first sampled one.
+        device: device of the scores.
+        generator: the source of all noise; `None` takes torch's global one.
     """
 
     def __init__(
@@ -27,21 +27,21 @@ class Noise:
     ):
         source = device if generator is None else generator.device
         seeds = torch.randint(2**62, (len(lengths),), generator=generator, device=source)
-        # Each row has a generator of its own, so that its text does not depend on other rows.
+        # Each row has its own generator, so that its output does not depend on other rows.
         self._sources = [torch.Generator(device).manual_seed(seed) for seed in seeds.tolist()]
-        self._starts = list(lengths)  # of each row, the position whose noise comes first
+        self._starts = list(lengths)  # per row, the position of the first stored noise
         self._drawn: list[Tensor | None] = [None] * len(lengths)
-        # In float64 the rarest token keeps its chance; some devices have none.
+        # float64 keeps the chance of the rarest token; some devices do not have it.
         self._dtype = torch.float32 if device.type == "mps" else torch.float64
 
     def ahead(self, rows: Sequence[int], lengths: Sequence[int], width: int, vocab: int) -> Tensor:
         """`[n, width, vocab]` the noise of the next positions of n rows.
 
         Args:
-            rows: the rows, as they were numbered when the call began.
-            lengths: committed tokens of every row of the call; nobody asks for their noise again.
-            width: positions after these.
-            vocab: tokens to choose from.
+            rows: row numbers of the call.
+            lengths: committed tokens of every row of the call; their noise is dropped.
+            width: number of positions.
+            vocab: size of the vocabulary.
         """
         return torch.stack([self._of_row(row, lengths[row], width, vocab) for row in rows])
 
@@ -51,8 +51,8 @@ class Noise:
             drawn = torch.empty(0, vocab, dtype=self._dtype, device=source.device)
         drawn = drawn[length - self._starts[row] :]
         while len(drawn) < width:
-            # Always so many at once: drafts ask for few positions or for many, and all get the
-            # same.
+            # Drawn in blocks of fixed size, so that the noise does not depend on how many
+            # positions are asked for at a time.
             race = torch.empty(_AT_ONCE, vocab, dtype=self._dtype, device=source.device)
             race.exponential_(generator=source)
             drawn = torch.cat([drawn, race.log_().neg_()])

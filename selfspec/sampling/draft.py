@@ -19,15 +19,15 @@ class Draft:
 
     Attributes:
         tokens: `[batch, n]` proposed token ids; of a chain, the continuation of the pending token.
-        probs: `[batch, m, vocab]` q, after the caller's processors: at each place of the block
-            the distribution that the drafts right after it were drawn from, as far as there are
-            any. `None` when the drafts were not drawn, but are proposed with certainty.
+        probs: `[batch, m, vocab]` q, after the caller's processors: at each position of the block
+            the distribution that the next draft (or the children) were drawn from. `None` if drafts
+            were not sampled.
         depth: layers that the drafter has already run over its prefix (E for early exit); 0 when
             nothing can be reused.
-        hidden: `[batch, <= n + 1, width]` residual stream after layer `depth - 1` for the first
+        hidden: `[batch, <= n + 1, width]` hidden states after layer `depth - 1` for the first
             positions of the block; `None` when `depth` is 0.
-        tree: which draft continues which; `None` for a chain.
-        counts: `[batch]` tokens of each row's chain; what is after is padding. `None`: all n.
+        tree: the token tree; `None` for a chain.
+        counts: `[batch]` drafts of each row, before padding. `None`: all n.
     """
 
     tokens: Tensor
@@ -54,11 +54,11 @@ class Draft:
 
 
 class Tree:
-    """Which draft continues which, in every row; a row may have a tree of its own.
+    """Token trees, one per row.
 
     Args:
-        parents: `[batch, n]` the position in the block of what each draft continues, smaller than
-            its own: 0 for the pending token. -1 for padding, which nothing continues.
+        parents: `[batch, n]` the parent's position in the block, smaller than the draft's own; 0 is
+            the pending token. -1 for padding, which has no children.
         levels: the most drafts on one branch.
         siblings: the most drafts that continue one position.
     """
@@ -68,7 +68,7 @@ class Tree:
 
     @cached_property
     def ancestors(self) -> Tensor:
-        """`[batch, n + 1, n + 1]` whether the second position lies on the first one's branch."""
+        """`[batch, n + 1, n + 1]` whether position j is an ancestor of position i, or i itself."""
         rows, drafts = self.parents.shape
         own = torch.arange(drafts + 1, device=self.parents.device).expand(rows, -1)
         above = torch.nn.functional.pad(self.parents, (1, 0))
@@ -82,7 +82,7 @@ class Tree:
 
     @cached_property
     def depths(self) -> Tensor:
-        """`[batch, n + 1]` drafts on the branch to each position, its own included."""
+        """`[batch, n + 1]` depth of each position; 0 for the pending token."""
         return self.ancestors.sum(-1) - 1
 
     @cached_property
@@ -92,13 +92,13 @@ class Tree:
         return same.tril(-1).sum(-1)
 
     def branch(self, place: Tensor) -> Tensor:
-        """`[batch, levels]` the positions on the way to `place` `[batch]`, then 0."""
+        """`[batch, levels]` the positions on the branch to `place` `[batch]`, then 0."""
         drafts = self.parents.shape[1]
         rows = torch.arange(len(place), device=place.device)
         own = torch.arange(drafts + 1, device=place.device)
         beyond = torch.where(self.ancestors[rows, place], own, drafts + 1)
-        way = beyond[:, 1:].sort(-1).values[:, : self.levels]
-        return way.masked_fill(way > drafts, 0)
+        branch = beyond[:, 1:].sort(-1).values[:, : self.levels]
+        return branch.masked_fill(branch > drafts, 0)
 
     def below(self, place: Tensor) -> Tensor:
         """`[batch]` the first of the deepest descendants of `place` `[batch]`, or itself."""
@@ -111,12 +111,11 @@ class Verdict:
     """What verification decided.
 
     Attributes:
-        accepted: `[batch]` number of drafted tokens kept.
-        tokens: `[batch, levels + 1]` the kept drafts, then at index `accepted` the token that the
-            target adds (the correction, or the bonus when nothing was drafted after the last
-            kept). What follows it is undefined.
-        branch: of a tree, `[batch, levels]` the positions in the block of the kept drafts and of a
-            branch that goes on from there, then 0; `None` for a chain.
+        accepted: `[batch]` number of accepted drafts.
+        tokens: `[batch, levels + 1]` the accepted drafts, then at index `accepted` the target's
+            token (the correction, or the bonus after the last draft). The rest is undefined.
+        branch: of a tree, `[batch, levels]` the positions in the block of the accepted drafts and
+            of a continuation of that branch, then 0; `None` for a chain.
     """
 
     accepted: Tensor
@@ -125,5 +124,5 @@ class Verdict:
 
     @cached_property
     def kept(self) -> list[int]:
-        """`accepted` on the host, where reading the round has brought it."""
+        """`accepted` on the host."""
         return self.accepted.tolist()

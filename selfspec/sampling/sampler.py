@@ -14,8 +14,8 @@ from transformers.generation import logits_process as hf
 from selfspec.sampling.coupled_noise import Noise
 from selfspec.sampling.draft import Tree
 
-# Processors that look at one row of scores and nothing else: a block of positions can be processed
-# at once. Any other processor, a user's own included, is called position by position.
+# Processors that read only one row of scores, so that all positions can be processed at once. Any
+# other processor, including a user's own, is called position by position.
 _POINTWISE = (
     hf.TemperatureLogitsWarper,
     hf.TopKLogitsWarper,
@@ -31,17 +31,17 @@ _POINTWISE = (
 
 
 class Context:
-    """The text so far, as processors and stopping criteria see it.
+    """The tokens so far, as processors and stopping criteria see them.
 
-    One buffer holds every row of the call, also those that have finished, because a processor may
-    know a row by its index. `rows` are the ones still being written. Most calls have nobody who
-    reads the buffer before they end: what is committed goes there when somebody does.
+    One buffer holds every row of the call, finished ones included, because a processor may depend
+    on the index of a row. `rows` are the unfinished ones. Most calls never read the buffer before
+    they end, so committed tokens are written to it when it is read.
 
     Args:
-        tokens: `[batch, capacity]` prompt as the caller gave it (left padding included), then room.
-        lengths: committed tokens of each row of the call.
-        rows: indices of the unfinished rows, in the order of the tensors that the model works on.
-        text: committed tokens of each row on the host, padding left out.
+        tokens: `[batch, capacity]` the caller's prompt, left padding included, then free space.
+        lengths: committed tokens of each row of the call, padding included.
+        rows: indices of the unfinished rows, in the order of the model's tensors.
+        text: committed tokens of each row on the host, without padding.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class Context:
 
     @property
     def device(self) -> torch.device:
-        """Where the buffer is."""
+        """The buffer's device."""
         return self._tokens.device
 
     @property
-    @torch.inference_mode()  # as the loop is: some of its tensors can be changed nowhere else
+    @torch.inference_mode()  # the loop's tensors can be changed in inference mode only
     def tokens(self) -> Tensor:
-        """`[batch, capacity]` prompt as the caller gave it, what was emitted, room for drafts."""
+        """`[batch, capacity]` the prompt, the emitted tokens, and space for drafts."""
         for row, length in enumerate(self.lengths):
             missing = length - self._filled[row]
             if missing:
@@ -71,13 +71,13 @@ class Context:
         return self._tokens
 
     def reserve(self, width: int) -> None:
-        """Make room for rows of `width` tokens."""
+        """Reserve space for rows of `width` tokens."""
         missing = width - self._tokens.shape[1]
         if missing > 0:
             self._tokens = torch.nn.functional.pad(self._tokens, (0, missing))
 
     def write(self, block: Tensor, offset: int = 0) -> None:
-        """Put `block` `[rows, n]` after the unfinished rows' committed tokens, `offset` further."""
+        """Write `block` `[rows, n]` at `offset` after the committed tokens of unfinished rows."""
         for index, row in enumerate(self.rows):
             self._put(row, self.lengths[row] + offset, block[index])
 
@@ -87,15 +87,15 @@ class Context:
             self.reserve(2 * stop)
         self._tokens[row, start:stop] = tokens
 
-    def settle(self, row: int, tokens: Sequence[int], written: bool) -> None:
-        """Add tokens to what is committed of a row; `written` ones are in the buffer already."""
+    def commit(self, row: int, tokens: Sequence[int], written: bool) -> None:
+        """Commit tokens of a row; `written` ones are in the buffer already."""
         if written and self._filled[row] == self.lengths[row]:
             self._filled[row] += len(tokens)
         self.lengths[row] += len(tokens)
         self.text[row].extend(tokens)
 
     def new(self, row: int, start: int) -> list[int]:
-        """Settled tokens of a row from `start`, counted with its padding, on."""
+        """Committed tokens of a row from index `start` on, padding counted."""
         return self.text[row][start - self.lengths[row] :] if start < self.lengths[row] else []
 
     def padded(self, padding: int) -> Tensor:
@@ -114,13 +114,13 @@ class Context:
 
 @dataclass
 class Sampler:
-    """How scores become tokens: the caller's processors, greedy or sampled, and its generator.
+    """Turns scores into tokens with the caller's processors, greedily or by sampling.
 
     Attributes:
-        processors: the caller's.
-        do_sample: whether tokens are drawn.
-        generator: the source of the draws; `None` takes torch's global one.
-        noise: noise of every position, where draws belong to positions (the rule "coupled").
+        processors: the caller's logits processors.
+        do_sample: whether tokens are sampled.
+        generator: source of random numbers; `None` takes torch's global one.
+        noise: noise of every position, for the rule "coupled".
     """
 
     processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
@@ -130,12 +130,12 @@ class Sampler:
 
     @property
     def chooses(self) -> bool:
-        """Whether there is one right token at every position, to which a draft is compared."""
+        """Whether each position has one right token, with which drafts are compared."""
         return not self.do_sample or self.noise is not None
 
     @cached_property
     def reads_prefix(self) -> bool:
-        """Whether some processor depends on the tokens before a position."""
+        """Whether some processor reads the tokens before a position."""
         return any(type(processor) not in _POINTWISE for processor in self.processors)
 
     def scores(self, logits: Tensor, context: Context, offset: int = 0) -> Tensor:

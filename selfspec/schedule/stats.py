@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-# Where the time of a round goes, beside the rest.
+# Parts of a round's time; what is left is the rest.
 PARTS = ("shallow", "deep", "head", "sampling")
 
 Origin = Literal["accepted", "corrected", "bonus", "plain"]
@@ -17,11 +17,10 @@ class Round:
     """One round of one row, cut at the row's stop.
 
     Attributes:
-        drafted: the proposed token ids; of a tree, those of the kept branch and what went on from
-            there.
-        accepted: how many of them were kept.
-        target: the token that the target added after them, or `None` when the row stopped first.
-        proposed: tokens that the target checked: of a tree, those of other branches too.
+        drafted: the drafted token ids; of a tree, those of the accepted branch and a continuation.
+        accepted: how many of them were accepted.
+        target: the token that the target added after them; `None` if the row stopped before.
+        proposed: tokens that the target verified, including other branches of a tree.
     """
 
     drafted: tuple[int, ...]
@@ -31,13 +30,13 @@ class Round:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The tokens that this round emitted."""
+        """The emitted tokens."""
         added = () if self.target is None else (self.target,)
         return self.drafted[: self.accepted] + added
 
     @property
     def origins(self) -> tuple[Origin, ...]:
-        """Where each emitted token came from."""
+        """The origin of each emitted token."""
         kept: tuple[Origin, ...] = ("accepted",) * self.accepted
         if self.target is None:
             return kept
@@ -80,22 +79,22 @@ class Clock:
 
 @dataclass
 class Stats:
-    """Counters and seconds of one call; only kept tokens count.
+    """Counters and seconds of one call.
 
     Attributes:
-        rounds: rounds times rows that took part; the prefill is none.
+        rounds: rounds, counted once per row that took part; without the prefill.
         drafted: drafted tokens that were verified.
-        accepted: drafted tokens that were kept.
-        proposed: tokens that the target checked; more than `drafted` where drafts are trees.
-        emitted: tokens written.
-        prefilled: the part of them that prefill wrote, one a row.
+        accepted: drafted tokens that were accepted.
+        proposed: tokens that the target verified; more than `drafted` if drafts are trees.
+        emitted: generated tokens.
+        prefilled: the part of them that the prefill generated, one per row.
         lossless: whether the output follows the target's distribution; a lossy rule changes it.
-        drafted_at: drafts by position in the draft (index 0 is the first).
-        accepted_at: kept drafts by position.
+        drafted_at: drafts by position (index 0 is the first of a round).
+        accepted_at: accepted drafts by position.
         seconds: wall time of `prefill`, of the layers in `shallow` and `deep` passes, of the
-            `head` (exit heads and LM head), of `sampling` (processors, draws and acceptance, of
-            drafts too), and the `total` of the call. On a GPU kernels run after the host: there
-            the split says where the host waited.
+            `head` (exit heads and LM head), of `sampling` (processors, draws and acceptance), and
+            the `total` of the call. On a GPU kernels run asynchronously: there the split shows
+            where the host waited.
     """
 
     rounds: int = 0
@@ -141,7 +140,7 @@ class Stats:
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """Share of drafts kept at each position of the draft."""
+        """Share of drafts accepted at each position."""
         pairs = zip(self.accepted_at, self.drafted_at, strict=True)
         return [kept / drafted for kept, drafted in pairs]
 

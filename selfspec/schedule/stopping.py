@@ -18,8 +18,8 @@ _LONGEST = 16  # drafts of the longest rounds that are considered
 class Schedule:
     """Decides after each drafted token whether to draft another; this one always does."""
 
-    def begin(self, judge: AcceptanceEstimator) -> None:
-        """A round begins; `judge` gives the chance that a greedy draft is accepted."""
+    def begin(self, acceptance: AcceptanceEstimator) -> None:
+        """A round begins; `acceptance` estimates the chance of a greedy draft."""
 
     def pause(self) -> None:
         """The next round is another drafter's."""
@@ -74,7 +74,7 @@ class OptimalStop(Schedule):
 
     def __init__(self, model: RoundModel):
         self.model, self.timer = model, RoundTimer(model)
-        self._judge: AcceptanceEstimator | None = None
+        self._acceptance: AcceptanceEstimator | None = None
         self._rounds, self._made, self._sampled = 0, 0, False
         self._further = False  # whether the round has one draft more than pays, to learn from
         self._reach = [1.0]  # chance that all drafts so far are accepted, for each row or for all
@@ -84,10 +84,10 @@ class OptimalStop(Schedule):
         self._price = 0.0  # tokens that the time of another draft is worth
         self._confidences: dict[int, list[float]] = {}  # by position, of each row
 
-    def begin(self, judge: AcceptanceEstimator) -> None:
+    def begin(self, acceptance: AcceptanceEstimator) -> None:
         """Time the round from here."""
         self.timer.begin()
-        self._judge, self._reach, self._confidences = judge, [1.0], {}
+        self._acceptance, self._reach, self._confidences = acceptance, [1.0], {}
         self._rounds, self._made, self._further = self._rounds + 1, 0, False
 
     def pause(self) -> None:
@@ -135,8 +135,8 @@ class OptimalStop(Schedule):
         if probs is not None:  # Simpson 1949
             # In this order NaN, of scores that are NaN, gives 0.
             return [max(0.0, p) for p in torch.linalg.vecdot(probs, probs)[:, 0].tolist()]
-        assert self._judge is not None
-        return self._judge([scores[:, 0].softmax(-1)], position)[0]
+        assert self._acceptance is not None
+        return self._acceptance([scores[:, 0].softmax(-1)], position)[0]
 
     def end(self, drafted: int, accepted: Sequence[int]) -> None:
         """Learn from the round: `accepted` of the `drafted` tokens in each row."""
@@ -161,6 +161,6 @@ def make_schedule(config: DraftConfig, model: RoundModel | None = None) -> Sched
     return Schedule()
 
 
-def plain_judge() -> AcceptanceEstimator:
-    """The judge of drafts for which no calibrator was fitted."""
+def plain_estimator() -> AcceptanceEstimator:
+    """Estimates acceptance of drafts without a fitted calibrator."""
     return Calibrator().estimator()

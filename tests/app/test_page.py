@@ -40,7 +40,9 @@ def page(tokenizer):
     from selfspec.display.app.page import Page
 
     spec = SelfSpecModel(tiny_llama("sometimes"))
-    made = Page(SideBySide(spec, tokenizer, 0), Offer(spec, DraftConfig(exit_layer=EXIT)), "tiny")
+    made = Page(
+        SideBySide(spec, tokenizer, 0.002), Offer(spec, DraftConfig(exit_layer=EXIT)), "tiny"
+    )
     yield made
     made.side.close()
 
@@ -57,7 +59,7 @@ def test_a_client_is_streamed_both_texts_up_to_the_end(page):
         client = Client(address, verbose=False, analytics_enabled=False)
         job = client.submit(*[PROMPT, *CHOSEN.values()], api_name="/write")
         *_, line, figures, plain, ours = job.result(timeout=60)[:4]
-        assert len(job.outputs()) > TOKENS  # a frame a round
+        assert len(job.outputs()) > 2  # streamed
     assert f"both texts are equal, all {TOKENS} tokens" in line
     assert figures.count("–") == 0
     assert 'title="accepted"' in ours and "title=" not in plain
@@ -106,7 +108,7 @@ def test_a_stop_is_for_whoever_asks(page):
 
 def test_controls_follow_what_was_chosen(page):
     at_exit, head, length = page.choose_drafter("prompt_lookup")
-    assert (at_exit["interactive"], head["interactive"], length["value"]) == (False, False, 10)
+    assert (at_exit["interactive"], head["interactive"], length["value"]) == (False, False, 16)
     assert page.choose_drafter("lookahead")[2]["interactive"] is False
     assert page.choose_exit(1)["choices"] == ["shared"]
 
