@@ -71,14 +71,14 @@ def test_under_any_schedule(drafter, schedule, agreement):
 @pytest.mark.parametrize("schedule", ["confidence", "optimal"])
 def test_a_schedule_that_is_not_asked_is_refused(drafter, schedule):
     spec = SelfSpecModel(tiny_llama())
-    with pytest.raises(ValueError, match=f"which '{drafter}' does not ask; leave it out, or"):
+    with pytest.raises(ValueError, match=f"'{drafter}' does not use it; leave it out, or"):
         spec.generate(prompt(4)[0], draft=draft(drafter, schedule=schedule))
 
 
 @pytest.mark.parametrize("drafter", sorted(set(DRAFTERS) - {"two_model", "none"}))
 def test_a_draft_model_that_would_not_draft_is_refused(drafter):
     spec = SelfSpecModel(tiny_llama())
-    with pytest.raises(ValueError, match=f"'small' is what .*, got drafter='{drafter}'"):
+    with pytest.raises(ValueError, match=f"'small' is for .*, got drafter='{drafter}'"):
         spec.generate(prompt(4)[0], draft=draft(drafter, draft_model="small"))
 
 

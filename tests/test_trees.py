@@ -102,7 +102,7 @@ def test_greedy_text_is_the_models_own(family):
 @pytest.mark.parametrize("family", ["bloom", "mpt", "falcon_alibi"])
 def test_families_whose_bias_counts_keys_refuse_trees(family):
     spec = SelfSpecModel(build(family, "eager"))
-    with pytest.raises(ValueError, match=r"cannot stand at one position; use a drafter that makes"):
+    with pytest.raises(ValueError, match=r"cannot have one position; use a drafter that makes"):
         spec.generate(IDS[:1], draft=tree_of(4), max_new_tokens=2)
 
 

@@ -279,10 +279,11 @@ class SideBySide:
         done = self._worker.submit(job.run)
         try:
             yield job.frame()
-            while not wait([done], timeout=self.interval).done:
+            while not done.done():
                 if stop.is_set():
                     done.cancel()  # has an effect only before it starts
-                yield job.frame()
+                if not wait([done], timeout=0 if done.cancelled() else self.interval).done:
+                    yield job.frame()
             ending = None if done.cancelled() else done.result()
             yield replace(job.frame(), state="done", ending=ending)
         finally:
