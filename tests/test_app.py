@@ -48,7 +48,7 @@ def test_both_ways_are_shown_as_they_go_one_behind_the_other(side, tokenizer):
     written = greedy(side.spec.model, ids, max_new_tokens=TOKENS)[0, ids.shape[1] :]
     last = seen[-1]
     assert text(last.plain) == text(last.speculative) == tokenizer.decode(written)
-    assert last.ending == (f"both texts are equal, all {TOKENS} tokens", True, True)
+    assert last.ending == (f"both outputs are equal, all {TOKENS} tokens", True, True)
     assert list(dict.fromkeys(frame.state for frame in seen)) == [
         "waiting",
         "plain",
@@ -102,7 +102,7 @@ def test_sampled_texts_are_not_compared(side):
     last = frames(side, temperature=1.0)[-1]
     assert last.ending.equal is None
     assert last.plain.tokens == last.speculative.tokens == TOKENS
-    assert 'class="ways-line "' in view.line(last)
+    assert 'class="side-line "' in view.line(last)
 
 
 def test_texts_that_differ_where_they_must_not_are_said_to_be_wrong(side, monkeypatch):
@@ -111,7 +111,7 @@ def test_texts_that_differ_where_they_must_not_are_said_to_be_wrong(side, monkey
     monkeypatch.setattr(Writer, "plain", lambda self, count=None, **_: changed(self, count))
     last = frames(side)[-1]
     assert last.ending.equal is False
-    assert 'class="ways-line wrong">NOT EQUAL: the texts part' in view.line(last)
+    assert 'class="side-line wrong">NOT EQUAL: the outputs differ' in view.line(last)
 
 
 # Stopping, and others who ask

@@ -312,10 +312,10 @@ def test_what_is_reported_of_rounds_adds_up(spec, tokenizer, config, tmp_path):
         for place, column in enumerate(grid.columns)
     }
     ours = rows["ours"]
-    shares = [float(share) for share in cells["rounds, by drafts kept (0, 1, …)"].split()]
+    shares = [float(share) for share in cells["rounds, by accepted drafts (0, 1, …)"].split()]
     assert len(shares) == 1 + max(ours.accepted_lengths)
     assert sum(shares) == pytest.approx(1, abs=0.02)
-    by_position = [float(rate) for rate in cells["kept, by position"].split()]
+    by_position = [float(rate) for rate in cells["accepted, by position"].split()]
     assert by_position == pytest.approx(ours.acceptance_by_position, abs=0.005)
     split = [float(cells[part]) for part in (*PARTS, "rest")]
     assert sum(split) == pytest.approx(1, abs=0.005)

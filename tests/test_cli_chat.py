@@ -29,7 +29,7 @@ def test_every_line_of_stdin_is_a_turn_and_gets_a_plain_reply(folder):
     first = own_text(folder, "the cat")
     second = own_text(folder, f"the cat{first}\non the mat")
     assert result.stdout == f"{first}\n{second}\n"
-    figures = r"\d+ tokens, .* tokens/s, acceptance rate .*; (\d+) of (\d+) tokens read before"
+    figures = r"\d+ tokens, .* tokens/s, acceptance rate .*; (\d+) of (\d+) tokens cached"
     read = [re.fullmatch(figures, line).groups() for line in result.stderr.splitlines()]
     assert [int(cached) for cached, _ in read] == [0, int(read[0][1]) + TOKENS - 1]
 
@@ -152,7 +152,7 @@ def test_a_chat_on_a_terminal():
     terminal.type("It was a dark and\n")
     terminal.wait_for("\x1b\\[32m")
     terminal.type("\x03")
-    count = terminal.wait_for(r"(\d+) tokens, .*0 of \d+ tokens read before; stopped.*> ")[1]
+    count = terminal.wait_for(r"(\d+) tokens, .*0 of \d+ tokens cached; stopped.*> ")[1]
     assert 0 < int(count) < 900
     assert terminal.interrupt_to_the_end() == 130
     assert "Traceback" not in terminal.shown

@@ -57,7 +57,7 @@ def test_what_the_demo_streams_is_the_text(folder):
     )
     shown = call("demo", "--model", folder, *options).stdout
     assert PROMPT + own_text(folder) in unmarked(shown)
-    assert f"both texts are equal, all {TOKENS} tokens" in shown
+    assert f"both outputs are equal, all {TOKENS} tokens" in shown
 
 
 def test_the_demos_table_shows_the_figures_of_its_json(writer):

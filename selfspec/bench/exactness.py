@@ -29,9 +29,9 @@ class Divergence(NamedTuple):
 
     Attributes:
         position: index of the first new token that differs.
-        plain: the token that the model's own `generate` wrote there; `None` after its end.
-        other: the other one.
-        margin: the difference of their scores, the processors applied; `None` where a text ended.
+        plain: the token of the model's own `generate`; `None` after its end.
+        other: the other token; `None` after its end.
+        margin: difference of their processed scores; `None` if one output ended.
         rounding: whether a margin that small can come from rounding in this dtype.
     """
 
@@ -45,12 +45,12 @@ class Divergence(NamedTuple):
 def first_divergence(
     spec: SelfSpecModel, prompt: Batch, options: dict[str, Any], plain: list[int], other: list[int]
 ) -> Divergence | None:
-    """Where `other` parts from `plain`; `None` where they are equal.
+    """Where `other` diverges from `plain`; `None` if they are equal.
 
     Args:
         spec: the target.
-        prompt: the one row that both go on from.
-        options: of `generate`, the same for both.
+        prompt: the prompt of both, one row.
+        options: options of `generate`, the same for both.
         plain: tokens of the model's own `generate`.
         other: tokens of another method.
     """
@@ -72,7 +72,7 @@ def first_divergence(
 def _scores(
     spec: SelfSpecModel, prompt: Batch, written: list[int], options: dict[str, Any]
 ) -> Tensor:
-    """`[vocab]` what the model's own `generate` would choose the next token from."""
+    """`[vocab]` the scores of the model's own `generate` for the next token."""
     generate: Any = spec.model.generate
     behind = prompt.tokens.new_tensor([written])
     output = generate(
@@ -86,25 +86,23 @@ def _scores(
     return output.scores[0][0].float()
 
 
-# Whether a draft leaves the output alone: greedy texts are equal, sampled ones follow the target.
-
-_CONTEXT = 16  # tokens of a prompt that sampled continuations go on from
-_ROWS = 64  # continuations drawn, or scored, in one call
-# In half precision a pass of another width may leave another of two near-equal tokens among the
-# candidates, with drafts or without. So many continuations may be none of plain decoding's.
+_CONTEXT = 16  # prompt tokens before sampled continuations
+_ROWS = 64  # continuations that are sampled or scored in one call
+# In half precision, passes of different width may swap two nearly equal candidates. This share of
+# continuations may be impossible under plain decoding.
 _SWAPPED = 0.05
 _FEWEST = 5  # continuations expected less often are counted together
 
 
 class Sampling(NamedTuple):
-    """How continuations are drawn for the distribution test.
+    """Settings of the distribution test.
 
     Attributes:
-        samples: continuations of a prompt.
-        candidates: tokens that each step chooses from (top-k).
+        samples: continuations per prompt.
+        candidates: candidates of each step (top-k).
         horizon: tokens of a continuation.
-        temperature: of both.
-        level: a correct drafter fails with this probability, all prompts together.
+        temperature: sampling temperature.
+        level: probability that a correct drafter fails, over all prompts.
     """
 
     samples: int = 2048
@@ -127,16 +125,16 @@ class Sampling(NamedTuple):
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What a check found.
+    """Results of a check.
 
     Attributes:
-        texts: greedy texts compared.
-        divergences: where they part from the model's own, by number of the prompt.
-        wide: whether the weights are float32 or wider, where only rounding may part texts.
-        p_values: of the distribution test, the least of each prompt, corrected for the number of
-            tests on it; empty where none was made.
-        level: p-values below this, over the number of prompts, fail.
-        acceptance_rate: of the sampled drafts.
+        texts: greedy outputs compared.
+        divergences: where they diverge from the model's own, by number of the prompt.
+        wide: whether the weights are float32 or wider.
+        p_values: the least p-value of each prompt, corrected for the number of tests; empty if
+            nothing was sampled.
+        level: the test fails if a p-value is below this over the number of prompts.
+        acceptance_rate: acceptance rate of the sampled drafts.
     """
 
     texts: int
@@ -148,19 +146,19 @@ class CheckResult:
 
     @property
     def equal(self) -> bool:
-        """Whether greedy texts are what they have to be."""
+        """Whether greedy outputs are equal, up to rounding."""
         return not self.wide or all(found.rounding for found in self.divergences.values())
 
     @property
     def distributed(self) -> bool | None:
-        """Whether sampled texts follow the target's distribution; `None` where none were drawn."""
+        """Whether samples follow the target's distribution; `None` if there are none."""
         if not self.p_values:
             return None
         return min(self.p_values) >= self.level / len(self.p_values)
 
     @property
     def passed(self) -> bool:
-        """Whether nothing speaks against exactness."""
+        """Whether the check passed."""
         return self.equal and self.distributed is not False
 
     def to_dict(self) -> dict[str, Any]:
@@ -181,18 +179,18 @@ def check_exactness(
     sampling: Sampling | None = None,
     seed: int = 0,
 ) -> CheckResult:
-    """Compare what a draft writes with the model's own `generate`.
+    """Compare the output with a draft to that of the model's own `generate`.
 
     Args:
         spec: the target, with its heads.
         draft: how to draft.
         prompts: `[1, width]` each.
-        max_new_tokens: tokens of a greedy text.
-        sampling: how to test sampled texts; `None` leaves them out.
-        seed: seeds the draws.
+        max_new_tokens: tokens of a greedy output.
+        sampling: settings of the distribution test; `None` skips it.
+        seed: seeds the samples.
 
     Raises:
-        ValueError: the draft is none that this model can make.
+        ValueError: the model cannot make such drafts.
     """
     divergences = _greedy(spec, draft, prompts, max_new_tokens)
     found = [
@@ -239,7 +237,7 @@ def _distribution(
     expected = exact_probabilities(spec, prompt, options, sampling.horizon)
     drawn, rate = _draws(spec, draft, prompt, options, sampling, seed)
     p_values = [
-        # Of every length: faults of the first drafts show in few cells, those of the last in all.
+        # For every length: faults of the first drafts show best in few cells.
         _p_value(drawn, expected, length, 0.0 if _is_wide(spec) else _SWAPPED)
         for length in range(1, sampling.horizon + 1)
     ]
@@ -254,7 +252,7 @@ def exact_probabilities(
     Args:
         spec: the target.
         prompt: `[1, width]`.
-        options: of `generate`; few tokens must be left to choose from.
+        options: options of `generate`; few candidates must be left.
         horizon: tokens of a continuation.
     """
     joint: dict[tuple[int, ...], float] = {(): 1.0}
@@ -272,7 +270,7 @@ def exact_probabilities(
 
 
 def _next(spec: SelfSpecModel, texts: Tensor, options: dict[str, Any]) -> Tensor:
-    """`[rows, vocab]` probabilities that the model's own `generate` draws the next token from."""
+    """`[rows, vocab]` the probabilities of the model's own `generate` for the next token."""
     generate: Any = spec.model.generate
     with torch.random.fork_rng():
         output = generate(
@@ -295,7 +293,7 @@ def _draws(
     sampling: Sampling,
     seed: int,
 ) -> tuple[list[tuple[int, ...]], float]:
-    """Continuations that speculation draws, and how many of its drafts were kept."""
+    """Continuations sampled with drafts, and their acceptance rate."""
     generator = torch.Generator(prompt.device).manual_seed(seed)
     drawn: list[tuple[int, ...]] = []
     drafted = accepted = 0
@@ -322,9 +320,9 @@ def _p_value(
     length: int,
     swapped: float,
 ) -> float:
-    """Chi-square of the first `length` tokens; rare continuations are joined into one cell.
+    """Chi-square test of the first `length` tokens; rare continuations share one cell.
 
-    Up to the share `swapped` of what plain decoding never writes is left out.
+    Up to the share `swapped` of continuations may be impossible under plain decoding.
     """
     probs: dict[tuple[int, ...], float] = {}
     for word, chance in joint.items():
@@ -346,7 +344,7 @@ def _p_value(
 
 
 def chi_square(cells: Sequence[tuple[float, float]]) -> float:
-    """The p-value of counts against expectations (Pearson), one degree of freedom less than cells.
+    """The p-value of Pearson's chi-square test, with one degree of freedom less than cells.
 
     Args:
         cells: count and expectation of each.

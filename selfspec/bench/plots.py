@@ -29,10 +29,9 @@ _OUTSIDE = {"frameon": False, "loc": "center left", "bbox_to_anchor": (1, 0.5), 
 
 
 def write_plots(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Draw every mode's rows to PNG files in `folder`; those with nothing to show are left out.
+    """Draw every mode's rows to PNG files in `folder`.
 
-    Where there are several batch sizes, one picture shows speed against them, the others show the
-    first.
+    With several batch sizes, one plot shows speed against batch size; the others show the first.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -70,7 +69,7 @@ def _file_name(mode: str) -> str:
 
 
 def write_picture(path: Path, title: str, draw: Callable[[Axes], None], rows: int = 12) -> None:
-    """Draw one picture, as high as `rows` bars need.
+    """Draw one plot, high enough for `rows` bars.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -89,7 +88,7 @@ def write_picture(path: Path, title: str, draw: Callable[[Axes], None], rows: in
 
 
 def _names(rows: Sequence[Row]) -> list[str]:
-    """What a row is called beside the others: by its set too where there are several."""
+    """Names of the rows, with the prompt set if there are several."""
     several = len({row.place.prompts for row in rows}) > 1
     return [
         f"{row.place.method} · {row.place.prompts}" if several else row.place.method for row in rows
@@ -98,7 +97,7 @@ def _names(rows: Sequence[Row]) -> list[str]:
 
 def _name_bars(ax: Axes, rows: list[Row]) -> None:
     ax.set_yticks(range(len(rows)), _names(rows), fontsize=8)
-    ax.set_ylim(len(rows) - 0.4, -0.6)  # down, with the same margin for any number
+    ax.set_ylim(len(rows) - 0.4, -0.6)  # downwards
 
 
 def _speedups(ax: Axes, rows: list[Row]) -> None:
@@ -156,14 +155,14 @@ def _acceptance(ax: Axes, rows: list[Row]) -> None:
         positions = range(1, len(row.acceptance_by_position) + 1)
         marker, colour = MARKERS[place % len(MARKERS)], COLOURS[place % len(COLOURS)]
         ax.plot(positions, row.acceptance_by_position, marker=marker, color=colour, label=name)
-    ax.set(xlabel="position in the draft", ylabel="share of drafts kept", ylim=(0, 1.02))
+    ax.set(xlabel="position in the draft", ylabel="share of drafts accepted", ylim=(0, 1.02))
     ax.set_xticks(range(1, 1 + max(len(row.acceptance_by_position) for row in rows)))
     ax.figure.set_figheight(max(4.0, 1 + 0.25 * len(rows)))  # pyright: ignore[reportAttributeAccessIssue]
     ax.legend(**_OUTSIDE)
 
 
 def _lengths(ax: Axes, rows: list[Row]) -> None:
-    """Shares of rounds by drafts kept: a bar a row, the darker the more were kept."""
+    """Shares of rounds by accepted drafts: a bar per row, darker for more."""
     most = max(max(row.accepted_lengths) for row in rows)
     left = [0.0] * len(rows)
     for kept in range(most + 1):
@@ -175,7 +174,7 @@ def _lengths(ax: Axes, rows: list[Row]) -> None:
         left = [start + share for start, share in zip(left, shares, strict=True)]
     _name_bars(ax, rows)
     ax.set(xlabel="share of rounds", xlim=(0, 1))
-    ax.legend(title="drafts kept", **_OUTSIDE)
+    ax.legend(title="accepted drafts", **_OUTSIDE)
 
 
 def _time(ax: Axes, rows: list[Row]) -> None:
@@ -194,5 +193,5 @@ def _memory(ax: Axes, rows: list[Row]) -> None:
         bytes_of = [getattr(row.memory, label) for row in rows]
         ax.barh(range(len(rows)), [count / 2**20 for count in bytes_of], color=colour, label=label)
     _name_bars(ax, rows)
-    ax.set_xlabel("MiB, peak of the call and how much of it was not there before")
+    ax.set_xlabel("MiB, peak of the call and its growth")
     ax.legend(**_OUTSIDE)

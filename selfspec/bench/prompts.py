@@ -28,9 +28,7 @@ def clean_prose(text: str) -> str:
     return "\n".join(folded for part in paragraphs if (folded := " ".join(part.split())))
 
 
-# Prompt sets: passages of plain text, and the questions of the field's benchmarks.
-
-# The first turn alone is asked of conversations. MBPP's test split has ids 11 to 510.
+# Of conversations only the first turn is used. MBPP's test split has ids 11 to 510.
 _TEMPLATES = {
     "gsm8k": "Question: {question}\nAnswer:",
     "humaneval": "{prompt}",
@@ -39,7 +37,7 @@ _TEMPLATES = {
     "spec_bench": "{turn}",
 }
 _MBPP_TEST = range(11, 511)
-_CHARACTERS = 24  # more than a token has in any text that is not made of blanks
+_CHARACTERS = 24  # more characters than a token has on average
 
 
 def read_prompts(
@@ -50,11 +48,11 @@ def read_prompts(
     Args:
         config: the set.
         tokenizer: the target's.
-        longest: the most tokens that leave room to write; longer questions are left out.
+        longest: the most tokens that leave room for the output; longer questions are dropped.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a record is not what the reader expects, or there are too few prompts.
+        ValueError: a record is malformed, or there are too few prompts.
     """
     if config.reader == "text":
         prompts = _passages(config, tokenizer)
@@ -78,14 +76,14 @@ def read_prompts(
 
 
 def _drawn(config: PromptSetConfig, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Prompts of tokens that have nothing to do with one another, the same in every run."""
+    """Prompts of random tokens, the same in every run."""
     source = random.Random(0)
     tokens = sorted(set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids))
     return [source.choices(tokens, k=length) for length in _lengths(config, config.count)]
 
 
 def _lengths(config: PromptSetConfig, count: int) -> list[int]:
-    """Tokens of each prompt: from the shortest to the longest, at even distances."""
+    """Lengths from the shortest to the longest, evenly spaced."""
     assert config.lengths is not None
     low, high = config.lengths
     return [low + (high - low) * number // max(1, count - 1) for number in range(count)]
@@ -107,7 +105,7 @@ def _encode(config: PromptSetConfig, tokenizer: PreTrainedTokenizerBase, text: s
 def _fitting(
     config: PromptSetConfig, prompts: Sequence[list[int]], longest: int | None
 ) -> list[list[int]]:
-    """`count` prompts of the wanted lengths, at even distances."""
+    """`count` prompts of the wanted lengths, evenly spaced."""
     low, high = config.lengths or (1, longest or max(map(len, prompts), default=1))
     fitting = [prompt for prompt in prompts if low <= len(prompt) <= high]
     count = min(config.count, len(fitting)) or len(fitting)
@@ -155,7 +153,7 @@ def _question(config: PromptSetConfig, record: dict[str, Any]) -> str:
 
 
 def _passages(config: PromptSetConfig, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Passages at even distances, each from the beginning of a line, cut at a token count."""
+    """Evenly spaced passages, each from the start of a line, cut at a token count."""
     texts = [clean_prose(text) if config.clean == "prose" else text for text in _texts(config)]
     count = config.count or len(texts)
     prompts: list[list[int]] = []
@@ -172,12 +170,12 @@ def _passages(config: PromptSetConfig, tokenizer: PreTrainedTokenizerBase) -> li
 def _passage(
     config: PromptSetConfig, tokenizer: PreTrainedTokenizerBase, text: str, place: int, length: int
 ) -> list[int] | None:
-    """`length` tokens from the line after `place`, or else from the beginning of the text."""
+    """`length` tokens from the line after `place`, or else from the start of the text."""
     for start in (text.find("\n", place) + 1, 0):
         ids = _encode(config, tokenizer, text[start : start + _CHARACTERS * length])
         if len(ids) >= length:
             return ids[:length]
-    # The passages in the package are short texts of their own: a few tokens less will do.
+    # The passages in the package are short; they may have a few tokens less.
     return ids if config.path is None else None
 
 
@@ -200,18 +198,15 @@ def _texts(config: PromptSetConfig) -> list[str]:
     return [text for text in texts if text.strip()]
 
 
-# Prompts cut out of texts: some to measure on, others to validate on.
-
-
 def cut_prompts(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], tokens: int, count: int
 ) -> list[Tensor]:
-    """Prompts `[length]` of at most `tokens` tokens, `count` at most, at even distances.
+    """At most `count` evenly spaced prompts `[length]` of at most `tokens` tokens.
 
     Args:
         tokenizer: the target's.
-        texts: a long one is cut into several prompts; none takes the passages in the package.
-        tokens: of a prompt; a text's last part may be shorter, if it is all there is.
+        texts: long ones are cut into several prompts; none takes the passages in the package.
+        tokens: tokens of a prompt; a short text gives one shorter prompt.
         count: prompts at most.
 
     Raises:
@@ -229,7 +224,7 @@ def cut_prompts(
 
 
 def split_prompts(prompts: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Every other prompt to measure on, the rest to validate on; a single one serves for both."""
+    """Every other prompt, and the rest; a single prompt is in both."""
     return list(prompts[::2]), list(prompts[1::2] or prompts)
 
 
@@ -247,9 +242,6 @@ def padded(prompts: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Ten
     lengths = torch.tensor([len(prompt) for prompt in prompts])[:, None]
     mask = (torch.arange(width) >= width - lengths).long()
     return torch.stack(rows).to(device), mask.to(device)
-
-
-# Prompts that are continued at once.
 
 
 class Batch(NamedTuple):
@@ -279,7 +271,7 @@ class Batch(NamedTuple):
         return self.tokens.shape[1]
 
     def row(self, index: int) -> Batch:
-        """One prompt, padded as it stands here: a repetition penalty sees its padding, too."""
+        """One prompt with its padding, which a repetition penalty sees, too."""
         return Batch(self.tokens[index : index + 1], self.mask[index : index + 1])
 
 

@@ -22,12 +22,12 @@ from selfspec.heads.store import replacing
 from selfspec.schedule.stats import PARTS
 
 _DRAWS = 4000
-_TAIL = 32  # tokens at a text's end that have to repeat themselves
+_TAIL = 32  # an output loops if so many tokens at its end repeat themselves
 _LONGEST_PERIOD = 16
 
 
 class Interval(NamedTuple):
-    """A figure and where it lies with 95 % confidence.
+    """A figure with its 95 % confidence interval.
 
     Attributes:
         value: the figure.
@@ -45,7 +45,7 @@ class Interval(NamedTuple):
 def median_interval(values: Sequence[float], seed: int = 0) -> Interval | None:
     """The median of `values` and its percentile bootstrap interval (Efron 1979).
 
-    `None` where there are no values. The interval of one value is that value.
+    `None` without values. The interval of one value is that value.
     """
     if not values:
         return None
@@ -56,7 +56,7 @@ def median_interval(values: Sequence[float], seed: int = 0) -> Interval | None:
 
 
 def percentile(values: Sequence[float], weights: Sequence[int], share: float) -> float:
-    """The smallest value that at least `share` of all weight is not above."""
+    """Weighted percentile: the smallest value that `share` of the weight does not exceed."""
     order = np.argsort(values, kind="stable")
     reached = np.cumsum(np.asarray(weights)[order])
     place = int(np.searchsorted(reached, share * reached[-1] * (1 - 1e-12)))
@@ -64,26 +64,22 @@ def percentile(values: Sequence[float], weights: Sequence[int], share: float) ->
 
 
 def loops(tokens: Sequence[int]) -> bool:
-    """Whether a text ends in circles: its last 32 tokens have a period of at most 16."""
+    """Whether an output ends in a loop: its last 32 tokens have a period of at most 16."""
     tail = list(tokens[-_TAIL:])
     if len(tail) < _TAIL:
         return False
     return any(tail[period:] == tail[:-period] for period in range(1, _LONGEST_PERIOD + 1))
 
 
-# The figures of a benchmark: what reports, plots and JSON show.
-
-
 @dataclass(frozen=True)
 class Equality:
-    """Whether a method's greedy texts are those of the model's own `generate`.
+    """Whether a method's greedy outputs equal those of the model's own `generate`.
 
     Attributes:
         texts: prompts compared.
-        differing: numbers of the prompts whose texts differ, batch after batch.
-        first: the divergence of the first of them that rounding does not explain, or else of the
-            first.
-        failed: whether float32 or wider was asked for, and more than rounding parts the texts.
+        differing: numbers of the prompts whose outputs differ.
+        first: the first divergence that rounding does not explain, or else the first one.
+        failed: whether the weights are float32 or wider, and rounding does not explain all.
     """
 
     texts: int
@@ -97,27 +93,27 @@ class Row:
     """One method in one mode on one prompt set, with one batch size.
 
     Attributes:
-        place: which.
+        place: identifies the row.
         failure: why there are no figures.
-        texts: written, repeats included.
+        texts: number of outputs, repeats included.
         tokens_per_second: median over batches, decoding alone, all rows together.
         prefill_ms: median time to the first arrival of tokens.
-        ms_per_token: median, a round's time shared among its tokens.
-        ms_per_token_p95: what 95 % of tokens do not exceed.
+        ms_per_token: median; the time of a round is shared among its tokens.
+        ms_per_token_p95: the 95th percentile of that.
         speedup: over the model's own `generate` on the same batches: median of the paired ratios
             of tokens/s.
-        speedup_of_totals: all tokens over all seconds, as a ratio of both methods, of batches that
-            both wrote; a batch has the median pace of its repeats.
-        speedup_without_loops: of batches in which neither method's texts end in circles.
-        looping: share of texts that end in circles.
-        ended: share of texts that ended before their last token was asked for.
-        acceptance_rate: accepted over drafted; `None` of peers, which do not tell.
+        speedup_of_totals: ratio of all tokens over all seconds, over batches that both methods
+            generated; a batch has the median speed of its repeats.
+        speedup_without_loops: over batches in which no output of either method loops.
+        looping: share of outputs that loop.
+        ended: share of outputs that stopped before `max_new_tokens`.
+        acceptance_rate: accepted over drafted; `None` for peers, which do not report it.
         mean_accepted_length: tokens of a row's round.
-        acceptance_by_position: share kept at each position of the draft.
-        accepted_lengths: rounds of rows by the number of kept drafts.
+        acceptance_by_position: share of drafts accepted at each position.
+        accepted_lengths: rounds by the number of accepted drafts.
         time_split: shares of decode time.
-        memory: what the warm-up call needed.
-        equality: of greedy texts.
+        memory: memory of the warm-up call.
+        equality: equality of greedy outputs.
     """
 
     place: Place
@@ -242,7 +238,7 @@ def _times(runs: Sequence[Run], rates: Mapping[int, float]) -> dict[str, Any]:
 
 
 def _drafts(runs: Sequence[Run]) -> dict[str, Any]:
-    """What was drafted and kept, and where decode time went."""
+    """Acceptance, and the split of decode time."""
     rounds = Counter(kept for run in runs for kept in run.accepted)
     count = rounds.total()
     found: dict[str, Any] = {
@@ -274,7 +270,7 @@ def _columns(rows: Sequence[Sequence[int]]) -> list[int]:
 def _equality(
     bench: Bench, mode: ModeConfig, base: Sequence[Run], runs: Sequence[Run]
 ) -> Equality | None:
-    """Compare every text with the one that the model's own `generate` wrote first."""
+    """Compare every output with the first one of the model's own `generate`."""
     if not mode.greedy or not base:
         return None
     own = {run.key.number: run.texts for run in reversed(base)}
@@ -298,17 +294,14 @@ def _equality(
     )
 
 
-# A table, on a terminal or in Markdown.
-
-
 class Grid(NamedTuple):
-    """A table of text.
+    """A table of strings.
 
     Attributes:
-        title: of what.
-        columns: their names; the first names the rows.
+        title: its title.
+        columns: names of the columns; the first names the rows.
         rows: cells.
-        wraps: columns that may be broken into lines on a terminal, beside the first.
+        wraps: columns that may wrap on a terminal, beside the first.
     """
 
     title: str
@@ -337,7 +330,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def number(value: float | None, digits: int) -> str:
-    """A figure, or a dash where there is none."""
+    """A formatted figure, or a dash for `None`."""
     return "–" if value is None else f"{value:.{digits}f}"
 
 
@@ -346,8 +339,6 @@ def mebibytes(count: int) -> str:
     return f"{count / 2**20:,.1f}"
 
 
-# What a benchmark's rows look like: the same sheets on a terminal and in Markdown.
-
 Cell = Callable[[Row], str]
 
 
@@ -355,9 +346,9 @@ class Sheet(NamedTuple):
     """A table of some figures of every row.
 
     Attributes:
-        title: of what.
-        columns: what a cell says, by the name of its column.
-        wraps: columns that may be broken into lines.
+        title: its title.
+        columns: formats a row's cell, by the name of the column.
+        wraps: columns that may wrap.
     """
 
     title: str
@@ -371,14 +362,14 @@ def _interval(found: Interval | None) -> str:
 
 
 def _equal(equality: Equality | None) -> str:
-    """How many texts are equal; where they part, by how much."""
+    """How many outputs are equal, and the margin of the first difference."""
     if equality is None:
         return "–"
     equal = equality.texts - len(equality.differing)
     if equality.first is None:
         return f"{equal}/{equality.texts}"
     margin = equality.first.margin
-    apart = "one text ends" if margin is None else f"margin {margin:.2g}"
+    apart = "one stops" if margin is None else f"margin {margin:.2g}"
     return f"{'NOT EQUAL: ' if equality.failed else ''}{equal}/{equality.texts}, {apart}"
 
 
@@ -387,7 +378,7 @@ def _by_position(row: Row) -> str:
 
 
 def _by_length(row: Row) -> str:
-    """Shares of rounds, by the number of kept drafts from 0 on."""
+    """Shares of rounds by the number of accepted drafts, from 0 on."""
     rounds = sum(row.accepted_lengths.values())
     most = max(row.accepted_lengths, default=-1)
     shares = (row.accepted_lengths.get(kept, 0) / rounds for kept in range(most + 1))
@@ -406,21 +397,21 @@ SHEETS = (
             "speedup (95 %)": lambda row: _interval(row.speedup),
             "accepted": lambda row: number(row.acceptance_rate, 3),
             "length": lambda row: number(row.mean_accepted_length, 2),
-            "texts equal": lambda row: _equal(row.equality),
+            "outputs equal": lambda row: _equal(row.equality),
         },
-        wraps=["texts equal"],
+        wraps=["outputs equal"],
     ),
     Sheet(
         "drafts",
         {
-            "kept, by position": _by_position,
-            "rounds, by drafts kept (0, 1, …)": _by_length,
+            "accepted, by position": _by_position,
+            "rounds, by accepted drafts (0, 1, …)": _by_length,
         },
-        wraps=["kept, by position", "rounds, by drafts kept (0, 1, …)"],
+        wraps=["accepted, by position", "rounds, by accepted drafts (0, 1, …)"],
     ),
     Sheet("share of decode time", {part: _part(part) for part in (*PARTS, "rest")}),
     Sheet(
-        "texts in circles",
+        "loops",
         {
             "loops": lambda row: number(row.looping, 2),
             "speedup without loops": lambda row: _interval(row.speedup_without_loops),
@@ -444,7 +435,7 @@ SHEETS = (
 
 
 def grids(rows: Sequence[Row]) -> Iterator[Grid]:
-    """Every sheet of rows that are compared with one another; failures stand in the first."""
+    """Every sheet of rows that are compared with one another; the first shows failures."""
     several = len({row.place.batch for row in rows}) > 1
     for place, part in groupby(rows, key=lambda row: row.place._replace(method="")):
         title = f"{place.mode} · {place.prompts}" + several * f" · batch {place.batch}"
@@ -461,25 +452,23 @@ def _cells(sheet: Sheet, row: Row) -> list[str]:
     return [row.place.method, *(cell(row) for cell in sheet.columns.values())]
 
 
-# A benchmark's report: tables on a terminal, JSON, Markdown.
-
 NOTES = (
     "tokens/s: decoding alone, all rows of a batch together, median over batches; prefill ms: from "
     "the call to the first tokens, of transformers' own speculation its whole first round. "
     "speedup: over the model's own generate on the same batches, median of their paired ratios, "
-    "95 % by bootstrap over batches; without loops: of the batches in which no text of either ends "
-    "in circles (last 32 tokens with a period of at most 16); loops: share of texts that do. "
-    "accepted: drafts kept; length: tokens a round. ms/token: a round's time shared among its "
+    "95 % by bootstrap over batches; without loops: over batches in which no output of either "
+    "loops (last 32 tokens with a period of at most 16); loops: share of outputs that do. "
+    "accepted: share of drafts; length: tokens a round. ms/token: a round's time shared among its "
     "tokens. Peak memory is that of the warm-up, on the longest prompts."
 )
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a benchmark found.
+    """The report of a benchmark.
 
     Attributes:
-        head: what ran where: command, model, device, lengths, versions.
+        head: command, model, device, lengths, versions.
         rows: the figures.
     """
 
@@ -488,7 +477,7 @@ class Report:
 
     @property
     def failed(self) -> bool:
-        """Whether texts differ that had to be equal."""
+        """Whether outputs differ that must be equal."""
         return any(row.equality is not None and row.equality.failed for row in self.rows)
 
     def to_dict(self) -> dict[str, Any]:

@@ -27,11 +27,11 @@ _PROCESS = Path("/proc/self")
 
 
 class Memory(NamedTuple):
-    """What a call needed, in bytes.
+    """Memory of a call, in bytes.
 
     Attributes:
-        peak: the most that was held: resident memory of the process, or allocated on the GPU.
-        growth: how much of it was not there before the call.
+        peak: peak resident memory of the process, or peak allocated memory of the GPU.
+        growth: by how much that exceeds the memory before the call.
     """
 
     peak: int
@@ -39,7 +39,7 @@ class Memory(NamedTuple):
 
 
 def peak_memory(call: Callable[[], object], device: torch.device) -> Memory | None:
-    """Run `call` and say what it needed; `None` where the system does not tell."""
+    """Run `call` and measure its memory; `None` if the system does not report it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -59,7 +59,7 @@ def _give_back() -> None:
 
 
 def _resident_from_now_on() -> int | None:
-    """Resident bytes, what is free given back to the system and the peak mark set down to it."""
+    """Resident bytes, after free memory was returned and the peak was reset."""
     _give_back()
     try:
         (_PROCESS / "clear_refs").write_text("5")  # proc(5): resets VmHWM
@@ -76,19 +76,17 @@ def _status(name: str) -> int | None:
     return int(found[1]) * 1024 if found else None
 
 
-# Ways to write a prompt on: the model's own `generate`, its peers in transformers, selfspec.
-
-# What transformers' documentation shows; a config's `options` come before these.
+# Settings of transformers' documentation; a config's `options` override them.
 _LOOKUP = {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 2}
 
 
 @dataclass
 class Arrivals(RoundStreamer):
-    """When tokens arrive: the clock of every method, so that all are timed alike.
+    """A streamer that records when tokens arrive, so that all methods are timed alike.
 
     Attributes:
         start: when the call began.
-        counts: tokens of each arrival; the first ends the prefill.
+        counts: tokens of each arrival; the first arrival ends the prefill.
         times: seconds from the start to each arrival.
     """
 
@@ -117,14 +115,14 @@ class Arrivals(RoundStreamer):
 
 @dataclass(frozen=True)
 class Written:
-    """What one call wrote, and when.
+    """The output of one call.
 
     Attributes:
         texts: the new token ids of each row, up to its stop.
-        counts: tokens of each arrival, all rows together; the first ends the prefill.
+        counts: tokens of each arrival, all rows together; the first arrival ends the prefill.
         times: seconds from the call to each arrival.
-        stats: counters and clocks, if it was selfspec's.
-        accepted: kept drafts of every round of every row after the prefill.
+        stats: counters and clocks, if selfspec generated.
+        accepted: accepted drafts of every round of every row after the prefill.
     """
 
     texts: list[list[int]]
@@ -138,11 +136,11 @@ Write = Callable[[Batch, dict[str, Any], int], Written]
 
 
 def make_method(spec: SelfSpecModel, config: MethodConfig) -> Write:
-    """What writes: called with prompts, options of `generate` and a seed.
+    """A function that generates, given prompts, options of `generate` and a seed.
 
     Raises:
-        OSError: the assistant model is not there.
-        ValueError: the draft is none that this model can make.
+        OSError: there is no such assistant model.
+        ValueError: the model cannot make such drafts.
     """
     if config.peer is None:
         return _Speculation(spec, config.draft)
@@ -158,13 +156,13 @@ def make_method(spec: SelfSpecModel, config: MethodConfig) -> Write:
 
 
 def stop_ids(spec: SelfSpecModel) -> list[int]:
-    """Tokens that end a text."""
+    """Stop tokens."""
     stops = spec.causal_lm.generation_config.eos_token_id
     return stops if isinstance(stops, list) else [] if stops is None else [stops]
 
 
 def _texts(spec: SelfSpecModel, output: Tensor, width: int) -> list[list[int]]:
-    """The rows of what `generate` returns, without prompt and without padding after a stop."""
+    """The new tokens of each row, up to its stop."""
     stops = set(stop_ids(spec))
     found: list[list[int]] = []
     for row in output[:, width:].tolist():
@@ -184,7 +182,7 @@ class _Speculation:
 
     Args:
         spec: the target.
-        draft: how to draft; `None` leaves it to `generate`.
+        draft: how to draft; `None` takes the default of `generate`.
     """
 
     def __init__(self, spec: SelfSpecModel, draft: DraftConfig | None):
@@ -217,7 +215,7 @@ class _Own:
 
     Args:
         spec: the target.
-        options: of the peer.
+        options: the peer's options.
     """
 
     def __init__(self, spec: SelfSpecModel, options: dict[str, Any]):
@@ -243,15 +241,15 @@ class _Own:
         texts, counts = _texts(self.spec, output, batch.width), arrivals.counts
         accepted = tuple(count - 1 for count in counts[1:])
         if batch.rows > 1:
-            # One token a row and step; what comes after a row's stop is padding. Speculation in
-            # transformers writes one row only.
+            # One token per row and step; after a row's stop there is padding. Speculation in
+            # transformers generates one row only.
             counts = [sum(len(text) > step for text in texts) for step in range(len(counts))]
             accepted = (0,) * sum(counts[1:])
         return Written(texts, counts, arrivals.times, accepted=accepted)
 
     @contextmanager
     def _told(self) -> Iterator[None]:
-        """Transformers reads how to draft from the assistant's own generation config."""
+        """Set the options that transformers reads from the assistant's generation config."""
         config = self.assistant.generation_config
         held = {name: getattr(config, name) for name in self.drafting}
         for name, value in self.drafting.items():
@@ -265,7 +263,7 @@ class _Own:
 
 @contextmanager
 def _left_as_it_was(model: PreTrainedModel) -> Iterator[None]:
-    """`assistant_early_exit` that fails half way leaves the model shallow."""
+    """Restore the depth: `assistant_early_exit` leaves the model shallow if it fails."""
     depth = model.config.num_hidden_layers
     try:
         yield
@@ -273,14 +271,12 @@ def _left_as_it_was(model: PreTrainedModel) -> Iterator[None]:
         model.config.num_hidden_layers = depth
 
 
-# Timed calls on disk: one JSON line each, so that a benchmark goes on where it was stopped.
-
 _RUNS = "runs.jsonl"
 _IDENTITY = "bench.json"
 
 
 class Place(NamedTuple):
-    """A row of the report: one method in one mode on one prompt set, so many prompts at once."""
+    """A row of the report: a method in a mode on a prompt set with a batch size."""
 
     mode: str
     prompts: str
@@ -289,7 +285,7 @@ class Place(NamedTuple):
 
 
 class Key(NamedTuple):
-    """A timed call: its row of the report, the number of the batch of prompts and the repeat's."""
+    """A timed call: its row of the report, the number of the batch, and of the repeat."""
 
     place: Place
     number: int
@@ -301,12 +297,12 @@ class Run:
     """One timed call.
 
     Attributes:
-        key: which.
+        key: identifies the call.
         texts: the new token ids of each row.
-        counts: tokens of each arrival, all rows together; the first ends the prefill.
+        counts: tokens of each arrival, all rows together; the first arrival ends the prefill.
         times: seconds from the call to each arrival.
-        accepted: kept drafts of every round of every row after the prefill.
-        stats: fields of selfspec's `Stats`; `None` of a peer.
+        accepted: accepted drafts of every round of every row after the prefill.
+        stats: fields of selfspec's `Stats`; `None` for a peer.
     """
 
     key: Key
@@ -318,7 +314,7 @@ class Run:
 
     @classmethod
     def of(cls, key: Key, written: Written) -> Run:
-        """The run that a call made."""
+        """A run from the output of a call."""
         stats = asdict(written.stats) if written.stats else None
         times = [round(seconds, 6) for seconds in written.times]
         return cls(key, written.texts, written.counts, times, list(written.accepted), stats)
@@ -340,7 +336,7 @@ class Run:
 
     @property
     def rate(self) -> float | None:
-        """Decoded tokens per second, all rows together; `None` where every text ended at once."""
+        """Decoded tokens per second, all rows together; `None` if every row stopped at once."""
         return self.decoded / self.decode_seconds if self.decoded else None
 
 
@@ -348,13 +344,13 @@ class RunFile:
     """The runs in a folder.
 
     Args:
-        folder: made if it is not there.
-        identity: what the runs depend on; runs of another identity are not mixed in.
+        folder: made if it does not exist.
+        identity: what the runs depend on; a folder holds runs of one identity only.
 
     Attributes:
-        runs: by key, in the order they were made.
+        runs: by key, in the order in which they were made.
         memory: peak memory by row of the report.
-        failures: reasons by row of the report, those of this session.
+        failures: reasons by row of the report, of this process.
 
     Raises:
         ValueError: the folder holds runs of another identity.
@@ -397,23 +393,23 @@ class RunFile:
         place = Place(*(record.pop(name) for name in Place._fields))
         if "peak" in record:
             self.memory[place] = Memory(**record)
-        elif "error" not in record:  # what failed is tried again
+        elif "error" not in record:  # failed calls are tried again
             key = Key(place, record.pop("number"), record.pop("repeat"))
             self.runs[key] = Run(key, **record)
 
     def add(self, run: Run) -> None:
-        """Keep a run."""
+        """Store a run."""
         record = {name: value for name, value in vars(run).items() if name != "key"}
         self._append(run.key.place, {"number": run.key.number, "repeat": run.key.repeat, **record})
         self.runs[run.key] = run
 
     def add_memory(self, place: Place, memory: Memory) -> None:
-        """Keep what a call needed."""
+        """Store the memory of a call."""
         self._append(place, memory._asdict())
         self.memory[place] = memory
 
     def fail(self, place: Place, reason: str) -> None:
-        """Keep why a method has no figures."""
+        """Store why a method has no figures."""
         self._append(place, {"error": reason})
         self.failures[place] = reason
 
@@ -424,7 +420,7 @@ class RunFile:
 
 
 def _differences(before: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Leaves of two trees of dicts and lists that differ, with their names."""
+    """Differing leaves of two trees of dicts and lists, with their names."""
     if isinstance(before, dict) and isinstance(now, dict):
         for key in {**before, **now}:
             inner = f"{name}.{key}" if name else str(key)
@@ -434,9 +430,6 @@ def _differences(before: Any, now: Any, name: str = "") -> Iterator[tuple[str, A
             yield from _differences(*pair, f"{name}.{index}")
     elif before != now:
         yield name, before, now
-
-
-# Every method on every prompt, interleaved, each call on disk as soon as it is done.
 
 
 class Progress(NamedTuple):
@@ -453,16 +446,16 @@ class Bench:
     Args:
         spec: the target, with its heads.
         tokenizer: its tokenizer.
-        config: what is run.
+        config: the benchmark.
 
     Attributes:
         prompts: by set, `[width]` each.
         batches: the same by set and batch size.
-        methods: what writes, by name.
-        unmade: why others cannot be made, by name.
+        methods: functions that generate, by name.
+        unmade: why other methods cannot be made, by name.
 
     Raises:
-        FileNotFoundError: a prompt set's file is not there.
+        FileNotFoundError: a prompt set's file does not exist.
         ValueError: a prompt set has too few prompts.
     """
 
@@ -488,7 +481,7 @@ class Bench:
         for method in config.methods:
             try:
                 self.methods[method.name] = make_method(spec, method)
-            except Exception as error:  # a row of the report, whatever it is
+            except Exception as error:  # any error becomes a row of the report
                 self.unmade[method.name] = reason(error)
 
     @property
@@ -510,8 +503,8 @@ class Bench:
         """Make all runs that the file does not hold yet.
 
         Args:
-            file: where they are kept.
-            show: told before every call.
+            file: stores the runs.
+            show: called before every run.
         """
         for mode in self.config.modes:
             for prompts, rows in self.batches:
@@ -549,7 +542,7 @@ class _Session:
         return Place(self.mode.name, self.prompts, self.rows, method)
 
     def _order(self) -> Iterator[Key]:
-        """Batch by batch; who begins moves on, and every second turn goes backwards."""
+        """Batch by batch; the first method rotates, and every second turn is reversed."""
         methods = list(self.bench.methods)
         for number in range(len(self.batches)):
             for repeat in range(self.bench.config.repeats):
@@ -565,11 +558,11 @@ class _Session:
         self.show(Progress(done, self.bench.total, doing))
         try:
             call()
-        except Exception as error:  # a row of the report, whatever it is
+        except Exception as error:  # any error becomes a row of the report
             self.file.fail(place, reason(error))
 
     def _warm_up(self, method: str) -> None:
-        """Write a little, untimed, and see how much memory it takes."""
+        """Generate a few tokens untimed, and measure the memory."""
         write = self.bench.methods[method]
         longest = max(self.batches, key=lambda batch: batch.width)
         options = {**self.options, "max_new_tokens": self.bench.config.warm_up}

@@ -38,13 +38,13 @@ def app(
         ),
     ] = None,
     open_page: Annotated[
-        bool, typer.Option("--open/--no-open", help="Show it.", rich_help_panel=_SERVER)
+        bool, typer.Option("--open/--no-open", help="Open the browser.", rich_help_panel=_SERVER)
     ] = True,
     as_json: opt.AsJson = False,
 ) -> None:
-    """Open a page in the browser: a prompt, written both ways, side by side, as you watch.
+    """Open a web page that generates with and without speculation, side by side.
 
-    Exit, draft length and drafter are chosen there; --draft says with which it begins. Ctrl-C ends
+    Exit, draft length and drafter are chosen there; --draft sets their initial values. Ctrl-C ends
     it. Needs Gradio: pip install 'selfspec[app]'.
     """
     drafting = opt.draft_config(config, draft)

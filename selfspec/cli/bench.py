@@ -40,11 +40,11 @@ def bench(
         ),
     ] = None,
     output: Annotated[
-        Path, typer.Option(metavar="DIR", help="Where runs and report go; runs there are kept.")
+        Path, typer.Option(metavar="DIR", help="Folder of runs and report; existing runs are kept.")
     ] = Path("outputs/bench"),
     as_json: opt.AsJson = False,
 ) -> None:
-    """Compare methods on one target: speed, acceptance, equality of texts, in one run."""
+    """Compare methods on one target: speed, acceptance and equality of outputs, in one run."""
     from selfspec.bench import BenchConfig
     from selfspec.bench.results import NOTES
     from selfspec.config import load_config
@@ -63,7 +63,7 @@ def bench(
 
 
 def run_bench(config: BenchConfig, output: Path) -> Report:
-    """Make the runs that are missing, and report all."""
+    """Make the missing runs, and report all."""
     from selfspec.bench import Bench, Report, RunFile, summarise
 
     target, head = _loaded(config)
@@ -86,7 +86,7 @@ def run_bench(config: BenchConfig, output: Path) -> Report:
 
 
 def _pictures(report: Report, output: Path) -> list[str]:
-    """Names of the pictures, or why there are none."""
+    """Names of the plots, or why there are none."""
     from selfspec.bench import write_plots
 
     try:
@@ -96,7 +96,7 @@ def _pictures(report: Report, output: Path) -> list[str]:
 
 
 def _loaded(config: BenchConfig) -> tuple[Loaded, dict[str, Any]]:
-    """The target, and what runs where."""
+    """The target, and the facts for the report."""
     import torch
 
     from selfspec.schedule.profile import device_name
@@ -132,7 +132,7 @@ def _versions() -> dict[str, str]:
 
 @contextmanager
 def _bar() -> Iterator[Say]:
-    """A progress bar on stderr, where that is a terminal."""
+    """A progress bar on stderr, if that is a terminal."""
     console = progress()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     bar = Bar(*columns, TimeRemainingColumn(), console=console, disable=console.quiet)

@@ -35,7 +35,7 @@ def chat(
         str | None,
         typer.Option(
             metavar="TEXT",
-            help="A message in front of all turns, where there is a chat template.",
+            help="A system message, if there is a chat template.",
             rich_help_panel="Text",
         ),
     ] = None,
@@ -49,11 +49,11 @@ def chat(
         typer.Option("--json", help="Print one JSON object a turn on stdout and nothing else."),
     ] = False,
 ) -> None:
-    """Talk to a model; accepted tokens are coloured, and each turn says what drafting was worth.
+    """Chat with a model; accepted tokens are coloured, and each turn shows speed and acceptance.
 
-    With a chat template turns are messages, without one the text goes on, line by line. Off a
-    terminal every line of stdin is a turn. /reset forgets every turn, /quit or Ctrl-D leaves;
-    Ctrl-C stops a reply, and leaves where there is none.
+    With a chat template turns are messages, without one they are lines of one text. Off a terminal
+    every line of stdin is a turn. /reset forgets every turn, /quit or Ctrl-D leaves; Ctrl-C stops a
+    reply, or leaves.
     """
     from selfspec.cli.conversation import Conversation
 
@@ -76,11 +76,11 @@ def chat(
         except ValueError as error:
             if not interactive:
                 raise
-            complain(str(error))  # the conversation is what it was
+            complain(str(error))  # the conversation is unchanged
 
 
 def _lines(interactive: bool) -> Iterator[str]:
-    """What the user says, up to the end of stdin or `/quit`."""
+    """The user's turns, up to the end of stdin or `/quit`."""
     for line in _typed() if interactive else sys.stdin:
         said = line.strip()
         if said == "/quit":
@@ -103,10 +103,10 @@ def _typed() -> Iterator[str]:
 
 
 def _obey(line: str, conversation: Conversation) -> bool:
-    """Carry out a command; returns whether it is one.
+    """Run a command; returns whether the line is one.
 
     Raises:
-        ValueError: it reads like a command that there is not.
+        ValueError: an unknown command.
     """
     if not _COMMAND.fullmatch(line):
         return False
@@ -158,8 +158,7 @@ def _streamed_turn(
 def _figures(turn: Turn) -> str:
     ending = "; stopped" if turn.stopped else ""
     return (
-        f"{summary(turn.stats)}; {turn.cached_tokens} of {turn.prompt_tokens} tokens "
-        f"read before{ending}"
+        f"{summary(turn.stats)}; {turn.cached_tokens} of {turn.prompt_tokens} tokens cached{ending}"
     )
 
 
@@ -167,12 +166,12 @@ def _json_turn(conversation: Conversation, line: str, console: Console) -> None:
     with reporting(as_json=True):
         turn = conversation.say(line)
     print_json(turn.to_dict())
-    sys.stdout.flush()  # whoever talks to us waits for it
+    sys.stdout.flush()  # the other process waits for it
 
 
 @contextmanager
 def _stoppable() -> Iterator[Callable[[], bool]]:
-    """What says whether Ctrl-C was pressed; pressed twice, it interrupts as it always does."""
+    """Yields a function that tells whether Ctrl-C was pressed; a second press interrupts."""
     pressed: list[int] = []
 
     def note(number: int, frame: Any) -> None:

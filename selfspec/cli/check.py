@@ -38,14 +38,14 @@ def check(
     max_new_tokens: opt.MaxNewTokens = 64,
     samples: Annotated[
         int,
-        typer.Option(min=0, help="Sampled continuations of each prompt; 0 leaves the test out."),
+        typer.Option(min=0, help="Sampled continuations per prompt; 0 skips the test."),
     ] = 1024,
     seed: opt.Seed = 0,
     as_json: opt.AsJson = False,
 ) -> None:
-    """Test exactness: greedy texts equal to the model's own, sampled ones distributed alike.
+    """Test exactness: greedy outputs equal the model's own, samples follow its distribution.
 
-    Exit code 1 says that a text differs by more than rounding, or that the distribution is off.
+    Exit code 1: an output differs by more than rounding, or the distribution is wrong.
     """
     from selfspec.bench import Sampling, check_exactness
 
@@ -55,7 +55,7 @@ def check(
         drafting = drafting or target.spec.default_draft
         prompts = _prompts(target, file)
         sampling = Sampling(samples=samples) if samples else None
-        with progress().status("comparing texts"):
+        with progress().status("comparing outputs"):
             result = check_exactness(target.spec, drafting, prompts, max_new_tokens, sampling, seed)
         console.print(*_verdicts(target, result), sep="\n")
     if as_json:
@@ -73,9 +73,9 @@ def _prompts(target: Loaded, file: Path | None) -> list[Tensor]:
 
 
 def _verdicts(target: Loaded, result: CheckResult) -> list[str]:
-    """What the check found, in sentences."""
+    """The results in sentences."""
     equal = result.texts - len(result.divergences)
-    lines = [f"greedy: {equal} of {result.texts} texts are equal"]
+    lines = [f"greedy: {equal} of {result.texts} outputs are equal"]
     for number, found in result.divergences.items():
         wrote = [
             "its end" if token is None else repr(target.tokenizer.decode([token]))
@@ -84,7 +84,7 @@ def _verdicts(target: Loaded, result: CheckResult) -> list[str]:
         apart = "" if found.margin is None else f", scores {found.margin:.3g} apart"
         excuse = " (rounding)" if found.rounding else ""
         lines.append(
-            f"  text {number} parts at token {found.position}: plain {wrote[0]}, "
+            f"  output {number} differs at token {found.position}: plain {wrote[0]}, "
             f"speculation {wrote[1]}{apart}{excuse}"
         )
     if not result.wide and result.divergences:

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def reporting(as_json: bool) -> Iterator[Console]:
-    """Where a command shows what it does.
+    """The console of a command.
 
-    With `--json` that is nowhere: stdout is kept free of everything, whoever writes to it.
+    With `--json` it is quiet, and anything printed to stdout goes to stderr.
     """
     if not as_json:
         yield Console(markup=False, highlight=False)
@@ -45,10 +45,10 @@ def print_json(data: Mapping[str, Any]) -> None:
 
 
 def make_folder_of(file: Path) -> None:
-    """Make the folder that a file will be written to, before any long work.
+    """Make the folder of an output file, before any long work.
 
     Raises:
-        ValueError: something that is no folder stands in its place.
+        ValueError: the path is not a folder.
     """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -57,21 +57,21 @@ def make_folder_of(file: Path) -> None:
 
 
 def progress() -> Console:
-    """A console on stderr, for what is under way; off a terminal it says nothing."""
+    """A console on stderr for progress; quiet off a terminal."""
     console = Console(stderr=True, highlight=False)
     console.quiet = not console.is_terminal
     return console
 
 
 def complain(message: str) -> None:
-    """Say in one line on stderr what is wrong."""
+    """Print an error on stderr, in one line."""
     line = " ".join(message.split())
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     console.print(f"selfspec: {line}", markup=False)
 
 
 def summary(stats: Stats) -> str:
-    """The figures of one text in a line."""
+    """The figures of one call in a line."""
     return (
         f"{stats.emitted} tokens, {stats.tokens_per_second:.1f} tokens/s, "
         f"acceptance rate {stats.acceptance_rate:.3f}, "
@@ -80,7 +80,7 @@ def summary(stats: Stats) -> str:
 
 
 def in_units(count: float, unit: str = "") -> str:
-    """A large number in short: 12.9 M, 1.5 GB."""
+    """A large number with a unit prefix: 12.9 M, 1.5 GB."""
     prefixes = ["", "k", "M", "G", "T"]
     while abs(count) >= 1000 and len(prefixes) > 1:
         count /= 1000
@@ -88,15 +88,12 @@ def in_units(count: float, unit: str = "") -> str:
     return f"{count:.3g} {prefixes[0]}{unit}".rstrip()
 
 
-# A target from the command line's options.
-
-
 @dataclass(frozen=True)
 class Loaded:
-    """A target, ready to write.
+    """A loaded target.
 
     Attributes:
-        name: what the user called it.
+        name: the name that the user gave.
         embedded: whether it is the model in the package.
         spec: the wrapped model.
         tokenizer: its tokenizer.
@@ -108,7 +105,7 @@ class Loaded:
     tokenizer: PreTrainedTokenizerBase
 
     def to_dict(self) -> dict[str, Any]:
-        """What ran where, for reports."""
+        """Model, device and settings, for reports."""
         import torch
 
         decoder = self.spec.engine.decoder
@@ -127,7 +124,7 @@ def resolve(model: str | None) -> tuple[str, Path | str]:
     """The target's name, and the folder or id to load it from.
 
     Raises:
-        FileNotFoundError: `model` reads like a path, and there is no folder of a model.
+        FileNotFoundError: `model` looks like a path, and there is no model.
     """
     if model is None:
         return DEMO_MODEL.name, DEMO_MODEL
@@ -154,7 +151,7 @@ def load(
 
     Raises:
         OSError: there is no such model, or it cannot be read.
-        ValueError: the model cannot draft for itself, or the heads are not its own.
+        ValueError: the model is not supported, or the heads belong to another one.
     """
     name, path = resolve(model)
     with progress().status(f"loading {name}"):
@@ -171,7 +168,7 @@ def load(
 
 
 def _placed(device: str | None) -> dict[str, Any]:
-    """What `from_pretrained` needs to put the weights there."""
+    """Options of `from_pretrained` for a device."""
     import torch
 
     if device is None:
@@ -188,15 +185,12 @@ def _placed(device: str | None) -> dict[str, Any]:
 
 
 def quiet_transformers() -> None:
-    """Leave stderr to selfspec's own messages; a terminal still gets progress bars."""
+    """Silence transformers on stderr, except progress bars on a terminal."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
-
-
-# Prompts from the command line: an argument, a file or stdin.
 
 
 def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
@@ -221,7 +215,7 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
 
 
 def _read(file: Path | None) -> tuple[str, str]:
-    """What a text is from, and the text; without a file it is stdin's."""
+    """The name of the source and its text; stdin if there is no file."""
     if file is None and sys.stdin.isatty():
         raise typer.BadParameter("give a prompt, --file, or text on stdin")
     if file is not None and not file.is_file():

@@ -21,14 +21,14 @@ from selfspec.schedule.stats import Stats
 
 @dataclass(frozen=True)
 class Turn:
-    """What was said, and what it took.
+    """One turn.
 
     Attributes:
-        prompt: what the user said.
+        prompt: the user's message.
         text: the reply.
-        stopped: whether the reply was stopped before the model ended it.
-        prompt_tokens: tokens of the text up to the reply.
-        cached_tokens: how many of them the KV of earlier turns held already.
+        stopped: whether the reply was stopped on request.
+        prompt_tokens: tokens before the reply.
+        cached_tokens: how many of them were in the KV cache.
         stats: counters and clocks of the reply.
     """
 
@@ -48,18 +48,18 @@ class Conversation:
     """Replies to one turn after another.
 
     Args:
-        spec: what replies.
+        spec: the model.
         tokenizer: its tokenizer; with a chat template, turns are messages.
         draft: how to draft.
         options: of transformers' `generate`; `max_new_tokens` is the most that a reply has.
         seed: seeds sampling, once for the conversation.
-        system: a message in front of all turns.
+        system: a system message.
 
     Attributes:
-        tokens: ids of the text so far.
+        tokens: token ids so far.
 
     Raises:
-        ValueError: there is a system message, but no chat template to put it in.
+        ValueError: there is a system message, but no chat template.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Conversation:
         first = [] if self.system is None else [{"role": "system", "content": self.system}]
         self.messages: list[dict[str, str]] = first
         self.tokens: list[int] = []
-        self._read: list[int] = []  # what the KV is of, a reply that failed included
+        self._read: list[int] = []  # tokens in the KV cache, including those of a failed reply
         self.cache.reset()
 
     def say(
@@ -103,16 +103,16 @@ class Conversation:
         streamer: BaseStreamer | None = None,
         stop: Callable[[], bool] = lambda: False,
     ) -> Turn:
-        """Say something, and get the reply.
+        """Send a message and return the turn with the reply.
 
         Args:
-            prompt: what the user says.
-            streamer: is shown the reply as it is written.
-            stop: asked after every token; once it says yes, the reply ends there.
+            prompt: the user's message.
+            streamer: receives the reply.
+            stop: called after every token; the reply stops when it returns true.
 
         Raises:
-            ValueError: there is no text, no room for a reply, or a draft that cannot be made. The
-                conversation is then what it was.
+            ValueError: the message is empty, there is no room for a reply, or the draft is invalid.
+                The conversation is then unchanged.
         """
         if not prompt.strip():
             raise ValueError("an empty turn; say something")
@@ -138,7 +138,7 @@ class Conversation:
         return Turn(prompt, reply, stopping.said, len(text), cached, output.stats)
 
     def _with(self, prompt: str) -> list[int]:
-        """Ids of the text up to the reply to `prompt`."""
+        """Token ids up to the reply to `prompt`."""
         if self.templated:
             ids: Any = self.tokenizer.apply_chat_template(
                 self.messages + _message("user", prompt),
@@ -154,7 +154,7 @@ class Conversation:
         return self.tokens + self.tokenizer(line, add_special_tokens=False).input_ids
 
     def _room(self, length: int) -> int:
-        """Tokens that the reply to a text of that length may have."""
+        """The most tokens of a reply after `length` tokens."""
         wanted = self.options["max_new_tokens"]
         positions = self.spec.engine.decoder.max_positions
         if positions is None or length + wanted <= positions:
@@ -167,11 +167,11 @@ class Conversation:
         return positions - length
 
     def _keep_prefix_of(self, text: Sequence[int]) -> int:
-        """Keep KV of the tokens that `text` begins with as well; returns how many they are.
+        """Keep the KV of the common prefix with `text`; returns its length.
 
-        A template may write a reply otherwise than the model did, or leave a part of it out.
+        A template may render a reply differently from what the model generated.
         """
-        # The last token is run in any case: its logits are wanted.
+        # The last token always runs: its logits are needed.
         held = min(self.cache.lengths[0], len(self._read), len(text) - 1)
         pairs = enumerate(zip(self._read[:held], text, strict=False))
         kept = next((place for place, (old, new) in pairs if old != new), held)

@@ -28,7 +28,7 @@ class Domain(str, Enum):
     maths = "maths"
 
 
-# Drafters that use one exit throughout.
+# Drafters with one fixed exit.
 _AT_ONE_EXIT = ("early_exit", "tree")
 
 ROWS = (
@@ -56,21 +56,21 @@ def demo(
     profile: opt.Profile = None,
     prompt: Annotated[
         str | None,
-        typer.Option(help="Text to go on from.", show_default="a held-out passage"),
+        typer.Option(help="Text to continue.", show_default="a held-out passage"),
     ] = None,
     domain: Annotated[
-        Domain, typer.Option(help="What the passage is; --seed says which of them.")
+        Domain, typer.Option(help="Domain of the passage; --seed chooses one.")
     ] = Domain.prose,
     max_new_tokens: opt.MaxNewTokens = 128,
     temperature: opt.Temperature = 0.0,
     no_repeat_ngram: Annotated[
-        int, typer.Option(min=0, help="Write no n-gram of this size twice; 0 allows it.")
+        int, typer.Option(min=0, help="Generate no n-gram of this size twice; 0 allows it.")
     ] = 0,
     seed: opt.Seed = 0,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each.")] = 3,
     as_json: opt.AsJson = False,
 ) -> None:
-    """Write a text by plain decoding and by self-speculation, and compare texts and speed."""
+    """Generate with plain decoding and with self-speculation, and compare outputs and speed."""
     from selfspec.display.demo import DemoOptions, Writer
 
     drafting = opt.draft_config(config, draft)
@@ -96,7 +96,7 @@ def demo(
 
 
 def _filled_in(target: Loaded, draft: DraftConfig) -> DraftConfig:
-    """The draft with the exit that will be used, where the drafter has one."""
+    """The draft with the exit that will be used, if the drafter has one."""
     if draft.drafter not in _AT_ONE_EXIT:
         return draft
     head = target.spec.engine.head(draft)
@@ -105,7 +105,7 @@ def _filled_in(target: Loaded, draft: DraftConfig) -> DraftConfig:
 
 
 def _passage(prompt: str | None, domain: Domain, seed: int) -> tuple[str, str]:
-    """The text to go on from, and where it is from."""
+    """The prompt and its source."""
     from selfspec.display.demo import load_prompts
 
     if prompt is not None:
@@ -117,18 +117,18 @@ def _passage(prompt: str | None, domain: Domain, seed: int) -> tuple[str, str]:
 
 def _headline(head: dict[str, Any], source: str) -> str:
     draft = head["options"]["draft"]
-    way = draft["drafter"]
-    if way in _AT_ONE_EXIT:
-        way += f", exit after layer {draft['exit_layer']} ({draft['head']} head)"
-        way += f", drafts a round: {draft['num_draft_tokens']}"
+    strategy = draft["drafter"]
+    if strategy in _AT_ONE_EXIT:
+        strategy += f", exit after layer {draft['exit_layer']} ({draft['head']} head)"
+        strategy += f", drafts a round: {draft['num_draft_tokens']}"
     return (
         f"{head['model']} · {head['layers']} layers · {head['dtype']} · {head['device']}, "
-        f"threads: {head['threads']}\n{way}\nfrom {source}"
+        f"threads: {head['threads']}\n{strategy}\nfrom {source}"
     )
 
 
 def _show_demo(console: Console, writer: Writer) -> tuple[dict[str, Any], bool]:
-    """Stream the text, then say whether both texts are equal, and how fast they came."""
+    """Stream the output, then compare both outputs and their speed."""
     from selfspec.display import OriginStreamer, legend
     from selfspec.display.demo import run_demo, verdict
 
@@ -137,7 +137,7 @@ def _show_demo(console: Console, writer: Writer) -> tuple[dict[str, Any], bool]:
         console.print(Rule())
         console.print(Text(writer.prompt, "dim"), end="", soft_wrap=True)
         streamer = OriginStreamer(console, writer.tokenizer)
-    result = run_demo(writer, streamer, lambda: progress().status("timing both ways"))
+    result = run_demo(writer, streamer, lambda: progress().status("timing"))
     console.print(Rule())
     said = verdict(len(result.plain[0].tokens), result.equal, result.exact, result.divergence)
     console.print(legend(console), said, sep="\n")
@@ -160,9 +160,9 @@ def demo_table(result: DemoResult) -> Table:
 
 
 def exits_table(result: DemoResult) -> Table:
-    """How often each exit's first choice is the target's own."""
+    """How often each exit predicts the target's own token."""
     table = _table()
-    for column in ("exit head", "after layer", "first choice is the target's"):
+    for column in ("exit head", "after layer", "agrees with the target"):
         table.add_column(column, justify="left" if column == "exit head" else "right")
     for each in result.exits:
         table.add_row(each.head, str(each.exit_layer), f"{each.share:.3f}")

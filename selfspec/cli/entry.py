@@ -24,17 +24,17 @@ from selfspec.cli.generate import generate
 from selfspec.cli.info import info
 from selfspec.cli.tune import tune
 
-_INTERRUPTED = 130  # what shells give a process that Ctrl-C ended
+_INTERRUPTED = 130  # the exit code of a process that Ctrl-C ended
 _EXPECTED = (ValueError, OSError, ImportError)
-# The common base of what click raises for wrong usage; typer has moved its home before.
+# The base class of click's usage errors; typer has moved it before.
 _UsageError: Any = typer.BadParameter.__base__
 
 
 class _Commands(TyperGroup):
-    """Turns whatever goes wrong into one line on stderr and an exit code."""
+    """Turns every error into one line on stderr and an exit code."""
 
     def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
-        """Run; wrong usage is one line on stderr and exit code 2."""
+        """Run; usage errors are one line on stderr and exit code 2."""
         if not standalone_mode:
             return super().main(*args, standalone_mode=False, **extra)
         try:
@@ -44,11 +44,11 @@ class _Commands(TyperGroup):
         sys.exit(code or 0)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command; what goes wrong is one line on stderr and exit code 1."""
+        """Run a command; other errors are one line on stderr and exit code 1."""
         try:
             return super().invoke(ctx)
         except (_UsageError, typer.Exit, typer.Abort, BrokenPipeError):
-            raise  # of a pipe that whoever read our output has closed, typer ends quietly
+            raise  # typer ends quietly if the reader of a pipe is gone
         except KeyboardInterrupt:
             sys.stderr.write("\n")
             raise typer.Exit(_INTERRUPTED) from None
@@ -63,9 +63,9 @@ class _Commands(TyperGroup):
 
 
 def _told_usage(error: Any) -> int:
-    """Say how a command was used wrongly; returns the exit code."""
+    """Print a usage error; returns the exit code."""
     message = error.format_message()
-    if message:  # empty where the help was shown instead
+    if message:  # empty if the help was shown instead
         path = error.ctx.command_path if error.ctx else "selfspec"
         complain(f"{message.rstrip('.')}; see {path} --help")
     return error.exit_code
@@ -103,10 +103,10 @@ def _options(
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    """Self-speculative decoding: one model drafts for itself, its output unchanged.
+    """Self-speculative decoding: one model drafts for itself, and the output does not change.
 
-    Exit code 0: done, and what had to hold does. 1: it does not, or an error, which is one line on
-    stderr. 2: wrong usage. 130: Ctrl-C.
+    Exit code 0: success. 1: a check failed, or an error, which is one line on stderr. 2: wrong
+    usage. 130: Ctrl-C.
     """
 
 

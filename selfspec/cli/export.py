@@ -12,10 +12,10 @@ from selfspec.cli.common import in_units, load, print_json, reporting, resolve
 from selfspec.cli.examples import examples
 
 export = typer.Typer(
-    no_args_is_help=True, help="Take exit heads to transformers, serving engines and the hub."
+    no_args_is_help=True, help="Export exit heads for transformers, serving engines and the hub."
 )
 
-Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make.", show_default=False)]
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create.", show_default=False)]
 ExitLayer = Annotated[
     int | None,
     typer.Option(
@@ -60,7 +60,7 @@ def hf_draft(
     num_draft_tokens: NumDraftTokens = 4,
     as_json: opt.AsJson = False,
 ) -> None:
-    """Fold an exit into a stock checkpoint, a draft model for any engine that takes one."""
+    """Fold an exit into a standard checkpoint, a draft model for serving engines."""
     from dataclasses import asdict
 
     from selfspec.config import DraftConfig
@@ -99,7 +99,9 @@ def custom_generate(
     heads: opt.Heads = None,
     repo_id: Annotated[
         str | None,
-        typer.Option(metavar="USER/NAME", help="Hub repository that the folder will be put in."),
+        typer.Option(
+            metavar="USER/NAME", help="Hub repository for the folder."
+        ),
     ] = None,
     as_json: opt.AsJson = False,
 ) -> None:

@@ -31,7 +31,7 @@ class Format(str, Enum):
 
 
 PromptText = Annotated[
-    str | None, typer.Argument(help="Text to go on from; - reads stdin.", show_default="stdin")
+    str | None, typer.Argument(help="Text to continue; - reads stdin.", show_default="stdin")
 ]
 File = Annotated[
     Path | None,
@@ -46,8 +46,8 @@ JobPrompts = Annotated[
     typer.Option(
         "--prompts",
         metavar="FILE",
-        help="A job: prompts as of --file, answered into --output. Stopped, the same command "
-        "goes on where it was.",
+        help="A job: prompts as in --file, answered into --output. If interrupted, the same "
+        "command resumes it.",
         rich_help_panel=_JOB,
     ),
 ]
@@ -56,17 +56,17 @@ Output = Annotated[
     typer.Option(
         "--output",
         "-o",
-        help="JSON lines to make, one for each prompt, in their order.",
+        help="JSON lines file to write: one answer per prompt, in order.",
         rich_help_panel=_JOB,
     ),
 ]
-Processes = Annotated[int, typer.Option(min=1, help="How many run at once.", rich_help_panel=_JOB)]
+Processes = Annotated[int, typer.Option(min=1, help="Number of processes.", rich_help_panel=_JOB)]
 FormatOption = Annotated[
     Format,
     typer.Option(
         "--format",
         help="text: the continuation. jsonl: an object per prompt. trace: the continuation "
-        "with accepted, corrected and bonus tokens told apart.",
+        "with accepted, corrected and bonus tokens marked.",
     ),
 ]
 
@@ -94,7 +94,7 @@ def generate(
     form: FormatOption = Format.text,
     as_json: opt.AsJson = False,
 ) -> None:
-    """Write prompts on: the text that the model's own decoding would write, sooner."""
+    """Continue prompts: the output of the model's own decoding, sooner."""
     if prompt is not None and file is not None:
         raise typer.BadParameter("give a prompt or --file, not both")
     if (prompts_file is None) != (output is None) or (output and (prompt or file)):
@@ -117,10 +117,10 @@ def generate(
 
 
 class _Writer:
-    """Writes prompts on, one after another.
+    """Continues prompts, one after another.
 
     Args:
-        target: what writes.
+        target: the model.
         draft: how to draft.
         options: of transformers' `generate`.
         seed: seeds sampling, anew for every prompt.
@@ -130,7 +130,7 @@ class _Writer:
         self.target, self.draft, self.options, self.seed = target, draft, options, seed
 
     def write(self, prompt: str, form: Format, console: Console) -> dict[str, Any]:
-        """Write one prompt on, show it, and return what JSON says of it."""
+        """Continue one prompt, show the output, and return the result for JSON."""
         import torch
 
         spec, tokenizer = self.target.spec, self.target.tokenizer
@@ -198,7 +198,7 @@ class _Job:
         """Answer all prompts into `output`."""
         from selfspec.generation.jobs import run_job
 
-        aside = ("device",)  # the text is the same
+        aside = ("device",)  # it does not change the output
         identity = {name: str(value) for name, value in vars(self).items() if name not in aside}
         bar = Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=progress())
         with reporting(as_json) as console, bar:
@@ -209,7 +209,7 @@ class _Job:
             print_json({"output": str(output), "answers": len(prompts)})
 
     def __call__(self, worker: int, workers: int) -> Callable[[str], dict[str, Any]]:
-        """What answers a prompt in the process `worker` of `workers`."""
+        """Make the function that answers a prompt in process `worker` of `workers`."""
         import torch
 
         device = self.device

@@ -23,12 +23,14 @@ def info(
     context: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Tokens for which to state the KV.", show_default="the model's positions"
+            min=1,
+            help="Tokens for which to compute the KV size.",
+            show_default="the model's positions",
         ),
     ] = None,
     as_json: opt.AsJson = False,
 ) -> None:
-    """Say what a target and its heads are: shape, memory, and how it would draft."""
+    """Describe a target and its heads: shape, memory, and the default draft."""
     from selfspec.heads.store import CONFIG_NAME
 
     with reporting(as_json) as console:
@@ -44,7 +46,7 @@ def info(
 
 
 def _without_weights(path: Path | str) -> Engine | None:
-    """The target on the meta device, where nothing is loaded; `None` where a family cannot."""
+    """The target on the meta device, without weights; `None` if its family cannot run there."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -64,7 +66,7 @@ def _without_weights(path: Path | str) -> Engine | None:
 
 
 def kv_bytes(decoder: Decoder) -> list[int]:
-    """Measured bytes of one token's keys and values in each layer."""
+    """Bytes of one token's keys and values in each layer, measured."""
     import torch
 
     from selfspec.decoder import Span
@@ -123,7 +125,7 @@ def describe(engine: Engine, context: int | None) -> dict[str, Any]:
 
 
 def info_table(facts: dict[str, Any]) -> Table:
-    """The facts for a reader."""
+    """The facts as a table."""
     table = Table(show_header=False)
     table.add_column(style="bold")
     table.add_column()

@@ -91,8 +91,7 @@ KVCacheOption = Annotated[
     KVCache,
     typer.Option(
         "--kv-cache-dtype",
-        help="What keys and values are kept in: the dtype of the layers, or 8 bits a number, "
-        "which rounds them.",
+        help="Dtype of the KV cache: that of the layers, or int8, which rounds keys and values.",
         rich_help_panel=_TARGET,
     ),
 ]
@@ -101,14 +100,16 @@ Profile = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="What selfspec tune has found.",
+        help="Profile made by selfspec tune.",
         show_default="the one beside the heads or the model",
         rich_help_panel=_DRAFT,
     ),
 ]
 MaxNewTokens = Annotated[
     int,
-    typer.Option("--max-new-tokens", "-n", min=1, help="Tokens to write.", rich_help_panel=_TEXT),
+    typer.Option(
+        "--max-new-tokens", "-n", min=1, help="Tokens to generate.", rich_help_panel=_TEXT
+    ),
 ]
 Temperature = Annotated[
     float,
@@ -140,13 +141,16 @@ TopK = Annotated[
 TopP = Annotated[
     float | None,
     typer.Option(
-        min=0.0, max=1.0, help="Sample from that much probability.", rich_help_panel=_TEXT
+        min=0.0,
+        max=1.0,
+        help="Sample from the smallest set of that probability.",
+        rich_help_panel=_TEXT,
     ),
 ]
 
 
 def draft_config(file: Path | None, fields: Sequence[str] | None) -> DraftConfig | None:
-    """The draft that a file's `draft` section and `KEY=VALUE` fields describe, if they do."""
+    """The draft of a file's `draft` section and of `KEY=VALUE` fields; `None` without both."""
     if file is None and not fields:
         return None
     from selfspec.config import DraftConfig, StrictConfig, load_config
@@ -158,7 +162,7 @@ def draft_config(file: Path | None, fields: Sequence[str] | None) -> DraftConfig
 
 
 def sampling(temperature: float, top_k: int | None, top_p: float | None) -> dict[str, Any]:
-    """Options of transformers' `generate`; what was not given stays the checkpoint's."""
+    """Options of transformers' `generate`; others keep the checkpoint's values."""
     given = {"top_k": top_k, "top_p": top_p}
     chosen = {name: value for name, value in given.items() if value is not None}
     if temperature > 0:

@@ -33,7 +33,7 @@ Domain = Literal["prose", "code", "maths"]
 
 
 class DemoPrompt(NamedTuple):
-    """The beginning of a text that the demo target has never seen."""
+    """The beginning of a text that the demo target was not trained on."""
 
     domain: Domain
     source: str
@@ -48,15 +48,15 @@ def load_prompts(domain: Domain | None = None) -> list[DemoPrompt]:
 
 
 class DemoOptions(StrictConfig):
-    """What a demo writes, and how often it is timed.
+    """Settings of a demo.
 
     Attributes:
-        draft: how self-speculation drafts.
-        max_new_tokens: tokens to write.
+        draft: how to draft.
+        max_new_tokens: tokens to generate.
         temperature: 0 decodes greedily.
-        no_repeat_ngram_size: no n-gram of this size is written twice; 0 allows it.
+        no_repeat_ngram_size: no n-gram of this size is generated twice; 0 allows it.
         seed: seeds sampling.
-        repeats: timed runs of each way.
+        repeats: timed runs of each method.
     """
 
     draft: DraftConfig = DraftConfig()
@@ -68,7 +68,7 @@ class DemoOptions(StrictConfig):
 
     @property
     def generation(self) -> dict[str, Any]:
-        """The options of transformers' `generate`, the same for every way."""
+        """Options of transformers' `generate`, the same for both methods."""
         options: dict[str, Any] = {"do_sample": self.temperature > 0}
         if self.temperature > 0:
             options["temperature"] = self.temperature
@@ -78,7 +78,7 @@ class DemoOptions(StrictConfig):
 
 
 class Run(NamedTuple):
-    """One timed call: the tokens it wrote, its wall time, and the counters if it was ours."""
+    """One timed call: its tokens, its wall time, and the stats if selfspec generated."""
 
     tokens: list[int]
     seconds: float
@@ -91,13 +91,13 @@ class Run(NamedTuple):
 
 
 class Writer:
-    """Writes one prompt on, by the model's own `generate` or by selfspec's.
+    """Continues one prompt with the model's own `generate` or with selfspec's.
 
     Args:
         spec: the target.
         tokenizer: its tokenizer.
-        prompt: the text to go on from.
-        options: the same for both.
+        prompt: the prompt.
+        options: settings, the same for both.
     """
 
     def __init__(
@@ -114,10 +114,10 @@ class Writer:
 
     @property
     def exact(self) -> bool:
-        """Whether both ways must write the same tokens.
+        """Whether both methods must generate the same tokens.
 
-        A pass over one token and a pass over several round differently; in float32 that is too
-        little to change a greedy choice, in half precision it is not.
+        Passes of different width round differently. In float32 that is too little to change a
+        greedy choice, in half precision it is not.
         """
         wide = self.spec.engine.decoder.dtype in (torch.float32, torch.float64)
         return wide and not self.options.temperature
@@ -170,22 +170,20 @@ class Writer:
         return Run(tokens, time.perf_counter() - start)
 
 
-# Interleaved runs and their medians.
-
 NameT = TypeVar("NameT")
 
 
-def interleaved(ways: Mapping[str, Callable[[], Run]], repeats: int) -> dict[str, list[Run]]:
-    """Run each way `repeats` times in turn, every second turn in reverse order."""
-    runs: dict[str, list[Run]] = {name: [] for name in ways}
+def interleaved(methods: Mapping[str, Callable[[], Run]], repeats: int) -> dict[str, list[Run]]:
+    """Run each method `repeats` times in turn, every second turn in reverse order."""
+    runs: dict[str, list[Run]] = {name: [] for name in methods}
     for turn in range(repeats):
-        for name in in_turn(ways, turn):
-            runs[name].append(ways[name]())
+        for name in in_turn(methods, turn):
+            runs[name].append(methods[name]())
     return runs
 
 
 def in_turn(names: Iterable[NameT], turn: int) -> list[NameT]:
-    """The order of a turn: every second one is reversed, so drift falls on all alike."""
+    """The order of a turn; every second one is reversed, so that drift affects all alike."""
     return list(names)[:: -1 if turn % 2 else 1]
 
 
@@ -195,21 +193,14 @@ def rate(runs: Sequence[Run]) -> float:
 
 
 def ratio(runs: Sequence[Run], base: Sequence[Run]) -> float:
-    """How many times faster `runs` were than `base`, median by median."""
+    """Ratio of the median speeds."""
     return rate(runs) / rate(base)
 
 
-# What selfspec's loop costs, with drafting switched off and on.
-
-
-# How well every exit guesses, on text that nobody has decoded.
-
-
 class ExitAgreement(NamedTuple):
-    """How often an exit head's first choice is the target's own.
+    """How often an exit head predicts the target's own token.
 
-    Unlike the acceptance rate of a text that was decoded greedily, it does not profit where the
-    text goes in circles.
+    It is measured on given text, so that loops of greedy decoding do not raise it.
 
     Attributes:
         head: its kind.
@@ -240,7 +231,7 @@ def exit_agreements(
 
 
 def _agrees(spec: SelfSpecModel, head: ExitHead, tokens: torch.Tensor) -> torch.Tensor:
-    """`[n]` where the head's first choice is the target's own."""
+    """`[n]` whether the head predicts the target's own token."""
     decoder = spec.engine.decoder
     with torch.inference_mode():
         reading = target_states(decoder, tokens, None, head.input_layers)
@@ -250,17 +241,14 @@ def _agrees(spec: SelfSpecModel, head: ExitHead, tokens: torch.Tensor) -> torch.
     return (exit_logits.argmax(-1) == logits.argmax(-1)).flatten()
 
 
-# Plain decoding and self-speculation side by side.
-
-
 class Divergence(NamedTuple):
-    """Where two texts part, and by how little.
+    """The first difference of two outputs.
 
     Attributes:
         position: index of the first token that differs.
-        plain: what the model's own `generate` wrote there.
-        speculative: what selfspec wrote there.
-        margin: the difference of their two logits in one full pass.
+        plain: the token of the model's own `generate`.
+        speculative: the token of selfspec's.
+        margin: difference of their logits.
     """
 
     position: int
@@ -270,7 +258,7 @@ class Divergence(NamedTuple):
 
 
 def first_divergence(writer: Writer, plain: list[int], other: list[int]) -> Divergence | None:
-    """The first difference of two continuations of the writer's prompt, `None` if there is none."""
+    """The first difference of two continuations of the writer's prompt; `None` if equal."""
     if plain == other:
         return None
     pairs = zip(plain, other, strict=False)
@@ -288,20 +276,20 @@ def first_divergence(writer: Writer, plain: list[int], other: list[int]) -> Dive
 
 
 def verdict(count: int, equal: bool | None, exact: bool, divergence: Divergence | None) -> str:
-    """What two texts say about exactness, in a line.
+    """The comparison of both outputs in a line.
 
     Args:
-        count: tokens of the model's own text.
-        equal: whether the texts are equal; `None` for sampled ones.
-        exact: whether they had to be.
-        divergence: where they part, if they do.
+        count: tokens of the model's own output.
+        equal: whether they are equal; `None` if sampled.
+        exact: whether they must be equal.
+        divergence: their first difference, if any.
     """
     if equal is None:
         return "sampled text differs from run to run; its distribution is the target's own"
     if divergence is None:
-        return f"both texts are equal, all {count} tokens"
+        return f"both outputs are equal, all {count} tokens"
     wrote = (
-        f"the texts part at token {divergence.position}: plain {divergence.plain!r}, "
+        f"the outputs differ at token {divergence.position}: plain {divergence.plain!r}, "
         f"self-speculation {divergence.speculative!r}, their logits {divergence.margin:.4f} apart"
     )
     if exact:
@@ -311,17 +299,16 @@ def verdict(count: int, equal: bool | None, exact: bool, divergence: Divergence 
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What a demo found.
+    """Results of a demo.
 
     Attributes:
         text: the continuation.
-        equal: whether both ways wrote the same tokens; `None` for sampled text, where only the
-            distribution is the same.
-        exact: whether they had to.
-        divergence: where they part, if they do.
+        equal: whether both methods generated the same tokens; `None` if sampled.
+        exact: whether they must.
+        divergence: their first difference, if any.
         plain: runs of the model's own `generate`.
         speculative: runs of selfspec's.
-        exits: how well every exit guesses the passages in the package, the best first.
+        exits: agreement of every exit with the target, the best first.
     """
 
     text: str
@@ -341,7 +328,7 @@ class DemoResult:
         return stats
 
     def figures(self) -> dict[str, float]:
-        """What the table shows."""
+        """The figures of the table."""
         split = {f"time_{part}": share for part, share in self.stats.time_split.items()}
         return {
             "plain_tokens_per_second": rate(self.plain),
@@ -371,20 +358,20 @@ def run_demo(
     streamer: BaseStreamer | None = None,
     while_timing: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> DemoResult:
-    """Write with self-speculation, streamed; then time both ways and compare what they wrote.
+    """Generate with self-speculation, streamed; then time both methods and compare the outputs.
 
     Args:
-        writer: the prompt and the options.
-        streamer: shows the text.
-        while_timing: entered while both ways are timed, which shows nothing by itself.
+        writer: the prompt and the settings.
+        streamer: receives the output.
+        while_timing: entered while both methods are timed.
     """
     options = writer.options
     writer.plain(WARM_UP_TOKENS)
     writer.speculative(options.draft, WARM_UP_TOKENS)
     streamed = writer.speculative(options.draft, streamer=streamer)
-    ways = {"plain": writer.plain, "speculative": lambda: writer.speculative(options.draft)}
+    methods = {"plain": writer.plain, "speculative": lambda: writer.speculative(options.draft)}
     with while_timing():
-        runs = interleaved(ways, options.repeats)
+        runs = interleaved(methods, options.repeats)
     divergence = None
     if not options.temperature:
         divergence = first_divergence(writer, runs["plain"][0].tokens, streamed.tokens)

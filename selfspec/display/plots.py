@@ -33,16 +33,16 @@ MODEL = "model"  # the kind of the last row
 
 @dataclass(frozen=True)
 class ExitReadings:
-    """What exits would say after each token of a text; a slice of it is that part of the text.
+    """Predictions of exits after each token of a text; it can be sliced by tokens.
 
     Attributes:
-        kinds: kind of each row's head; `"model"` for the last row, the model's own answer.
+        kinds: kind of each row's head; `"model"` for the last row, the model itself.
         layers: number of layers below each row's exit.
         text: the text, one piece a token.
-        said: per row, the likeliest next token behind each token, as text.
+        said: per row, the most likely next token after each token, as text.
         ids: `[rows, tokens]` the same as token ids.
-        probabilities: `[rows, tokens]` what the row gives it.
-        entropies: `[rows, tokens]` bits of the row's distribution.
+        probabilities: `[rows, tokens]` their probabilities.
+        entropies: `[rows, tokens]` entropy of the row's distribution, in bits.
         overlaps: `[rows, tokens]` Σ min(p, q) with the model's distribution: how likely a draft
             that is drawn from the exit is to be accepted (Leviathan et al. 2023).
     """
@@ -58,21 +58,21 @@ class ExitReadings:
 
     @property
     def names(self) -> list[str]:
-        """What displays call the rows."""
+        """Names of the rows."""
         return [f"{kind} {layer}" for kind, layer in zip(self.kinds, self.layers, strict=True)]
 
     @property
     def agrees(self) -> Tensor:
-        """`[rows, tokens]` whether the row says what the model says."""
+        """`[rows, tokens]` whether the row predicts the model's token."""
         return self.ids == self.ids[-1]
 
     @property
     def settled(self) -> Tensor:
-        """`[tokens]` the lowest row from which on every row says what the model says."""
+        """`[tokens]` the lowest row from which on all rows predict the model's token."""
         return len(self.ids) - self.agrees.flip(0).cumprod(0).sum(0)
 
     def __getitem__(self, tokens: slice) -> ExitReadings:
-        """A part of the text, read in the context of all of it."""
+        """The predictions for a part of the text."""
         return replace(
             self,
             text=self.text[tokens],
@@ -91,15 +91,15 @@ def exit_readings(
     text: str,
     heads: Sequence[ExitHead] | None = None,
 ) -> ExitReadings:
-    """Read a text once, and ask every exit what comes after each of its tokens.
+    """Predict the next token after each token of a text at every exit.
 
-    A head that feeds on its own output answers as at the first token of a draft.
+    A head that uses its own output predicts as for the first token of a draft.
 
     Args:
         spec: the target.
         tokenizer: the target's.
-        text: what is read.
-        heads: the exits to ask; `None` asks a `shared` one behind every layer.
+        text: the text.
+        heads: the exit heads; `None` takes a `shared` head after every layer.
 
     Raises:
         ValueError: the text has no token, or more than the model has positions.
@@ -140,7 +140,7 @@ def _probabilities(logits: Tensor) -> Tensor:
 
 
 def _figures(probs: Tensor, target_probs: Tensor) -> list[Tensor]:
-    """Per token: the likeliest, its probability, the entropy, and the overlap with the model."""
+    """Per token: the most likely one, its probability, the entropy, the overlap with the model."""
     top, ids = probs.max(-1)
     entropy = torch.special.entr(probs).sum(-1) / math.log(2)
     overlap = torch.minimum(probs, target_probs).sum(-1)
@@ -150,7 +150,7 @@ def _figures(probs: Tensor, target_probs: Tensor) -> list[Tensor]:
 def _in_words(
     tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], ids: Tensor
 ) -> tuple[list[str], list[list[str]]]:
-    """The text by tokens, and what each row says, as it would read in its place."""
+    """The text by tokens, and each row's predictions as text."""
     seen = Detokenizer(tokenizer)
     shown: list[str] = []
     columns: list[list[str]] = []
@@ -167,15 +167,13 @@ def _next_piece(seen: Detokenizer, token: int) -> str:
     return twin.push(token) or twin.flush()
 
 
-# Figures, drawn with matplotlib where it is installed.
-
 Measure = Literal["agreement", "overlap", "entropy"]
 
 # Okabe and Ito's colours, which colour-blind readers tell apart.
 _COLOURS = ("#009e73", "#d55e00", "#0072b2", "#cc79a7", "#e69f00", "#56b4e9")
 _MARKERS = "osD^vP"
 _LABELS: dict[Measure, str] = {
-    "agreement": "says what the model says",
+    "agreement": "predicts the model's token",
     "overlap": "overlap with the model, Σ min(p, q)",
     "entropy": "entropy (bits)",
 }
@@ -211,12 +209,12 @@ def acceptance_plot(by_exit: Mapping[int, Stats], ax: Axes | None = None) -> Axe
 def exits_plot(
     readings: ExitReadings, measure: Measure = "agreement", ax: Axes | None = None
 ) -> Axes:
-    """Draw a mean over the text against the exit layer, a line for each kind of head.
+    """Draw a mean over the text against the exit layer, one line per kind of head.
 
     Args:
-        readings: what the exits said.
-        measure: `"agreement"`, how often an exit says what the model says; `"overlap"`, how likely
-            its drafts are to be accepted when sampling; `"entropy"`, how unsure it is.
+        readings: predictions of the exits.
+        measure: `"agreement"`, how often an exit predicts the model's token; `"overlap"`, how
+            likely sampled drafts are accepted; `"entropy"`, of the exit's distribution.
         ax: where to draw; `None` opens a figure.
 
     Raises:
@@ -243,13 +241,13 @@ def exits_plot(
 
 
 def exits_heatmap(readings: ExitReadings, ax: Axes | None = None) -> Axes:
-    """Draw what every exit would say after each token: a row for each exit, the model on top.
+    """Draw the predictions of every exit: one row per exit, the model on top.
 
-    A cell holds the exit's likeliest token, `·` for a space: green where the model says the same,
-    orange where it does not, the darker the surer. Above the black line all rows agree.
+    A cell shows the exit's most likely token, `·` for a space: green if the model predicts the
+    same, orange if not, darker if more probable. Above the black line all rows agree.
 
     Args:
-        readings: what the exits said; a slice of some twenty tokens is easy to read.
+        readings: predictions of the exits; about twenty tokens are easy to read.
         ax: where to draw; `None` opens a figure that fits.
 
     Raises:
@@ -274,7 +272,7 @@ def exits_heatmap(readings: ExitReadings, ax: Axes | None = None) -> Axes:
 
 
 def new_axes(what: str, width: float, height: float) -> Axes:
-    """Axes of a new figure of that size in inches; ImportError says what needs matplotlib."""
+    """Axes of a new figure of that size in inches; ImportError if matplotlib is missing."""
     try:
         from matplotlib import pyplot
     except ImportError as error:
@@ -290,7 +288,7 @@ def _values(readings: ExitReadings, measure: Measure) -> Tensor:
 
 
 def _colour_cells(ax: Axes, readings: ExitReadings) -> None:
-    """Two hues, and beside them what their shades mean."""
+    """Colour the cells, and draw the colour bars."""
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
 
@@ -306,24 +304,22 @@ def _colour_cells(ax: Axes, readings: ExitReadings) -> None:
 
 
 def _short(piece: str) -> str:
-    """A piece that fits in a cell, with all that is invisible made visible."""
+    """A piece that fits in a cell, with visible whitespace."""
     marked = piece.translate(_MARKS)
     seen = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in marked)
     return seen if len(seen) <= _LONGEST else f"{seen[: _LONGEST - 1]}…"
 
 
-# What tuning found: a map of predicted speedups, and what was really run.
-
-# As fast as plain decoding, and what is drawn as far from it as can be seen.
+# Colour of equal speed, and the distance from 1 that has the full colour.
 _EVEN, _FARTHEST = (235, 235, 235), 0.6
 _FASTER, _SLOWER = (0, 158, 115), (213, 94, 0)  # Okabe and Ito's, for colour-blind readers
 
 
 def speedup_table(profile: Profile) -> Table:
-    """The map on a terminal: a line for each exit, a column for each number of drafts.
+    """The map of speedups: a line per exit head, a column per number of drafts.
 
     Args:
-        profile: what tuning found.
+        profile: the profile.
     """
     table = Table(
         title="speedup over plain decoding",
@@ -348,7 +344,7 @@ def _cell(speedup: float, best: bool) -> Text:
 
 
 def _colour(speedup: float) -> tuple[int, int, int]:
-    """From grey, where nothing is gained, to green or orange."""
+    """From grey, for equal speed, to green or orange."""
     share = min(1.0, abs(speedup - 1) / _FARTHEST)
     end = _FASTER if speedup >= 1 else _SLOWER
     red, green, blue = (
@@ -358,10 +354,10 @@ def _colour(speedup: float) -> tuple[int, int, int]:
 
 
 def validation_table(profile: Profile) -> Table:
-    """What was run on held-out prompts, fastest first.
+    """Drafts on held-out prompts, the fastest first.
 
     Args:
-        profile: what tuning found.
+        profile: the profile.
     """
     table = Table(
         title="on held-out prompts",
@@ -391,10 +387,10 @@ def _speedup_figures(ran: Measured) -> Sequence[str]:
 
 
 def speedup_map(profile: Profile, ax: Axes | None = None) -> Axes:
-    """Draw the map: an exit head in each row, drafts of a round across.
+    """Draw the map of speedups: an exit head in each row, numbers of drafts across.
 
     Args:
-        profile: what tuning found.
+        profile: the profile.
         ax: where to draw; `None` opens a figure that fits.
 
     Raises:

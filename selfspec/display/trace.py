@@ -20,18 +20,18 @@ from selfspec.schedule.stats import Origin, Round, Stats, Trace
 
 Kind = Literal[Origin, "rejected"]
 
-_LONGEST = 8  # tokens that may be held for one character; UTF-8 takes at most four bytes
-_CONTEXT = 4  # tokens decoded again in front of a new one, for the space between words
+_LONGEST = 8  # the most tokens held for one character; UTF-8 has at most four bytes
+_CONTEXT = 4  # tokens decoded again before a new one, for the space between words
 _BROKEN = "\ufffd"
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of text that one token completed.
+    """The text of one token.
 
     Attributes:
-        text: may be empty: a token that holds only part of a character shows nothing.
-        kind: where the token came from; `"rejected"` for drafts that did not stand.
+        text: empty if the token is only part of a character.
+        kind: the token's origin, or `"rejected"`.
     """
 
     text: str
@@ -39,14 +39,14 @@ class Piece:
 
 
 class Detokenizer:
-    """Turns tokens into text as they come, without a second look at what was shown.
+    """Decodes tokens one by one.
 
-    A character that is split over tokens comes with the last of them. Joined, the pieces are what
-    decoding all tokens at once gives.
+    A character that is split over tokens comes with the last of them. The joined pieces equal the
+    text of all tokens decoded at once.
 
     Args:
         tokenizer: the target's.
-        context: tokens in front of the first one.
+        context: tokens before the first one.
         skip_special_tokens: leave out end-of-text marks and the like.
     """
 
@@ -62,7 +62,7 @@ class Detokenizer:
         self.held: list[int] = []
 
     def push(self, token: int) -> str:
-        """The text that `token` completes."""
+        """The text that a token completes."""
         self.held.append(token)
         text = self._new_text()
         if text.endswith(_BROKEN) and len(self.held) < _LONGEST:
@@ -70,11 +70,11 @@ class Detokenizer:
         return self._release(text)
 
     def flush(self) -> str:
-        """What is held of a character that never got its last token."""
+        """The held part of an incomplete character."""
         return self._release(self._new_text()) if self.held else ""
 
     def fork(self) -> Detokenizer:
-        """Another one that goes on from here."""
+        """A copy that continues independently."""
         twin = Detokenizer(self.tokenizer, self.context, self.skip_special_tokens)
         twin.held = list(self.held)
         return twin
@@ -99,18 +99,18 @@ class Detokenizer:
 
 
 def kinds(step: Round) -> list[Kind]:
-    """The kind of every token of a round, of drafts that did not stand too."""
+    """The kind of every token of a round, rejected drafts included."""
     dropped: list[Kind] = ["rejected"] * (len(step.drafted) - step.accepted)
     return [*step.origins, *dropped]
 
 
 class RoundPieces:
-    """Cuts the rounds of one row into pieces, as they come.
+    """Turns the rounds of one row into pieces.
 
     Args:
         tokenizer: the target's.
-        context: tokens in front of the first one.
-        rejected: show drafts that did not stand too, in front of what the target wrote instead.
+        context: tokens before the first one.
+        rejected: whether to include rejected drafts, before the target's correction.
         skip_special_tokens: leave out end-of-text marks and the like.
     """
 
@@ -127,7 +127,7 @@ class RoundPieces:
         self.last: Kind = "plain"
 
     def push(self, step: Round) -> Iterator[Piece]:
-        """The pieces of a round; take them all before the next."""
+        """The pieces of a round; consume them before the next call."""
         for position, (token, kind) in enumerate(zip(step.tokens, step.origins, strict=True)):
             if self.rejected and position == step.accepted:
                 yield from _rejected(step.drafted[position:], self.text.fork())
@@ -135,7 +135,7 @@ class RoundPieces:
             yield Piece(self.text.push(token), kind)
 
     def flush(self) -> Piece:
-        """What is held of a character that never got its last token."""
+        """The held part of an incomplete character."""
         return Piece(self.text.flush(), self.last)
 
 
@@ -153,7 +153,7 @@ def pieces(
         trace: every round of a call.
         tokenizer: the target's.
         row: the row of the call.
-        rejected: show drafts that did not stand too, in front of what the target wrote instead.
+        rejected: whether to include rejected drafts, before the target's correction.
         skip_special_tokens: leave out end-of-text marks and the like.
     """
     cut = RoundPieces(tokenizer, rejected=rejected, skip_special_tokens=skip_special_tokens)
@@ -168,8 +168,6 @@ def _rejected(drafts: Sequence[int], text: Detokenizer) -> Iterator[Piece]:
     yield Piece(text.flush(), "rejected")
 
 
-# The token trace on a terminal, in colours, and off it, with markers.
-
 _STYLES: dict[Kind, str] = {
     "accepted": "green",
     "corrected": "yellow",
@@ -180,14 +178,14 @@ _STYLES: dict[Kind, str] = {
 _MARKERS: dict[Kind, tuple[str, str]] = {"corrected": ("[", "]"), "bonus": ("<", ">")}
 _SPECIAL = re.compile(r"[\\\[\]<>]")
 _MARK = re.compile(r"\\(.)|[\[\]<>]", re.DOTALL)
-# A model may write control codes; a terminal must not obey them.
+# Control codes in the output must not reach the terminal.
 _VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
 
 
 def marked(piece: Piece) -> str:
     r"""A piece in plain text: accepted as it is, corrected `[so]`, bonus `<so>`.
 
-    Brackets and backslashes of the text itself get a backslash, so nothing is ambiguous.
+    Brackets and backslashes in the text are escaped with a backslash.
     """
     if not piece.text:
         return ""
@@ -201,16 +199,16 @@ def unmarked(text: str) -> str:
 
 
 def in_colour(console: Console) -> bool:
-    """Whether colours can be seen there."""
+    """Whether the console shows colours."""
     return console.is_terminal and console.color_system is not None and not console.no_color
 
 
 def write_piece(console: Console, piece: Piece) -> None:
-    """Write a piece where the last one ended, in colour or with markers."""
+    """Write a piece without a newline, in colour or with markers."""
     if in_colour(console):
         console.print(_coloured(piece), end="", soft_wrap=True)
         return
-    # As it is: rich would fold long lines and expand tabs.
+    # Not through rich, which would wrap lines and expand tabs.
     console.file.write(marked(piece))
     console.file.flush()
 
@@ -227,7 +225,7 @@ def trace_text(trace: Trace, tokenizer: PreTrainedTokenizerBase, row: int = 0) -
 
 
 def legend(console: Console) -> Text:
-    """What the colours, or the markers, mean on that console."""
+    """The legend of colours or markers."""
     kinds: list[tuple[Kind, str]] = [
         ("accepted", "drafted and accepted"),
         ("corrected", "corrected by the target"),
@@ -275,7 +273,7 @@ class OriginStreamer(RoundStreamer):
 
 
 def stats_table(stats: Stats, title: str | None = None) -> Table:
-    """What a call did, as a small table for terminals and notebooks."""
+    """The statistics of a call as a small table."""
     table = Table(title=title, show_header=False)
     table.add_column(style="bold")
     table.add_column(justify="right")
@@ -289,8 +287,6 @@ def stats_table(stats: Stats, title: str | None = None) -> Table:
     return table
 
 
-# The token trace as HTML, for notebooks and pages.
-
 # Transparent fills (Okabe and Ito's colours) read on light and dark pages alike.
 _HTML_STYLES: dict[Kind, str] = {
     "accepted": "background: rgba(0, 158, 115, .25)",
@@ -302,7 +298,7 @@ _HTML_STYLES: dict[Kind, str] = {
 _MEANINGS: dict[Kind, str] = {
     "accepted": "drafted and accepted",
     "corrected": "the target's, where a draft was rejected",
-    "bonus": "the target's, after a draft that stood as a whole",
+    "bonus": "the target's, after a fully accepted draft",
     "rejected": "drafted and rejected",
     "plain": "the target's, without a draft",
 }
@@ -337,19 +333,19 @@ def trace_html(trace: Trace, tokenizer: PreTrainedTokenizerBase, row: int = 0) -
 
 
 def pieces_html(shown: Iterable[Piece]) -> str:
-    """Pieces one after the other, each marked with where it came from."""
+    """Pieces as HTML, each marked with its origin."""
     return "".join(_span(piece) for piece in shown if piece.text)
 
 
 def _span(piece: Piece) -> str:
     style = _HTML_STYLES[piece.kind]
-    # A line break that was never written must not break the line.
+    # The line break of a rejected token must not break the line.
     text = escape(piece.text.replace("\n", "↵") if piece.kind == "rejected" else piece.text)
     return f'<span style="{style}" title="{piece.kind}">{text}</span>' if style else text
 
 
 def legend_html(counts: Mapping[Kind, int]) -> str:
-    """What the marks mean, and how many tokens have each; kinds without tokens are left out."""
+    """The legend with the number of tokens of each kind."""
     entries = (
         f'<span style="{_HTML_STYLES[kind]}">{kind}</span> {counts[kind]} ({meaning})'
         for kind, meaning in _MEANINGS.items()

@@ -91,14 +91,14 @@ def test_a_reader_sees_both_texts_and_nothing_comes_from_elsewhere(reader):
     assert find(reader, "#prompt textarea").get_attribute("value") == load_prompts()[0].text
     typed(reader, "#prompt textarea", PROMPT)
     find(reader, "#write").click()
-    says(reader, "both texts are equal")
+    says(reader, "both outputs are equal")
     panes = [find(reader, f"#{way} .text") for way in ("plain", "speculative")]
     plain, ours = (pane.get_property("textContent") for pane in panes)
     assert plain == ours != ""
     accepted = reader.find_elements("css selector", "#speculative span[title=accepted]")
     assert accepted
     assert "0, 158, 115" in accepted[0].value_of_css_property("background-color")
-    assert "accepted" in find(reader, "#speculative .ways-legend").text
+    assert "accepted" in find(reader, "#speculative .side-legend").text
     assert "–" not in find(reader, "#figures").text
     assert {url.hostname for url in fetched(reader) if url.scheme != "data"} == {"127.0.0.1"}
     assert [entry for entry in reader.get_log("browser") if entry["level"] == "SEVERE"] == []
@@ -127,7 +127,7 @@ def test_a_reader_chooses_an_example_an_exit_and_a_drafter(reader):
     typed(reader, "#exit input[type=number]", "1")
     typed(reader, "#tokens input[type=number]", "16")
     find(reader, "#write").click()
-    says(reader, "both texts are equal, all 16 tokens")
+    says(reader, "both outputs are equal, all 16 tokens")
     find(reader, "#drafter input").send_keys(Keys.CONTROL, "a")
     find(reader, "#drafter input").send_keys("prompt_lookup", Keys.ENTER)
     wait_for(reader, lambda: not find(reader, "#exit input[type=number]").is_enabled())

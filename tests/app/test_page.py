@@ -60,7 +60,7 @@ def test_a_client_is_streamed_both_texts_up_to_the_end(page):
         job = client.submit(*[PROMPT, *CHOSEN.values()], api_name="/write")
         *_, line, figures, plain, ours = job.result(timeout=60)[:4]
         assert len(job.outputs()) > 2  # streamed
-    assert f"both texts are equal, all {TOKENS} tokens" in line
+    assert f"both outputs are equal, all {TOKENS} tokens" in line
     assert figures.count("–") == 0
     assert 'title="accepted"' in ours and "title=" not in plain
 
@@ -83,7 +83,7 @@ def test_a_mistake_is_a_line_and_the_page_goes_on(page):
     assert "value" not in figures  # left as it is
     assert (start["interactive"], halt["interactive"]) == (True, False)
     *_, (line, *_) = write(page)
-    assert "both texts are equal" in line
+    assert "both outputs are equal" in line
 
 
 def test_what_nobody_expected_is_a_line_too(page, monkeypatch, caplog):
@@ -97,7 +97,7 @@ def test_what_nobody_expected_is_a_line_too(page, monkeypatch, caplog):
 
 
 def test_a_stop_is_for_whoever_asks(page):
-    for asks, ends in (("b", "both texts are equal"), ("a", "stopped")):
+    for asks, ends in (("b", "both outputs are equal"), ("a", "stopped")):
         writing = write(page, "a")
         next(writing)
         next(writing)

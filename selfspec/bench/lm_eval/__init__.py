@@ -32,17 +32,16 @@ class SelfSpecLM(HFLM):
 
     Args:
         pretrained: folder or id of the target, or a loaded model.
-        draft: how to draft: a drafter's name, or a dict of `DraftConfig` fields; `None` for what
-            the profile says, if there is one.
+        draft: how to draft: a drafter's name, or a dict of `DraftConfig` fields; `None` takes the
+            profile's draft, or the default.
         heads: folder or id of exit heads; `None` takes those beside the target, if there are any.
         draft_model: a smaller model for the drafter `two_model`, its folder or id.
         profile: what `selfspec tune` found.
         **kwargs: all other arguments of `hf`.
 
     Raises:
-        OSError: there is no checkpoint, head or profile where one was named.
-        ValueError: the model cannot draft for itself, or a draft that it cannot make; nothing has
-            run then.
+        OSError: a checkpoint, heads or profile that was named does not exist.
+        ValueError: the model is not supported, or it cannot make such drafts.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class SelfSpecLM(HFLM):
         return written
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval writes beside the scores: how often drafts were right, too."""
+        """Facts that lm-eval stores beside the scores, with the acceptance rate."""
         drafted, accepted = (
             sum(getattr(call, name) for call in self.calls) for name in ("drafted", "accepted")
         )
@@ -104,21 +103,21 @@ class SelfSpecLM(HFLM):
 
 
 class _StopSequences(StoppingCriteria):
-    """Ends a row when one of some texts stands in what it has written.
+    """Stops a row when its output contains a stop sequence.
 
-    `hf` ends a batch when every row has stopped, and keeps in mind which have; here rows write at
-    different speeds, so each is asked about itself alone.
+    The criterion of `hf` remembers which rows have stopped. Here rows advance at different speeds,
+    so each call looks at the row alone.
 
     Args:
         tokenizer: the target's.
-        texts: what ends a row.
+        texts: the stop sequences.
         start: tokens of the prompt, padding included.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], start: int):
         self.tokenizer, self.texts, self.start = tokenizer, texts, start
         widths = [len(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
-        # A text may be written in other tokens than it is encoded in, and begin within one.
+        # The sequence may be tokenized differently in context, and begin inside a token.
         self.reach = max(widths, default=0) + 2
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:

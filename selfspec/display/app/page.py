@@ -21,10 +21,10 @@ _LOG = logging.getLogger(__name__)
 _EXPECTED = (ValueError, OSError)
 _MOST_TOKENS = 512
 _FIRST_TOKENS = 160
-_BEGINNING = 45  # characters of a passage by which it is known
+_BEGINNING = 45  # characters of a passage in the list of examples
 _NARROW = 120  # pixels, so that two controls stand side by side
-_READERS = 16  # texts that may wait for the model at the same time
-# What a page is asked to send nowhere else, and not to offer: there is one purpose, on one machine.
+_READERS = 16  # generations that may wait for the model
+# Features of Gradio that are switched off: the page serves one purpose on one machine.
 _AT_HOME = {
     "share": False,
     "ssr_mode": False,
@@ -42,17 +42,17 @@ class Page:
     """The page.
 
     Args:
-        side: writes.
-        offer: what can be chosen.
-        about: the model, in a line.
+        side: runs both generations.
+        offer: the drafts that can be chosen.
+        about: a line about the model.
 
     Attributes:
-        blocks: the page, as Gradio serves it.
+        blocks: the page in Gradio.
     """
 
     def __init__(self, side: SideBySide, offer: Offer, about: str):
         self.side, self.offer = side, offer
-        self.stops: dict[str, threading.Event] = {}  # of whoever has a text written
+        self.stops: dict[str, threading.Event] = {}  # by reader
         with gr.Blocks(title="selfspec", analytics_enabled=False, fill_width=True) as self.blocks:
             gr.Markdown(f"## selfspec\n{about}")
             with gr.Row():
@@ -82,7 +82,7 @@ class Page:
         return example, box
 
     def _controls(self) -> list[Any]:
-        """In the order in which `write` takes them."""
+        """The controls, in the order of the parameters of `write`."""
         offer, drafter = self.offer, self.offer.base.drafter
         at_exit, heads = offer.at_an_exit(drafter), offer.heads(offer.exit_layer)
         positions = self.side.spec.engine.decoder.max_positions
@@ -121,7 +121,7 @@ class Page:
                 "Tokens to write",
                 (1, most),
                 min(_FIRST_TOKENS, most),
-                info="by each way",
+                info="for each method",
                 elem_id="tokens",
             )
         with gr.Row():
@@ -164,7 +164,7 @@ class Page:
         rejected: bool,
         request: gr.Request,
     ) -> Iterator[tuple[Any, ...]]:
-        """What the page shows, frame by frame; a mistake is a line on it."""
+        """The page's content, frame by frame; an error is shown as a line."""
         stop = self.stops[_reader(request)] = threading.Event()
         try:
             draft = self.offer.draft(drafter, int(exit_layer), head, int(num_draft_tokens))
@@ -182,24 +182,24 @@ class Page:
                     view.pane(*_OURS, frame.prompt, frame.speculative),
                     *_buttons(writing=frame.state != "done"),
                 )
-        except Exception as error:  # whatever it was, the page goes on
+        except Exception as error:  # the page must survive any error
             line = str(error)
             if not isinstance(error, _EXPECTED):
                 line = f"{type(error).__name__}: {line}"
-                _LOG.exception("a text could not be written")
+                _LOG.exception("generation failed")
             left = (gr.skip(),) * 3
             yield (view.message(line, "wrong"), *left, *_buttons(writing=False))
         finally:
             self.stops.pop(_reader(request), None)
 
     def stop(self, request: gr.Request) -> None:
-        """End what is being written for whoever asks."""
+        """Stop the reader's generation."""
         stop = self.stops.get(_reader(request))
         if stop is not None:
             stop.set()
 
     def choose_drafter(self, drafter: str) -> tuple[Any, ...]:
-        """Offer what that drafter heeds."""
+        """Enable the controls that the drafter uses."""
         offer = self.offer
         at_exit, has_length = offer.at_an_exit(drafter), offer.takes_length(drafter)
         length = offer.length_of(drafter)
@@ -210,7 +210,7 @@ class Page:
         )
 
     def choose_exit(self, exit_layer: float) -> Any:
-        """Offer the heads after that layer."""
+        """Show the heads at that exit layer."""
         heads = self.offer.heads(int(exit_layer))
         return gr.update(choices=heads, value=heads[0])
 
@@ -254,7 +254,7 @@ def _slider(label: str, ends: tuple[int, int], value: int, step: float = 1, **mo
 
 
 def _theme() -> Any:
-    # Gradio's own theme, whose fonts it serves itself; what explains a control can be read.
+    # Gradio's default theme serves its own fonts.
     theme = gr.themes.Default(primary_hue="teal")
     return theme.set(block_info_text_color="*neutral_500")
 
@@ -265,7 +265,7 @@ def _fitted(offer: Offer) -> str:
 
 
 def _reader(request: gr.Request) -> str:
-    """Who asks: every open page is a reader of its own."""
+    """Identifies the reader: every open page is one."""
     return request.session_hash or ""
 
 
