@@ -13,14 +13,14 @@ from typing_extensions import Self
 
 ConfigT = TypeVar("ConfigT", bound="StrictConfig")
 
-# What computes the layers in passes: transformers' own code; the same with linear maps in the
-# layout of oneDNN; `torch.compile`; CUDA graphs.
+# How layers are computed: by transformers' own code; with linear layers in oneDNN's layout; by
+# `torch.compile`; as CUDA graphs.
 Kernels = Literal["eager", "prepacked", "compiled", "graphs"]
 
-# What keys and values are kept in: the dtype that layers compute in, or 8 bits a number.
+# Dtype of the KV cache: that of the layers, or int8.
 KVCacheDtype = Literal["auto", "int8"]
 
-# Drafts of a round where none are asked for: what a schedule may go up to, and what others take.
+# Default numbers of drafts: the most with the `optimal` schedule, and by drafter.
 _LONGEST = 12
 _LENGTHS = {"prompt_lookup": 40}
 
@@ -42,32 +42,31 @@ class StrictConfig(BaseModel):
 
 
 def unknown_name(what: str, name: str, known: Sequence[str]) -> str:
-    """The message for a name that is not among `known`, with the nearest that is."""
+    """The error message for an unknown name, with the nearest known one."""
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
     hint = f"did you mean {nearest[0]!r}? " if nearest else ""
     return f"unknown {what}: {name!r}; {hint}known: {', '.join(known)}"
 
 
 class TreeConfig(StrictConfig):
-    """The shape of the trees that the `tree` drafter grows.
+    """The shape of the `tree` drafter's trees.
 
     Attributes:
-        nodes: drafts of a tree, all levels together.
+        nodes: drafts of a tree.
     """
 
     nodes: int = Field(default=16, ge=1)
 
 
 class LookupConfig(StrictConfig):
-    """How `prompt_lookup`, `cascade` and `auto` find what came before.
+    """How `prompt_lookup`, `cascade` and `auto` find earlier occurrences.
 
     Attributes:
         index: `"suffix"` finds the longest match of any length in constant time per token;
             `"ngram"` matches the last `longest` tokens, then fewer.
-        shortest: tokens of the shortest match that is followed.
+        shortest: tokens of the shortest match that is used.
         longest: tokens of the longest match that `"ngram"` tries.
-        confident: tokens of the shortest match that `cascade` prefers to its exit, and from which
-            on `auto` takes a text to repeat itself.
+        confident: tokens of the shortest match that `cascade` prefers to its exit head.
     """
 
     index: Literal["suffix", "ngram"] = "suffix"
@@ -89,10 +88,10 @@ class LookaheadConfig(StrictConfig):
     """The two branches of the `lookahead` drafter (Fu et al. 2024).
 
     Attributes:
-        window: W, guesses ahead that are refined in parallel.
-        ngram: N, tokens of the n-grams that the window yields.
+        window: W, guesses that are refined in parallel.
+        ngram: N, tokens of the n-grams.
         guesses: G, the most n-grams that a round verifies.
-        pool: tokens of each row for which n-grams are kept, `guesses` of each.
+        pool: first tokens for which n-grams are kept, at most `guesses` each.
     """
 
     window: int = Field(default=8, ge=1)
@@ -102,14 +101,14 @@ class LookaheadConfig(StrictConfig):
 
 
 class SkipConfig(StrictConfig):
-    """The sublayers that the `layer_skip` drafter leaves out.
+    """The sublayers that the `layer_skip` drafter skips.
 
     Attributes:
-        attention: layers whose attention is left out, from 0.
-        mlp: layers whose MLP is left out.
-        search: `"clasp"` chooses whole layers anew as the text goes on, `"none"` keeps the above;
-            `None` searches where none are named.
-        layers: how many layers `"clasp"` leaves out; `None` takes half.
+        attention: layers whose attention is skipped, from 0.
+        mlp: layers whose MLP is skipped.
+        search: `"clasp"` chooses whole layers while generating, `"none"` uses the above; `None`
+            searches if none are named.
+        layers: number of layers that `"clasp"` skips; `None` takes half.
         every: tokens between two searches.
     """
 
@@ -121,7 +120,7 @@ class SkipConfig(StrictConfig):
 
     @property
     def searches(self) -> bool:
-        """Whether layers are chosen as the text goes on."""
+        """Whether layers are chosen while generating."""
         return self.search == "clasp" or (self.search is None and not self._names_some)
 
     @property
@@ -137,7 +136,7 @@ class SkipConfig(StrictConfig):
             )
         if self.layers is not None and not self.searches:
             raise ValueError(
-                f"layers={self.layers} is how many layers search='clasp' leaves out; with "
+                f"layers={self.layers} is the number of layers that search='clasp' skips; with "
                 "attention and mlp, or search='none', leave it out"
             )
         return self
@@ -149,26 +148,25 @@ class DraftConfig(StrictConfig):
     Attributes:
         drafter: the strategy's name; `"none"` switches drafting off (plain decoding).
         exit_layer: number of layers below the exit: 4 runs layers 0-3. `None` takes the exit of
-            the first fitted head, or a quarter of the layers when there is none.
+            the first fitted head, or a quarter of the layers without one.
         head: kind of the exit head, or `None` for the one fitted at `exit_layer` (`"shared"`
             when there is none).
-        num_draft_tokens: the most tokens drafted in a round, one after the other (γ in Leviathan
-            et al. 2023); of a cascade, by its exit. `None` takes what suits the drafter and the
-            schedule (`most_tokens`); a lookup then copies as many as its match is long, from 10
-            to 40.
-        schedule: `"fixed"` drafts that many each round; `"confidence"` stops a round's draft once
-            the draft's own probability of its token falls below `confidence` in every row;
-            `"optimal"` stops once another draft is not worth its measured time. For drafters that
-            make chains one by one: `early_exit`, `layer_skip`, `cascade` and `two_model`.
+        num_draft_tokens: the most tokens drafted in a round (γ in Leviathan et al. 2023); for
+            `cascade`, by its exit head. `None` takes the default of drafter and schedule
+            (`most_tokens`); a lookup then copies as many as its match is long, from 10 to 40.
+        schedule: `"fixed"` drafts that many each round; `"confidence"` stops once the head's
+            probability of its draft is below `confidence` in every row; `"optimal"` stops once
+            another draft is not worth its measured time. For `early_exit`, `layer_skip`,
+            `cascade` and `two_model`.
         confidence: threshold in (0, 1) of the confidence schedule.
-        draft_model: of `two_model`, the folder or id of the smaller model.
+        draft_model: folder or id of the smaller model of `two_model`.
         tree: the shape of trees.
-        lookup: how `prompt_lookup` and `cascade` find what came before.
+        lookup: how `prompt_lookup`, `cascade` and `auto` look up.
         lookahead: the branches of `lookahead`.
-        skip: what `layer_skip` leaves out.
-        rule: how sampled drafts are verified: chains by `"block"`, `"token"`, or `"typical_lossy"`,
-            which changes the output's distribution; `"coupled"`, for trees, too: a seed gives the
-            text that it gives without drafts.
+        skip: the sublayers that `layer_skip` skips.
+        rule: the acceptance rule of sampled drafts: for chains `"block"`, `"token"`, or
+            `"typical_lossy"`, which changes the output's distribution; for chains and trees
+            `"coupled"`, with which a seed gives the same output as without drafts.
     """
 
     drafter: str = "early_exit"
@@ -186,7 +184,7 @@ class DraftConfig(StrictConfig):
 
     @property
     def most_tokens(self) -> int:
-        """The most tokens drafted in a round, one after the other; of a cascade, by its exit."""
+        """The most tokens drafted in a round; for `cascade`, by its exit head."""
         if self.num_draft_tokens is not None:
             return self.num_draft_tokens
         return _LONGEST if self.schedule == "optimal" else _LENGTHS.get(self.drafter, 4)
@@ -202,7 +200,7 @@ class DraftConfig(StrictConfig):
 
     @classmethod
     def of(cls, draft: DraftConfig | Mapping[str, Any] | str | None) -> DraftConfig:
-        """Read what `generate(draft=...)` takes: a config, a dict, a drafter's name or nothing."""
+        """A config from the values that `generate(draft=...)` takes."""
         if draft is None:
             return cls()
         if isinstance(draft, cls):
@@ -217,7 +215,7 @@ class DraftConfig(StrictConfig):
 
 
 def parse(config: type[ConfigT], data: Mapping[str, Any], source: str) -> ConfigT:
-    """Validate `data`; errors come as one `ValueError` whose lines name `source` and the key."""
+    """Validate `data`; errors become one `ValueError` whose lines name `source` and the key."""
     try:
         return config.model_validate(dict(data))
     except ValidationError as error:

@@ -41,27 +41,24 @@ from selfspec.schedule.stats import Stats, Trace
 class SelfSpecModel:
     """A causal language model and its exit heads.
 
-    The wrapped model is not changed: its own `generate` and `forward` stay what they were.
+    The wrapped model is not changed: its own `generate` and `forward` work as before.
 
     Args:
         model: a decoder-only causal LM of transformers, PEFT-wrapped or not.
-        heads: exit heads, the folder they were saved in, or their id on the hub; `None` for a
-            target without.
+        heads: exit heads, the folder they were saved in, or their id on the hub; `None` for none.
         draft_model: a smaller model of the same vocabulary for the drafter `two_model`, or the
             folder or id to load it from.
-        profile: what `selfspec tune` found, or its file: how `generate` drafts when it is not told.
-            One that was made for another device, dtype, target or kernels is left alone, with a
-            warning.
-        kernels: what computes the layers of target, heads and draft models. `"eager"`: as
-            transformers runs them. `"prepacked"`: linear maps in half precision on a CPU keep their
-            weights in oneDNN's layout beside the model's own, which takes the weights' memory a
-            second time. `"compiled"`: through `torch.compile` where passes are over few tokens; the
-            first ones wait for the compiler. `"graphs"`: on a CUDA device, layers that follow on
-            each other as one CUDA graph where passes are over few tokens. What cannot be packed,
-            compiled or recorded runs as it is, with a warning.
-        kv_cache_dtype: what keys and values are kept in. `"auto"`: the dtype that layers compute
-            in. `"int8"`: 8 bits a number and a scale for every token and head, half the memory of
-            half precision; texts are those of the model over a cache that rounds alike.
+        profile: a profile made by `selfspec tune`, or its file: the default draft of `generate`.
+            One for another device, dtype, target or kernels is ignored with a warning.
+        kernels: how layers of target, heads and draft models are computed. `"eager"`: as in
+            transformers. `"prepacked"`: linear layers in half precision on a CPU have a second copy
+            of their weights in oneDNN's layout. `"compiled"`: `torch.compile` for passes over few
+            tokens; the first ones wait for the compiler. `"graphs"`: on a CUDA device, consecutive
+            layers as one CUDA graph for passes over few tokens. Layers that cannot be packed,
+            compiled or recorded run eagerly, with a warning.
+        kv_cache_dtype: dtype of the KV cache. `"auto"`: the dtype of the layers. `"int8"`: 8 bits
+            per number and a scale per token and head, half the memory of half precision; the
+            output equals that of the model with a cache that rounds in the same way.
 
     Attributes:
         model: the model as it was given.
@@ -71,8 +68,8 @@ class SelfSpecModel:
 
     Raises:
         OSError: there is no checkpoint at `draft_model`, or no file at `profile`.
-        ValueError: the model cannot draft for itself, the heads belong to another target, the
-            draft model has another vocabulary, or the profile is damaged.
+        ValueError: the model is not supported, the heads belong to another target, the draft model
+            has another vocabulary, or the profile is damaged.
     """
 
     def __init__(
@@ -114,15 +111,15 @@ class SelfSpecModel:
                 those saved beside the checkpoint, if there are any.
             draft_model: a smaller model of the same vocabulary, or the folder or id to load it
                 from, with dtype and device of the target.
-            profile: what `selfspec tune` found, or its file; `None` takes the one beside the heads
-                or the checkpoint, or in the user's cache, if there is one.
-            kernels: what computes the layers.
-            kv_cache_dtype: what keys and values are kept in.
+            profile: a profile made by `selfspec tune`, or its file; `None` takes the one beside the
+                heads or the checkpoint, or in the user's cache, if there is one.
+            kernels: how layers are computed.
+            kv_cache_dtype: dtype of the KV cache.
             **kwargs: go to `AutoModelForCausalLM.from_pretrained`.
 
         Raises:
             OSError: there is no such checkpoint.
-            ValueError: the weights are damaged, or the model cannot draft for itself.
+            ValueError: the weights are damaged, or the model is not supported.
         """
         model = load_causal_lm(path, **kwargs)
         if heads is None and (Path(path) / CONFIG_NAME).is_file():
@@ -134,7 +131,7 @@ class SelfSpecModel:
         return spec
 
     def _found(self, path: Path | None) -> Profile | None:
-        """The profile there, if it can be read; nobody asked for it, so it is no error if not."""
+        """The profile at `path`; one that cannot be read is ignored with a warning."""
         try:
             return self._fitting(None if path is None else Profile.load(path))
         except ValueError as error:
@@ -142,7 +139,7 @@ class SelfSpecModel:
             return None
 
     def _fitting(self, profile: Profile | None) -> Profile | None:
-        """The profile, if it holds here and its draft can be made."""
+        """The profile, if it is valid here and its draft can be made."""
         if profile is None:
             return None
         reason = profile.foreign(self.engine.decoder)
@@ -159,7 +156,7 @@ class SelfSpecModel:
 
     @property
     def default_draft(self) -> DraftConfig:
-        """How `generate` drafts when it is not told: as the profile says, if there is one."""
+        """The draft of `generate` without `draft=`: the profile's, if there is one."""
         return self.profile.draft if self.profile is not None else DraftConfig()
 
     def save_pretrained(self, folder: str | Path, **kwargs: Any) -> None:
@@ -174,9 +171,9 @@ class SelfSpecModel:
         """Upload the heads, with a model card, to the hub; the target stays where it is.
 
         Args:
-            repo_id: `user/name`; made if it is not there.
+            repo_id: `user/name`; created if it does not exist.
             private: whether a new repository is private; `None` takes the account's default.
-            token: of the hub; `None` takes the one that is logged in.
+            token: hub token; `None` takes the one that is logged in.
 
         Returns:
             The address of the repository; `heads="user/name"` loads them from there.
@@ -208,16 +205,16 @@ class SelfSpecModel:
         stopping_criteria: StoppingCriteriaList | None = None,
         **kwargs: Any,
     ) -> Tensor | SpecOutput:
-        """Generate as `PreTrainedModel.generate` does, with the same text, sooner.
+        """Generate as `PreTrainedModel.generate` does, faster.
 
         Greedy output equals the model's own; sampled output follows its distribution.
 
         Args:
             inputs: `[batch, width]` prompt token ids, padded left or right (or `input_ids=`).
             draft: how to draft: a `DraftConfig`, a dict, a drafter's name; `"none"` for plain
-                decoding; `None` for what the profile says, if there is one.
+                decoding; `None` for the default (`default_draft`).
             assistant_model: as in transformers, a smaller model that drafts (drafter `two_model`).
-            generator: source of the draws when sampling; `None` takes torch's global one.
+            generator: source of random numbers; `None` takes torch's global one.
             streamer: gets all tokens of a round as soon as they are committed.
             generation_config: as in transformers.
             stopping_criteria: as in transformers.
@@ -228,8 +225,8 @@ class SelfSpecModel:
             `SpecOutput`, which adds `stats` and `trace`.
 
         Raises:
-            ValueError: an option that speculation does not cover, a draft that this model cannot
-                make, or a prompt that cannot be decoded; nothing has run then.
+            ValueError: an unsupported option, a draft that this model cannot make, or an invalid
+                prompt; raised before anything runs.
         """
         own = self.causal_lm.generation_config
         refuse_other_loops(kwargs, generation_config, own)
@@ -263,7 +260,7 @@ class SelfSpecModel:
     def _drafting(
         self, draft: DraftConfig | Mapping[str, Any] | str | None, assistant: nn.Module | None
     ) -> tuple[Engine, DraftConfig]:
-        """What drafts in a call, and how."""
+        """The engine and the draft config of a call."""
         if assistant is not None:
             return self.engine.beside(assistant), _assisted(DraftConfig.of(draft))
         return self.engine, self.default_draft if draft is None else DraftConfig.of(draft)
@@ -275,7 +272,7 @@ def _assisted(draft: DraftConfig) -> DraftConfig:
     if other != "two_model" or draft.draft_model is not None:
         what = f"drafter={other!r}" if draft.draft_model is None else "draft_model"
         raise ValueError(
-            f"assistant_model and {what} are two ways to draft; give one of them, or "
+            f"assistant_model and {what} exclude each other; give one of them, or "
             "assistant_model with drafter='two_model'"
         )
     return draft.model_copy(update={"drafter": "two_model"})

@@ -99,9 +99,7 @@ def custom_generate(
     heads: opt.Heads = None,
     repo_id: Annotated[
         str | None,
-        typer.Option(
-            metavar="USER/NAME", help="Hub repository for the folder."
-        ),
+        typer.Option(metavar="USER/NAME", help="Hub repository for the folder."),
     ] = None,
     as_json: opt.AsJson = False,
 ) -> None:

@@ -28,8 +28,8 @@ class Measured(StrictConfig):
     """How fast one draft was.
 
     Attributes:
-        name: what displays call it.
-        draft: how it drafts.
+        name: its name in displays.
+        draft: the draft.
         tokens_per_second: median over turns, of whole calls.
         speedup: over plain decoding in the same turns, median.
         equal: whether its output was that of plain decoding; `None` where it need not be.
@@ -47,14 +47,14 @@ class Measured(StrictConfig):
 
 
 class Place(StrictConfig):
-    """What a profile holds for.
+    """What a profile is valid for.
 
     Attributes:
         device: name of the GPU, or of the processor.
-        dtype: of the residual stream.
-        threads: of torch, on a CPU.
+        dtype: dtype of the hidden states.
+        threads: torch's threads on a CPU.
         target: the target's fingerprint.
-        kernels: what computes the layers.
+        kernels: how layers are computed.
     """
 
     device: str
@@ -84,13 +84,13 @@ class Place(StrictConfig):
 
 
 class Profile(StrictConfig):
-    """What was measured, and what was chosen.
+    """The measured speeds, and the chosen draft.
 
     Attributes:
-        draft: how to draft, where a call does not say.
-        place: what the profile holds for.
-        batch: rows that it was made for.
-        temperature: that it was made for; 0 is greedy.
+        draft: the default draft.
+        place: what the profile is valid for.
+        batch: batch size that it was made for.
+        temperature: temperature that it was made for; 0 is greedy.
         screening: chains of drafts, one entry an exit head and length.
         validation: the best of them and other drafters on other prompts, fastest first, plain
             decoding (`none`) included.
@@ -170,11 +170,11 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def default_path(decoder: Decoder, folder: str | Path | None) -> Path:
-    """Where the profile of a target goes: beside its files, or else among the user's caches.
+    """Where to write a target's profile: beside its files, or else in the user's cache.
 
     Args:
         decoder: the target.
-        folder: of its heads or its weights, if it has one.
+        folder: folder of its heads or weights, if any.
     """
     if folder is not None and Path(folder).is_dir() and _takes_files(Path(folder)):
         return Path(folder) / PROFILE_NAME
@@ -182,7 +182,7 @@ def default_path(decoder: Decoder, folder: str | Path | None) -> Path:
 
 
 def find_profile(decoder: Decoder, folders: Sequence[str | Path]) -> Path | None:
-    """The profile beside the heads or the weights, or among the user's caches, if there is one."""
+    """The profile beside the heads or the weights, or in the user's cache, if there is one."""
     beside = [Path(folder) / PROFILE_NAME for folder in folders]
     found = [path for path in beside if path.is_file()]
     if found or not _cache().is_dir():
@@ -192,7 +192,7 @@ def find_profile(decoder: Decoder, folders: Sequence[str | Path]) -> Path | None
 
 
 def _takes_files(folder: Path) -> bool:
-    """Whether files of the user's belong there: the package's own folders are not the user's."""
+    """Whether the folder is writable and not part of the package."""
     return os.access(folder, os.W_OK) and _PACKAGE not in folder.resolve().parents
 
 

@@ -19,13 +19,13 @@ from torch import nn
 from selfspec.decoder import Decoder
 from selfspec.heads import ExitHead
 
-_PRIOR_WEIGHT = 8.0  # observed drafts that a prior acceptance rate counts for
-_MEMORY = 100.0  # rounds in which an observed draft loses two thirds of its weight
-_GROWTH = 0.03  # prior: plain steps that verifying one more token of each row takes
-_DOUBT = 0.5  # standard deviation of the prior of a time, as a share of it
-_DRIFT = 0.1  # share by which the speed of a machine may change from one round to the next
-_NOISE = 0.15  # standard deviation of the seconds of like rounds, as a share of them
-_OUTLIER = 1.0  # standard deviations beyond which a long round is taken for a disturbed one
+_PRIOR_WEIGHT = 8.0  # a prior acceptance rate counts as so many observed drafts
+_MEMORY = 100.0  # an observed draft loses two thirds of its weight in so many rounds
+_GROWTH = 0.03  # prior time of verifying one more token per row, in plain steps
+_DOUBT = 0.5  # standard deviation of the prior of a time, relative to it
+_DRIFT = 0.1  # relative change of the machine's speed from one round to the next
+_NOISE = 0.15  # relative standard deviation of the seconds of equal rounds
+_OUTLIER = 1.0  # longer rounds are cut at so many standard deviations
 NEUTRAL = 0.5  # prior acceptance rate, and cost of a draft in plain steps, where nothing is known
 
 
@@ -44,28 +44,28 @@ class Work(NamedTuple):
 class RoundTimes:
     """Seconds of a round of one batch size, as a linear function of its work.
 
-    A round takes a plain step, an overhead if a head drafts at all, so much for each draft, and so
-    much for each token that is verified, drafted or copied. A Kalman filter learns these four times
-    from the seconds of whole rounds, so that rounds of any kind tell about all others, and it knows
-    how uncertain each time is. Where the device does not run after the host, drafts are timed too.
+    A round takes a plain step, an overhead if a head drafts at all, a time per draft, and a time
+    per token that is verified, drafted or copied. A Kalman filter learns these four times and their
+    uncertainty from the seconds of whole rounds, so that every round tells about all kinds. On a
+    CPU drafts are also timed one by one.
 
     Args:
-        draft_cost: prior: plain steps that a draft takes.
+        draft_cost: prior time of a draft, in plain steps.
     """
 
     def __init__(self, draft_cost: float):
-        # In plain steps until a round was timed.
+        # In plain steps until the first round was timed.
         self.times = [1.0, _DOUBT * draft_cost, draft_cost, _GROWTH]
         self._rounds = 0
-        # Of the proportions, in plain steps; what all times have in common is the machine's speed.
+        # Of the times relative to each other, in plain steps; the machine's speed is common to all.
         self._doubts = [0.0, _DOUBT * draft_cost, _DOUBT * draft_cost, 2 * _GROWTH]
         self._variance = [[0.0] * 4 for _ in range(4)]
         self._widen(_DOUBT, 1.0)
 
     def like(self, draft_cost: float, share: float) -> RoundTimes:
-        """What these times tell about another batch size: their proportions.
+        """A prior for another batch size: the same proportions.
 
-        Verification is longer for more tokens of more rows; of fewer rows it takes their `share`.
+        Verifying a token takes longer with more rows; with fewer it takes their `share`.
         """
         other = RoundTimes(draft_cost)
         if self.is_timed and self.times[0] > 0:
@@ -75,7 +75,7 @@ class RoundTimes:
 
     @property
     def is_timed(self) -> bool:
-        """Whether a round has told how long a plain step is."""
+        """Whether any round was timed."""
         return self._rounds > 0
 
     def seconds(self, work: Work) -> float:
@@ -93,7 +93,7 @@ class RoundTimes:
         return self.times[2] + self.times[3]
 
     def learn(self, work: Work, seconds: float) -> None:
-        """Take in a round. The first one tells how long a plain step is."""
+        """Learn from a round. The first one sets the time of a plain step."""
         expected = self.seconds(work)
         self._rounds += 1
         if self._rounds == 1:
@@ -101,12 +101,12 @@ class RoundTimes:
             self.times = [scale * value for value in self.times]
             self._variance = [[scale * scale * value for value in row] for row in self._variance]
             return
-        # A process warms up: its first rounds differ in speed, whatever work they do.
+        # A process warms up: its first rounds differ in speed.
         self._widen(max(_DRIFT, _DOUBT / (self._rounds - 1)), _DRIFT)
         self._observe(_features(work), seconds)
 
     def learn_draft(self, seconds: float) -> None:
-        """Take in what a single draft took, without its verification."""
+        """Learn from the seconds of a single draft, without its verification."""
         if self.is_timed:
             self._observe((0.0, 0.0, 1.0, 0.0), seconds)
 
@@ -114,7 +114,7 @@ class RoundTimes:
         expected = max(_dot(self.times, features), 1e-9)
         spread = self._spread(features)
         total = _dot(features, spread) + (_NOISE * expected) ** 2
-        # A machine disturbs a round in one direction only: a short one is never an outlier.
+        # Disturbances make rounds longer only, so a short round is never an outlier.
         surprise = min(seconds - expected, _OUTLIER * math.sqrt(total))
         self.times = [
             max(0.0, value + gain * surprise / total)
@@ -126,7 +126,7 @@ class RoundTimes:
         ]
 
     def _widen(self, speed: float, proportions: float) -> None:
-        """Be less certain of the speed and of the proportions, by these shares."""
+        """Raise the uncertainty of the speed and of the proportions by these shares."""
         for i, doubt in enumerate(self._doubts):
             for j in range(4):
                 self._variance[i][j] += speed * speed * self.times[i] * self.times[j]
@@ -138,14 +138,14 @@ class RoundTimes:
 
 
 class AcceptanceRates:
-    """How often a token is accepted if all before it are, by its position: a rate that forgets."""
+    """Acceptance rates by position, given that all tokens before are accepted; they forget."""
 
     def __init__(self) -> None:
         self.accepted: defaultdict[int, float] = defaultdict(float)
         self.seen: defaultdict[int, float] = defaultdict(float)
 
     def prior(self, position: int) -> float:
-        """The rate before anything was seen at that position."""
+        """The prior rate of a position."""
         raise NotImplementedError
 
     def rate(self, position: int) -> float:
@@ -154,7 +154,7 @@ class AcceptanceRates:
         return accepted / (self.seen.get(position, 0.0) + _PRIOR_WEIGHT)
 
     def learn(self, position: int, accepted: bool) -> None:
-        """Take in a token whose predecessors were all accepted."""
+        """Learn from a token whose predecessors were all accepted."""
         self.accepted[position] += accepted
         self.seen[position] += 1
 
@@ -166,10 +166,10 @@ class AcceptanceRates:
 
 
 class DraftRates(AcceptanceRates):
-    """Acceptance of a head's drafts, by the number of drafts before them.
+    """Acceptance of a head's drafts, by position.
 
-    A position's prior is the rate of all positions together. How much more or less often a draft is
-    accepted that the head is more or less confident of is learned by linear regression.
+    The prior of a position is the rate over all positions. A linear regression learns how
+    acceptance depends on the head's confidence.
 
     Args:
         prior: acceptance rate before any draft was seen.
@@ -179,8 +179,8 @@ class DraftRates(AcceptanceRates):
         super().__init__()
         self._first_prior = prior
         self._count, self._confidence = 0.0, prior  # confidences seen, and their mean
-        # Sums of squared distances of confidences from their mean, and of their products with those
-        # of acceptance. The prior is a few chances that are uniform, and right on average.
+        # Sums of squares of confidences around their mean, and of products with acceptance. The
+        # prior is a few uniformly distributed confidences that are right on average.
         self._squares = self._products = _PRIOR_WEIGHT / 12
 
     def prior(self, position: int) -> float:
@@ -198,7 +198,7 @@ class DraftRates(AcceptanceRates):
         ]
 
     def with_confidence(self, rate: float, confidence: float) -> float:
-        """The chance of a draft of that usual rate, of which the head is so confident."""
+        """The chance of a draft with that expected rate and confidence."""
         return min(1.0, max(0.0, rate + self._slope * (confidence - self._confidence)))
 
     @property
@@ -207,13 +207,13 @@ class DraftRates(AcceptanceRates):
 
     @property
     def told(self) -> float:
-        """By how much confidence usually changes the chance of a draft."""
+        """Standard deviation of the change in chance that confidence explains."""
         return abs(self._slope) * math.sqrt(self._squares / (self._count + _PRIOR_WEIGHT))
 
     def learn_confidence(self, rate: float, confidence: float, accepted: bool) -> None:
-        """Take in how confident the head was of a draft of that usual rate.
+        """Learn from the confidence in a draft with that expected rate.
 
-        Nothing is forgotten: how much it tells depends on the head, not on the tokens.
+        Nothing is forgotten: the relation depends on the head, not on the tokens.
         """
         self._count += 1
         distance = confidence - self._confidence
@@ -223,21 +223,21 @@ class DraftRates(AcceptanceRates):
 
 
 class CopyRates(AcceptanceRates):
-    """Acceptance of copied tokens, by how many tokens before them agree with what is copied."""
+    """Acceptance of copied tokens, by the number of agreeing tokens before them."""
 
     def prior(self, position: int) -> float:
-        """The longer two passages have agreed, the likelier they go on to."""
+        """The longer two passages have agreed, the likelier they continue to."""
         return position / (position + _PRIOR_WEIGHT / 2)
 
     @staticmethod
     def bucket(agreeing: int) -> int:
-        """Lengths that share a rate: from one power of two to the next."""
+        """The bucket of a length: lengths between two powers of two share a rate."""
         return 1 << agreeing.bit_length() >> 1
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A round's work, and the tokens per second and row that it is expected to bring."""
+    """A round's work, and its expected tokens per second and row."""
 
     work: Work
     rate: float
@@ -247,9 +247,9 @@ class RoundModel:
     """Expected tokens and seconds of rounds with one drafter.
 
     Args:
-        draft_cost: prior: what a draft takes, as a share of a plain step.
-        acceptance: prior acceptance rate of a draft, by whether tokens are sampled.
-        clock: seconds; the same in all processes of one model.
+        draft_cost: prior time of a draft, in plain steps.
+        acceptance: prior acceptance rates of greedy and of sampled drafts.
+        clock: returns seconds, the same in all processes of one model.
     """
 
     def __init__(
@@ -266,7 +266,7 @@ class RoundModel:
 
     @classmethod
     def of_head(cls, decoder: Decoder, head: ExitHead, clock: Callable[[], float]) -> RoundModel:
-        """Priors of an exit head: its share of the weights, and what its calibrators expect."""
+        """Priors of an exit head: its share of the weights, its calibrators' mean acceptance."""
         layer = _size(decoder.layers[0])
         readout = _size(head.lm_head or decoder.lm_head)
         own = _size(head.layer) if head.layer is not None else 0
@@ -280,7 +280,7 @@ class RoundModel:
         return cls(cost, (acceptance[0], acceptance[1]), clock)
 
     def times(self, rows: int) -> RoundTimes:
-        """Times of rounds with that many rows; at first in the proportions of the nearest known."""
+        """Times of rounds with that many rows; new ones start from the nearest known batch size."""
         if rows not in self._times:
             new = RoundTimes(self._draft_cost)
             if self._times:
@@ -290,7 +290,7 @@ class RoundModel:
         return self._times[rows]
 
     def plain(self, rows: int) -> Choice:
-        """A round without drafts, as fast as it may well be."""
+        """A round without drafts."""
         return Choice(Work(), 1 / self._hoped(rows, Work()))
 
     def best_chain(self, rows: int, sampled: bool, longest: int, hopeful: bool) -> Choice:
@@ -300,7 +300,7 @@ class RoundModel:
             rows: rows of the batch.
             sampled: whether tokens are sampled.
             longest: the most drafts.
-            hopeful: whether times that are uncertain are taken for as short as they may well be.
+            hopeful: whether uncertain times are taken optimistically.
         """
         seconds = self._hoped if hopeful else lambda rows, work: self.times(rows).seconds(work)
         tokens, reach, best = 1.0, 1.0, Choice(Work(1), 0.0)
@@ -314,7 +314,7 @@ class RoundModel:
         return best
 
     def best_lookup(self, sampled: bool, matches: Sequence[int], longest: int) -> Choice:
-        """The best number of copied tokens, after matches of such lengths in each row."""
+        """The best number of copied tokens, given the length of each row's match."""
         rows, rates = len(matches), self.copies[sampled]
         tokens, reach = float(rows), {row: 1.0 for row, match in enumerate(matches) if match}
         best = Choice(Work(), 0.0)
@@ -330,22 +330,22 @@ class RoundModel:
         return best
 
     def _hoped(self, rows: int, work: Work) -> float:
-        """Seconds of a round as short as it may well be, so that what is uncertain gets tried."""
+        """Optimistic seconds of a round, so that uncertain candidates are tried."""
         times = self.times(rows)
         expected = times.seconds(work)
         return expected / (1 + times.deviation(work) / expected)
 
     def speedup(self, longest: int) -> float:
-        """How much faster the best chains are than plain decoding, for one row.
+        """Expected speedup of the best chains over plain decoding, for one row.
 
-        Sampled and greedy tokens count alike.
+        It is the mean over sampled and greedy decoding.
         """
         plain = self.times(1).seconds(Work())
         chains = [self.best_chain(1, sampled, longest, hopeful=False) for sampled in self.drafts]
         return plain * sum(chain.rate for chain in chains) / len(chains)
 
     def learn_copies(self, sampled: bool, predicted: Sequence[tuple[int, int, int]]) -> None:
-        """Take in what matches predicted, whether their tokens were drafted or not.
+        """Learn how well matches predicted, whether their tokens were drafted or not.
 
         Args:
             sampled: whether tokens are sampled.
@@ -363,7 +363,7 @@ class RoundTimer:
     """Times the rounds of a call: a round lasts until the next one begins.
 
     Args:
-        model: what learns from them.
+        model: learns from the times.
     """
 
     def __init__(self, model: RoundModel):
@@ -373,25 +373,25 @@ class RoundTimer:
         self._done: tuple[int, Work] | None = None
 
     def begin(self) -> None:
-        """A round begins; the one before it, if it was of this drafter, is over."""
+        """A round begins; the one before it, if it belongs to this drafter, is over."""
         now = self.model.clock()
         if self._done is not None:
             rows, work = self._done
             times = self.model.times(rows)
             times.learn(work, now - self._began)
             steps = sorted(map(operator.sub, self._marks[1:], self._marks))
-            if steps:  # after some drafts their confidence was read: the median tells
+            if steps:  # the median, because confidence was read after some drafts
                 times.learn_draft(steps[(len(steps) - 1) // 2])
             elif self._marks:  # the first draft takes the longest
                 times.learn_draft(min(times.times[2], self._marks[0] - self._began))
         self._began, self._done, self._marks = now, None, []
 
     def mark(self) -> None:
-        """Another draft is made, on a device that does not run after the host."""
+        """Another draft has been made, on a device that runs synchronously."""
         self._marks.append(self.model.clock())
 
     def end(self, rows: int, work: Work) -> None:
-        """The round that began last has done such work."""
+        """The current round has done such work."""
         self._done = rows, work
 
 

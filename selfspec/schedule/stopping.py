@@ -11,8 +11,8 @@ from selfspec.config import DraftConfig
 from selfspec.heads import AcceptanceEstimator, Calibrator
 from selfspec.schedule.round_model import RoundModel, RoundTimer, Work
 
-_LOOK = 16  # rounds, in one of which confidence is read and one more draft made, to learn from
-_LONGEST = 16  # drafts of the longest rounds that are considered
+_LOOK = 16  # in one of so many rounds, confidence is read and one draft more is made, to learn
+_LONGEST = 16  # the most drafts that are considered
 
 
 class Schedule:
@@ -22,7 +22,7 @@ class Schedule:
         """A round begins; `acceptance` estimates the chance of a greedy draft."""
 
     def pause(self) -> None:
-        """The next round is another drafter's."""
+        """The next round belongs to another drafter."""
 
     def goes_on(self, scores: Tensor, tokens: Tensor, probs: Tensor | None) -> bool:
         """Whether to draft another token.
@@ -30,7 +30,7 @@ class Schedule:
         Args:
             scores: `[rows, 1, vocab]` processed draft scores.
             tokens: `[rows, 1]` the tokens just drafted from them.
-            probs: `[rows, 1, vocab]` their probabilities, where tokens are sampled.
+            probs: `[rows, 1, vocab]` their probabilities, if tokens are sampled.
         """
         return True
 
@@ -58,27 +58,27 @@ class ConfidenceStop(Schedule):
 class OptimalStop(Schedule):
     """Stops once another draft is expected to bring less than its time is worth.
 
-    A draft brings a token if all before it are accepted and it is, too. Its time is worth the
-    tokens per second of the best chain, so that drafting on pays as long as it would raise that
-    rate (the marginal value theorem, Charnov 1976). All is counted for a row on average.
+    A draft brings a token if it and all drafts before it are accepted. Time is worth the tokens per
+    second of the best chain: drafting continues while it would raise that rate (the marginal value
+    theorem, Charnov 1976). Tokens are averaged over rows.
 
-    How confident the head is of a draft is read only where the answer could change the decision,
-    and in one of several rounds to learn how much it tells: reading takes time, too. Such a round
-    also has one draft more, because rounds of one length do not tell what a draft takes. Of a
-    greedy draft the head's calibrator gives it; of a sampled one it is the probability that two
-    draws agree, which takes one operation.
+    The head's confidence in a draft is read only where it could change the decision, because
+    reading takes time, and in every 16th round to learn how much it tells. Such a round also has
+    one draft more, because rounds of one length do not show the time of a draft. The confidence in
+    a greedy draft comes from the head's calibrator; in a sampled one it is the probability that two
+    draws agree.
 
     Args:
-        model: times and acceptance rates so far; may outlive the call.
+        model: times and acceptance rates, which outlive the call.
     """
 
     def __init__(self, model: RoundModel):
         self.model, self.timer = model, RoundTimer(model)
         self._acceptance: AcceptanceEstimator | None = None
         self._rounds, self._made, self._sampled = 0, 0, False
-        self._further = False  # whether the round has one draft more than pays, to learn from
-        self._reach = [1.0]  # chance that all drafts so far are accepted, for each row or for all
-        self._rates: list[float] = []  # usual acceptance by position
+        self._further = False  # whether the round has one draft more, to learn from
+        self._reach = [1.0]  # chance that all drafts so far are accepted, per row or for all rows
+        self._rates: list[float] = []  # expected acceptance by position
         self._read_seconds = {False: 0.0, True: 0.0}  # of the last reading of confidence
         self._rate = 0.0  # tokens per second of the best chain
         self._price = 0.0  # tokens that the time of another draft is worth
@@ -95,7 +95,7 @@ class OptimalStop(Schedule):
         self.timer.begin()
 
     def goes_on(self, scores: Tensor, tokens: Tensor, probs: Tensor | None) -> bool:
-        """Whether a row gains enough on average."""
+        """Whether the next draft is worth its time."""
         if scores.device.type == "cpu":
             self.timer.mark()
         if self._made == 0:
@@ -118,12 +118,12 @@ class OptimalStop(Schedule):
             self._reach = [so_far * rate for so_far in self._reach]
         if sum(self._reach) * following > self._price * len(self._reach):
             return True
-        # Rounds of one length alone would not tell what a draft takes.
+        # Rounds of one length would not show the time of a draft.
         self._further = not self._further and self._rounds % _LOOK == 0
         return self._further
 
     def _plan(self, rows: int, sampled: bool) -> None:
-        """Find what time is worth in this round."""
+        """Compute the value of time in this round."""
         self._sampled = sampled
         best = self.model.best_chain(rows, sampled, _LONGEST, hopeful=False)
         self._rate = best.rate
@@ -131,7 +131,7 @@ class OptimalStop(Schedule):
         self._rates = self.model.drafts[sampled].rates(_LONGEST + 1)
 
     def _read(self, position: int, scores: Tensor, probs: Tensor | None) -> list[float]:
-        """How confident the head is of the draft that it just made, in each row."""
+        """The head's confidence in its last draft, for each row."""
         if probs is not None:  # Simpson 1949
             # In this order NaN, of scores that are NaN, gives 0.
             return [max(0.0, p) for p in torch.linalg.vecdot(probs, probs)[:, 0].tolist()]
@@ -153,7 +153,12 @@ class OptimalStop(Schedule):
 
 
 def make_schedule(config: DraftConfig, model: RoundModel | None = None) -> Schedule:
-    """The schedule that a config names; `model` is what is known from earlier calls."""
+    """The schedule that a config names.
+
+    Args:
+        config: the draft config.
+        model: the model of rounds, which outlives the call.
+    """
     if config.schedule == "confidence":
         return ConfidenceStop(config.confidence)
     if config.schedule == "optimal":
