@@ -22,7 +22,7 @@ KVCacheDtype = Literal["auto", "int8"]
 
 # Default numbers of drafts: the most with the `optimal` schedule, and by drafter.
 _LONGEST = 12
-_LENGTHS = {"prompt_lookup": 40}
+_LENGTHS = {"prompt_lookup": 40, "auto": _LONGEST}
 
 
 class StrictConfig(BaseModel):

@@ -216,11 +216,11 @@ REFUSED = [
     (lambda: {"assistant_model": tiny_llama(), "assistant_tokenizer": 1}, "assistant_tokenizer"),
     (
         lambda: {"assistant_model": tiny_llama(), "draft": {"drafter": "early_exit"}},
-        "assistant_model and drafter='early_exit' are two ways",
+        "assistant_model and drafter='early_exit' exclude each",
     ),
     (
         lambda: {"assistant_model": tiny_llama(), "draft": {"draft_model": "small"}},
-        "assistant_model and draft_model are two ways",
+        "assistant_model and draft_model exclude each",
     ),
 ]
 

@@ -9,13 +9,10 @@ from selfspec.decoder import Pass
 from selfspec.drafters.chain import ExitDrafter
 from selfspec.drafters.engine import Engine, State, Verified
 from selfspec.drafters.exit_reader import make_reader
-from selfspec.drafters.suffix_lookup import Lookup
+from selfspec.drafters.suffix_lookup import MOST, Lookup
 from selfspec.heads import ExitHead
 from selfspec.sampling.draft import Draft, Verdict
 from selfspec.schedule import OptimalStop, Work
-
-_CHAIN = 12  # the most drafts of a chain, unless the config has a number
-_COPIES = 40  # the most tokens that are looked up at once
 
 
 class Auto(ExitDrafter):
@@ -39,8 +36,9 @@ class Auto(ExitDrafter):
 
     def __init__(self, engine: Engine, head: ExitHead, config: DraftConfig):
         self.model = engine.round_model(head=head)
-        self.timer = (stop := OptimalStop(self.model)).timer
-        super().__init__(make_reader(engine, head), config.num_draft_tokens or _CHAIN, stop)
+        stop = OptimalStop(self.model, config.most_tokens)
+        super().__init__(make_reader(engine, head), config.most_tokens, stop)
+        self.timer = stop.timer
         self.lookup, self._shortest = Lookup(config.lookup), config.lookup.shortest
         self.work = Work()
 
@@ -52,7 +50,7 @@ class Auto(ExitDrafter):
         """
         head = engine.head(config)
         if config.exit_layer is None and config.head is None:
-            longest = config.num_draft_tokens or _CHAIN
+            longest = config.most_tokens
             others = [other for other in engine.heads if other is not head]
             head = max(
                 [head, *others], key=lambda head: engine.round_model(head=head).speedup(longest)
@@ -82,7 +80,7 @@ class Auto(ExitDrafter):
         longest = min(limit, self.longest)
         choices = [
             self.model.best_chain(state.rows, sampled, longest, hopeful=True),
-            self.model.best_lookup(sampled, matches, min(limit, _COPIES)),
+            self.model.best_lookup(sampled, matches, min(limit, MOST)),
             self.model.plain(state.rows),
         ]
         return max(choices, key=lambda choice: choice.rate).work

@@ -17,7 +17,7 @@ from selfspec.sampling.draft import Draft
 from selfspec.sampling.sampler import Context
 
 # Least and most tokens that are copied at a time, unless a number is given.
-_FEWEST, _MOST = 10, 40
+FEWEST, MOST = 10, 40
 
 
 class Match(NamedTuple):
@@ -209,4 +209,4 @@ class Lookup:
         """Number of tokens to copy after a match of that length."""
         if match < self._config.shortest:
             return 0
-        return self._length or min(max(match, _FEWEST), _MOST)
+        return self._length or min(max(match, FEWEST), MOST)

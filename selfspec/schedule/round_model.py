@@ -6,6 +6,7 @@ It starts from priors, learns from every round, and outlives the call: times bel
 
 from __future__ import annotations
 
+import copy
 import math
 import operator
 import time
@@ -62,15 +63,16 @@ class RoundTimes:
         self._variance = [[0.0] * 4 for _ in range(4)]
         self._widen(_DOUBT, 1.0)
 
-    def like(self, draft_cost: float, share: float) -> RoundTimes:
-        """A prior for another batch size: the same proportions.
+    def like(self, rows: int, known: int) -> RoundTimes:
+        """A prior for `rows` rows from these times of `known` rows.
 
-        Verifying a token takes longer with more rows; with fewer it takes their `share`.
+        The proportions of the times are less certain the more rows differ. Verifying a token takes
+        longer with more rows; with fewer it takes their share.
         """
-        other = RoundTimes(draft_cost)
-        if self.is_timed and self.times[0] > 0:
-            other.times = [seconds / self.times[0] for seconds in self.times]
-            other.times[3] *= min(1.0, share)
+        other = copy.deepcopy(self)
+        other.times[3] *= min(1.0, rows / known)
+        other._rounds = 0  # the next round sets the speed
+        other._widen(0.0, 1 - min(rows, known) / max(rows, known))
         return other
 
     @property
@@ -285,7 +287,7 @@ class RoundModel:
             new = RoundTimes(self._draft_cost)
             if self._times:
                 nearest = min(self._times, key=lambda known: abs(known - rows))
-                new = self._times[nearest].like(self._draft_cost, rows / nearest)
+                new = self._times[nearest].like(rows, nearest)
             self._times[rows] = new
         return self._times[rows]
 

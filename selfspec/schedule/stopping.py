@@ -12,7 +12,6 @@ from selfspec.heads import AcceptanceEstimator, Calibrator
 from selfspec.schedule.round_model import RoundModel, RoundTimer, Work
 
 _LOOK = 16  # in one of so many rounds, confidence is read and one draft more is made, to learn
-_LONGEST = 16  # the most drafts that are considered
 
 
 class Schedule:
@@ -70,10 +69,11 @@ class OptimalStop(Schedule):
 
     Args:
         model: times and acceptance rates, which outlive the call.
+        longest: the most drafts of a round.
     """
 
-    def __init__(self, model: RoundModel):
-        self.model, self.timer = model, RoundTimer(model)
+    def __init__(self, model: RoundModel, longest: int = 16):
+        self.model, self.timer, self.longest = model, RoundTimer(model), longest
         self._acceptance: AcceptanceEstimator | None = None
         self._rounds, self._made, self._sampled = 0, 0, False
         self._further = False  # whether the round has one draft more, to learn from
@@ -102,7 +102,7 @@ class OptimalStop(Schedule):
             self._plan(scores.shape[0], probs is not None)
         position, self._made = self._made, self._made + 1
         rates = self.model.drafts[self._sampled]
-        rate, following = (self._rates[min(at, _LONGEST)] for at in (position, position + 1))
+        rate, following = (self._rates[min(at, self.longest)] for at in (position, position + 1))
         price = self._price * len(self._reach) / following
         low, high = (sum(self._reach) * (rate + sign * rates.told) for sign in (-1, 1))
         worth = (high - low) / 2 * following / len(self._reach)
@@ -125,10 +125,10 @@ class OptimalStop(Schedule):
     def _plan(self, rows: int, sampled: bool) -> None:
         """Compute the value of time in this round."""
         self._sampled = sampled
-        best = self.model.best_chain(rows, sampled, _LONGEST, hopeful=False)
+        best = self.model.best_chain(rows, sampled, self.longest, hopeful=False)
         self._rate = best.rate
         self._price = best.rate * self.model.times(rows).draft_seconds
-        self._rates = self.model.drafts[sampled].rates(_LONGEST + 1)
+        self._rates = self.model.drafts[sampled].rates(self.longest + 1)
 
     def _read(self, position: int, scores: Tensor, probs: Tensor | None) -> list[float]:
         """The head's confidence in its last draft, for each row."""
@@ -147,7 +147,7 @@ class OptimalStop(Schedule):
             for position in range(min(drafted, count + 1)):
                 rates.learn(position, position < count)
                 if position in self._confidences:
-                    rate = self._rates[min(position, _LONGEST)]
+                    rate = self._rates[min(position, self.longest)]
                     confidence = self._confidences[position][row]
                     rates.learn_confidence(rate, confidence, position < count)
 
@@ -162,7 +162,7 @@ def make_schedule(config: DraftConfig, model: RoundModel | None = None) -> Sched
     if config.schedule == "confidence":
         return ConfidenceStop(config.confidence)
     if config.schedule == "optimal":
-        return OptimalStop(model or RoundModel())
+        return OptimalStop(model or RoundModel(), config.most_tokens)
     return Schedule()
 
 

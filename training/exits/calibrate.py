@@ -10,12 +10,12 @@ from torch import Tensor
 from selfspec.heads.calibrator import Calibrator
 
 FEWEST = 32
-_RIDGE = 1.0  # of the summed loss: nothing beside thousands of positions, enough for separable ones
-_NEWTON_STEPS = 50
+_RIDGE = 1.0  # relative to the summed loss: negligible, but keeps separable data finite
+_STEPS = 200  # of L-BFGS
 
 
 class Bin(NamedTuple):
-    """Drafted tokens with nearly the same predicted probability.
+    """Drafts with nearly the same predicted probability.
 
     Attributes:
         confidence: the mean prediction.
@@ -29,7 +29,7 @@ class Bin(NamedTuple):
 
 
 class Calibration(NamedTuple):
-    """How good probabilities are on drafts that no fit saw.
+    """Quality of probabilities on held-out drafts.
 
     Attributes:
         ece_before: expected calibration error of the raw top probability.
@@ -43,10 +43,10 @@ class Calibration(NamedTuple):
 
 
 def fit_calibrator(features: Tensor, accepted: Tensor) -> Calibrator:
-    """Logistic regression by Newton's method: deterministic, convex, done in a few passes.
+    """Fit a calibrator by logistic regression.
 
     One accepted and one rejected draft at the mean features are added (Laplace's rule), so that
-    text whose drafts were all accepted, or none, still gives probabilities short of 1 and 0.
+    probabilities are below 1 and above 0 even if all drafts were accepted, or none.
 
     Args:
         features: `[n, 4]` of `Calibrator.features`.
@@ -58,12 +58,12 @@ def fit_calibrator(features: Tensor, accepted: Tensor) -> Calibrator:
     _check(features, accepted)
     features, accepted = features.double(), accepted.double()
     mean, std = features.mean(0), features.std(0)
-    # A feature that never changes, such as the depth of one-token drafts, is left at 0.
+    # A constant feature, such as the depth of one-token drafts, becomes 0.
     std = std.where(std > 1e-6, 1)
     ones = features.new_ones(len(features), 1)
     rows = torch.cat([(features - mean) / std, ones], dim=1)
     mean_row = torch.cat([torch.zeros_like(mean), ones[0]]).expand(2, -1)
-    solution = _newton(
+    solution = _logistic_regression(
         torch.cat([rows, mean_row]), torch.cat([accepted, accepted.new_tensor([0, 1])])
     )
     calibrator = Calibrator()
@@ -91,41 +91,33 @@ def _check(features: Tensor, accepted: Tensor) -> None:
         raise ValueError(f"accepted must lie in [0, 1], got {low:.3g} to {high:.3g}")
 
 
-def _newton(rows: Tensor, labels: Tensor) -> Tensor:
-    """Least logistic loss, with ridge, of `rows` `[n, 5]` whose last column is the bias's."""
+@torch.inference_mode(False)
+@torch.enable_grad()
+def _logistic_regression(rows: Tensor, labels: Tensor) -> Tensor:
+    """Weights of least logistic loss, with ridge, for `rows` `[n, 5]`; the last is the bias."""
+    rows, labels = rows.clone(), labels.clone()  # they may be of inference mode
     ridge = rows.new_tensor([_RIDGE] * 4 + [0.0])
-    solution = rows.new_zeros(5)
-    for _ in range(_NEWTON_STEPS):
-        predicted = (rows @ solution).sigmoid()
-        gradient = rows.T @ (predicted - labels) + ridge * solution
-        curvature = rows.T @ (rows * (predicted * (1 - predicted))[:, None]) + ridge.diag()
-        step = torch.linalg.solve(curvature, gradient)
-        if gradient @ step < 1e-12 * len(rows):
-            break
-        solution = _descend(rows, labels, ridge, solution, step)
-    return solution
+    solution = rows.new_zeros(5).requires_grad_()
+    optimizer = torch.optim.LBFGS(
+        [solution], max_iter=_STEPS, tolerance_grad=1e-9, line_search_fn="strong_wolfe"
+    )
 
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        logits = rows @ solution
+        losses = torch.nn.functional.softplus(logits) - labels * logits
+        loss = losses.sum() + (ridge * solution**2).sum() / 2
+        loss.backward()
+        return loss
 
-def _descend(rows: Tensor, labels: Tensor, ridge: Tensor, start: Tensor, step: Tensor) -> Tensor:
-    """The first of the step, its half, its quarter ... that does not lead uphill."""
-    before = _objective(rows, labels, ridge, start)
-    for halvings in range(30):
-        solution = start - step * 0.5**halvings
-        if _objective(rows, labels, ridge, solution) <= before:
-            return solution
-    return start
-
-
-def _objective(rows: Tensor, labels: Tensor, ridge: Tensor, solution: Tensor) -> Tensor:
-    logits = rows @ solution
-    losses = torch.nn.functional.softplus(logits) - labels * logits
-    return losses.sum() + (ridge * solution**2).sum() / 2
+    optimizer.step(closure)  # pyright: ignore[reportArgumentType]
+    return solution.detach()
 
 
 def calibration(calibrator: Calibrator, features: Tensor, accepted: Tensor) -> Calibration:
-    """What a calibrator is worth on drafts that it was not fitted to.
+    """The quality of a calibrator on held-out drafts.
 
-    The raw top probability is what a draft says of itself without one.
+    It is compared with the raw top probability of the draft.
 
     Args:
         calibrator: the fit.

@@ -6,7 +6,7 @@ import itertools
 import operator
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from pydantic import Field, PositiveInt
@@ -22,20 +22,6 @@ from training.exits.report import ExitFigures
 from training.exits.task import Drafts, HeldOutDrafts
 
 
-class DecodeConfig(NamedTuple):
-    """How held-out prompts are continued.
-
-    Attributes:
-        prompt_tokens: tokens of a prompt.
-        new_tokens: tokens written after it.
-        num_draft_tokens: drafts of a round, where lengths are compared.
-    """
-
-    prompt_tokens: int
-    new_tokens: int
-    num_draft_tokens: int
-
-
 def take_prompts(blocks: Blocks, count: int, tokens: int) -> list[Tensor]:
     """Beginnings `[1, tokens]` of held-out blocks, at even distances."""
     numbers = range(0, len(blocks), max(1, len(blocks) // max(1, count)))[:count]
@@ -43,7 +29,7 @@ def take_prompts(blocks: Blocks, count: int, tokens: int) -> list[Tensor]:
 
 
 def accepted_lengths(
-    spec: SelfSpecModel, head: ExitHead, prompts: Sequence[Tensor], config: DecodeConfig
+    spec: SelfSpecModel, head: ExitHead, prompts: Sequence[Tensor], config: MeasureConfig
 ) -> dict[str, float]:
     """Mean tokens a round, decoding greedily and at temperature 1; nothing without prompts."""
     if not prompts:
@@ -133,11 +119,6 @@ class MeasureConfig(StrictConfig):
     new_tokens: int = Field(default=96, ge=2)
     num_draft_tokens: int = Field(default=4, ge=1)
     timed_drafts: list[PositiveInt] = Field(default=[1, 2, 4, 6])
-
-    @property
-    def decoding(self) -> DecodeConfig:
-        """How prompts are continued."""
-        return DecodeConfig(self.prompt_tokens, self.new_tokens, self.num_draft_tokens)
 
 
 def open_held_out(
@@ -231,7 +212,7 @@ def measure(
             exit_layer=head.exit_layer,
             agreement=drafts.agreement,
             alpha=drafts.alpha,
-            accepted_length=accepted_lengths(spec, head, prompts, config.decoding),
+            accepted_length=accepted_lengths(spec, head, prompts, config),
             predicted_speedup=speedup,
             ece=error,
         )

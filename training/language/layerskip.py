@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from selfspec.decoder.families import find_layers, refuse_unsupported
 from training.data import Batch
 from training.language.task import LanguageModelling, Windows, model_inputs
 from training.loop.loop import LoopConfig
+from training.loop.parallel import processes
 
 
 class LayerSkipConfig(StrictConfig):
@@ -85,13 +85,13 @@ def exit_weights(config: LayerSkipConfig, depth: int, step: int, steps: int) -> 
 def draw_dropped(
     seed: int, step: int, places: Iterable[int], probabilities: Sequence[float]
 ) -> Tensor:
-    """`[rows, layers]`, on the CPU: whether a row goes past a layer.
+    """`[rows, layers]`, on the CPU: whether a row skips a layer.
 
     Args:
-        seed: of the run.
+        seed: seed of the run.
         step: number of the optimizer step.
-        places: place of each row among all rows of the step, over micro-batches and processes.
-        probabilities: per layer.
+        places: index of each row among all rows of the step, over micro-batches and processes.
+        probabilities: drop probability of each layer.
     """
     draws = [np.random.default_rng((seed, step, p)).random(len(probabilities)) for p in places]
     return torch.from_numpy(np.stack(draws) < np.asarray(probabilities))
@@ -101,10 +101,10 @@ def draw_dropped(
 
 
 class LayerStack:
-    """A causal LM whose layers can be dropped by row, and left at any of them.
+    """A causal LM whose layers can be dropped per row, with an exit after each.
 
-    During a call stand-ins shadow the layers in the model's body; outside one the model is exactly
-    what it was.
+    During a call, stand-ins replace the layers in the model's body; afterwards the model is as
+    before.
 
     Args:
         model: any decoder-only causal LM of transformers.
@@ -132,11 +132,11 @@ class LayerStack:
         return len(self.layers)
 
     def states(self, inputs: Mapping[str, Any], dropped: Tensor | None = None) -> list[Tensor]:
-        """Residual stream after every layer, each `[rows, width, hidden]`.
+        """Hidden states after every layer, each `[rows, width, hidden]`.
 
         Args:
-            inputs: what the model takes.
-            dropped: `[rows, layers]` which rows go past which layers, on the CPU.
+            inputs: inputs of the model.
+            dropped: `[rows, layers]` which rows skip which layers, on the CPU.
         """
         states: list[Tensor] = []
 
@@ -158,14 +158,14 @@ class LayerStack:
         return states
 
     def loss(self, state: Tensor, inputs: Mapping[str, Any], targets: Tensor) -> Tensor:
-        """Summed cross-entropy in nats of leaving at a state, by the model's own norm and LM head.
+        """Summed cross-entropy in nats at one exit, with the model's own norm and LM head.
 
-        The model's `forward` runs with `state` in place of its layers, so scaling and soft-capping
-        of any family apply.
+        The model's `forward` runs with `state` in place of its layers, so that scaling and
+        soft-capping of every family apply.
 
         Args:
             state: `[rows, width, hidden]`, one of `states`.
-            inputs: what `states` was given.
+            inputs: inputs of `states`.
             targets: `[rows, width]` token ids, -100 where there is nothing to predict.
         """
         output = (state,) if self._returns_tuple else state
@@ -248,7 +248,7 @@ class LayerSkip(LanguageModelling):
     def _dropped(self, rows: int, step: int) -> Tensor:
         if step != self._step:
             self._step, self._rows = step, 0
-        world, rank = _processes()
+        world, rank = processes().num_processes, processes().process_index
         places = range(self._rows * world + rank, (self._rows + rows) * world, world)
         self._rows += rows
         chances = drop_probabilities(self.config, len(self.stack), step, self.loop.steps)
@@ -272,10 +272,3 @@ class LayerSkip(LanguageModelling):
             states = self.stack.states(inputs)
             nats += torch.tensor([float(self.stack.loss(s, inputs, targets)) for s in states])
         return (nats / math.log(2) / windows.num_bytes).tolist()
-
-
-def _processes() -> tuple[int, int]:
-    """How many processes train, and which of them this is."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_world_size(), dist.get_rank()
-    return 1, 0
