@@ -294,7 +294,7 @@ def test_fewer_streams_and_other_shards_are_served(folder):
 
 
 def test_a_block_of_other_text_is_named(folder):
-    with pytest.raises(ValueError, match="holds a block that the features lack"):
+    with pytest.raises(ValueError, match="holds a block that is not in the features"):
         cache(folder).read(blocks(1, seed=8)[0])
 
 

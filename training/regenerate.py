@@ -27,21 +27,21 @@ _FACTS_NAME = "texts.json"
 
 
 class RegenerateConfig(StrictConfig):
-    """What is continued, how, and where to.
+    """A regeneration.
 
     Attributes:
-        output: folder of the run; the texts land in `texts.jsonl` in it.
+        output: folder of the run; texts are written to `texts.jsonl` in it.
         target: a checkpoint's folder or model id; `demo` is the one in the package.
         dtype: of the target's weights; `auto` takes the checkpoint's.
         heads: folder of exit heads; `null` takes those beside the checkpoint, if there are any.
-        draft: how to draft; `null` takes the first head, or decodes plainly where there is none.
+        draft: how to draft; `null` takes the first head, or decodes plainly without one.
         data: text or chats, each source with its weight (`prompts.count`).
-        prompts: where prompts are cut.
-        new_tokens: the most tokens that are written after a prompt.
-        temperature: of the draws; 0 is greedy.
-        top_p: share of the probability that is drawn from, most probable tokens first.
+        prompts: how prompts are cut.
+        new_tokens: the most tokens generated after a prompt.
+        temperature: sampling temperature; 0 is greedy.
+        top_p: nucleus sampling.
         batch_size: prompts that are continued at once.
-        seed: decides the order of the prompts and the draws.
+        seed: seed of the order of the prompts and of sampling.
     """
 
     output: str
@@ -64,12 +64,12 @@ class RegenerateConfig(StrictConfig):
 
 
 def regenerate(config: RegenerateConfig) -> Path:
-    """Write all texts, or go on with those in the folder; returns their file.
+    """Generate all texts, resuming what is in the folder; returns their file.
 
     Raises:
         FileNotFoundError: a source has no files.
         ValueError: the folder holds other texts, or the data gives no prompts.
-        OSError: a batch could not be written; those before it stay.
+        OSError: a batch could not be written; earlier ones are kept.
     """
     if processes().num_processes > 1:
         raise ValueError("regenerate runs in one process; give each its share of the data instead")
@@ -94,7 +94,7 @@ def _check(output: Path, facts: dict[str, Any]) -> None:
     saved = read_facts(output / _FACTS_NAME)
     if saved is None and (output / TEXTS_NAME).exists():
         raise ValueError(f"{output} holds texts without their {_FACTS_NAME}; give a new folder")
-    # Before the target is loaded, its facts are not there to be compared.
+    # Before the target is loaded, its facts are unknown.
     known = {name: value for name, value in (saved or facts).items() if name in facts}
     if changed := list(changes(known, facts)):
         raise ValueError(
@@ -104,7 +104,7 @@ def _check(output: Path, facts: dict[str, Any]) -> None:
 
 
 def load(config: RegenerateConfig) -> tuple[SelfSpecModel, PreTrainedTokenizerBase]:
-    """The target with its heads, on the accelerator where there is one, and its tokenizer."""
+    """The target with its heads, on the accelerator if there is one, and its tokenizer."""
     source = DEMO_MODEL if config.target == "demo" else config.target
     spec = SelfSpecModel.from_pretrained(
         source, config.heads, dtype=config.dtype, device_map=processes().device
@@ -118,7 +118,7 @@ def write_texts(
     prompts: Sequence[Prompt],
     config: RegenerateConfig,
 ) -> Path:
-    """Write on whatever batches the file does not hold yet."""
+    """Generate the batches that the file does not hold yet."""
     path = Path(config.output) / TEXTS_NAME
     parts = batches(prompts, config.batch_size)
     done = cut_to_batches(path, [len(part) for part in parts])
@@ -134,16 +134,18 @@ def write_texts(
                 for n, new in zip(parts[number], rows, strict=True)
             ]
             append(path, "".join(lines))
-            display.step(number + 1, _pace(spec), line=number % 10 == 0 or number + 1 == len(parts))
+            display.step(
+                number + 1, _speed(spec), line=number % 10 == 0 or number + 1 == len(parts)
+            )
     display.say(f"{len(prompts)} texts: {path}")
     return path
 
 
 def cut_to_batches(path: Path, sizes: Sequence[int]) -> int:
-    """Drop what a killed run left of a batch; returns how many whole ones the file holds.
+    """Drop an unfinished batch; returns the number of complete ones in the file.
 
     Args:
-        path: the texts; there may be none yet.
+        path: the texts; may not exist.
         sizes: lines of each batch.
     """
     if not path.exists():
@@ -161,7 +163,7 @@ def cut_to_batches(path: Path, sizes: Sequence[int]) -> int:
 
 
 def append(path: Path, lines: str) -> None:
-    """Add a batch to the file, and make sure that it is on the disk.
+    """Append a batch to the file and flush it to disk.
 
     Raises:
         OSError: it could not be written.
@@ -173,15 +175,15 @@ def append(path: Path, lines: str) -> None:
             os.fsync(file.fileno())
     except OSError as error:
         raise OSError(
-            f"{path} could not be written ({error}); called again, it goes on from the last batch "
-            "that is whole"
+            f"{path} could not be written ({error}); run it again to resume after the last "
+            "complete batch"
         ) from error
 
 
 def write_on(
     spec: SelfSpecModel, prompts: Sequence[Prompt], config: RegenerateConfig, number: int
 ) -> list[list[int]]:
-    """The new tokens of each prompt of a batch, its end of text included."""
+    """The new tokens of each prompt of a batch, stop token included."""
     device = spec.engine.decoder.device
     width = max(len(prompt.tokens) for prompt in prompts)
     tokens = torch.zeros(len(prompts), width, dtype=torch.long)
@@ -205,7 +207,7 @@ def write_on(
 
 
 def _sampling(config: RegenerateConfig) -> dict[str, Any]:
-    """The target's own distribution, whatever its checkpoint recommends for chatting."""
+    """Sampling options, which override those of the checkpoint."""
     if config.temperature == 0:
         return {"do_sample": False, "repetition_penalty": 1.0}
     return {
@@ -220,7 +222,7 @@ def _sampling(config: RegenerateConfig) -> dict[str, Any]:
 def record(
     prompt: Prompt, new: list[int], tokenizer: PreTrainedTokenizerBase, number: int
 ) -> dict[str, Any]:
-    """What is written of a prompt: the whole text, or the chat with the new reply."""
+    """The record of a prompt: the whole text, or the chat with the new reply."""
     options: dict[str, Any] = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
     if prompt.messages is None:
         said: dict[str, Any] = {"text": tokenizer.decode([*prompt.tokens, *new], **options)}
@@ -231,7 +233,7 @@ def record(
     return {**said, **counts, "source": prompt.source, "number": number}
 
 
-def _pace(spec: SelfSpecModel) -> dict[str, float]:
+def _speed(spec: SelfSpecModel) -> dict[str, float]:
     stats = spec.last_stats
     assert stats is not None
     return {

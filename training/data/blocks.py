@@ -17,8 +17,8 @@ class Batch:
 
     Attributes:
         tokens: `[rows, block]` token ids.
-        documents: `[rows, block]` number of the document that each token belongs to.
-        trained: `[rows, block]` whether the token is to be learned.
+        documents: `[rows, block]` document number of each token.
+        trained: `[rows, block]` whether the token is a training target.
     """
 
     tokens: Tensor
@@ -31,7 +31,7 @@ class Batch:
 
     @property
     def positions(self) -> Tensor:
-        """`[rows, block]` position of each token in its document, from the block's start."""
+        """`[rows, block]` position of each token in its document within the block."""
         places = torch.arange(self.tokens.shape[1], device=self.tokens.device)
         starts = torch.ones_like(self.documents, dtype=torch.bool)
         starts[:, 1:] = self.documents[:, 1:] != self.documents[:, :-1]
@@ -45,7 +45,7 @@ class Batch:
 
     @property
     def targets(self) -> Tensor:
-        """`[rows, block]` the next token where it is to be learned, else -100."""
+        """`[rows, block]` the next token if it is a training target, else -100."""
         following = self.tokens.roll(-1, dims=1)
         known = self.trained.roll(-1, 1) & (self.documents.roll(-1, 1) == self.documents)
         known[:, -1] = False
@@ -54,12 +54,12 @@ class Batch:
 
 @dataclass
 class Blocks:
-    """Tokens of many documents, end to end, cut into blocks.
+    """Concatenated documents, cut into blocks.
 
     Attributes:
         tokens: `[length]` token ids.
         documents: `[length]` document numbers.
-        trained: `[length]` whether the token is to be learned.
+        trained: `[length]` whether the token is a training target.
         block_size: tokens per block.
     """
 
@@ -83,10 +83,10 @@ class Blocks:
 
 
 def pack(documents: Iterable[Document], block_size: int, source: str) -> Blocks:
-    """Put documents end to end; a rest shorter than a block is left out.
+    """Concatenate documents; a rest shorter than a block is dropped.
 
     Raises:
-        ValueError: there is less than one block of text, or nothing in it is to be learned.
+        ValueError: there is less than one block, or no training target.
     """
     tokens: list[Tensor] = []
     numbers: list[Tensor] = []

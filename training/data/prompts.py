@@ -17,12 +17,12 @@ _WINDOW = 16  # batches among which prompts are sorted by length
 
 
 class Prompt(NamedTuple):
-    """What the target writes on.
+    """A prompt for the target.
 
     Attributes:
         tokens: token ids.
         source: name of the source.
-        messages: the chat that it stands for; `None` for plain text.
+        messages: the chat; `None` for plain text.
     """
 
     tokens: list[int]
@@ -34,10 +34,10 @@ class PromptConfig(StrictConfig):
     """Where prompts are cut.
 
     Attributes:
-        tokens: tokens of a prompt of plain text. A chat is taken up to its last reply.
-        every: tokens from one prompt to the next in a document of plain text.
-        count: prompts in all, shared out by the sources' weights, at even distances in each; 0
-            takes all there are.
+        tokens: tokens of a plain-text prompt. A chat is taken up to its last reply.
+        every: tokens from one prompt to the next in a plain-text document.
+        count: number of prompts, divided by the sources' weights, evenly spaced in each; 0 takes
+            all.
     """
 
     tokens: int = Field(default=32, ge=1)
@@ -52,14 +52,14 @@ def read_prompts(
     seed: int,
     longest: int | None = None,
 ) -> list[Prompt]:
-    """The prompts of all sources, mixed, so that any beginning of them is a fair sample.
+    """The prompts of all sources in random order.
 
     Args:
         sources: text, or chats; not both.
         config: where prompts are cut.
         tokenizer: the target's.
         seed: decides the order.
-        longest: tokens of the longest prompt that leaves room to write; longer ones are left out.
+        longest: the most tokens that leave room for the output; longer prompts are dropped.
 
     Raises:
         FileNotFoundError: a source has no files.
@@ -89,7 +89,7 @@ def _of_source(
         for messages in read_chats(source):
             yield _of_chat(messages, source, tokenizer)
         return
-    # What comes back is read as a document of its own, so a prompt begins as documents do.
+    # The output is later read as a document, so a prompt begins like one.
     start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     for text in read_texts(source):
         ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
@@ -127,7 +127,7 @@ def _evenly(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
 
 
 def batches(prompts: Sequence[Prompt], size: int) -> list[list[int]]:
-    """Numbers of the prompts of each batch, near ones of like length together."""
+    """Indices of the prompts of each batch; nearby prompts of similar length share a batch."""
     numbers: list[int] = []
     for start in range(0, len(prompts), size * _WINDOW):
         window = range(start, min(start + size * _WINDOW, len(prompts)))

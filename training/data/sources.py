@@ -35,9 +35,9 @@ class SourceConfig(StrictConfig):
             line, with loss on the assistant's replies only; `auto` goes by the file's ending and
             the first record.
         template: a record's text, its fields in braces.
-        where: per field, the lowest and the highest value that is taken.
+        where: per field, the lowest and the highest allowed value.
         clean: `prose` makes quotes straight and puts every paragraph on one line.
-        max_characters: the most that is read of one document; 0 reads all.
+        max_characters: the most characters of a document; 0 reads all.
         weight: the source's share of the mixture, in tokens, before normalisation.
     """
 
@@ -69,7 +69,7 @@ class SourceConfig(StrictConfig):
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The name in messages."""
         return self.dataset or ", ".join(self.files)
 
 
@@ -78,7 +78,7 @@ class Document(NamedTuple):
 
     Attributes:
         tokens: token ids.
-        trained: per token, whether it is to be learned.
+        trained: per token, whether it is a training target.
     """
 
     tokens: list[int]
@@ -86,7 +86,7 @@ class Document(NamedTuple):
 
 
 def read_texts(source: SourceConfig) -> Iterator[str]:
-    """The documents of a source that are plain text, cleaned.
+    """The cleaned documents of a plain-text source.
 
     Raises:
         FileNotFoundError: nothing matches `files`.
@@ -115,7 +115,7 @@ def read_chats(source: SourceConfig) -> Iterator[list[dict[str, Any]]]:
 def tokenize(source: SourceConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[Document]:
     """The documents of a source as tokens, each between the tokenizer's BOS and EOS, if any.
 
-    Chats stand as their template has them.
+    Chats are rendered with their template.
 
     Raises:
         FileNotFoundError: nothing matches `files`.
@@ -154,7 +154,7 @@ def chat_document(record: Record, tokenizer: PreTrainedTokenizerBase) -> Documen
             )
         replies.append((len(prompt), len(whole)))
         text = whole
-    # Replies are told by their characters: a token may straddle the end of a prompt.
+    # Replies are found by characters: a token may span the end of a prompt.
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     starts = [start for start, _ in encoded.offset_mapping]
     trained = [any(first <= start < last for first, last in replies) for start in starts]
@@ -172,7 +172,7 @@ def _messages(record: Record) -> list[dict[str, Any]]:
 
 
 def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[Any], reply_next: bool) -> str:
-    """A chat as its template has it; `reply_next` opens the assistant's turn.
+    """A rendered chat; `reply_next` opens the assistant's turn.
 
     Raises:
         ValueError: the tokenizer has no template.
@@ -250,7 +250,7 @@ def find_files(source: SourceConfig) -> list[Path]:
 
 
 def _lines(path: Path, text: str) -> Iterator[Record]:
-    # Not splitlines: JSON strings may hold other line separators, such as U+2028, as they are.
+    # Not splitlines: JSON strings may contain other line separators, such as U+2028.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue

@@ -36,8 +36,8 @@ class TextFacts(StrictConfig):
     """One source of text.
 
     Attributes:
-        blocks: how many it holds.
-        sha256: of their tokens and documents.
+        blocks: number of blocks.
+        sha256: hash of their tokens and documents.
     """
 
     blocks: int
@@ -45,17 +45,17 @@ class TextFacts(StrictConfig):
 
 
 class Manifest(StrictConfig):
-    """What a cache holds, and of what.
+    """The contents of a cache.
 
     Attributes:
-        format_version: of the files.
+        format_version: version of the format.
         target: facts of the target.
         block_size: tokens of a block.
         text: the sources.
-        streams: residual streams, by the number of layers below.
-        dtype: of the numbers.
+        streams: hidden states, by the number of layers below.
+        dtype: dtype of the hidden states.
         blocks_per_shard: blocks of a file; the last may hold fewer.
-        shards: SHA-256 of the files that are there, in their order.
+        shards: SHA-256 of the existing files, in order.
     """
 
     format_version: int = _FORMAT
@@ -69,7 +69,7 @@ class Manifest(StrictConfig):
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:
-        """The manifest of a folder, or `None` where there is none.
+        """The manifest of a folder; `None` if there is none.
 
         Raises:
             ValueError: it is damaged.
@@ -80,7 +80,7 @@ class Manifest(StrictConfig):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Dtype of the numbers."""
+        """The torch dtype."""
         return getattr(torch, self.dtype)
 
     @property
@@ -90,12 +90,12 @@ class Manifest(StrictConfig):
 
     @property
     def files(self) -> int:
-        """Shards of the whole cache."""
+        """Number of shards of the complete cache."""
         return math.ceil(self.blocks / self.blocks_per_shard)
 
     @property
     def whole(self) -> bool:
-        """Whether every shard is there."""
+        """Whether every shard exists."""
         return len(self.shards) == self.files
 
     @property
@@ -105,7 +105,7 @@ class Manifest(StrictConfig):
         return numbers * self.torch_dtype.itemsize
 
     def cut(self, megabytes: float) -> Self:
-        """The same in shards of about this size."""
+        """A copy with shards of about this size."""
         blocks = max(1, int(megabytes * 1e6 / self.block_bytes))
         return self.model_copy(update={"blocks_per_shard": blocks})
 
@@ -115,7 +115,7 @@ class Manifest(StrictConfig):
         return range(first, min(first + self.blocks_per_shard, self.blocks))
 
     def check(self, wanted: Manifest, folder: Path) -> None:
-        """Raise ValueError, naming what differs, unless this cache holds all that is wanted."""
+        """Raise ValueError, naming the differences, unless this cache holds all that is wanted."""
         there, here = (m._compared for m in (self, wanted))
         different = list(changes(there, here))
         if not set(wanted.streams) <= set(self.streams):
@@ -123,7 +123,7 @@ class Manifest(StrictConfig):
         if different:
             raise ValueError(
                 f"the features in {folder} were made with another {', '.join(different)}; give a "
-                "new features.folder, or delete that one to make them anew"
+                "new features.folder, or delete that one to recompute them"
             )
 
     @property
@@ -141,17 +141,17 @@ def shard_path(folder: Path, number: int) -> Path:
 def make_files(
     folder: Path, manifest: Manifest, make: Callable[[int], dict[str, Tensor]]
 ) -> Manifest:
-    """Write the shards that are not there yet; returns the manifest of the whole cache.
+    """Write the missing shards; returns the manifest of the complete cache.
 
-    A killed run loses the shard it was at: the manifest names those that are whole.
+    A killed run loses at most the current shard: the manifest lists complete ones.
 
     Args:
         folder: the cache.
-        manifest: what it shall hold, and what it holds already.
-        make: the tensors of a shard, by its number.
+        manifest: the wanted contents, and the existing shards.
+        make: returns the tensors of a shard.
 
     Raises:
-        OSError: the disk has no room for them, or one could not be written.
+        OSError: the disk is too small, or a shard could not be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for left_over in folder.glob(".features*.tmp"):
@@ -169,7 +169,7 @@ def make_files(
 
 
 def _room(folder: Path, manifest: Manifest, blocks: int) -> str:
-    """Say what the features take; raise OSError if the disk has no room for them."""
+    """A message with the size of the features; OSError if the disk is too small."""
     size, free = blocks * manifest.block_bytes, shutil.disk_usage(folder).free
     said = (
         f"features of {blocks} blocks (streams {manifest.streams} and the LM head's inputs in "
@@ -184,22 +184,20 @@ def _room(folder: Path, manifest: Manifest, blocks: int) -> str:
 
 
 def _write(path: Path, tensors: dict[str, Tensor]) -> str:
-    """Write a shard, whole or not at all; returns its SHA-256."""
+    """Write a shard atomically; returns its SHA-256."""
     try:
         with replacing(path) as scratch:
             save_file(tensors, scratch)
             return _sha256(scratch)
-    except (SafetensorError, OSError) as error:  # the former is what a full disk gives
-        raise OSError(
-            f"{path} could not be written ({error}); called again, it goes on from there"
-        ) from error
+    except (SafetensorError, OSError) as error:  # safetensors raises its own on a full disk
+        raise OSError(f"{path} could not be written ({error}); run it again to resume") from error
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
-    """Read every shard once.
+    """Check every shard.
 
     Raises:
-        ValueError: one is missing, or is not what was written.
+        ValueError: one is missing or damaged.
     """
     for number, written in enumerate(manifest.shards):
         path = shard_path(folder, number)
@@ -218,18 +216,16 @@ def _sha256(path: Path) -> str:
     return sha256.hexdigest()
 
 
-# What a target makes of training text: read as it is needed, or once, from files.
-
-_ROWS = 8  # blocks of a pass while a cache is made
+_ROWS = 8  # blocks of a pass while a cache is computed
 
 
 class FeaturesConfig(StrictConfig):
     """A cache of the target's features.
 
     Attributes:
-        folder: where it lies, for every process to see; fits of the same text may share it.
-        dtype: `bfloat16` takes half the space, `float32` is what the target computes.
-        shard_megabytes: size of a file, which is what a killed run loses at most.
+        folder: its folder, visible to every process; fits on the same text may share it.
+        dtype: `bfloat16` takes half the space, `float32` is exact.
+        shard_megabytes: size of a file, which a killed run loses at most.
     """
 
     folder: str
@@ -238,15 +234,15 @@ class FeaturesConfig(StrictConfig):
 
 
 def streams_of(heads: Sequence[ExitHead]) -> list[int]:
-    """The residual streams that any of the heads reads."""
+    """The hidden states that the heads read, by the number of layers below."""
     return sorted({layer for head in heads for layer in head.input_layers})
 
 
 class Reader(Protocol):
-    """Says what the target made of a batch."""
+    """Provides the target's hidden states for a batch."""
 
     def read(self, batch: Batch) -> TargetStates:
-        """The target's view of a batch, with the residual streams that the heads read."""
+        """The target's hidden states for a batch."""
         ...
 
 
@@ -255,7 +251,7 @@ class TargetReader:
 
     Args:
         decoder: the target.
-        streams: residual streams to keep, by the number of layers below.
+        streams: hidden states to keep, by the number of layers below.
     """
 
     def __init__(self, decoder: Decoder, streams: Sequence[int]):
@@ -267,16 +263,16 @@ class TargetReader:
 
 
 class CachedReader:
-    """Looks batches up in files, of which no more than their rows comes into memory.
+    """Reads the hidden states of batches from a cache.
 
-    Blocks are found by their content, so any order and any mixture of the text can be read.
+    Blocks are found by their content, so that the text can be read in any order.
 
     Args:
         folder: the cache.
-        manifest: what it holds.
-        numbers: place of each block in the cache, by its key.
-        streams: residual streams to read, by the number of layers below.
-        dtype: what they are turned into: the dtype of the target.
+        manifest: its contents.
+        numbers: index of each block in the cache, by its key.
+        streams: hidden states to read, by the number of layers below.
+        dtype: the dtype to convert to.
     """
 
     def __init__(
@@ -293,16 +289,16 @@ class CachedReader:
         self.files = [safe_open(shard_path(folder, n), framework="pt") for n in shards]
 
     def read(self, batch: Batch) -> TargetStates:
-        """Look a batch up.
+        """The hidden states of a batch.
 
         Raises:
-            ValueError: it holds a block of other text.
+            ValueError: a block is not in the cache.
         """
         try:
             places = [divmod(self.numbers[key], self.size) for key in block_keys(batch)]
         except KeyError:
             raise ValueError(
-                "the batch holds a block that the features lack; make them of the text that is read"
+                "the batch holds a block that is not in the features; compute them for this text"
             ) from None
 
         def stored(name: str) -> Tensor:
@@ -316,20 +312,20 @@ class CachedReader:
 def open_features(
     config: FeaturesConfig, decoder: Decoder, streams: Sequence[int], text: Sequence[Blocks]
 ) -> CachedReader:
-    """Open the features of a text; make those first that are not there yet.
+    """Open the features of a text, after computing the missing ones.
 
-    With several processes the first one makes them, on its own device, while the others wait.
+    With several processes the first one computes them while the others wait.
 
     Args:
-        config: where they lie.
+        config: the cache.
         decoder: the target.
-        streams: residual streams that heads read, by the number of layers below.
+        streams: hidden states that heads read, by the number of layers below.
         text: the blocks of each source.
 
     Raises:
         ValueError: the folder holds features of another target, other text or other streams, or a
             file in it is damaged.
-        OSError: the disk has no room for them, or they could not be written.
+        OSError: the disk is too small, or features could not be written.
     """
     folder = Path(config.folder)
     keys = [[key for batch in _passes(blocks) for key in block_keys(batch)] for blocks in text]
@@ -368,7 +364,7 @@ def _prepare(folder: Path, wanted: Manifest, decoder: Decoder, text: Sequence[Bl
 
 
 def _wait(folder: Path, wanted: Manifest) -> Manifest:
-    # No barrier: making features may take longer than one may last.
+    # Not a barrier, which would time out.
     while not ((manifest := Manifest.read(folder)) and manifest.whole):
         time.sleep(1)
     manifest.check(wanted, folder)
@@ -382,7 +378,7 @@ def _read_shard(
     reader = TargetReader(decoder, manifest.streams)
     numbers = manifest.blocks_of(number)
     parts: list[dict[str, Tensor]] = []
-    # A pass holds the same blocks whenever the shard is made, so its rounding is the same.
+    # A pass always holds the same blocks, so that rounding is reproducible.
     for start in range(numbers.start, numbers.stop, _ROWS):
         batch = collate([_block(text, n) for n in numbers[start - numbers.start :][:_ROWS]])
         reading = reader.read(batch.to(decoder.device))
@@ -399,7 +395,7 @@ def _passes(blocks: Blocks) -> Iterator[Batch]:
 
 
 def _block(text: Sequence[Blocks], number: int) -> Batch:
-    """A block by its position in all sources, end to end."""
+    """A block by its index in the concatenated sources."""
     for blocks in text:
         if number < len(blocks):
             return blocks[number]

@@ -31,18 +31,17 @@ class FitConfig(StrictConfig):
     """A fit of exit heads.
 
     Attributes:
-        output: folder of the run; the heads land in `heads` in it.
+        output: folder of the run; heads are written to `heads` in it.
         target: a checkpoint's folder or model id; `demo` is the one in the package.
         heads: the heads to fit, jointly.
-        start: folder of heads that were saved before; a head that is among them goes on from
-            there, the others start as their kind does.
+        start: folder of saved heads; heads that are among them start from their weights, others
+            from scratch.
         data: training text, each source with its weight.
         block_size: tokens of a block.
-        features: where the target's features of the training text are kept; without, the target
-            reads every batch as it comes.
-        loss: what is minimised.
-        optimizer: what updates the heads.
-        loop: how long, in what portions.
+        features: cache of the target's hidden states; without, the target runs over every batch.
+        loss: the loss.
+        optimizer: the optimizer.
+        loop: length, batches and checkpoints.
         held_out: text for calibration and figures, by domain; never trained on.
         measure: what is measured on it.
     """
@@ -72,7 +71,7 @@ class FitConfig(StrictConfig):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What must stay as it is when the run is resumed."""
+        """Settings that must not change when the run is resumed."""
         names = ("target", "heads", "start", "data", "block_size", "loss", "optimizer")
         parts: dict[str, Any] = {**dict.fromkeys(names, True), "features": {"dtype"}}
         return {**self.model_dump(mode="json", include=parts), "loop": self.loop.identity}
@@ -84,12 +83,12 @@ class FitConfig(StrictConfig):
 
     @property
     def folder(self) -> Path:
-        """Where the heads land."""
+        """The folder of the heads."""
         return Path(self.output) / "heads"
 
     @property
     def told(self) -> list[str]:
-        """The training text, for people."""
+        """The training text in words."""
         total = sum(source.weight for source in self.data)
         return [f"{source.name} ({source.weight / total:.0%})" for source in self.data]
 
@@ -107,12 +106,12 @@ class FitConfig(StrictConfig):
 
 
 def go_on_from(heads: Sequence[ExitHead], decoder: Decoder, folder: str) -> None:
-    """Give heads the weights that heads of their kind and exit layer have in `folder`.
+    """Start heads from the weights of heads of the same kind and exit layer in `folder`.
 
     Raises:
-        FileNotFoundError: no heads lie there.
+        FileNotFoundError: there are no heads.
         ValueError: they were fitted to another target, none of them is among `heads`, or one has
-            other options or drafts some tokens only.
+            other options or a trimmed vocabulary.
     """
     saved = {(head.kind, head.exit_layer): head for head in load_heads(decoder, folder)}
     known = [head for head in heads if (head.kind, head.exit_layer) in saved]
@@ -133,13 +132,13 @@ def go_on_from(heads: Sequence[ExitHead], decoder: Decoder, folder: str) -> None
 def write_heads(
     config: FitConfig, heads: Sequence[ExitHead], spec: SelfSpecModel, fitted_by: Path
 ) -> Path:
-    """Save heads, their card and the config they were fitted by, whole or not at all.
+    """Save heads, their card and the config of the fit, atomically.
 
     Args:
         config: the fit.
-        heads: what it left.
-        spec: its target.
-        fitted_by: file of the config that they were fitted by.
+        heads: the fitted heads.
+        spec: the target.
+        fitted_by: the fit's config file.
     """
     told = fitted_by.read_text(encoding="utf-8")
 
@@ -153,7 +152,7 @@ def write_heads(
 
 
 def _stored_dtype(config: FitConfig) -> torch.dtype | None:
-    """What the target's own weights are stored in; heads need no more."""
+    """The dtype in which the target's weights are stored; heads get the same."""
     dtype = AutoConfig.from_pretrained(config.source).dtype
     return dtype if isinstance(dtype, torch.dtype) else None
 
@@ -161,7 +160,7 @@ def _stored_dtype(config: FitConfig) -> torch.dtype | None:
 def heads_of(
     config: FitConfig, spec: SelfSpecModel, weights: Sequence[Mapping[str, Tensor]]
 ) -> list[ExitHead]:
-    """Heads with the weights that a fit left, out of whatever shards they were trained in."""
+    """Heads with the fitted weights, gathered from shards."""
     heads: list[ExitHead] = []
     for each, state in zip(config.heads, weights, strict=True):
         head = new_head(spec.engine.decoder, each)

@@ -20,13 +20,13 @@ NO_TOKEN = -100
 
 
 class LossSchedule(StrictConfig):
-    """Which loss is minimised when.
+    """Which loss is used when.
 
     Attributes:
         loss: the first, or only, loss.
-        then: the loss that takes its position later, if any.
-        switch: share of the run after which it does.
-        blend: share of the run over which weight moves, linearly, from the one to the other.
+        then: the loss that replaces it later, if any.
+        switch: share of the run before the replacement begins.
+        blend: share of the run over which the weight moves linearly from one to the other.
     """
 
     loss: LossName = "kl"
@@ -46,9 +46,9 @@ class LossSchedule(StrictConfig):
         return self
 
     def weights(self, progress: float) -> dict[str, float]:
-        """Weight of each loss that counts when the share `progress` of the run is done.
+        """Weights of the losses after the share `progress` of the run.
 
-        The weights add up to 1; a loss without weight is left out.
+        They add up to 1; a loss of weight 0 is left out.
         """
         if self.then is None or progress < self.switch:
             return {self.loss: 1.0}
@@ -65,31 +65,30 @@ def draft_losses(
     next_tokens: Tensor | None = None,
     vocab_ids: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Losses `[...]` of every position, by name; gradients reach `draft_logits` alone.
+    """Losses `[...]` of every position, by name; gradients flow to `draft_logits` only.
 
     * `ce`: -log q(next token), the loss of language modelling. It is 0 where the next token is
       -100 or outside a trimmed vocabulary.
     * `kl`: Σ p log(p / q), forward, the usual loss of distillation. Over a trimmed vocabulary p is
-      restricted to it and normalised again, because the divergence of p itself is infinite.
+      restricted to it and normalised, because the divergence of p itself is infinite.
     * `tv`: total variation, ½ Σ |p - q| = 1 - Σ min(p, q): the probability that a draft drawn from
       q is rejected (Leviathan et al. 2023, theorem 3.5). Exact over a trimmed vocabulary.
     * `acceptance`: -log Σ min(p, q), the logarithm of the acceptance rate itself. It has the
-      minimum and the direction of `tv`, but its gradient is divided by the rate, so positions where
-      the draft is bad, which hardly move under `tv`, count. Exact over a trimmed vocabulary.
+      minimum and the direction of `tv`, but its gradient is divided by the rate, so that positions
+      with bad drafts, which hardly move under `tv`, count. Exact over a trimmed vocabulary.
 
-    The log-softmaxes are shared, and all that is held until the backward pass: two float32 buffers
-    of the draft logits' size, however many losses are wanted, and a third where `kl` over a trimmed
-    vocabulary is one of several.
+    Only the shared log-softmaxes are kept for the backward pass: two float32 buffers of the size of
+    the draft logits, and a third if `kl` over a trimmed vocabulary is one of several losses.
 
     Args:
-        wanted: names of losses; the weights of a `LossSchedule` do.
+        wanted: names of losses.
         target_logits: `[..., vocab]`.
         draft_logits: `[..., vocab]`, or `[..., N]` over a trimmed vocabulary.
         next_tokens: `[...]` the text's next token, -100 for none; `ce` needs them.
         vocab_ids: `[N]` the tokens of a trimmed vocabulary, each once.
 
     Raises:
-        ValueError: a loss is unknown, or the shapes do not fit one another.
+        ValueError: a loss is unknown, or the shapes do not match.
     """
     _check(target_logits, draft_logits, vocab_ids)
     for name in wanted:
@@ -135,8 +134,8 @@ def agreement(
 
     Args:
         target_logits: `[..., vocab]`.
-        draft_logits: `[..., vocab]`, or `[..., N]` over a trimmed vocabulary: never where the
-            target's most likely token is outside.
+        draft_logits: `[..., vocab]`, or `[..., N]` over a trimmed vocabulary, which never agrees if
+            the target's most likely token is outside.
         vocab_ids: `[N]` the tokens of a trimmed vocabulary.
     """
     _check(target_logits, draft_logits, vocab_ids)
@@ -161,19 +160,19 @@ def _log_probs(logits: Tensor) -> Tensor:
 
 
 def _target_log_probs(logits: Tensor, vocab_ids: Tensor | None) -> Tensor:
-    """The log of p at the draft's tokens; over a trimmed vocabulary it does not add up to 1."""
+    """Log p at the draft's tokens; over a trimmed vocabulary p does not add up to 1."""
     log_p = _log_probs(logits.detach())
     return log_p if vocab_ids is None else log_p.index_select(-1, vocab_ids)
 
 
 class _Divergence(Function):
-    """Σ p log(p / q); autograd would hold p, and a mask, until the backward pass."""
+    """Σ p log(p / q); autograd would keep p and a mask for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, log_p: Tensor, log_q: Tensor) -> Tensor:
         ctx.save_for_backward(log_p)
         p, ratio = log_p.exp(), log_p - log_q
-        # The limit of p log p at 0, where the product has no value.
+        # p log p is 0 in the limit p = 0, where the product is undefined.
         return ratio.masked_fill_(p == 0, 0).mul_(p).sum(-1)
 
     @staticmethod
@@ -183,7 +182,7 @@ class _Divergence(Function):
 
 
 class _LogOverlap(Function):
-    """log Σ min(p, q), which float32 holds where the sum itself would vanish."""
+    """log Σ min(p, q), computed in logs because the sum itself may underflow."""
 
     @staticmethod
     def forward(ctx: Any, log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -199,7 +198,7 @@ class _LogOverlap(Function):
 
 
 def _log_overlap(log_p: Tensor, log_q: Tensor) -> Tensor:
-    # Rounding may leave the sum of equal distributions a little above 1.
+    # Rounding may make the sum of equal distributions exceed 1.
     return _LogOverlap.apply(log_p, log_q).clamp(max=0)
 
 
@@ -214,7 +213,7 @@ def _cross_entropy(log_q: Tensor, next_tokens: Tensor | None, vocab_ids: Tensor 
 
 
 def _places(tokens: Tensor, vocab_ids: Tensor) -> Tensor:
-    """Index of every token among `vocab_ids`, -100 where it is not there."""
+    """Index of every token in `vocab_ids`; -100 for tokens outside."""
     in_order, order = vocab_ids.sort()
     place = torch.searchsorted(in_order, tokens).clamp(max=len(vocab_ids) - 1)
     return order[place].where(in_order[place] == tokens, NO_TOKEN)

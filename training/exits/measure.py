@@ -23,7 +23,7 @@ from training.exits.task import Drafts, HeldOutDrafts
 
 
 def take_prompts(blocks: Blocks, count: int, tokens: int) -> list[Tensor]:
-    """Beginnings `[1, tokens]` of held-out blocks, at even distances."""
+    """The first `[1, tokens]` of evenly spaced held-out blocks."""
     numbers = range(0, len(blocks), max(1, len(blocks) // max(1, count)))[:count]
     return [blocks[number].tokens[:, :tokens] for number in numbers]
 
@@ -31,7 +31,7 @@ def take_prompts(blocks: Blocks, count: int, tokens: int) -> list[Tensor]:
 def accepted_lengths(
     spec: SelfSpecModel, head: ExitHead, prompts: Sequence[Tensor], config: MeasureConfig
 ) -> dict[str, float]:
-    """Mean tokens a round, decoding greedily and at temperature 1; nothing without prompts."""
+    """Mean tokens per round, greedily and at temperature 1; empty without prompts."""
     if not prompts:
         return {}
     draft = draft_of(head, config.num_draft_tokens)
@@ -68,8 +68,8 @@ def write(
     sample: bool = False,
     generator: torch.Generator | None = None,
 ) -> None:
-    """Write a prompt on by exactly `tokens` tokens, from the whole distribution when sampling."""
-    # Whatever the checkpoint's own generation config says.
+    """Generate exactly `tokens` tokens, from the whole distribution when sampling."""
+    # These options override the checkpoint's generation config.
     whole = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     options: dict[str, Any] = whole if sample else {"do_sample": False}
     spec.generate(
@@ -90,9 +90,7 @@ def draft_of(head: ExitHead, num_draft_tokens: int) -> DraftConfig:
     )
 
 
-# What a fit is worth: calibration, acceptance by depth, tokens a round, predicted speedup.
-
-# Neighbours are alike: every other draft would leak into the fit, so halves alternate in runs.
+# Neighbouring drafts are alike, so the halves for fitting and testing alternate in runs.
 _RUN = 64
 _TIMED_TOKENS = 32
 
@@ -101,13 +99,13 @@ class MeasureConfig(StrictConfig):
     """What is measured on held-out text.
 
     Attributes:
-        depths: tokens of a draft that are looked at.
-        blocks: blocks that are read of each domain.
-        watched: blocks of the first domain that are read at each evaluation while training.
-        prompts: prompts that are continued; 0 leaves real decoding out.
+        depths: number of draft positions.
+        blocks: blocks of each domain.
+        watched: blocks of the first domain that each evaluation during training reads.
+        prompts: prompts that are continued; 0 skips real decoding.
         prompt_tokens: tokens of a prompt.
-        new_tokens: tokens written after it.
-        num_draft_tokens: drafts of a round where tokens a round are compared.
+        new_tokens: tokens generated after it.
+        num_draft_tokens: drafts of a round when decoding.
         timed_drafts: numbers of drafts whose rounds are timed, for the predicted speedup.
     """
 
@@ -127,11 +125,11 @@ def open_held_out(
     held_out: Mapping[str, Blocks],
     config: MeasureConfig,
 ) -> dict[str, HeldOutDrafts]:
-    """The held-out text of each domain, for heads to draft over.
+    """The held-out text of each domain.
 
     Raises:
-        ValueError: there is not enough of it to measure and to calibrate on, or its blocks or what
-            is to be written are longer than the target was made for.
+        ValueError: there is too little of it to calibrate on, or blocks or outputs are longer than
+            the target's positions.
     """
     opened = {
         name: HeldOutDrafts(decoder, heads, blocks, config.depths, config.blocks)
@@ -140,8 +138,8 @@ def open_held_out(
     positions = sum(drafts.positions for drafts in opened.values())
     if positions < 2 * _RUN:
         raise ValueError(
-            f"calibrators need {2 * _RUN} held-out tokens that are to be learned, the blocks that "
-            f"are read hold {positions}; give more held-out text, or a larger measure.blocks"
+            f"calibrators need {2 * _RUN} held-out target tokens, the blocks hold {positions}; "
+            "give more held-out text, or a larger measure.blocks"
         )
     longest = max(
         config.prompt_tokens + config.new_tokens if config.prompts else 0,
@@ -165,8 +163,8 @@ def calibrate(
         drafted: of each domain the drafts of every head, with features.
 
     Returns:
-        On the other half: of each head the expected calibration error when decoding greedily, and
-        the bins of each calibrator, by the exit's name and the way of decoding.
+        On the other half: the expected calibration error of each head for greedy decoding, and the
+        bins of each calibrator, by the name of the exit and of the mode.
     """
     errors: list[float] = []
     bins: dict[str, list[Bin]] = {}
@@ -199,8 +197,8 @@ def measure(
 
     Args:
         spec: the target and its heads.
-        blocks: the domain's text, whose beginnings are continued.
-        drafted: the drafts of every head over it.
+        blocks: the domain's text; prompts are taken from it.
+        drafted: the drafts of every head.
         errors: calibration error of every head.
         config: what is measured.
     """
@@ -239,7 +237,7 @@ def _speedups(
     prompts: Sequence[Tensor],
     config: MeasureConfig,
 ) -> list[float | None]:
-    """The best greedy speedup of each head that rates and the times of real rounds predict."""
+    """The best greedy speedup of each head, predicted from rates and times of real rounds."""
     if not prompts or not config.timed_drafts:
         return [None] * len(drafted)
     tokens = min(config.new_tokens, _TIMED_TOKENS)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # markers have no common divisor, so a pair comes again only after the 42nd line.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 _MARKERS = "osD^vP"
-# A curve of more points than this is noise to the eye: it is drawn pale, its running mean over it.
+# A curve of more points is drawn pale, with its running mean on top.
 _READABLE = 60
 
 
@@ -34,18 +34,18 @@ def write_plots(
     history: Sequence[Mapping[str, Any]],
     reliability: Mapping[str, Sequence[Bin]],
 ) -> list[Path]:
-    """Write one PNG for each thing there is to see, and return the files.
+    """Write the plots as PNG files, and return them.
 
     Args:
-        folder: where they go.
-        figures: what was measured of each exit.
+        folder: their folder.
+        figures: figures of each exit.
         history: entries of `metrics.jsonl`; every value with "loss" in its name is a curve.
         reliability: bins of each exit's calibrator, by the exit's name.
 
     Raises:
         ImportError: matplotlib is missing.
     """
-    # pyplot would keep every figure that is made; these go with their last reference.
+    # Not pyplot, which would keep every figure in memory.
     from matplotlib.figure import Figure
 
     plots: list[tuple[str, Any, Callable[[Figure, Any], None]]] = [
@@ -118,9 +118,6 @@ def _draw_reliability(sheet: Figure, reliability: Mapping[str, Sequence[Bin]]) -
     sheet.legend(loc="outside lower center", ncols=4, frameon=False)
 
 
-# Pieces
-
-
 def _axes(sheet: Figure, title: str, place: tuple[int, int, int] = (1, 1, 1)) -> Axes:
     axes = sheet.add_subplot(*place)
     axes.spines[["top", "right"]].set_visible(False)
@@ -180,21 +177,19 @@ def _running_mean(values: Sequence[float], window: int) -> list[float]:
     return [(sums[stop] - sums[start]) / (stop - start) for start, stop in spans]
 
 
-# What a fit reports: figures per exit, the speedup they predict, a table, a file and plots.
-
 REPORT_NAME = "report.json"
 
 
 @dataclass(frozen=True)
 class ExitFigures:
-    """What was measured of one exit head on held-out text.
+    """Figures of one exit head on held-out text.
 
     Attributes:
         kind: kind of the head.
         exit_layer: number of layers below the exit.
         agreement: by draft depth, how often the draft's top token is the target's.
         alpha: by draft depth, the mean of Σ min(p, q).
-        accepted_length: tokens a round of real decoding, by mode: greedy, sampled.
+        accepted_length: tokens per round of real decoding, by mode: greedy, sampled.
         predicted_speedup: over plain greedy decoding, from `agreement` and measured times.
         ece: expected calibration error of the head's calibrator.
 
@@ -220,7 +215,7 @@ class ExitFigures:
 
     @property
     def name(self) -> str:
-        """What displays call the exit."""
+        """The name of the exit."""
         return f"{self.kind}, exit {self.exit_layer}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -228,15 +223,12 @@ class ExitFigures:
         return asdict(self)
 
 
-# The terminal
-
-
 def figures_table(figures: Sequence[ExitFigures], title: str | None = None) -> Table:
     """One line per exit; acceptance at the first and the last draft depth.
 
     Args:
         figures: the exits, in the order of the lines.
-        title: above the table.
+        title: title of the table.
     """
     modes = list(dict.fromkeys(mode for exit in figures for mode in exit.accepted_length))
     caption = "agreement, α: first→last draft depth; tokens: a round" if modes else None
@@ -267,9 +259,6 @@ def _number(value: float | None, form: str, unit: str = "") -> str:
     return "–" if value is None else format(value, form) + unit
 
 
-# Files
-
-
 def write_report(
     folder: Path,
     figures: Sequence[ExitFigures],
@@ -277,14 +266,14 @@ def write_report(
     reliability: Mapping[str, Sequence[Bin]] | None = None,
     say: Callable[[str], object] | None = None,
 ) -> list[Path]:
-    """Write `report.json` and, where matplotlib is installed, plots of what there is to see.
+    """Write `report.json` and, if matplotlib is installed, plots.
 
     Args:
-        folder: made if it is not there.
-        figures: what was measured of each exit.
+        folder: created if it does not exist.
+        figures: figures of each exit.
         history: entries of the run's `metrics.jsonl`, each with its step.
         reliability: bins of each exit's calibrator, by the exit's name.
-        say: takes the line that tells what to install when plots are left out; `None` prints it.
+        say: receives the message that plots need matplotlib; `None` prints it.
 
     Returns:
         The files, `report.json` first.

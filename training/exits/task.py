@@ -22,13 +22,13 @@ from training.loop.loop import Task
 
 
 class Lesson(NamedTuple):
-    """The positions of a batch whose next token is to be learned; `n` of them.
+    """The `n` positions of a batch with a target token.
 
     Attributes:
-        reading: the target's view of the batch.
-        learned: `[rows, width]` which positions they are.
-        target_logits: `[n, vocab]` what the target says there.
-        following: `[n]` the text's next tokens.
+        reading: the target's hidden states for the batch.
+        learned: `[rows, width]` whether a position is one of them.
+        target_logits: `[n, vocab]` the target's logits there.
+        following: `[n]` the next tokens of the text.
     """
 
     reading: TargetStates
@@ -39,7 +39,7 @@ class Lesson(NamedTuple):
     @classmethod
     @torch.no_grad()
     def of(cls, decoder: Decoder, batch: Batch, reading: TargetStates) -> Lesson:
-        """The lesson of a batch that the target has read."""
+        """The lesson of a batch."""
         learned = batch.targets != NO_TOKEN
         target_logits = decoder.unembed(reading.normed[learned][None])[0]
         return cls(reading, learned, target_logits, batch.targets[learned])
@@ -47,29 +47,25 @@ class Lesson(NamedTuple):
     def drafts(
         self, decoder: Decoder, head: ExitHead, depths: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """What a head drafts at these positions, by depth; one depth if it is not unrolled.
+        """A head's drafts at these positions, by depth; one depth if it is not unrolled.
 
         Yields:
-            Draft logits `[n, head's vocabulary]`, and `[n]` whether the position has as many tokens
-            of its document before it as the draft is deep: without, its logits mean nothing.
+            Draft logits `[n, head's vocabulary]`, and `[n]` whether they are valid: the document
+            must have as many tokens before the position as the draft is deep.
         """
         positions = self.reading.packing.positions[self.learned]
         for depth, state in enumerate(draft_states(decoder, head, self.reading, depths)):
             yield head.logits(decoder, state[self.learned][None])[0], positions >= depth
 
 
-# Acceptance on held-out text, by head and draft depth, and the drafts that calibrators see.
-
-
 @dataclass
 class Drafts:
-    """What was drafted over held-out text by one head.
+    """The drafts of one head on held-out text.
 
     Attributes:
         agreement: by depth, how often the draft's top token is the target's.
         alpha: by depth, the mean of Σ min(p, q).
-        features: `[n, 4]` a calibrator's features of every draft, of all depths; `[n, 0]` unless
-            they were asked for.
+        features: `[n, 4]` the calibrator's features of every draft; `[n, 0]` unless asked for.
         agreed: `[n]` whether the top token was the target's, 1 or 0.
         accepted: `[n]` Σ min(p, q).
     """
@@ -94,19 +90,18 @@ class _Seen(NamedTuple):
 
 
 class HeldOutDrafts:
-    """Held-out blocks, and how heads draft over them (teacher-forced, own output fed back).
+    """Heads' drafts on held-out blocks, with teacher forcing and the heads' own output fed back.
 
     Args:
         decoder: the target.
         heads: exit heads.
         blocks: held-out text.
-        depths: tokens of a draft that are looked at.
-        most: blocks that are read, at even distances; 0 reads all.
+        depths: number of draft positions.
+        most: number of evenly spaced blocks to read; 0 reads all.
         rows: blocks of one pass.
 
     Raises:
-        ValueError: no document is long enough for a draft of that depth, or heads that would be
-            unrolled stand on a target that does not allow it.
+        ValueError: no document is long enough, or the target does not support unrolling.
     """
 
     def __init__(
@@ -127,7 +122,7 @@ class HeldOutDrafts:
 
     @property
     def positions(self) -> int:
-        """Tokens that are drafted at, at the first depth."""
+        """Number of positions at the first depth."""
         return sum(int((block.targets != NO_TOKEN).sum()) for block in self.blocks)
 
     def _check(self) -> None:
@@ -135,7 +130,7 @@ class HeldOutDrafts:
         if unrolled and self.decoder.counts_keys:
             raise ValueError(
                 f"heads on a {type(self.decoder.causal_lm).__name__} cannot be unrolled: its "
-                f"attention is biased by the number of a key; depths must be 1, got {self.depths}"
+                f"attention is biased by the index of a key; depths must be 1, got {self.depths}"
             )
         places = torch.cat([block.positions[block.targets != NO_TOKEN] for block in self.blocks])
         if not (places >= self.depths - 1).any():
@@ -146,7 +141,7 @@ class HeldOutDrafts:
 
     @torch.no_grad()
     def measure(self, with_features: bool = False) -> list[Drafts]:
-        """The drafts of every head, in their order."""
+        """The drafts of every head, in order."""
         seen: list[list[list[_Seen]]] = [[] for _ in self.heads]
         for batch in self._batches():
             lesson = Lesson.of(self.decoder, batch, self._reader.read(batch))
@@ -170,9 +165,9 @@ class HeldOutDrafts:
             )
 
     def _sum_up(self, parts: Sequence[Sequence[_Seen]]) -> Drafts:
-        """All batches' drafts of one head; each part holds one batch's, by depth."""
+        """Join the drafts of one head; each part holds those of a batch, by depth."""
         by_depth = [_Seen.all_of(depth) for depth in zip(*parts, strict=True)]
-        # A head that is not unrolled says the same at every depth.
+        # A head that is not unrolled predicts the same at every depth.
         repeat = self.depths if len(by_depth) == 1 else 1
         every = _Seen.all_of(by_depth)
         return Drafts(
@@ -184,18 +179,15 @@ class HeldOutDrafts:
         )
 
 
-# Exit heads as a task: drafts of a frozen target, compared with what the target says itself.
-
-
 class HeadConfig(StrictConfig):
     """An exit head to fit.
 
     Attributes:
-        kind: `lens`, `lora`, `block` or `fused`; `shared` has nothing to fit, and is measured
-            beside others.
+        kind: `lens`, `lora`, `block` or `fused`; `shared` has nothing to fit and is only measured.
         exit_layer: number of layers below the exit.
-        options: what the kind takes: `rank`, `place`, `feature_layers`.
-        vocab_size: tokens that it can draft, the most frequent of the training text; 0 for all.
+        options: options of the kind: `rank`, `place`, `feature_layers`.
+        vocab_size: size of the draft vocabulary, the most frequent tokens of the training text; 0
+            for all tokens.
     """
 
     kind: str
@@ -217,12 +209,12 @@ class HeadConfig(StrictConfig):
 
 
 class DraftLossConfig(StrictConfig):
-    """What is minimised.
+    """The training loss.
 
     Attributes:
-        schedule: which loss, when.
-        depths: tokens of a draft that are unrolled, for heads that feed on their own output.
-        depth_weights: weight of each depth's loss; empty weighs all alike.
+        schedule: which loss is used when.
+        depths: unrolled draft steps, for heads that use their own output.
+        depth_weights: weight of each depth; empty for equal weights.
     """
 
     schedule: LossSchedule = LossSchedule()
@@ -250,10 +242,10 @@ class DraftLossConfig(StrictConfig):
 
 
 def build_heads(decoder: Decoder, configs: Sequence[HeadConfig]) -> list[ExitHead]:
-    """The heads to fit, as they are before training, in float32 and over all tokens.
+    """The untrained heads, in float32 and over all tokens.
 
     Raises:
-        ValueError: a head does not fit the target, or one stands there twice.
+        ValueError: a head does not fit the target, or is there twice.
     """
     heads = [new_head(decoder, config) for config in configs]
     check_distinct(heads)
@@ -261,7 +253,7 @@ def build_heads(decoder: Decoder, configs: Sequence[HeadConfig]) -> list[ExitHea
 
 
 def new_head(decoder: Decoder, config: HeadConfig) -> ExitHead:
-    """A head before training, in float32 and over all tokens.
+    """An untrained head, in float32 and over all tokens.
 
     Raises:
         ValueError: it does not fit the target.
@@ -275,7 +267,7 @@ def trim_heads(
     configs: Sequence[HeadConfig],
     text: Sequence[Blocks],
 ) -> None:
-    """Make heads draft the most frequent tokens of a text alone, as many as `configs` say.
+    """Restrict heads to the most frequent tokens of a text, as `configs` ask for.
 
     Raises:
         ValueError: a vocabulary is not smaller than the target's.
@@ -291,7 +283,7 @@ def is_trained(head: ExitHead) -> bool:
 
 
 def frequent_tokens(text: Sequence[Blocks], vocab_size: int, count: int) -> Tensor:
-    """The `count` most frequent tokens of what is to be learned of a text, rising.
+    """The ids of the `count` most frequent target tokens of a text, rising.
 
     Raises:
         ValueError: the vocabulary is no larger than that.
@@ -302,20 +294,20 @@ def frequent_tokens(text: Sequence[Blocks], vocab_size: int, count: int) -> Tens
             "0 keeps all of it"
         )
     learned = torch.cat([blocks.tokens[blocks.trained] for blocks in text]).long()
-    # Among equals the lower id, which a byte-level vocabulary learnt earlier.
+    # Ties go to the lower id, which a byte-level vocabulary learned earlier.
     seen = learned.bincount(minlength=vocab_size)
     return seen.argsort(descending=True, stable=True)[:count].sort().values
 
 
 class ExitTask(Task):
-    """Fits heads jointly on one frozen target, which reads every batch once for all of them.
+    """Fits heads jointly on one frozen target, which runs once per batch.
 
     Args:
         decoder: the target.
         heads: the heads to fit.
-        config: what is minimised.
-        held_out: figures on held-out text.
-        reader: what knows the target's view of a batch; runs the target by default.
+        config: the loss.
+        held_out: drafts on held-out text.
+        reader: provides the target's hidden states; runs the target by default.
     """
 
     name = "fitting"
@@ -334,11 +326,11 @@ class ExitTask(Task):
         self.heads = nn.ModuleList(heads)
         self.decoder, self.config, self.held_out = decoder, config, held_out
         self.reader = reader or TargetReader(decoder, streams_of(heads))
-        # A shared head is there to be compared with.
+        # A shared head is only measured.
         self._fitted = [head for head in heads if is_trained(head)]
 
     def train(self, mode: bool = True) -> Self:
-        """Heads alone switch; the frozen target has no dropout."""
+        """Switch the heads; the frozen target stays in evaluation mode."""
         super().train(mode)
         self.target.eval()
         return self

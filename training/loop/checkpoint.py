@@ -21,19 +21,19 @@ from training.loop.parallel import placed, whole
 
 
 def target_facts(decoder: Decoder) -> dict[str, Any]:
-    """The target: its shape, its dtype, and one hash for all samples of its weights."""
+    """Facts of the target: shape, dtype, and a hash of samples of its weights."""
     facts = fingerprint(decoder)
     dtype = str(decoder.dtype).removeprefix("torch.")
     return {**facts, "weights": digest(facts["weights"]), "dtype": dtype}
 
 
 def digest(data: Any) -> str:
-    """SHA-256 of anything that JSON can hold."""
+    """SHA-256 of JSON data."""
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
 def changes(saved: Mapping[str, Any], given: Mapping[str, Any], within: str = "") -> Iterator[str]:
-    """The facts that differ, by name, with both values where they are short."""
+    """Names of the facts that differ, with both values if they are short."""
     for key in sorted(saved.keys() | given.keys()):
         before, after = saved.get(key), given.get(key)
         if isinstance(before, Mapping) and isinstance(after, Mapping):
@@ -44,7 +44,7 @@ def changes(saved: Mapping[str, Any], given: Mapping[str, Any], within: str = ""
 
 
 def read_facts(path: Path) -> dict[str, Any] | None:
-    """A JSON object on disk, or `None` where there is no file.
+    """A JSON object from a file; `None` if there is no file.
 
     Raises:
         ValueError: the file is damaged.
@@ -63,21 +63,19 @@ def read_facts(path: Path) -> dict[str, Any] | None:
 
 
 def write_facts(path: Path, facts: Mapping[str, Any]) -> None:
-    """Write a JSON object, whole or not at all."""
+    """Write a JSON object atomically."""
     with replacing(path) as scratch:
         scratch.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
-
-# The state of a run on disk: safetensors and JSON, written whole or not at all, never a pickle.
 
 _FOLDER, _TENSORS, _FACTS = "checkpoints", "state.safetensors", "state.json"
 
 
 def write_folder(folder: Path, fill: Callable[[Path], object]) -> None:
-    """Fill a folder beside `folder` and put it in its place once it is whole.
+    """Write a folder atomically: fill a temporary one, then replace `folder`.
 
     Raises:
-        OSError: it could not be written; what was there before is untouched.
+        OSError: it could not be written; `folder` is unchanged.
     """
     scratch, former = (folder.with_name(f".{folder.name}.{word}") for word in ("tmp", "old"))
     for left_over in (scratch, former):
@@ -88,7 +86,7 @@ def write_folder(folder: Path, fill: Callable[[Path], object]) -> None:
         if folder.exists():
             folder.replace(former)
         scratch.replace(folder)
-    except SafetensorError as error:  # what safetensors makes of a full disk
+    except SafetensorError as error:  # on a full disk
         raise OSError(f"{folder} could not be written: {error}") from error
     finally:
         for left_over in (scratch, former):
@@ -96,11 +94,11 @@ def write_folder(folder: Path, fill: Callable[[Path], object]) -> None:
 
 
 class Checkpoints:
-    """The checkpoints of one run, one folder a step.
+    """The checkpoints of a run, one folder per step.
 
     Args:
         output: folder of the run.
-        keep: how many of the newest stay.
+        keep: number of checkpoints to keep.
     """
 
     def __init__(self, output: Path, keep: int = 2):
@@ -112,17 +110,17 @@ class Checkpoints:
         return sorted(int(number) for number in found if number.isdigit())
 
     def last_good(self) -> str:
-        """For messages: what a stopped run goes on from."""
+        """For messages: the checkpoint from which the run can be resumed."""
         steps = self.steps()
         if not steps:
             return "there is no checkpoint yet"
         return f"the last good checkpoint is step {steps[-1]} in {self.folder}"
 
     def save(self, step: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-        """Write a checkpoint and drop those beyond the newest `keep`.
+        """Write a checkpoint and delete all but the newest `keep`.
 
         Raises:
-            OSError: it could not be written; those before it stay.
+            OSError: it could not be written; earlier ones are kept.
         """
 
         def fill(folder: Path) -> None:
@@ -149,11 +147,11 @@ class Checkpoints:
             raise self._damaged(step, error) from None
 
     def check_identity(self, identity: Mapping[str, Any]) -> None:
-        """Make sure that the run on disk, if there is one, is this one.
+        """Check that the run on disk, if there is one, is the same.
 
         Args:
-            identity: facts that must not change between a checkpoint and its resumption. Those
-                that the checkpoint does not hold are not compared.
+            identity: facts that must not change when a run is resumed. Those that the checkpoint
+                lacks are not compared.
 
         Raises:
             ValueError: a fact differs, or the checkpoint is damaged.
@@ -188,9 +186,9 @@ class Checkpoints:
 
 
 def gather_state(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
-    """Trained weights, buffers and optimizer state, on the CPU and out of shards.
+    """Trained weights, buffers and optimizer state, on the CPU, gathered from shards.
 
-    Every process has to call it.
+    Every process must call it.
     """
     frozen = _frozen(module)
     tensors = {
@@ -207,7 +205,7 @@ def gather_state(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str
 def restore_state(
     module: nn.Module, optimizers: Sequence[Optimizer], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Put back what `gather_state` took.
+    """Restore the state from `gather_state`.
 
     Raises:
         ValueError: the tensors are not those of the module.
@@ -223,7 +221,7 @@ def restore_state(
             places[name].copy_(placed(tensor, places[name]))
     for prefix, optimizer, parameter in _updated(module, optimizers):
         optimizer.state[parameter] = {
-            # Counters stay where they are made: on the CPU, whole.
+            # Counters are not sharded and stay on the CPU.
             key: placed(value, parameter) if value.shape == parameter.shape else value
             for key, value in _below(tensors, prefix).items()
         }
@@ -232,7 +230,7 @@ def restore_state(
 def _updated(
     module: nn.Module, optimizers: Sequence[Optimizer]
 ) -> Iterator[tuple[str, Optimizer, nn.Parameter]]:
-    """Every parameter of every optimizer, and what the names of its state begin with."""
+    """Every parameter of every optimizer, with the prefix of its state's names."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     for number, optimizer in enumerate(optimizers):
         for group in optimizer.param_groups:

@@ -29,16 +29,15 @@ from training.loop.parallel import make_accelerator, shard, whole_root
 
 
 class Task(nn.Module):
-    """What is trained: a module whose forward is the loss of a batch.
+    """A training task: a module whose forward is the loss of a batch.
 
-    Randomness has to be a function of seed and step, or come from torch's global generator, which
-    the loop seeds anew every step. The
-    loop puts the task into training mode for a step and into evaluation mode for `evaluate`; a task
-    with a frozen part that must stay as it is overrides `train`.
+    Randomness must be a function of seed and step, or come from torch's global generator, which the
+    loop seeds every step. The loop switches between training and evaluation mode; a task with a
+    frozen part overrides `train`.
 
     Attributes:
-        name: what displays call it.
-        better: the metric of `evaluate` that early stopping looks at; lower is better.
+        name: its name in displays.
+        better: the metric of `evaluate` for early stopping; lower is better.
     """
 
     name: str = "training"
@@ -63,27 +62,23 @@ class Task(nn.Module):
         return {}
 
 
-# How long a run is, and where it stands.
-
-
 class LoopConfig(StrictConfig):
-    """How long to train, in what portions, and what is kept.
+    """Length, batches and checkpoints of a run.
 
     Attributes:
         steps: optimizer steps.
-        batch_size: blocks a step, over all processes.
-        micro_batch_size: blocks that one process takes in one pass; gradients add up over passes.
+        batch_size: blocks per step, over all processes.
+        micro_batch_size: blocks per forward pass of a process; gradients are accumulated.
         precision: `no` is float32; `bf16` and `fp16` are autocast.
-        clip: largest norm of the gradient; 0 leaves it.
-        seed: of the data's order and of everything random.
+        clip: largest norm of the gradient; 0 does not clip.
+        seed: seed of the data's order and of everything random.
         log_every: steps between lines.
         eval_every: steps between evaluations; 0 evaluates at the end only.
-        save_every: steps between checkpoints: what a killed run loses at most.
-        keep: checkpoints that stay.
-        patience: evaluations in a row without a better result that end the run early; 0 never does.
+        save_every: steps between checkpoints, which a killed run loses at most.
+        keep: number of checkpoints to keep.
+        patience: evaluations without improvement that end the run early; 0 disables it.
         compile: run the task through torch.compile.
-        fsdp: shard the weights over the processes (FSDP2); without, every process holds all of
-            them.
+        fsdp: shard the weights over the processes (FSDP2); otherwise every process holds all.
         trackers: tensorboard, wandb or trackio, beside the JSON lines.
     """
 
@@ -112,18 +107,18 @@ class LoopConfig(StrictConfig):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a run keeps when it is resumed; the rest may change."""
+        """Settings that must not change when a run is resumed."""
         fixed = {"batch_size", "precision", "clip", "seed"}
         return self.model_dump(mode="json", include=fixed)
 
 
 @dataclass
 class Progress:
-    """Where a run stands.
+    """Progress of a run.
 
     Attributes:
         step: optimizer steps done.
-        best: lowest figure that early stopping has seen.
+        best: best figure of early stopping.
         worse: evaluations since.
         figures: the last evaluation.
         seconds: time spent in steps and evaluations.
@@ -136,29 +131,26 @@ class Progress:
     seconds: float = 0.0
 
     def judge(self, figures: dict[str, float], better: str) -> None:
-        """Take note of an evaluation."""
+        """Record an evaluation."""
         self.figures = figures
         if better in figures:
             self.worse = 0 if figures[better] < self.best else self.worse + 1
             self.best = min(self.best, figures[better])
 
 
-# The one training loop, over accelerate: fit, checkpoint, evaluate, stop.
-
-
 class Loop:
-    """A run of a task, from its last checkpoint if there is one.
+    """A training run with accelerate, resumed from its last checkpoint if there is one.
 
     Args:
-        task: what to train.
+        task: the task.
         data: blocks in their order.
-        config: how long, in what portions.
-        optimizer: what updates the weights.
+        config: length, batches and checkpoints.
+        optimizer: the optimizer.
         output: folder of checkpoints and metrics.
-        identity: facts of the run that must not change between a checkpoint and its resumption.
+        identity: facts that must not change when the run is resumed.
 
     Attributes:
-        progress: where the run stands.
+        progress: progress of the run.
 
     Raises:
         ValueError: the batch does not divide, `output` holds another run, a tracker is unknown, or
@@ -189,7 +181,7 @@ class Loop:
 
     @property
     def main(self) -> bool:
-        """Whether this process writes and speaks."""
+        """Whether this process writes files and prints."""
         return self.accelerator.is_main_process
 
     @property
@@ -230,8 +222,8 @@ class Loop:
         """Train to the end and return the last evaluation.
 
         Raises:
-            FloatingPointError: the loss or its gradient is not finite; the last checkpoint stays.
-            OSError: a checkpoint could not be written; the one before it stays.
+            FloatingPointError: the loss or its gradient is not finite; the last checkpoint is kept.
+            OSError: a checkpoint could not be written; the one before it is kept.
             ValueError: the checkpoint to resume from is damaged.
         """
         self._resume()
@@ -318,7 +310,7 @@ class Loop:
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)  # pyright: ignore
 
     def _check_finite(self, values: dict[str, float], step: int) -> None:
-        # fp16 leaves out steps whose gradient overflows, and scales down.
+        # fp16 skips steps whose gradient overflows, and reduces its scale.
         checked = ["loss"] if self.accelerator.scaler else ["loss", "grad_norm"]
         wrong = [name for name in checked if not math.isfinite(values[name])]
         if wrong:
@@ -330,7 +322,7 @@ class Loop:
             )
 
     def _check_weights(self, tensors: dict[str, Tensor]) -> None:
-        # An update may spoil the weights although loss and gradient were finite.
+        # An update may make weights infinite although loss and gradient are finite.
         trained = {name for name, p in self.task.named_parameters() if p.requires_grad}
         for name in sorted(trained & {key.removeprefix("model.") for key in tensors}):
             if not bool(tensors[f"model.{name}"].isfinite().all()):
@@ -344,7 +336,7 @@ class Loop:
     def _evaluate(self, display: Display) -> dict[str, float]:
         self.module.eval()
         with torch.no_grad(), self.accelerator.autocast(), whole_root(self.module):
-            # All processes go by the first one's figures: whether to stop must be one decision.
+            # All processes use the first one's figures: they must stop together.
             (figures,) = broadcast_object_list([self.task.evaluate()])
         self.progress.judge(figures, self.task.better)
         if figures:

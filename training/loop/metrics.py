@@ -28,7 +28,7 @@ def check_trackers(names: list[str]) -> None:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """All entries of a run; a last line that a killed run left unfinished is none."""
+    """All entries of a run, without an unfinished last line."""
     path = folder / METRICS_NAME
     if not path.is_file():
         return []
@@ -40,8 +40,8 @@ class MetricsLog:
     """One JSON object a line, by step.
 
     Args:
-        folder: where the file lies.
-        from_step: the step that a resumed run starts at: what a killed run wrote beyond it goes.
+        folder: folder of the file.
+        from_step: first step of a resumed run; later entries are dropped.
     """
 
     def __init__(self, folder: Path, from_step: int):
@@ -96,11 +96,11 @@ class Display:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Leave it as it stands."""
+        """Stop the bar."""
         self._progress.stop()
 
     def step(self, done: int, values: dict[str, float], line: bool) -> None:
-        """Move on to `done` steps; `line` prints the values where there is no live bar."""
+        """Update the progress; `line` prints the values if there is no live bar."""
         text = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
         self._progress.update(self._task, completed=done, metrics=text)
         if line and not self.console.is_terminal:
@@ -110,5 +110,5 @@ class Display:
             self.say(f"{self.name} {done}/{self.steps}  {text}  ({times})")
 
     def say(self, text: str) -> None:
-        """A line of its own."""
+        """Print a line."""
         self.console.print(text, markup=False, soft_wrap=True)

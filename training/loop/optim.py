@@ -66,7 +66,7 @@ def make_optimizers(module: nn.Module, config: OptimizerConfig) -> list[Optimize
 
 
 def _word_vectors(module: nn.Module) -> set[int]:
-    """Identities of the parameters that hold a row per token or place: embeddings, LM heads."""
+    """Ids of the parameters of embeddings and LM heads."""
     tables = [part for part in module.modules() if isinstance(part, nn.Embedding)]
     models = [part for part in module.modules() if isinstance(part, PreTrainedModel)]
     heads = [head for model in models if (head := model.get_output_embeddings()) is not None]
@@ -74,7 +74,7 @@ def _word_vectors(module: nn.Module) -> set[int]:
 
 
 def rate_scale(config: OptimizerConfig, step: int, steps: int) -> float:
-    """The learning rate of a step over its peak: a rise, a plateau, a linear fall."""
+    """The learning rate of a step relative to its peak: rise, plateau, linear fall."""
     warmup, decay = config.warmup * steps, config.decay * steps
     rise = min(1.0, (step + 1) / warmup) if warmup >= 1 else 1.0
     fall = min(1.0, (steps - step) / decay) if decay >= 1 else 1.0

@@ -19,14 +19,14 @@ from transformers import PreTrainedModel
 
 def processes() -> PartialState:
     """This process among those that torchrun or `accelerate launch` started."""
-    # Without `cpu`, processes on a machine that has no accelerator do not find each other.
+    # Without `cpu`, processes on a machine without accelerator do not find each other.
     return PartialState(cpu=not torch.accelerator.is_available())
 
 
 def make_accelerator(
     precision: str, trackers: list[str], output: Path, facts: dict[str, Any]
 ) -> Accelerator:
-    """This process as accelerate sees it; trackers are told the `facts` of the run."""
+    """This process's accelerator; trackers get the `facts` of the run."""
     processes()
     # An earlier run of this process may have had another precision.
     AcceleratorState._reset_state()
@@ -42,9 +42,9 @@ def make_accelerator(
 
 
 def shard(module: nn.Module, accelerator: Accelerator) -> None:
-    """Spread a module's weights over the processes (FSDP2), decoder layer by decoder layer.
+    """Shard a module's weights over the processes (FSDP2), layer by layer.
 
-    Parameters are replaced, so optimizers are made afterwards.
+    Parameters are replaced, so optimizers must be made afterwards.
     """
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
     models = [part for part in module.modules() if isinstance(part, PreTrainedModel)]
@@ -56,10 +56,10 @@ def shard(module: nn.Module, accelerator: Accelerator) -> None:
 
 @contextmanager
 def whole_root(module: nn.Module) -> Iterator[None]:
-    """Inside, parts of a sharded module may be called without going through the module itself.
+    """Allow calling parts of a sharded module directly.
 
-    Its layers gather their weights when they are called; what lies outside of the layers
-    (embedding, norm, heads) is gathered here.
+    Layers gather their weights when they are called; the others (embedding, norm, heads) are
+    gathered here.
     """
     if not isinstance(module, FSDPModule):
         yield
@@ -72,13 +72,13 @@ def whole_root(module: nn.Module) -> Iterator[None]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A copy on the CPU, out of shards; of a sharded tensor every process has to ask for it."""
+    """A full copy on the CPU; for a sharded tensor every process must call it."""
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def placed(tensor: Tensor, place: Tensor) -> Tensor:
-    """A whole tensor of the CPU, in shards and on the device as `place` is."""
+    """A full CPU tensor, sharded and moved as `place` is."""
     moved = tensor.to(place.device)
     if not isinstance(place, DTensor):
         return moved

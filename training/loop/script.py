@@ -24,13 +24,12 @@ CONFIG_NAME = "config.yaml"
 def run_script(main: Callable[[ConfigT], object], config: type[ConfigT], usage: str | None) -> None:
     """Run a script on its command line: `--config file.yaml [section.field=value ...]`.
 
-    What the user can mend ends as one line on stderr: a mistake in the arguments with exit code 2,
-    one that shows while the script runs (bad text, a loss that is not finite, a full disk) with 1.
-    `python -X dev` shows where the latter came from.
+    Expected errors are one line on stderr: exit code 2 for wrong arguments, 1 for errors at run
+    time (bad text, a loss that is not finite, a full disk). `python -X dev` shows the traceback.
 
     Args:
         main: the script, a function of its config.
-        config: class of that config.
+        config: class of the config.
         usage: text of `--help`.
     """
     settings = _read_arguments(config, usage)
@@ -44,7 +43,7 @@ def run_script(main: Callable[[ConfigT], object], config: type[ConfigT], usage: 
 
 
 def _read_arguments(config: type[ConfigT], usage: str | None) -> ConfigT:
-    """The config that the command line asks for; a mistake in it ends the program."""
+    """The config of the command line; an error ends the program."""
     parser = argparse.ArgumentParser(
         description=usage, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -66,12 +65,12 @@ def _end(message: str, code: int) -> NoReturn:
 def start_output(
     config: StrictConfig, output: Path, identity: Mapping[str, Any] | None = None
 ) -> Path:
-    """Make the run's folder; say and save the config with every default filled in.
+    """Make the run's folder; print and save the complete config.
 
     Args:
         config: the run's.
         output: its folder.
-        identity: facts that must not differ from those of a run that the folder already holds.
+        identity: facts that must equal those of a run in the folder, if there is one.
 
     Raises:
         ValueError: they differ; nothing is written then.
@@ -92,7 +91,7 @@ def finish_folder(
     tokenizer: PreTrainedTokenizerBase,
     facts: Mapping[str, Any],
 ) -> None:
-    """Save a checkpoint, its tokenizer and what was measured of it, whole or not at all."""
+    """Save a checkpoint, its tokenizer and its figures, atomically."""
 
     def fill(scratch: Path) -> None:
         model.save_pretrained(scratch)
