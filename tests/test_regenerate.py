@@ -139,7 +139,9 @@ def test_draws_depend_on_the_seed_and_not_on_the_moment(folder):
 
 def test_without_heads_and_a_draft_decoding_is_plain(folder, monkeypatch):
     drafted = []
-    monkeypatch.setattr(script, "_pace", lambda spec: drafted.append(spec.last_stats.drafted) or {})
+    monkeypatch.setattr(
+        script, "_speed", lambda spec: drafted.append(spec.last_stats.drafted) or {}
+    )
     regenerate(settings(folder, draft=None))
     assert set(drafted) == {0}
 
@@ -230,7 +232,7 @@ def test_what_cannot_be_written_is_said(folder, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(script.os, "fsync", full)
-    with pytest.raises(OSError, match=r"texts\.jsonl could not be written.*goes on from the last"):
+    with pytest.raises(OSError, match=r"texts\.jsonl could not be written.*resume after the last"):
         regenerate(settings(folder))
 
 
