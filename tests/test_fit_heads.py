@@ -296,7 +296,7 @@ def untrained(monkeypatch):
         ({"measure": {"depths": 40}}, "no held-out document that is read has 40 tokens before one"),
         (
             {"measure": {"blocks": 2}},
-            "need 128 held-out target tokens .* hold 62; give more held-out",
+            "need 128 held-out target tokens.* hold 62; give more held-out",
         ),
         ({"block_size": 256}, "the target was made for 128 positions, got 256; lower block_size"),
         ({"measure": {"prompts": 1, "new_tokens": 100}}, "made for 128 positions, got 164"),
