@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from selfspec import SelfSpecModel
 from selfspec.decoder import Decoder, Span
-from selfspec.decoder.cache import Pieces, Window
+from selfspec.decoder.cache import SlicedViews, Window
 from selfspec.decoder.direct import Direct, direct, lean_forward, shortcuts
 from selfspec.decoder.families import RotaryTables, is_static
 
@@ -52,7 +52,7 @@ def dynamic_llama(kind):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_views_of_rotary_tables_are_what_the_family_computes(family, dtype):
     base = SelfSpecModel(build(family, CASES_BY_FAMILY[family])).engine.decoder.base
-    x, counted = torch.zeros(1, dtype=dtype), Pieces(torch.arange(1024)[None], dim=1)
+    x, counted = torch.zeros(1, dtype=dtype), SlicedViews(torch.arange(1024)[None], dim=1)
     for module in filter(is_static, base.children()):
         tables = RotaryTables(module.forward)
         kinds = list(module.rope_type) if isinstance(module.rope_type, dict) else [None]
@@ -79,7 +79,7 @@ def test_frequencies_that_follow_the_length_have_no_tables(kind):
 @pytest.mark.parametrize("dim", [0, 1])
 def test_pieces_are_views_of_their_places(dim):
     whole = torch.arange(300).view(150, 2) if dim == 0 else torch.arange(300).view(2, 150)
-    pieces = Pieces(whole, whole + 1, dim=dim)
+    pieces = SlicedViews(whole, whole + 1, dim=dim)
     for start, width in [(0, 1), (63, 1), (64, 1), (149, 1), (3, 1), (0, 150), (62, 5), (148, 2)]:
         view, next_view = pieces.view(start, width)
         assert torch.equal(view, whole.narrow(dim, start, width))

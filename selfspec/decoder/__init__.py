@@ -13,12 +13,12 @@ This package alone knows transformers' layer API.
 from selfspec.decoder.decoder import Decoder, held
 from selfspec.decoder.devices import Ranks, at_hand, bare_copy, device_of, weight_of, weights
 from selfspec.decoder.masks import Packing
-from selfspec.decoder.passes import Own, Pass, Skips, Span
+from selfspec.decoder.passes import OwnLayer, Pass, Skips, Span
 from selfspec.decoder.quantized import is_quantized
 
 __all__ = [
     "Decoder",
-    "Own",
+    "OwnLayer",
     "Packing",
     "Pass",
     "Ranks",

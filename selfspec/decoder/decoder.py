@@ -25,7 +25,7 @@ from selfspec.decoder.families import (
 )
 from selfspec.decoder.gates import Gates
 from selfspec.decoder.masks import Masks, Packing
-from selfspec.decoder.passes import MASK, ActivePass, Own, Pass, Skips, Span
+from selfspec.decoder.passes import MASK, ActivePass, OwnLayer, Pass, Skips, Span
 from selfspec.decoder.quantized import trainable
 from selfspec.decoder.runner import Runner
 from selfspec.sampling.draft import Tree
@@ -250,7 +250,7 @@ class Decoder:
         offset: int | Sequence[int] = 0,
         unembed: bool = False,
         keep: Sequence[int] = (),
-        own: Own | None = None,
+        own: OwnLayer | None = None,
         tree: Tree | None = None,
         skips: Skips | None = None,
     ) -> Pass:
@@ -298,7 +298,7 @@ class Decoder:
         packing: Packing,
         hidden: Tensor | None = None,
         keep: Sequence[int] = (),
-        own: Own | None = None,
+        own: OwnLayer | None = None,
         memory: StepCache | None = None,
         step: int = 0,
     ) -> Pass:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from selfspec.config import Kernels, KVCacheDtype
-from selfspec.decoder.cache import Pieces, Window
+from selfspec.decoder.cache import SlicedViews, Window
 from selfspec.decoder.devices import weight_of
 from selfspec.decoder.passes import Skips
 from selfspec.decoder.quantized import is_quantized
@@ -260,7 +260,7 @@ class RotaryTables:
 
     def __init__(self, forward: Callable[..., Any]):
         self._forward = forward
-        self._tables: dict[tuple[Any, ...], Pieces] = {}
+        self._tables: dict[tuple[Any, ...], SlicedViews] = {}
 
     def view(self, x: Tensor, window: Window, layer_type: str | None = None) -> Any:
         """What `forward` returns for the window's positions.
@@ -279,7 +279,7 @@ class RotaryTables:
             return views[0]
         return views
 
-    def _make(self, x: Tensor, window: Window, layer_type: str | None) -> Pieces:
+    def _make(self, x: Tensor, window: Window, layer_type: str | None) -> SlicedViews:
         more = () if layer_type is None else (layer_type,)
         # A table outlives its first pass, which may run in inference mode.
         with torch.inference_mode(False):
@@ -287,4 +287,4 @@ class RotaryTables:
             made = self._forward(x, positions[None], *more)
         tables = (made,) if isinstance(made, Tensor) else made
         rows = len(window.starts)
-        return Pieces(*(table.expand(rows, *table.shape[1:]) for table in tables), dim=1)
+        return SlicedViews(*(table.expand(rows, *table.shape[1:]) for table in tables), dim=1)

@@ -33,7 +33,7 @@ from selfspec.decoder.families import (
 from selfspec.decoder.kernels.compiled import CompiledLayers
 from selfspec.decoder.kernels.graphs import GraphedLayers
 from selfspec.decoder.kernels.prepacked import PrepackedLinears
-from selfspec.decoder.passes import MASK, ActivePass, Own, Stretch
+from selfspec.decoder.passes import MASK, ActivePass, OwnLayer, Stretch
 
 
 class BodyError(Exception):
@@ -145,7 +145,7 @@ class Gate:
 
     def _run_own(
         self,
-        own: Own,
+        own: OwnLayer,
         active: ActivePass,
         hidden_states: Tensor,
         args: tuple[Any, ...],

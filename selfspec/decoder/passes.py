@@ -42,7 +42,7 @@ class Skips(NamedTuple):
         return self.attention & self.mlp
 
 
-class Own(NamedTuple):
+class OwnLayer(NamedTuple):
     """A head's own layer (`copy_layer`), which runs in place of a span's last layer.
 
     Attributes:
@@ -69,7 +69,7 @@ class Pass(NamedTuple):
     Attributes:
         hidden: `[rows, width, hidden]` hidden states after the span's last layer.
         output: `[rows, width, hidden]` the same, normed if the model's last layer ran; or
-            `[rows, width, vocab]` logits if the pass applied the LM head (at `Own.at`).
+            `[rows, width, vocab]` logits if the pass applied the LM head (at `OwnLayer.at`).
         layer_seconds: wall time inside the span's layers.
         head_seconds: wall time inside a head's own layer, the final norm and the LM head.
         kept: `[rows, width, hidden]` each, the hidden states that the caller asked for.
@@ -155,7 +155,7 @@ class ActivePass:
     masks: dict[int | None, Tensor]
     add_masks: bool
     keep: tuple[int, ...] = ()
-    own: Own | None = None
+    own: OwnLayer | None = None
     normed: bool = True
     skips: Skips | None = None
     stretch: Stretch | None = None

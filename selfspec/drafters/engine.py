@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.config import DraftConfig
-from selfspec.decoder import Decoder, Own, Pass, Ranks, Span
+from selfspec.decoder import Decoder, OwnLayer, Pass, Ranks, Span
 from selfspec.decoder.cache import SlotCache
 from selfspec.drafters.draft_models import DraftModels
 from selfspec.heads import ExitHead, check_distinct, check_exit_layer, head_class
@@ -205,7 +205,7 @@ class Engine:
         offset: int | Sequence[int],
         unembed: bool = False,
         tree: Tree | None = None,
-        own: Own | None = None,
+        own: OwnLayer | None = None,
     ) -> Pass:
         """Run the layers below an exit over `tokens`, at `offset` after the committed tokens.
 

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from selfspec.decoder import Own, Pass, Span
+from selfspec.decoder import OwnLayer, Pass, Span
 from selfspec.drafters.engine import Engine, State, Verified
 from selfspec.heads import AcceptanceEstimator, Calibrator, ExitHead
 from selfspec.sampling.draft import Tree
@@ -168,7 +168,7 @@ class LayerReader(ExitReader):
         self._added = 0  # which of the layers added to the slots is the head's
         self._at_once = False  # whether shallow passes also run the layer
         self._leaves = False  # whether such passes also compute logits
-        self._of_drafts = Own(self._layer)  # the layer in passes that draft
+        self._of_drafts = OwnLayer(self._layer)  # the layer in passes that draft
         self._before = torch.empty(0)  # [rows, width, hidden] features for the next draft
         self._hidden = torch.empty(0)  # [rows, m, hidden] exit states from position `_base` on
         # [rows, m + 1, hidden] fused features from `_base` - 1 on: the first, then the others.
@@ -297,7 +297,9 @@ class LayerReader(ExitReader):
         with state.stats.clock("head"):
             return self._logits(self._last), at_exit if exit_layer else None
 
-    def _own(self, enter: Callable[[Tensor], Tensor], ends: Sequence[int] | None = None) -> Own:
+    def _own(
+        self, enter: Callable[[Tensor], Tensor], ends: Sequence[int] | None = None
+    ) -> OwnLayer:
         """The layer, in the same pass as those below the exit.
 
         Args:
@@ -305,10 +307,10 @@ class LayerReader(ExitReader):
             ends: where to read logits, one position a row; `None`: everywhere.
         """
         if not self._leaves:
-            return Own(self._layer, enter, self._added)
+            return OwnLayer(self._layer, enter, self._added)
         at = None if ends is None else partial(pick_from, starts=ends)
         readout = self.head.lm_head
-        return Own(self._layer, enter, self._added, leave=self.head, at=at, readout=readout)
+        return OwnLayer(self._layer, enter, self._added, leave=self.head, at=at, readout=readout)
 
     def _in_one_pass(self, state: State) -> bool:
         """Whether the pass below the exit may go on through the head's layer.
@@ -391,7 +393,7 @@ class LayerReader(ExitReader):
     ) -> Tensor:
         tokens = state.pending.new_zeros(entered.shape[:2])  # the layer starts from `entered`
         span = Span(self.head.place, self.head.place + 1)
-        own = Own(self._layer, added=self._added)
+        own = OwnLayer(self._layer, added=self._added)
         slots = state.slots
         left = self.decoder.run(tokens, span, slots, entered, offset=offset, own=own, tree=tree)
         state.stats.seconds["head"] += left.head_seconds

@@ -29,7 +29,7 @@ from selfspec.generation.prompts import Prompt
 from selfspec.generation.rounds import RowRound, StepRecord, broken_places, read_rounds
 from selfspec.generation.stopping import Stops
 from selfspec.generation.streaming import Stream
-from selfspec.generation.unsupported import refuse_uncovered
+from selfspec.generation.unsupported import refuse_unsupported_options
 from selfspec.sampling import COUPLED, LOSSLESS_RULES, accept
 from selfspec.sampling.coupled_noise import Noise
 from selfspec.sampling.draft import Draft, Verdict
@@ -235,7 +235,7 @@ def speculate(
     Raises:
         ValueError: an unsupported option or an invalid prompt.
     """
-    refuse_uncovered(causal_lm, generation_config, logits_processor, model_kwargs)
+    refuse_unsupported_options(causal_lm, generation_config, logits_processor, model_kwargs)
     mask = model_kwargs.get("attention_mask")
     if mask is None and call.mask is not None:
         # `generate` drops a mask of ones; its width tells how many tokens the cache holds.

@@ -67,7 +67,7 @@ def refuse_other_loops(options: Mapping[str, Any], *configs: GenerationConfig | 
             )
 
 
-def refuse_uncovered(
+def refuse_unsupported_options(
     model: nn.Module,
     config: GenerationConfig,
     processors: LogitsProcessorList,

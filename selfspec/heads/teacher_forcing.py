@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from selfspec.decoder import Decoder, Own, Packing, Span
+from selfspec.decoder import Decoder, OwnLayer, Packing, Span
 from selfspec.decoder.cache import StepCache
 from selfspec.heads.base import ExitHead
 
@@ -108,7 +108,7 @@ def _run_own_layer(
 ) -> Tensor:
     """Output of the head's own layer at every position, in unrolled step `step`."""
     assert head.layer is not None
-    span, own = Span(head.place, head.place + 1), Own(head.layer)
+    span, own = Span(head.place, head.place + 1), OwnLayer(head.layer)
     left = decoder.run_packed(
         target.tokens, span, target.packing, entered, own=own, memory=memory, step=step
     )

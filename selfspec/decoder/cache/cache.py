@@ -11,12 +11,12 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from selfspec.config import KVCacheDtype
 from selfspec.decoder.cache.int8 import Int8Layer
-from selfspec.decoder.cache.layer import Pieces, SlotLayer, Window
+from selfspec.decoder.cache.layer import SlicedViews, SlotLayer, Window
 from selfspec.decoder.cache.masks import WIDEST, Stairs, hide, tree_mask
 from selfspec.sampling.draft import Tree
 
 
-class Strip:
+class LayerKV:
     """Replaces a `SlotCache` in compiled and recorded layers.
 
     Compiled code is specialised on the Python values that it reads, of which a cache has many:
@@ -86,7 +86,7 @@ class SlotCache(Cache):
         self._never = [False] * len(windows)
         self._window: Window | None = None
         self._to_added: Mapping[int, int] = {}
-        self._counted = Pieces(torch.arange(0, device=self.device)[None], dim=1)
+        self._counted = SlicedViews(torch.arange(0, device=self.device)[None], dim=1)
         self._stairs = Stairs(self.device)
 
     def window(
@@ -108,7 +108,7 @@ class SlotCache(Cache):
         end = max(starts) + width + page
         if self._counted.length < end:  # extend 0, 1, 2, …
             counted = torch.arange(max(2 * end, _GROWTH), device=self.device)
-            self._counted = Pieces(counted[None], dim=1)
+            self._counted = SlicedViews(counted[None], dim=1)
         return Window(starts, width, self._counted, tree, place, page)
 
     def turn(
@@ -174,8 +174,8 @@ class SlotCache(Cache):
             layer.grow(max(self._reserved, active.end))
         return layer.write(key_states, value_states, active)
 
-    def strip(self, layer_idx: int) -> tuple[Tensor, ...] | None:
-        """Arguments of the `Strip` of a layer in the active pass; `None` if the layer is empty."""
+    def layer_kv(self, layer_idx: int) -> tuple[Tensor, ...] | None:
+        """Arguments of a layer's `LayerKV` in the active pass; `None` if the layer is empty."""
         active, layer = self._active(), self._written(layer_idx)
         if layer.keys is None or layer.values is None:
             return None

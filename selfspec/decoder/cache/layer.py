@@ -13,7 +13,7 @@ from selfspec.sampling.draft import Tree
 _AT_ONCE = 64  # views of one position that are made together
 
 
-class Pieces:
+class SlicedViews:
     """Views of tensors of equal length.
 
     Making a view takes longer than looking one up. Draft passes run over one position each, so
@@ -68,7 +68,7 @@ class Window:
         self,
         starts: list[int],
         width: int,
-        counted: Pieces,
+        counted: SlicedViews,
         tree: Tree | None = None,
         place: int = 0,
         page: int = 1,

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from selfspec.decoder.cache import WIDEST, SlotCache, Strip
+from selfspec.decoder.cache import WIDEST, LayerKV, SlotCache
 from selfspec.decoder.direct import hooked_part
-from selfspec.decoder.kernels.fallback import StandIn, told
+from selfspec.decoder.kernels.fallback import FallbackKernel, told
 
 # Programs are specialised by: one row or several, one token or several, with or without a mask,
 # rows of equal or different lengths, weights with or without gradients, kinds of layers.
@@ -24,7 +24,7 @@ BACKEND: Any = "inductor"
 _HERE = ...  # placeholder for the cache among a layer's arguments
 
 
-class CompiledLayers(StandIn):
+class CompiledLayers(FallbackKernel):
     """Calls compiled decoder layers, and the layers themselves where compiling is impossible.
 
     Args:
@@ -59,7 +59,7 @@ class CompiledLayers(StandIn):
         """
         slots = next((v for v in (*kwargs.values(), *args) if isinstance(v, SlotCache)), None)
         if self.problem is None and slots is not None and hidden.shape[1] <= WIDEST:
-            inputs = slots.strip(index)
+            inputs = slots.layer_kv(index)
             if inputs is not None and self._is_plain(layer):
                 rest = tuple(_HERE if value is slots else value for value in args)
                 named = {name: _HERE if v is slots else v for name, v in kwargs.items()}
@@ -90,7 +90,7 @@ def _run(
     slots: Tensor,
     seen: Tensor,
 ) -> Any:
-    strip = Strip(keys, values, slots, seen)
-    args = tuple(strip if value is _HERE else value for value in args)
-    kwargs = {name: strip if value is _HERE else value for name, value in kwargs.items()}
+    layer_kv = LayerKV(keys, values, slots, seen)
+    args = tuple(layer_kv if value is _HERE else value for value in args)
+    kwargs = {name: layer_kv if value is _HERE else value for name, value in kwargs.items()}
     return layer(hidden, *args, **kwargs)

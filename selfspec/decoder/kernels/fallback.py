@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 
 
-class StandIn:
+class FallbackKernel:
     """Runs layers with special kernels, and falls back to the layers if that fails.
 
     Args:

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from selfspec.decoder.cache import WIDEST, SlotCache, Strip
+from selfspec.decoder.cache import WIDEST, LayerKV, SlotCache
 from selfspec.decoder.direct import hooked_part
-from selfspec.decoder.kernels.fallback import StandIn, told
+from selfspec.decoder.kernels.fallback import FallbackKernel, told
 from selfspec.decoder.passes import ActivePass, Bound, Span, Stretch
 
 
@@ -111,7 +111,7 @@ class _Recording:
         stretch: the layers.
         leaves: the flattened inputs: hidden states, slots, then the layers' arguments.
         spec: how to unflatten them.
-        strips: keys, values, slots and `seen` of each layer.
+        layer_kvs: keys, values, slots and `seen` of each layer.
     """
 
     def __init__(
@@ -119,17 +119,17 @@ class _Recording:
         stretch: Stretch,
         leaves: Sequence[Any],
         spec: TreeSpec,
-        strips: Sequence[tuple[Tensor, ...]],
+        layer_kvs: Sequence[tuple[Tensor, ...]],
     ):
         self._inputs = [_clone(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         hidden, slots, *_ = self._inputs
         self.layers, self._spec = stretch.layers, spec
-        self._buffers = list(map(ref, _buffers_of(strips)))
+        self._buffers = list(map(ref, _buffers_of(layer_kvs)))
         calls: list[tuple[nn.Module, bool, Bound]] = []
         for place, layer in enumerate(stretch.layers):
-            keys, values, _, seen = strips[place]
-            strip = Strip(keys, values, slots, seen)
-            filled = [strip if isinstance(leaf, SlotCache) else leaf for leaf in self._inputs]
+            keys, values, _, seen = layer_kvs[place]
+            layer_kv = LayerKV(keys, values, slots, seen)
+            filled = [layer_kv if isinstance(leaf, SlotCache) else leaf for leaf in self._inputs]
             _, _, bound = tree_unflatten(filled, spec)
             is_kept = stretch.start + place in stretch.keep
             calls.append((layer, is_kept, bound[stretch.kind_of[place]]))
@@ -184,7 +184,7 @@ class _Recording:
         return [output.clone() for output in self._tape.outputs]
 
 
-class GraphedLayers(StandIn):
+class GraphedLayers(FallbackKernel):
     """Runs stretches of layers as CUDA graphs, and eagerly where that is impossible.
 
     Args:
@@ -258,16 +258,16 @@ class GraphedLayers(StandIn):
         if slots is None:
             return None
         places = range(stretch.start, stretch.start + len(stretch.layers))
-        strips = [strip for strip in map(slots.strip, places) if strip is not None]
-        if len(strips) < len(places):  # the cache is still empty
+        layer_kvs = [layer_kv for layer_kv in map(slots.layer_kv, places) if layer_kv is not None]
+        if len(layer_kvs) < len(places):  # the cache is still empty
             return None
         keep = tuple(place for place in places if place in stretch.keep)
         which = tuple(map(id, stretch.layers)), stretch.start, tuple(stretch.kind_of), keep
         # Caches that are used in turn have recordings of their own.
-        key = which, id(strips[0][0]), window.end, tuple(map(_shape_of, leaves))
+        key = which, id(layer_kvs[0][0]), window.end, tuple(map(_shape_of, leaves))
         recording = self._recordings.pop(key, None)
-        if recording is None or not recording.fits(spec, _buffers_of(strips)):
-            recording = self._record(key, stretch, leaves, spec, strips)
+        if recording is None or not recording.fits(spec, _buffers_of(layer_kvs)):
+            recording = self._record(key, stretch, leaves, spec, layer_kvs)
         if recording is None:
             return None
         self._recordings[key] = recording
@@ -281,14 +281,14 @@ class GraphedLayers(StandIn):
         stretch: Stretch,
         leaves: Sequence[Any],
         spec: TreeSpec,
-        strips: Sequence[tuple[Tensor, ...]],
+        layer_kvs: Sequence[tuple[Tensor, ...]],
     ) -> _Recording | None:
         """Record a pass, if its shape has occurred before."""
         self._passes[key] += 1
         if self._passes[key] <= _PATIENCE:
             return None
         self._make_room()
-        recording = _Recording(stretch, leaves, spec, strips)
+        recording = _Recording(stretch, leaves, spec, layer_kvs)
         device = leaves[0].device
         try:
             if device not in self._recorders:
@@ -314,8 +314,8 @@ def _clone(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _buffers_of(strips: Iterable[tuple[Tensor, ...]]) -> list[Tensor]:
-    return [buffer for keys, values, *_ in strips for buffer in (keys, values)]
+def _buffers_of(layer_kvs: Iterable[tuple[Tensor, ...]]) -> list[Tensor]:
+    return [buffer for keys, values, *_ in layer_kvs for buffer in (keys, values)]
 
 
 def _shape_of(leaf: Any) -> Hashable:
