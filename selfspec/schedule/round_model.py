@@ -316,16 +316,21 @@ class RoundModel:
         return best
 
     def best_lookup(self, sampled: bool, matches: Sequence[int], longest: int) -> Choice:
-        """The best number of copied tokens, given the length of each row's match."""
+        """The best number of copied tokens, given the length of each row's match.
+
+        Rows count by the geometric mean of their tokens: a batch is done when its slowest row is,
+        so that copies for a few rows alone bring little.
+        """
         rows, rates = len(matches), self.copies[sampled]
-        tokens, reach = float(rows), {row: 1.0 for row, match in enumerate(matches) if match}
-        best = Choice(Work(), 0.0)
+        tokens = dict.fromkeys((row for row, match in enumerate(matches) if match), 1.0)
+        reach, best = dict(tokens), Choice(Work(), 0.0)
         for position in range(longest if reach else 0):
             for row in reach:
                 reach[row] *= rates.rate(rates.bucket(matches[row] + position))
-            tokens += sum(reach.values())
+                tokens[row] += reach[row]
             work = Work(copies=position + 1)
-            speed = tokens / rows / self._hoped(rows, work)
+            mean = math.exp(sum(map(math.log, tokens.values())) / rows)
+            speed = mean / self._hoped(rows, work)
             if speed < best.rate:
                 break
             best = Choice(work, speed)
