@@ -14,6 +14,15 @@ from selfspec.drafters.exit_reader import LayerReader
 from selfspec.heads import HEAD_KINDS, ExitHead, draft_states, target_states
 
 KINDS = list(HEAD_KINDS)
+COPIES = ["block", "fused"]  # whose layer starts as one of the target's
+UNROLLED = ["fused", "eagle", "eagle3"]  # which are fed their own output
+WITH_LAYER = ["block", *UNROLLED]
+
+
+def exit_of(kind: str, exit_layer: int) -> int:
+    """The exit layer nearest to this one that the kind can have."""
+    highest = HEAD_KINDS[kind].highest_exit
+    return exit_layer if highest is None else min(exit_layer, highest)
 
 
 def own_head(
@@ -29,7 +38,7 @@ def own_head(
     """A head of `kind`, every parameter of it disturbed by `noise`, maybe over half the tokens."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)  # what a kind adds to the target's own weights is drawn
-        head = HEAD_KINDS[kind].build(decoder, exit_layer, **options)
+        head = HEAD_KINDS[kind].build(decoder, exit_of(kind, exit_layer), **options)
     source = torch.Generator().manual_seed(seed)
     if trimmed:
         kept = torch.randperm(decoder.vocab_size, generator=source)[: decoder.vocab_size // 2]
@@ -83,7 +92,7 @@ def forced(decoder: Decoder, head: ExitHead, text: Tensor, step: int) -> Tensor:
     """`[1, vocab]` what the head says behind `text`, of whose tokens the last `step` are drafts."""
     reading = target_states(decoder, text[None], None, head.input_layers)
     *_, last = draft_states(decoder, head, reading, step + 1)
-    return head.expand_logits(head.logits(decoder, last[:, -1:]), decoder)[0]
+    return head.expand_logits(head.logits(decoder, last[:, -1:], step), decoder)[0]
 
 
 def assert_reads_as_forced(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from conftest import EXIT, VOCAB, gates, greedy, prompt, tiny_llama
-from head_tools import KINDS, own_head
+from head_tools import COPIES, KINDS, WITH_LAYER, exit_of, own_head
 from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
@@ -31,7 +31,6 @@ from selfspec.heads import HEAD_KINDS, LensHead, LoraHead, SharedHead
 IDS, MASK = prompt(4, 9, 6)
 ONE = IDS[1:2]
 NEW = 11
-WITH_LAYER = ["block", "fused"]
 EVERY_HEAD = [
     pytest.param(kind, trimmed, id=f"{kind}{' trimmed' if trimmed else ''}")
     for kind in KINDS
@@ -57,7 +56,7 @@ def drafting(head, k=4):
 
 def exits(kind):
     """The lowest, one in the middle, the highest."""
-    return [HEAD_KINDS[kind].lowest_exit, EXIT, 3]
+    return sorted({exit_of(kind, layer) for layer in (HEAD_KINDS[kind].lowest_exit, EXIT, 3)})
 
 
 # Equality
@@ -271,7 +270,7 @@ def test_an_untrained_correction_says_what_the_shared_head_says(target, kind, tr
 @pytest.mark.parametrize("exit_layer", [1, 2, 3])
 def test_an_untrained_fused_head_drafts_what_the_block_drafts(target, exit_layer):
     decoder = Decoder(target)
-    heads = [HEAD_KINDS[kind].build(decoder, exit_layer) for kind in WITH_LAYER]
+    heads = [HEAD_KINDS[kind].build(decoder, exit_layer) for kind in COPIES]
     spec, traces = SelfSpecModel(target, heads=heads), []
     for head in heads:
         spec.generate(IDS, attention_mask=MASK, max_new_tokens=20, draft=drafting(head))
@@ -279,7 +278,7 @@ def test_an_untrained_fused_head_drafts_what_the_block_drafts(target, exit_layer
     assert traces[0] == traces[1]
 
 
-@pytest.mark.parametrize("kind", WITH_LAYER)
+@pytest.mark.parametrize("kind", COPIES)
 @pytest.mark.parametrize("chunk", [None, 2])
 @pytest.mark.parametrize("k", [1, 2, 5])
 def test_the_last_layer_behind_the_last_exit_is_always_accepted(kind, chunk, k):
@@ -438,7 +437,7 @@ def test_a_projection_in_front_of_the_lm_head_is_refused(kind):
     shape = {**SHAPE, "ffn_dim": 48, "word_embed_proj_dim": 16, "max_position_embeddings": 64}
     decoder = Decoder(random_model(OPTConfig(**shape)))
     with pytest.raises(ValueError, match="OPTForCausalLM projects 32 to 16"):
-        HEAD_KINDS[kind].build(decoder, 1)
+        HEAD_KINDS[kind].build(decoder, exit_of(kind, 1))
     with pytest.raises(ValueError, match="OPTForCausalLM projects 32 to 16"):
         SharedHead.build(decoder, 1).trim(decoder, torch.arange(5))
 

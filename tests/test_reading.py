@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import EXIT, greedy, prompt, tiny_llama
-from head_tools import assert_reads_as_forced, close_in_double, own_head, record
+from head_tools import COPIES, WITH_LAYER, assert_reads_as_forced, close_in_double, own_head, record
 
 from selfspec import SelfSpecModel
 from selfspec.decoder import Decoder
@@ -23,7 +23,7 @@ def kept_drafts(spec):
     }
 
 
-@pytest.mark.parametrize("kind", ["block", "fused"])
+@pytest.mark.parametrize("kind", WITH_LAYER)
 @pytest.mark.parametrize("trimmed", [False, True])
 @pytest.mark.parametrize(
     ("exit_layer", "ids", "mask", "options"),
@@ -51,13 +51,13 @@ def test_decoding_reads_what_fitting_reads(
     assert_reads_as_forced(decoder, head, seen[::4], close_in_double)
 
 
-@pytest.mark.parametrize("kind", ["block", "fused"])
+@pytest.mark.parametrize("kind", [*COPIES, "eagle3"])  # which agree with the target untrained
 def test_after_rounds_of_every_outcome(monkeypatch, kind):
     """No draft kept, some, all: the layer's KV is right again in the next round."""
     model = tiny_llama("sometimes")
     decoder = Decoder(model)
     # Copies the last layer, so that it agrees often.
-    head = own_head(decoder, kind, 3, noise=0.06, place=3)
+    head = own_head(decoder, kind, 3, noise=0.06, **({"place": 3} if kind in COPIES else {}))
     spec, seen = SelfSpecModel(model, heads=[head]), record(monkeypatch)
     draft = {"head": kind, "num_draft_tokens": 3}
     spec.generate(IDS, attention_mask=MASK, max_new_tokens=40, draft=draft)
@@ -65,7 +65,7 @@ def test_after_rounds_of_every_outcome(monkeypatch, kind):
     assert_reads_as_forced(decoder, head, seen, close_in_double)
 
 
-@pytest.mark.parametrize("kind", ["block", "fused"])
+@pytest.mark.parametrize("kind", WITH_LAYER)
 def test_while_sampling_and_as_rows_leave(monkeypatch, kind):
     model = tiny_llama("sometimes")
     decoder = Decoder(model)
@@ -86,7 +86,7 @@ def test_while_sampling_and_as_rows_leave(monkeypatch, kind):
     assert_reads_as_forced(decoder, head, seen, close_in_double)
 
 
-@pytest.mark.parametrize("kind", ["block", "fused"])
+@pytest.mark.parametrize("kind", WITH_LAYER)
 def test_a_round_without_drafts_leaves_no_gap(monkeypatch, kind):
     """What the target alone wrote, the head's layer must see all the same."""
     model = tiny_llama("sometimes")

@@ -13,7 +13,7 @@ This package alone knows transformers' layer API.
 from selfspec.decoder.decoder import Decoder, held
 from selfspec.decoder.devices import Ranks, at_hand, bare_copy, device_of, weight_of, weights
 from selfspec.decoder.masks import Packing
-from selfspec.decoder.passes import OwnLayer, Pass, Skips, Span
+from selfspec.decoder.passes import OwnLayer, Pass, Skips, Span, StandaloneLayer
 from selfspec.decoder.quantized import is_quantized
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "Ranks",
     "Skips",
     "Span",
+    "StandaloneLayer",
     "at_hand",
     "bare_copy",
     "device_of",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
@@ -23,9 +24,17 @@ from selfspec.decoder.families import (
     refuse_unsupported,
     unwrap,
 )
-from selfspec.decoder.gates import Gates
+from selfspec.decoder.gates import Gates, first_of
 from selfspec.decoder.masks import Masks, Packing
-from selfspec.decoder.passes import MASK, ActivePass, OwnLayer, Pass, Skips, Span
+from selfspec.decoder.passes import (
+    MASK,
+    ActivePass,
+    OwnLayer,
+    Pass,
+    Skips,
+    Span,
+    StandaloneLayer,
+)
 from selfspec.decoder.quantized import trainable
 from selfspec.decoder.runner import Runner
 from selfspec.sampling.draft import Tree
@@ -261,7 +270,7 @@ class Decoder:
             span: the layers to run.
             slots: the KV cache.
             hidden: `[rows, width, hidden]` hidden states to resume from; required unless the span
-                starts at layer 0.
+                starts at layer 0 or is a head's `own` layer, which else starts from the embeddings.
             offset: slots between the last committed token and the first of `tokens`; one number,
                 or one per row.
             unembed: whether to apply the final norm and the LM head.
@@ -271,7 +280,7 @@ class Decoder:
                 of the first of them in the block.
             skips: sublayers to skip, which write no KV (`check_skips`).
         """
-        if span.start > 0 and hidden is None:
+        if span.start > 0 and hidden is None and own is None:
             raise ValueError(f"a span from layer {span.start} needs the hidden states below it")
         gates = self.gates
         if not gates.entered or gates.owner != threading.get_ident():
@@ -282,9 +291,11 @@ class Decoder:
         outer = slots.turn(window, {} if own is None else {span.stop - 1: own.added})
         try:
             masks = self._masks.of_slots(slots, window, hidden, added=own is not None)
+            active = ActivePass(span, window, hidden, masks, self._alibi, tuple(keep), own)
+            if own is not None and isinstance(own.layer, StandaloneLayer):
+                return self._run_standalone(own, active, tokens, window.positions, slots)
             if (span.start > 0 or skips is not None) and gates.returns_tuple is None:
                 raise RuntimeError("run all layers once before a pass that leaves some of them out")
-            active = ActivePass(span, window, hidden, masks, self._alibi, tuple(keep), own)
             active.skips = skips
             inputs = self._inputs(tokens, slots, window.positions, masks)
             return self._runner.run(active, inputs, unembed)
@@ -315,10 +326,40 @@ class Decoder:
             step: number of earlier draft steps.
         """
         with self:
-            masks = self._masks.of_packing(packing, hidden, step)
+            masks = self._masks.of_packing(packing, hidden, step, bool(own and own.skips_first))
             active = ActivePass(span, None, hidden, masks, self._alibi, tuple(keep), own)
+            if own is not None and isinstance(own.layer, StandaloneLayer):
+                return self._run_standalone(own, active, tokens, packing.positions, memory)
             inputs = self._inputs(tokens, memory, packing.positions, masks)
             return self._runner.run(active, inputs, unembed=False)
+
+    def _run_standalone(
+        self,
+        own: OwnLayer,
+        active: ActivePass,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: Cache | None,
+    ) -> Pass:
+        """Run a head's layer without the target's body."""
+        began = time.perf_counter()
+        hidden = active.hidden
+        if hidden is None:
+            hidden = self.embed(tokens) if own.embed is None else own.embed(tokens)
+        if own.enter is not None:
+            hidden = own.enter(hidden)
+        arguments = {
+            MASK: active.masks.get(None),
+            "position_ids": positions,
+            "past_key_values": cache,
+        }
+        place = active.span.stop - 1
+        output = first_of(self.gates.run_own(own.layer, place, active, hidden, (), arguments))
+        return Pass(output, output, 0.0, time.perf_counter() - began, [])
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embeddings `[rows, width, hidden]` of tokens, without position embeddings."""
+        return self.causal_lm.get_input_embeddings()(tokens)
 
     def check_trees(self) -> None:
         """Raise ValueError if the target cannot run token trees."""

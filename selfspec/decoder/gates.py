@@ -158,15 +158,7 @@ class Gate:
         if "_hf_hook" in self.layer.__dict__:  # which brings the layer what comes from elsewhere
             device = device_of(own.layer)
             args, kwargs = send_to_device((args, kwargs), device, skip_keys="past_key_values")
-        graphs, output = self.gates.graphs, None
-        if graphs is not None:
-            stretch = Stretch()
-            stretch.add(self.index, own.layer, args, kwargs)
-            output = graphs.run(active, stretch, hidden_states)
-        if output is None:
-            output = self.gates.call(own.layer, self.index, hidden_states, args, kwargs)
-        elif self.gates.returns_tuple:
-            output = (output,)
+        output = self.gates.run_own(own.layer, self.index, active, hidden_states, args, kwargs)
         active.head_seconds += time.perf_counter() - began
         return output
 
@@ -367,6 +359,24 @@ class Gates:
         if self.compiled is None:
             return layer(hidden_states, *args, **kwargs)
         return self.compiled(layer, index, hidden_states, args, kwargs)
+
+    def run_own(
+        self,
+        layer: nn.Module,
+        index: int,
+        active: ActivePass,
+        hidden_states: Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run a head's own layer at index `index`, by a recorded graph if there is one."""
+        if self.graphs is not None:
+            stretch = Stretch()
+            stretch.add(index, layer, args, kwargs)
+            output = self.graphs.run(active, stretch, hidden_states)
+            if output is not None:
+                return (output,) if self.returns_tuple else output
+        return self.call(layer, index, hidden_states, args, kwargs)
 
     def run_stretch(self, active: ActivePass, stretch: Stretch, hidden: Tensor) -> Tensor:
         """Run deferred layers by a recorded graph, or one by one while there is none."""

@@ -39,12 +39,15 @@ class Packing(NamedTuple):
         positions = places - (places * starts).cummax(-1).values
         return cls(starts.cumsum(-1), positions, whole or not bool(starts[:, 1:].any()))
 
-    def mask(self, window: int | None, dtype: torch.dtype, step: int = 0) -> Tensor:
+    def mask(
+        self, window: int | None, dtype: torch.dtype, step: int = 0, skips_first: bool = False
+    ) -> Tensor:
         """`[rows, 1, width, (step + 1) * width]` additive mask: 0 where a query may look.
 
         In step 0 a token sees its document up to itself. In step s it is a draft s tokens after the
         last verified one: of step 0 it sees the tokens at least s back, of each later step j only
-        the token s - j back.
+        the token s - j back. With `skips_first` nothing but itself sees the first token of a
+        document.
         """
         count = torch.arange(self.documents.shape[1], device=self.documents.device)
         back = count[:, None] - count
@@ -54,9 +57,11 @@ class Packing(NamedTuple):
             visible = visible & (back < window).repeat(1, step + 1)
         same = self.documents[:, :, None] == self.documents[:, None]
         visible = visible & same.repeat(1, 1, step + 1)
-        if step:
+        if skips_first:
+            visible = visible & (self.positions > 0)[:, None].repeat(1, 1, step + 1)
+        if step or skips_first:
             # So early in a document there is no verified token; the draft sees only itself.
-            lost = (self.positions < step)[:, :, None]
+            lost = (self.positions < step + skips_first)[:, :, None]
             itself = torch.cat([torch.zeros_like(back, dtype=torch.bool)] * step + [back == 0], 1)
             visible = torch.where(lost, itself, visible)
         mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
@@ -95,7 +100,7 @@ class Masks:
         return {kind: slots.mask(kind, dtype, added) for kind in self._kinds}
 
     def of_packing(
-        self, packing: Packing, hidden: Tensor | None, step: int
+        self, packing: Packing, hidden: Tensor | None, step: int, skips_first: bool
     ) -> dict[int | None, Tensor]:
         """Masks of a pass over packed documents; none if the family's own are right.
 
@@ -103,11 +108,12 @@ class Masks:
             packing: the documents.
             hidden: hidden states that the pass resumes from, if any.
             step: number of earlier draft steps.
+            skips_first: whether the first token of a document has no key.
         """
-        if packing.whole and step == 0 and not self._gates.own_masks:
+        if packing.whole and step == 0 and not self._gates.own_masks and not skips_first:
             return {}
         dtype = self._dtype(hidden)
-        return {window: packing.mask(window, dtype, step) for window in self._kinds}
+        return {window: packing.mask(window, dtype, step, skips_first) for window in self._kinds}
 
     def _dtype(self, hidden: Tensor | None) -> torch.dtype:
         return self._gates.dtype if hidden is None else hidden.dtype

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
 from selfspec.decoder.cache import Window
 
@@ -42,17 +44,47 @@ class Skips(NamedTuple):
         return self.attention & self.mlp
 
 
+class StandaloneLayer(nn.Module, ABC):
+    """A head's own layer of another architecture than the target's layers.
+
+    The target's body does not run it: it starts from token embeddings, has its own position
+    embeddings, and attends to all earlier tokens.
+    """
+
+    @abstractmethod
+    def forward(
+        self,
+        hidden: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor,
+        past_key_values: Cache | None,
+    ) -> Tensor:
+        """Output `[rows, width, hidden]` of the layer.
+
+        Args:
+            hidden: `[rows, width, any]` what the head's `enter` makes.
+            attention_mask: `[rows, 1, width, keys]` additive mask; `None` if every token sees all
+                keys up to itself.
+            position_ids: `[rows, width]` positions of the tokens.
+            past_key_values: takes the keys and values of the layer `OwnLayer.place`.
+        """
+
+
 class OwnLayer(NamedTuple):
-    """A head's own layer (`copy_layer`), which runs in place of a span's last layer.
+    """A head's own layer, which runs in place of a span's last layer.
 
     Attributes:
-        layer: the layer.
+        layer: the layer: one of the target's classes (`copy_layer`), or a `StandaloneLayer`.
         enter: maps the hidden states at the exit to the layer's input.
         added: which of the layers added to the KV cache holds its KV, from 1.
         leave: maps the layer's output to the LM head's input, in place of the final norm
             (`Decoder.leaves`).
         at: selects the positions that the LM head reads; `None` for all.
         readout: replaces the LM head, if given.
+        place: index of the layer that it replaces in passes that run no other layer.
+        embed: makes the embeddings that a `StandaloneLayer` starts from, in place of the target's.
+        skips_first: whether the first token of a document has no key for the layer; only passes
+            over packed documents read this.
     """
 
     layer: nn.Module
@@ -61,6 +93,9 @@ class OwnLayer(NamedTuple):
     leave: Callable[[Tensor], Tensor] | None = None
     at: Callable[[Tensor], Tensor] | None = None
     readout: nn.Module | None = None
+    place: int = 0
+    embed: Callable[[Tensor], Tensor] | None = None
+    skips_first: bool = False
 
 
 class Pass(NamedTuple):

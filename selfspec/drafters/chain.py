@@ -81,7 +81,8 @@ class ExitDrafter(Drafter):
     """
 
     def __init__(self, reader: ExitReader, longest: int, schedule: Schedule):
-        self.reader, self.longest, self.schedule = reader, longest, schedule
+        self.reader, self.schedule = reader, schedule
+        self.longest = min(longest, reader.head.longest or longest)
         self.keep = reader.keep
 
     def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:

@@ -15,7 +15,7 @@ from selfspec.config import DraftConfig
 from selfspec.decoder import Decoder, OwnLayer, Pass, Ranks, Span
 from selfspec.decoder.cache import SlotCache
 from selfspec.drafters.draft_models import DraftModels
-from selfspec.heads import ExitHead, check_distinct, check_exit_layer, head_class
+from selfspec.heads import ExitHead, check_distinct, head_class
 from selfspec.sampling.draft import Draft, Tree
 from selfspec.sampling.sampler import Context, Sampler
 from selfspec.schedule import RoundModel
@@ -143,7 +143,7 @@ class Engine:
         for head in fitted:
             if head.kind == kind:
                 return head
-        check_exit_layer(self.decoder, exit_layer, head_class(kind).lowest_exit)
+        head_class(kind).check_exit(self.decoder, exit_layer)
         if kind != "shared":
             have = ", ".join(f"{h.kind} at {h.exit_layer}" for h in self.heads) or "none"
             raise ValueError(
@@ -212,7 +212,10 @@ class Engine:
         With a head's `own` layer, the same pass also runs that layer and returns its results; the
         exit's hidden states are then kept, unless the exit is at the embeddings.
         """
-        span = Span(0, exit_layer if own is None else exit_layer + 1)
+        if own is None:
+            span = Span(0, exit_layer)
+        else:
+            span = Span(0 if exit_layer else own.place, own.place + 1)
         below = [layer for layer in state.keep if layer < exit_layer] if exit_layer else []
         keep = [*below, exit_layer] if own is not None and exit_layer else below
         left = self.decoder.run(tokens, span, state.slots, None, offset, unembed, keep, own, tree)

@@ -11,9 +11,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from selfspec.decoder import OwnLayer, Pass, Span
+from selfspec.decoder import OwnLayer, Pass, Span, StandaloneLayer
 from selfspec.drafters.engine import Engine, State, Verified
-from selfspec.heads import AcceptanceEstimator, Calibrator, ExitHead
+from selfspec.heads import AcceptanceEstimator, Calibrator, ExitHead, MedusaHead
 from selfspec.sampling.draft import Tree
 
 
@@ -125,6 +125,16 @@ def newest(starts: Sequence[Sequence[int]], widths: Sequence[int]) -> list[list[
     return [places + places[-1:] * (longest - len(places)) for places in found]
 
 
+def tokens_from(state: State, starts: Sequence[int], width: int) -> Tensor:
+    """`[rows, width]` each row's tokens from a position on, its last one again beyond its end."""
+    text = state.context.text
+    tokens = [
+        (text[row][start : start + width] + text[row][-1:] * width)[:width]
+        for row, start in zip(state.context.rows, starts, strict=True)
+    ]
+    return torch.tensor(tokens, device=state.pending.device)
+
+
 def column(values: Sequence[int], like: Tensor) -> Tensor:
     """`[rows, 1]` one number per row, on the device of `like`."""
     return torch.tensor(values, device=like.device)[:, None]
@@ -183,24 +193,39 @@ class LayerReader(ExitReader):
     def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
         """Run the head's layer over the prompt; keep what the next tokens need."""
         hidden = block.kept[0]
-        rows, width = hidden.shape[:2]
+        joined = self._join(block) if self._joins else None
         if offset == 0:
-            self._added = state.slots.add_layer(self.decoder.windows[self.head.place])
-            self._known = [hidden.new_zeros(rows, 1, hidden.shape[2])]
-            self._leaves = self.decoder.leaves
-            self._of_drafts = self._own(lambda hidden: self.head.enter(hidden, self._before))
-        features = self._shifted(block)
-        self._run(state, self._enter(state, hidden, features), offset)
-        ends = torch.tensor(counts, device=hidden.device) - offset  # last real token in this block
-        if features is not None:
-            (known,) = self._known
-            joined = torch.cat([known, self._join(block)], dim=1)
-            at_end = pick(joined, ends.clamp(0, width)[:, None])
-            self._known = [torch.where((ends > 0)[:, None, None], at_end, known)]
+            self._begin(state, joined)
+        before = None if joined is None else torch.cat([*self._known, joined], dim=1)
+        features = None if before is None else before[:, :-1]
+        width = hidden.shape[1]
+        if self.head.exit_layer:
+            self._run(state, self._enter(state, hidden, features), offset)
+        else:
+            starts = [length + offset for length in state.slots.lengths]
+            tokens = tokens_from(state, starts, width)
+            own = self._own(partial(self.head.enter, features=features))
+            self.engine.shallow(state, tokens, 0, offset, own=own)
+        if before is not None:
+            ends = torch.tensor(counts, device=before.device) - offset  # last real token here
+            at_end = pick(before, ends.clamp(0, width)[:, None])
+            self._known = [torch.where((ends > 0)[:, None, None], at_end, self._known[0])]
         self._hidden = hidden[:, :0]
         self._base = self._right = [
             length + count for length, count in zip(state.slots.lengths, counts, strict=True)
         ]
+
+    def _begin(self, state: State, joined: Tensor | None) -> None:
+        """Prepare for a call, in the first block of its prefill."""
+        slots = state.slots
+        self._added = slots.add_layer(self.decoder.windows[self.head.place])
+        if self.head.skips_first:
+            slots.added_from = [first + 1 for first in slots.added_from]
+        if joined is not None:
+            self._known = [torch.zeros_like(joined[:, :1])]
+        standalone = isinstance(self._layer, StandaloneLayer)
+        self._leaves = self.decoder.leaves and not standalone
+        self._of_drafts = self._own(lambda hidden: self.head.enter(hidden, self._before))
 
     def verified(self, state: State, drafted: int, verified: Verified) -> None:
         """Keep exit states and features of the pending token and the drafts."""
@@ -212,7 +237,10 @@ class LayerReader(ExitReader):
             if max(n - right for n, right in zip(lengths, self._right, strict=True)) < _DEFERRED:
                 self._seen.append((lengths, verified.kept))
                 return
-            self._looked_at(state, hidden[:, :1])
+            if self.head.exit_layer:
+                self._looked_at(state, hidden[:, :1])
+            else:
+                self._catch_up_at_once(state)
         if self._joins:
             with state.stats.clock("head"):
                 joined = self.head.join(verified.kept[1:])
@@ -306,19 +334,23 @@ class LayerReader(ExitReader):
             enter: from the exit to what the layer starts from.
             ends: where to read logits, one position a row; `None`: everywhere.
         """
+        embed = partial(self.head.embed, self.decoder)
+        own = OwnLayer(self._layer, enter, self._added, place=self.head.place, embed=embed)
         if not self._leaves:
-            return OwnLayer(self._layer, enter, self._added)
+            return own
         at = None if ends is None else partial(pick_from, starts=ends)
-        readout = self.head.lm_head
-        return OwnLayer(self._layer, enter, self._added, leave=self.head, at=at, readout=readout)
+        return own._replace(leave=self.head, at=at, readout=self.head.lm_head)
 
     def _in_one_pass(self, state: State) -> bool:
         """Whether the pass below the exit may go on through the head's layer.
 
         What surrounds the layers is then paid once. The masks have to be the same, and the layer
-        that was copied has to be the next.
+        that it replaces has to be the next.
         """
-        return self.head.place == self.head.exit_layer and not any(state.slots.added_from)
+        head = self.head
+        return not head.exit_layer or (
+            head.place == head.exit_layer and not any(state.slots.added_from)
+        )
 
     def _catch_up(self, state: State, pending: Tensor) -> Tensor:
         """Run the layer up to the pending token; `[rows, 1, hidden]` what it left there."""
@@ -345,12 +377,7 @@ class LayerReader(ExitReader):
         most = max(ends)
         if state.emitted is not None and min(ends) == most == state.emitted.shape[1] - 1:
             return state.emitted  # as after most rounds
-        text = state.context.text
-        tokens = [
-            text[row][start:] + text[row][-1:] * (most - end)
-            for row, start, end in zip(state.context.rows, starts, ends, strict=True)
-        ]
-        return torch.tensor(tokens, device=state.pending.device)
+        return tokens_from(state, starts, most + 1)
 
     def _behind(self, state: State) -> tuple[list[int], list[int]]:
         """Of each row, the first token that the layer has not seen right, and how far back it is.
@@ -413,6 +440,64 @@ class LayerReader(ExitReader):
         return torch.cat([*self._known, self._join(block)[:, :-1]], dim=1)
 
 
+class MedusaReader(ExitReader):
+    """Draft logits of a Medusa head, which come from the state before the pending token alone."""
+
+    def __init__(self, engine: Engine, head: MedusaHead):
+        super().__init__(engine, head)
+        self._medusa, self.keep = head, head.feature_layers
+        self._known = torch.empty(0)  # [rows, m, hidden] states from position `_base` on
+        self._base: list[int] = []
+        self._drafts = torch.empty(0)  # [rows, heads, vocab] the logits of the round
+        self._level = 0  # index of the next draft
+
+    def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
+        """Keep the state of each row's last token."""
+        joined = self._join(state, block.kept)
+        if offset == 0:
+            self._known = joined[:, :1]
+        ends = torch.tensor(counts, device=joined.device) - offset - 1
+        at_end = pick(joined, ends.clamp(min=0)[:, None])
+        self._known = torch.where((ends >= 0)[:, None, None], at_end, self._known)
+        lengths = state.slots.lengths
+        self._base = [length + count - 1 for length, count in zip(lengths, counts, strict=True)]
+
+    def read(
+        self,
+        state: State,
+        tokens: Tensor,
+        place: int,
+        tree: Tree | None = None,
+        parents: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits of the next draft, the same after every token of a level."""
+        if not place:
+            lengths = state.slots.lengths
+            before = [length - 1 - base for length, base in zip(lengths, self._base, strict=True)]
+            with state.stats.clock("head"):
+                known = pick_from(self._known, before)
+                self._drafts = self._spread(self._medusa.all_logits(self.decoder, known))
+            self._level = 0
+        logits = self._drafts[:, self._level : self._level + 1]
+        self._level += 1
+        return logits.expand(-1, tokens.shape[1], -1), None
+
+    def verified(self, state: State, drafted: int, verified: Verified) -> None:
+        """Keep the states of the pending token and the drafts."""
+        self._known, self._base = self._join(state, verified.kept), state.slots.lengths
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep some rows."""
+        self._known = self._known[list(rows)]
+        self._base = [self._base[row] for row in rows]
+
+    def _join(self, state: State, kept: list[Tensor]) -> Tensor:
+        with state.stats.clock("head"):
+            return self.head.join(kept)
+
+
 def make_reader(engine: Engine, head: ExitHead) -> ExitReader:
     """The reader that a head needs."""
+    if isinstance(head, MedusaHead):
+        return MedusaReader(engine, head)
     return (ExitReader if head.layer is None else LayerReader)(engine, head)

@@ -78,7 +78,7 @@ class TreeExpansion:
     """
 
     def __init__(self, reader: ExitReader, widths: Sequence[int]):
-        self.reader, self.widths = reader, list(widths)
+        self.reader, self.widths = reader, list(widths)[: reader.head.longest]
 
     def propose(self, state: State, limit: int) -> Draft:
         """Expand the tree level by level."""

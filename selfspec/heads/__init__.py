@@ -5,7 +5,6 @@ from selfspec.heads.base import (
     ExitHead,
     build_head,
     check_distinct,
-    check_exit_layer,
     copy_final_norm,
     head_class,
     move_to_exit,
@@ -13,10 +12,13 @@ from selfspec.heads.base import (
 )
 from selfspec.heads.block import BlockHead
 from selfspec.heads.calibrator import AcceptanceEstimator, Calibrator
+from selfspec.heads.eagle import EagleHead
+from selfspec.heads.eagle3 import Eagle3Head
 from selfspec.heads.fused import FusedHead
 from selfspec.heads.hub import CARD_NAME, find_heads, heads_card, push_heads
 from selfspec.heads.lens import LensHead
 from selfspec.heads.lora import LoraHead
+from selfspec.heads.medusa import MedusaHead
 from selfspec.heads.shared import SharedHead
 from selfspec.heads.store import (
     CONFIG_NAME,
@@ -35,15 +37,17 @@ __all__ = [
     "AcceptanceEstimator",
     "BlockHead",
     "Calibrator",
+    "Eagle3Head",
+    "EagleHead",
     "ExitHead",
     "FusedHead",
     "LensHead",
     "LoraHead",
+    "MedusaHead",
     "SharedHead",
     "TargetStates",
     "build_head",
     "check_distinct",
-    "check_exit_layer",
     "copy_final_norm",
     "differences",
     "draft_states",

@@ -33,6 +33,7 @@ class ExitHead(nn.Module):
     Attributes:
         kind: the head's name in configs and files.
         lowest_exit: the lowest exit layer that the kind can have.
+        highest_exit: the highest one; `None`: the last but one of the target's layers.
         exit_layer: number of layers below the exit.
         width: width of the residual stream it was made for; `None` if any width will do.
         layer: the head's own decoder layer, or `None`.
@@ -43,14 +44,20 @@ class ExitHead(nn.Module):
         vocab_ids: `[n]` the tokens that the head can draft, in rising order; `None` for all.
         calibrators: acceptance probabilities of drafted tokens, for `greedy` and for `sampled`
             decoding; empty until they are fitted.
+        skips_first: whether the head's layer has no key for the first token of a sequence, which
+            has no token before it that features could come from.
+        longest: the most tokens that the head drafts in a round; `None` if there is no limit.
         facts: what is known about the head: its training data (`data`) and its measurements by
             domain (`held_out`). Plain values, which go into files and model cards.
     """
 
     kind: ClassVar[str]
     lowest_exit: ClassVar[int] = 1
+    highest_exit: ClassVar[int | None] = None
+    skips_first: ClassVar[bool] = False
     width: int | None = None
     place: int = 0
+    longest: int | None = None
     feature_layers: tuple[int, ...] = ()
     vocab_ids: Tensor | None
 
@@ -104,9 +111,25 @@ class ExitHead(nn.Module):
         self.vocab_ids = vocab_ids.to(lm_head.weight.device, torch.long)
         self._lm_head = (lm_head,)
 
+    @classmethod
+    def check_exit(cls, decoder: Decoder, exit_layer: int) -> int:
+        """Return `exit_layer` if a head of this kind can exit there, else raise ValueError."""
+        highest = decoder.depth - 1 if cls.highest_exit is None else cls.highest_exit
+        if cls.lowest_exit <= exit_layer <= highest:
+            return exit_layer
+        if highest == 0:
+            raise ValueError(
+                f"{cls.kind} heads draft from the embeddings; "
+                f"exit_layer must be 0, got {exit_layer}"
+            )
+        raise ValueError(
+            f"exit_layer must be in [{cls.lowest_exit}, {highest}], got {exit_layer}; the model "
+            f"has {decoder.depth} layers, and an exit needs layers below and above it"
+        )
+
     def check(self, decoder: Decoder) -> None:
         """Raise ValueError unless the head fits `decoder`."""
-        check_exit_layer(decoder, self.exit_layer, self.lowest_exit)
+        self.check_exit(decoder, self.exit_layer)
         if self.vocab_ids is not None:
             check_vocab_ids(decoder, self.vocab_ids)
         if self.width not in (None, decoder.config.hidden_size):
@@ -114,6 +137,10 @@ class ExitHead(nn.Module):
                 f"a {self.kind} head of width {self.width} does not fit a target of width "
                 f"{decoder.config.hidden_size}; load the target it was fitted to"
             )
+
+    def embed(self, decoder: Decoder, tokens: Tensor) -> Tensor:
+        """Embeddings `[rows, width, hidden]` that a standalone layer of the head starts from."""
+        return decoder.embed(tokens)
 
     def enter(self, hidden: Tensor, features: Tensor | None) -> Tensor:
         """Input `[rows, width, hidden]` of the head's own layer.
@@ -139,8 +166,14 @@ class ExitHead(nn.Module):
         """
         raise NotImplementedError
 
-    def logits(self, decoder: Decoder, hidden: Tensor) -> Tensor:
-        """Draft logits `[rows, width, n]` over `vocab_ids`, or over all tokens."""
+    def logits(self, decoder: Decoder, hidden: Tensor, depth: int = 0) -> Tensor:
+        """Draft logits `[rows, width, n]` over `vocab_ids`, or over all tokens.
+
+        Args:
+            decoder: the target.
+            hidden: what `forward` takes.
+            depth: index of the draft, for a head that drafts all positions at once.
+        """
         return decoder.unembed(self(hidden), self.lm_head)
 
     def expand_logits(self, logits: Tensor, decoder: Decoder) -> Tensor:
@@ -201,7 +234,7 @@ def build_head(
             the wrong type.
     """
     head_type = head_class(kind)
-    check_exit_layer(decoder, exit_layer, head_type.lowest_exit)
+    head_type.check_exit(decoder, exit_layer)
     try:
         head = head_type.build(decoder, exit_layer, **options)
     except TypeError as error:
@@ -213,16 +246,6 @@ def build_head(
 
 
 # Checks
-
-
-def check_exit_layer(decoder: Decoder, exit_layer: int, lowest: int = 1) -> int:
-    """Return `exit_layer` if there are layers below and above it, else raise ValueError."""
-    if not lowest <= exit_layer < decoder.depth:
-        raise ValueError(
-            f"exit_layer must be in [{lowest}, {decoder.depth - 1}], got {exit_layer}; "
-            f"the model has {decoder.depth} layers, and an exit needs layers below and above it"
-        )
-    return exit_layer
 
 
 def check_vocab_ids(decoder: Decoder, ids: Tensor) -> None:
@@ -240,6 +263,15 @@ def check_vocab_ids(decoder: Decoder, ids: Tensor) -> None:
         )
     if not bool((ids[1:] > ids[:-1]).all()):
         raise ValueError("vocab_ids must rise, each token once; sort them with unique()")
+
+
+def check_feature_layers(decoder: Decoder, layers: Sequence[int], exit_layer: int) -> None:
+    """Raise ValueError unless verification from the exit computes these residual streams."""
+    if not layers or not all(exit_layer <= layer <= decoder.depth for layer in layers):
+        raise ValueError(
+            f"feature_layers must be in [{exit_layer}, {decoder.depth}], got {list(layers)}; "
+            "verification resumes at the exit and computes nothing below it"
+        )
 
 
 def check_distinct(heads: Sequence[ExitHead]) -> None:
@@ -261,7 +293,7 @@ def copy_final_norm(decoder: Decoder) -> nn.Module:
     Raises:
         ValueError: the target has none, or its LM head does not read the norm's output.
     """
-    _check_lm_head_input(decoder)
+    check_lm_head_input(decoder)
     if decoder.final_norm is None:
         name = type(decoder.causal_lm).__name__
         raise ValueError(f"{name} has no final norm to start an exit head from")
@@ -283,7 +315,7 @@ def _trimmed_lm_head(decoder: Decoder, vocab_ids: Tensor) -> nn.Linear:
     Raises:
         ValueError: the rows cannot be taken, or the LM head does not read the final norm's output.
     """
-    _check_lm_head_input(decoder)
+    check_lm_head_input(decoder)
     weight = decoder.lm_head_weight
     bias = None if decoder.lm_head.bias is None else weight_of(decoder.lm_head, "bias")
     ids = vocab_ids.to(weight.device)
@@ -295,7 +327,7 @@ def _trimmed_lm_head(decoder: Decoder, vocab_ids: Tensor) -> nn.Linear:
     return trimmed
 
 
-def _check_lm_head_input(decoder: Decoder) -> None:
+def check_lm_head_input(decoder: Decoder) -> None:
     """Raise ValueError if there is a projection in front of the LM head, as in small OPTs."""
     width = decoder.config.hidden_size
     reads = getattr(decoder.lm_head, "in_features", width)

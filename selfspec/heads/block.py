@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from selfspec.decoder import Decoder
-from selfspec.heads.base import ExitHead, check_exit_layer, copy_final_norm, register_head
+from selfspec.heads.base import ExitHead, copy_final_norm, register_head
 
 
 @register_head
@@ -34,7 +34,7 @@ class BlockHead(ExitHead):
     @classmethod
     def build(cls, decoder: Decoder, exit_layer: int, **options: Any) -> BlockHead:
         """A copy of the layer above the exit; the option `place` names another layer to copy."""
-        place = options.get("place", check_exit_layer(decoder, exit_layer))
+        place = options.get("place", cls.check_exit(decoder, exit_layer))
         norm = copy_final_norm(decoder)
         head = cls(exit_layer, decoder.copy_layer(place), place, norm, decoder.config.hidden_size)
         return head.to(decoder.device_at(exit_layer))

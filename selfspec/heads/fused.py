@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +9,12 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
 from selfspec.decoder import Decoder
-from selfspec.heads.base import check_exit_layer, copy_final_norm, move_to_exit, register_head
+from selfspec.heads.base import (
+    check_feature_layers,
+    copy_final_norm,
+    move_to_exit,
+    register_head,
+)
 from selfspec.heads.block import BlockHead
 
 _EPS = 1e-6
@@ -63,7 +67,7 @@ class FusedHead(BlockHead):
             ValueError: `feature_layers` names residual streams that verification does not compute.
         """
         depth, width = decoder.depth, decoder.config.hidden_size
-        place = options.get("place", check_exit_layer(decoder, exit_layer, cls.lowest_exit))
+        place = options.get("place", cls.check_exit(decoder, exit_layer))
         low = exit_layer or max(1, depth // 4)
         layers = tuple(options.get("feature_layers", (low, max(low, depth // 2), depth)))
         check_feature_layers(decoder, layers, exit_layer)
@@ -95,15 +99,6 @@ class FusedHead(BlockHead):
         """The residual stream at the exit plus the mapped features."""
         assert features is not None
         return hidden + self.entry(_normed(self.entry_norm, features))
-
-
-def check_feature_layers(decoder: Decoder, layers: Sequence[int], exit_layer: int) -> None:
-    """Raise ValueError unless verification from the exit computes these residual streams."""
-    if not layers or not all(exit_layer <= layer <= decoder.depth for layer in layers):
-        raise ValueError(
-            f"feature_layers must be in [{exit_layer}, {decoder.depth}], got {list(layers)}; "
-            "verification resumes at the exit and computes nothing below it"
-        )
 
 
 def _normed(norm: nn.Module, states: Tensor) -> Tensor:

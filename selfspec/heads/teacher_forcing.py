@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from selfspec.decoder import Decoder, OwnLayer, Packing, Span
+from selfspec.decoder import Decoder, OwnLayer, Packing, Span, StandaloneLayer
 from selfspec.decoder.cache import StepCache
 from selfspec.heads.base import ExitHead
 
@@ -73,12 +73,18 @@ def draft_states(
 
     Yields:
         `[rows, width, hidden]` for each depth. At depth s the first s positions of each document
-        have no meaning.
+        have no meaning; of a head that skips the first token, the first s + 1.
 
     Raises:
         ValueError: more than one step for a model whose attention bias counts keys.
     """
     hidden = target.streams[head.exit_layer]
+    if head.layer is None and head.feature_layers:
+        features = head.join([target.streams[layer] for layer in head.feature_layers])
+        for _ in range(min(steps, head.longest or steps)):
+            features = _of_token_before(features, target.packing)
+            yield features
+        return
     if head.layer is None:
         yield hidden
         return
@@ -92,6 +98,8 @@ def draft_states(
         )
     memory = StepCache(decoder.windows, hidden.shape[0], hidden.device)
     features = head.join([target.streams[layer] for layer in head.feature_layers])
+    if isinstance(head.layer, StandaloneLayer):
+        hidden = head.embed(decoder, target.tokens)
     for step in range(steps):
         entered = head.enter(hidden, _of_token_before(features, target.packing))
         features = _run_own_layer(decoder, head, entered, target, memory, step)
@@ -108,7 +116,8 @@ def _run_own_layer(
 ) -> Tensor:
     """Output of the head's own layer at every position, in unrolled step `step`."""
     assert head.layer is not None
-    span, own = Span(head.place, head.place + 1), OwnLayer(head.layer)
+    span = Span(head.place, head.place + 1)
+    own = OwnLayer(head.layer, skips_first=head.skips_first)
     left = decoder.run_packed(
         target.tokens, span, target.packing, entered, own=own, memory=memory, step=step
     )

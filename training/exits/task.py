@@ -55,7 +55,8 @@ class Lesson(NamedTuple):
         """
         positions = self.reading.packing.positions[self.learned]
         for depth, state in enumerate(draft_states(decoder, head, self.reading, depths)):
-            yield head.logits(decoder, state[self.learned][None])[0], positions >= depth
+            known = positions >= depth + head.skips_first
+            yield head.logits(decoder, state[self.learned][None], depth)[0], known
 
 
 @dataclass
@@ -133,9 +134,10 @@ class HeldOutDrafts:
                 f"attention is biased by the index of a key; depths must be 1, got {self.depths}"
             )
         places = torch.cat([block.positions[block.targets != NO_TOKEN] for block in self.blocks])
-        if not (places >= self.depths - 1).any():
+        fewest = self.depths - 1 + any(head.skips_first for head in self.heads)
+        if not (places >= fewest).any():
             raise ValueError(
-                f"no held-out document that is read has {self.depths} tokens before one that is "
+                f"no held-out document that is read has {fewest + 1} tokens before one that is "
                 f"to be learned, for drafts {self.depths} deep; give more text, or fewer depths"
             )
 

@@ -1,0 +1,243 @@
+"""EAGLE-3 (Li et al. 2025): a layer that reads a token and three hidden states of the target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from selfspec.decoder import Decoder, is_quantized
+from selfspec.heads.base import (
+    ExitHead,
+    check_feature_layers,
+    check_lm_head_input,
+    check_vocab_ids,
+    move_to_exit,
+    register_head,
+)
+from selfspec.heads.llama_layer import LlamaLayer, layer_config, layer_config_like
+
+
+class Eagle3Layer(LlamaLayer):
+    """The layer of an EAGLE-3 head: attention reads the token's embedding beside the features.
+
+    Args:
+        config: what `layer_config` returns.
+        place: index of the cache's layer that it writes.
+        norm_before_residual: whether the residual stream starts from the normed features.
+        norm_output: whether the output is normed, and so fed back.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        place: int,
+        norm_before_residual: bool = False,
+        norm_output: bool = False,
+    ):
+        super().__init__(config, place, inputs=2)
+        self.norm_before_residual = norm_before_residual
+        eps = config["rms_norm_eps"]
+        self.input_layernorm = LlamaRMSNorm(self.width, eps)
+        self.hidden_norm = LlamaRMSNorm(self.width, eps)
+        self.norm = LlamaRMSNorm(self.width, eps) if norm_output else None
+
+    def forward(
+        self,
+        hidden: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor,
+        past_key_values: Cache | None,
+    ) -> Tensor:
+        """Output `[rows, width, hidden]` for `[rows, width, 2 hidden]` embeddings and features."""
+        embedded, features = hidden.chunk(2, dim=-1)
+        normed = self.hidden_norm(features)
+        residual = normed if self.norm_before_residual else features
+        read = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
+        output = self.attend(read, residual, attention_mask, position_ids, past_key_values)
+        return output if self.norm is None else self.norm(output)
+
+
+@register_head
+class Eagle3Head(ExitHead):
+    """An EAGLE-3 head, as EAGLE, SpecForge and speculators publish them and engines serve them.
+
+    The token at position t enters the layer with its embedding and g(t-1). At a verified position
+    g fuses the residual streams at `feature_layers`; at a drafted position it is the output of the
+    head's own layer. The LM head, over a draft vocabulary, and the embeddings may be the head's own
+    or the target's.
+
+    Args:
+        exit_layer: 0, the embeddings.
+        decoder: the target.
+        options: what `options` returns.
+    """
+
+    kind = "eagle3"
+    lowest_exit = highest_exit = 0
+    skips_first = True
+
+    def __init__(self, exit_layer: int, decoder: Decoder, options: Mapping[str, Any]):
+        super().__init__(exit_layer)
+        self._options = dict(options)
+        config = self._options["layer"]
+        self.feature_layers = tuple(self._options["feature_layers"])
+        target_width: int = decoder.config.hidden_size
+        self.width, self.place = target_width, decoder.depth - 1
+        width, streams = config["hidden_size"], len(self.feature_layers)
+        eps, output_normed = config["rms_norm_eps"], self._options["norm_output"]
+        before = self._options["norm_before_residual"]
+        self.layer = Eagle3Layer(config, self.place, before, output_normed)
+        self.fc = nn.Linear(streams * target_width, width, bias=False)
+        joined, each = self._options["norm_before_fc"], self._options["fc_norm"]
+        self.input_norm = LlamaRMSNorm(streams * target_width, eps) if joined else None
+        norms = (LlamaRMSNorm(target_width, eps) for _ in self.feature_layers)
+        self.fc_norm = nn.ModuleList(norms) if each else None
+        self.norm = None if output_normed else LlamaRMSNorm(width, eps)
+        tokens, drafts = self._options["embedding"], self._options["vocabulary"]
+        self.embed_tokens = nn.Embedding(tokens, width) if tokens else None
+        self.readout = nn.Linear(width, drafts, bias=False) if drafts else None
+
+    @classmethod
+    def build(cls, decoder: Decoder, exit_layer: int = 0, **options: Any) -> Eagle3Head:
+        """An untrained head; where the shapes allow it, its layer starts from the target's layers.
+
+        The options are those of published configs: `layer` (the layer's config; default: the
+        target's sizes), `feature_layers` (residual streams by the number of layers below; default
+        2, half and three before the last), `norm_before_residual`, `norm_before_fc`, `fc_norm`,
+        `norm_output`, and the rows of an `embedding` and an LM head (`vocabulary`) of its own
+        (0: the target's).
+
+        Raises:
+            ValueError: `exit_layer` is not 0, or an option does not fit.
+        """
+        cls.check_exit(decoder, exit_layer)
+        depth = decoder.depth
+        defaults: dict[str, Any] = {
+            "layer": layer_config_like(decoder),
+            "feature_layers": sorted({min(2, depth - 1), depth // 2, max(1, depth - 3)}),
+            "norm_before_residual": False,
+            "norm_before_fc": False,
+            "fc_norm": False,
+            "norm_output": False,
+            "embedding": 0,
+            "vocabulary": 0,
+        }
+        chosen = defaults | {name: options[name] for name in options if name in defaults}
+        chosen["layer"] = layer_config(chosen["layer"])
+        check_feature_layers(decoder, chosen["feature_layers"], exit_layer)
+        width, of_target = chosen["layer"]["hidden_size"], decoder.config.hidden_size
+        if not (chosen["embedding"] and chosen["vocabulary"]):
+            check_lm_head_input(decoder)
+            if width != of_target:
+                raise ValueError(
+                    f"an {cls.kind} head of width {width} needs embeddings and an LM head of its "
+                    f"own beside a target of width {of_target}"
+                )
+        head = move_to_exit(cls(exit_layer, decoder, chosen), decoder, exit_layer)
+        head._start_from(decoder)
+        return head
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of `build`."""
+        return {**self._options, "feature_layers": list(self.feature_layers)}
+
+    @property
+    def lm_head(self) -> nn.Module | None:
+        """The head's own LM head, the trimmed one, or `None` where the target's is used."""
+        return super().lm_head if self.readout is None else self.readout
+
+    def trim(self, decoder: Decoder, vocab_ids: Tensor) -> None:
+        """Draft only these tokens, in rising order; an LM head of its own has their rows."""
+        if self.readout is None:
+            return super().trim(decoder, vocab_ids)
+        check_vocab_ids(decoder, vocab_ids)
+        rows = self.readout.out_features
+        if len(vocab_ids) != rows:
+            raise ValueError(f"the head's LM head has {rows} rows, got {len(vocab_ids)} tokens")
+        self.vocab_ids = vocab_ids.to(self.readout.weight.device, torch.long)
+
+    def check(self, decoder: Decoder) -> None:
+        """Raise ValueError unless the head, with its feature layers and vocabulary, fits."""
+        super().check(decoder)
+        check_feature_layers(decoder, self.feature_layers, self.exit_layer)
+        own = self.readout
+        if own is not None and self.vocab_ids is None and own.out_features != decoder.vocab_size:
+            raise ValueError(
+                f"the head's LM head has {own.out_features} rows and no list of their tokens; the "
+                f"target has {decoder.vocab_size} tokens"
+            )
+
+    def embed(self, decoder: Decoder, tokens: Tensor) -> Tensor:
+        """The head's own embeddings, or the target's."""
+        if self.embed_tokens is None:
+            return super().embed(decoder, tokens)
+        return self.embed_tokens(tokens)
+
+    def join(self, features: list[Tensor]) -> Tensor:
+        """Map the residual streams to one state, normed before if the head asks for it."""
+        weight = self.fc.weight
+        streams = [states.to(weight) for states in features]
+        if self.fc_norm is not None:
+            streams = [norm(s) for norm, s in zip(self.fc_norm, streams, strict=True)]
+        joined = torch.cat(streams, dim=-1)
+        return self.fc(joined if self.input_norm is None else self.input_norm(joined))
+
+    def enter(self, hidden: Tensor, features: Tensor | None) -> Tensor:
+        """`[rows, width, 2 hidden]` embeddings beside features."""
+        assert features is not None
+        return torch.cat([hidden.to(features), features], dim=-1)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The layer's output after the head's norm."""
+        return hidden if self.norm is None else self.norm(hidden)
+
+    def logits(self, decoder: Decoder, hidden: Tensor, depth: int = 0) -> Tensor:
+        """Draft logits; an LM head of its own is used as it is, without the target's scaling."""
+        if self.readout is None:
+            return super().logits(decoder, hidden)
+        return self.readout(self(hidden))
+
+    @torch.no_grad()
+    def _start_from(self, decoder: Decoder) -> None:
+        """Copy what fits of the target's first and last layer.
+
+        The last layer's weights read the features, the first one's the embedding, and the features
+        start as the last of their streams. From there training needs fewer steps than from random
+        weights.
+        """
+        if any(is_quantized(weight) for weight in decoder.layers.parameters()):
+            return
+        first, last = (dict(decoder.copy(decoder.layers[i]).named_parameters()) for i in (0, -1))
+        plain_norms = _is_plain_norm(decoder.final_norm)
+        assert isinstance(self.layer, Eagle3Layer)
+        for name, weight in self.layer.named_parameters():
+            layer = first if name.startswith("input_layernorm") else last
+            source = layer.get(name.replace("hidden_norm", "input_layernorm"))
+            if source is None or ("norm" in name and not plain_norms):
+                continue
+            if source.ndim == 2 and weight.shape == (source.shape[0], 2 * source.shape[1]):
+                source = torch.cat([first[name], source], dim=1)
+            if source.shape == weight.shape:
+                weight.copy_(source)
+        own = self.layer.norm if self.norm is None else self.norm
+        if plain_norms and own is not None and len(own.weight) == self.width:
+            own.weight.copy_(decoder.final_norm.weight)  # pyright: ignore
+        width = self.fc.out_features
+        if width == self.width:
+            self.fc.weight.zero_()
+            self.fc.weight[:, -width:] = torch.eye(width)
+
+
+def _is_plain_norm(norm: nn.Module | None) -> bool:
+    """Whether a norm is an RMSNorm that multiplies by its weight (in Gemma it is 1 + weight)."""
+    weight = getattr(norm, "weight", None)
+    if norm is None or weight is None:
+        return False
+    states = torch.ones_like(weight)
+    return bool(torch.allclose(norm(states), weight, rtol=1e-2))
