@@ -30,7 +30,7 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from selfspec.config import StrictConfig
-from selfspec.heads.store import replacing
+from selfspec.heads.files import replacing
 from training.data import Mixture, SourceConfig
 from training.language.layerskip import LayerSkip, LayerSkipConfig
 from training.language.task import HeldOut

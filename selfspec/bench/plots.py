@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selfspec.bench.results import Row
-from selfspec.heads.store import replacing
+from selfspec.heads.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

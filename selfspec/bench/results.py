@@ -18,7 +18,7 @@ from rich.table import Table
 from selfspec.bench.config import PLAIN, ModeConfig
 from selfspec.bench.exactness import Divergence, first_divergence
 from selfspec.bench.run import Bench, Memory, Place, Run, RunFile
-from selfspec.heads.store import replacing
+from selfspec.heads.files import replacing
 from selfspec.schedule.stats import PARTS
 
 _DRAWS = 4000

@@ -21,6 +21,7 @@ from selfspec.cli.demo import demo
 from selfspec.cli.examples import examples
 from selfspec.cli.export import export
 from selfspec.cli.generate import generate
+from selfspec.cli.import_heads import import_
 from selfspec.cli.info import info
 from selfspec.cli.tune import tune
 
@@ -87,6 +88,7 @@ commands.command(epilog=examples("generate"))(generate)
 commands.command(epilog=examples("info"))(info)
 commands.command(epilog=examples("tune"))(tune)
 commands.add_typer(export, name="export")
+commands.add_typer(import_, name="import")
 
 
 def _show_version(wanted: bool) -> None:

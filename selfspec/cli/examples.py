@@ -30,6 +30,7 @@ EXAMPLES = {
         "selfspec info",
         "selfspec info --model path/to/model --heads path/to/heads --context 4096",
     ),
+    "import heads": ("selfspec import heads path/to/medusa path/to/medusa-safetensors",),
     "tune": (
         "selfspec tune",
         "selfspec tune --text mine.txt --set batch=4 --set temperature=1",

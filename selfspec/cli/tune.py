@@ -159,7 +159,7 @@ def _draw(profile: Profile, picture: Path) -> None:
     from matplotlib.figure import Figure
 
     from selfspec.display import speedup_map
-    from selfspec.heads.store import replacing
+    from selfspec.heads.files import replacing
 
     sheet = Figure(figsize=(9, 4.5), dpi=150, layout="constrained")
     speedup_map(profile, sheet.add_subplot())

@@ -14,6 +14,7 @@ from selfspec.heads.block import BlockHead
 from selfspec.heads.calibrator import AcceptanceEstimator, Calibrator
 from selfspec.heads.eagle import EagleHead
 from selfspec.heads.eagle3 import Eagle3Head
+from selfspec.heads.files import replacing
 from selfspec.heads.fused import FusedHead
 from selfspec.heads.hub import CARD_NAME, find_heads, heads_card, push_heads
 from selfspec.heads.lens import LensHead
@@ -25,7 +26,6 @@ from selfspec.heads.store import (
     differences,
     fingerprint,
     load_heads,
-    replacing,
     save_heads,
 )
 from selfspec.heads.teacher_forcing import TargetStates, draft_states, target_states

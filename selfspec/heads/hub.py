@@ -12,6 +12,7 @@ from huggingface_hub import HfApi, snapshot_download
 
 from selfspec.decoder import Decoder
 from selfspec.heads.base import ExitHead
+from selfspec.heads.formats.files import PUBLISHED_FILES
 from selfspec.heads.store import CONFIG_NAME, WEIGHTS_NAME, save_heads
 
 CARD_NAME = "README.md"
@@ -33,7 +34,10 @@ def find_heads(folder_or_id: str | Path) -> Path:
         raise FileNotFoundError(
             f"no folder {folder_or_id}; give the folder of {CONFIG_NAME}, or a hub id user/name"
         )
-    return Path(snapshot_download(name, allow_patterns=[CONFIG_NAME, WEIGHTS_NAME]))
+    own = Path(snapshot_download(name, allow_patterns=[CONFIG_NAME, WEIGHTS_NAME]))
+    if (own / CONFIG_NAME).is_file():  # then the target's weights may lie beside them
+        return own
+    return Path(snapshot_download(name, allow_patterns=list(PUBLISHED_FILES)))
 
 
 def push_heads(

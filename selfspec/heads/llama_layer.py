@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
@@ -51,6 +52,8 @@ def layer_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         raise ValueError(f"the config of the head's layer is not valid: {error}") from None
     values = config.to_dict()
+    if values["hidden_act"] not in ACT2FN:
+        raise ValueError(f"the head's layer has an unknown activation: {values['hidden_act']!r}")
     return {key: values[key] for key in _KEYS if key in values}
 
 

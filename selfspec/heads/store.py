@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import Field
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
@@ -25,6 +23,9 @@ from selfspec.config import StrictConfig, parse
 from selfspec.decoder import Decoder, is_quantized, weights
 from selfspec.heads.base import ExitHead, build_head, check_distinct
 from selfspec.heads.calibrator import Calibrator
+from selfspec.heads.files import read_tensors, replacing
+from selfspec.heads.formats import load_published
+from selfspec.heads.formats.files import PUBLISHED_CONFIG
 
 CONFIG_NAME = "selfspec.json"
 WEIGHTS_NAME = "exit_heads.safetensors"
@@ -117,13 +118,17 @@ def _entry(head: ExitHead) -> _HeadEntry:
 
 
 def load_heads(decoder: Decoder, folder: str | Path) -> list[ExitHead]:
-    """Read the heads in `folder` and check that they were fitted to `decoder`.
+    """Read the heads in `folder` and check that they fit `decoder`.
+
+    Beside our own files, the formats of EAGLE, EAGLE-3, speculators and Medusa are known.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: a file is damaged, or the heads were fitted to another target.
+        ValueError: a file is damaged, of an unknown format, or the heads belong to another target.
     """
     folder = Path(folder)
+    if not (folder / CONFIG_NAME).is_file() and (folder / PUBLISHED_CONFIG).is_file():
+        return [load_published(decoder, folder)]
     file = _read_config(folder / CONFIG_NAME)
     check_fingerprint(decoder, file.target, str(folder))
     weights = _read_weights(folder / WEIGHTS_NAME)
@@ -176,21 +181,7 @@ def _read_config(path: Path) -> _HeadsFile:
 def _read_weights(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"no {WEIGHTS_NAME} in {path.parent} beside its {CONFIG_NAME}")
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"{path} cannot be read ({error}); it may be truncated") from None
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A scratch file to write; it replaces `path` when the block ends without an error."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        yield scratch
-        scratch.replace(path)
-    finally:
-        scratch.unlink(missing_ok=True)
+    return read_tensors(path)
 
 
 # The fingerprint of a target

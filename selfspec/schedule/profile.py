@@ -18,7 +18,8 @@ from pydantic import Field
 
 from selfspec.config import DraftConfig, Kernels, StrictConfig, parse
 from selfspec.decoder import Decoder
-from selfspec.heads.store import differences, fingerprint, replacing
+from selfspec.heads.files import replacing
+from selfspec.heads.store import differences, fingerprint
 
 PROFILE_NAME = "selfspec_profile.json"
 _FORMAT = 2

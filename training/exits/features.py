@@ -21,7 +21,7 @@ from typing_extensions import Self
 from selfspec.config import StrictConfig, parse
 from selfspec.decoder import Decoder, Packing
 from selfspec.heads import ExitHead
-from selfspec.heads.store import replacing
+from selfspec.heads.files import replacing
 from selfspec.heads.teacher_forcing import TargetStates, target_states
 from training.data import Batch, Blocks, collate
 from training.loop.checkpoint import changes, digest, read_facts, target_facts, write_facts

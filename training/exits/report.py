@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from selfspec.heads.store import replacing
+from selfspec.heads.files import replacing
 from training.exits.calibrate import Bin
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from selfspec.decoder import Decoder
-from selfspec.heads.store import fingerprint, replacing
+from selfspec.heads.files import replacing
+from selfspec.heads.store import fingerprint
 from training.loop.parallel import placed, whole
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from selfspec.config import unknown_name
-from selfspec.heads.store import replacing
+from selfspec.heads.files import replacing
 
 METRICS_NAME = "metrics.jsonl"
 _TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"}

@@ -14,7 +14,7 @@ from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfspec.config import ConfigT, StrictConfig, load_config
-from selfspec.heads.store import replacing
+from selfspec.heads.files import replacing
 from training.loop.checkpoint import Checkpoints, write_folder
 from training.loop.parallel import processes
 

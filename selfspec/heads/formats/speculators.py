@@ -1,0 +1,37 @@
+"""The layout of the speculators library (`RedHatAI/*-speculator.eagle3`)."""
+
+from __future__ import annotations
+
+from selfspec.decoder import Decoder
+from selfspec.heads.eagle3 import Eagle3Head
+from selfspec.heads.formats.eagle import read_eagle3
+from selfspec.heads.formats.files import PublishedHead
+
+
+def matches(published: PublishedHead) -> bool:
+    """Whether the config is one of speculators."""
+    return "speculators_model_type" in published.config
+
+
+def read(decoder: Decoder, published: PublishedHead) -> Eagle3Head:
+    """Make the head.
+
+    Raises:
+        ValueError: it is of an algorithm that is not covered, or does not fit the target.
+    """
+    config = published.config
+    algorithm = config["speculators_model_type"]
+    if algorithm != "eagle3":
+        raise ValueError(
+            f"the head in {published.folder} is of the speculators type {algorithm!r}; selfspec "
+            "reads 'eagle3'"
+        )
+    layer = config.get("transformer_layer_config")
+    if not isinstance(layer, dict):
+        raise ValueError(
+            f"config.json in {published.folder} lacks transformer_layer_config, the config of the "
+            "head's layer"
+        )
+    # Like vLLM: where the key is missing, the file is of a version that normed before.
+    flags = {"norm_before_residual": True, **config}
+    return read_eagle3(decoder, published, layer, flags)

@@ -1,0 +1,285 @@
+"""Heads in the formats of others: read, and drafting what their publishers' code would draft."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from cli_tools import call
+from conftest import VOCAB, greedy, prompt, tiny_llama
+from head_tools import record
+from published import (
+    DRAFTS,
+    EPS,
+    WIDTH,
+    eagle3_logits,
+    eagle3_tensors,
+    eagle_logits,
+    medusa_logits,
+    write,
+    write_eagle,
+    write_eagle3,
+    write_medusa,
+    write_speculators,
+)
+from safetensors.torch import load_file
+
+from selfspec import SelfSpecModel
+from selfspec.decoder import Decoder
+from selfspec.heads import draft_states, load_heads, target_states
+
+IDS, MASK = prompt(4, 9, 6)
+NEW = 14
+EAGLE3 = {
+    "plain": {},
+    "norm before residual": {"norm_before_residual": True},
+    "norm before fc": {"norm_before_fc": True},
+    "norm of each stream": {"fc_norm": True},
+    "normed output": {"norm_output": True},
+    "Qwen3": {"qwen": True},
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_llama("sometimes", rms_norm_eps=EPS)
+
+
+def residual_streams(target, tokens, layers):
+    """The target's residual streams at `tokens` `[n]`, by the number of layers below."""
+    seen = {}
+    hooks = [
+        target.model.layers[layer - 1].register_forward_hook(
+            lambda module, args, output, layer=layer: seen.__setitem__(layer, output[0])
+        )
+        for layer in layers
+    ]
+    try:
+        with torch.no_grad():
+            last = target.model(tokens[None]).last_hidden_state[0]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [seen[layer] for layer in layers], last
+
+
+def check_reads(monkeypatch, target, folder, expected, trimmed=True, **draft):
+    """Greedy text is the target's own; each reading has the logits that `expected` says."""
+    spec, seen = SelfSpecModel(target, heads=folder), record(monkeypatch)
+    text = spec.generate(
+        IDS, attention_mask=MASK, max_new_tokens=NEW, draft={"num_draft_tokens": 3, **draft}
+    )
+    assert torch.equal(text, greedy(target, IDS, MASK, max_new_tokens=NEW))
+    assert {reading.step for reading in seen} == {0, 1, 2}
+    (head,) = spec.heads
+    for reading in seen[::5]:
+        logits = reading.logits[:, head.vocab_ids] if trimmed else reading.logits
+        torch.testing.assert_close(logits[0], expected(reading), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", [write_eagle3, write_speculators])
+@pytest.mark.parametrize("variant", EAGLE3)
+@pytest.mark.parametrize("drafter", ["early_exit", "tree"])
+def test_an_eagle3_head_drafts_what_its_paper_says(
+    monkeypatch, tmp_path, target, layout, variant, drafter
+):
+    options = dict(EAGLE3[variant])
+    qwen = options.pop("qwen", False)
+    tensors = eagle3_tensors(streams=2, qwen=qwen, **options)
+    layers = {"eagle_aux_hidden_state_layer_ids": [2, 4]}
+    folder = layout(tmp_path / "head", tensors, **options, **layers)
+
+    def expected(reading):
+        before = reading.text[: len(reading.text) - reading.step - 1]
+        streams, _ = residual_streams(target, before, (2, 4))
+        return eagle3_logits(tensors, reading.text, streams, reading.step, **options)[-1][0]
+
+    check_reads(monkeypatch, target, folder, expected, drafter=drafter)
+
+
+def test_default_layers_are_those_of_the_paper(tmp_path):
+    deep = tiny_llama(num_hidden_layers=12)
+    (head,) = load_heads(Decoder(deep), write_eagle3(tmp_path, eagle3_tensors()))
+    assert head.feature_layers == (2, 6, 9)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_an_eagle_head_drafts_what_its_paper_says(monkeypatch, tmp_path, target, bias, prefix):
+    tensors = write_eagle(tmp_path / "head", bias=bias, prefix=prefix)
+
+    def expected(reading):
+        before = reading.text[: len(reading.text) - reading.step - 1]
+        _, last = residual_streams(target, before, (1,))
+        lm_head = target.lm_head.weight
+        return eagle_logits(tensors, reading.text, last, lm_head, reading.step)[-1][0]
+
+    check_reads(monkeypatch, target, tmp_path / "head", expected, trimmed=False)
+
+
+@pytest.mark.parametrize("drafter", ["early_exit", "tree", "cascade", "auto"])
+def test_a_medusa_head_drafts_every_position_from_one_state(tmp_path, target, drafter):
+    tensors = write_medusa(tmp_path / "head", heads=3, layers=2)
+    spec = SelfSpecModel(target, heads=tmp_path / "head")
+    (head,) = spec.heads
+    decoder, text = spec.engine.decoder, IDS[1]
+    forced = draft_states(decoder, head, target_states(decoder, text[None], None, [0, 4]), 5)
+    _, last = residual_streams(target, text, (1,))
+    for depth, state in enumerate(forced):
+        logits = head.logits(decoder, state, depth)[0, depth + 1 :]
+        expected = medusa_logits(tensors, last[: len(text) - 1 - depth], depth, 2)
+        torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
+    assert depth == 2, "a head for each of three positions"
+    draft = {"drafter": drafter, "num_draft_tokens": 5}
+    text = spec.generate(IDS, attention_mask=MASK, max_new_tokens=NEW, draft=draft)
+    assert torch.equal(text, greedy(target, IDS, MASK, max_new_tokens=NEW))
+    if drafter == "early_exit":
+        assert max(len(r.drafted) for row in spec.last_trace.rows for r in row) == 3
+
+
+def test_medusas_drafts_are_those_of_teacher_forcing(tmp_path, target):
+    write_medusa(tmp_path / "head")
+    spec = SelfSpecModel(target, heads=tmp_path / "head")
+    (head,), decoder = spec.heads, spec.engine.decoder
+    draft = {"num_draft_tokens": 3}
+    spec.generate(IDS, attention_mask=MASK, max_new_tokens=NEW, draft=draft)
+    checked = 0
+    for row, steps in enumerate(spec.last_trace.rows):
+        text = IDS[row][MASK[row] > 0].tolist()
+        for step in steps:
+            if step.drafted and len(text) > 1:
+                states = target_states(decoder, torch.tensor([text]), None, [0, 4])
+                for depth, state in enumerate(draft_states(decoder, head, states, 1)):
+                    best = head.logits(decoder, state[:, -1:], depth).argmax().item()
+                    assert step.drafted[0] == best
+                    checked += 1
+            text += step.tokens
+    assert checked > 5
+
+
+def test_a_published_head_is_saved_in_our_format(tmp_path, target):
+    layers = {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}
+    write_eagle3(tmp_path / "theirs", eagle3_tensors(), norm_output=True, **layers)
+    spec = SelfSpecModel(target, heads=tmp_path / "theirs")
+    spec.save_pretrained(tmp_path / "ours")
+    again = SelfSpecModel.from_pretrained(tmp_path / "ours", dtype=torch.float64)
+    (one,), (other,) = spec.heads, again.heads
+    assert one.options == other.options
+    assert all(torch.equal(w, other.state_dict()[name]) for name, w in one.state_dict().items())
+
+
+def test_a_copy_of_the_targets_embeddings_is_not_held_twice(tmp_path, target):
+    tensors = eagle3_tensors()
+    tensors["embed_tokens.weight"] = target.model.embed_tokens.weight.detach().half()
+    folder = write_eagle3(tmp_path, tensors, eagle_aux_hidden_state_layer_ids=[1, 2, 4])
+    (head,) = load_heads(Decoder(target), folder)
+    assert head.embed_tokens is None
+
+
+def test_vllms_medusa_names_and_token_map(tmp_path, target):
+    theirs = write_medusa(tmp_path / "theirs", heads=2, layers=1)
+    ids = torch.arange(0, VOCAB, 2)
+    tensors = {"token_map": ids}
+    for head in range(2):
+        for part in ("weight", "bias"):
+            name = f"blocks.{head}.layers.0.{part}"
+            tensors[name] = theirs[f"{head}.0.linear.{part}"]
+        tensors[f"lm_heads.{head}.weight"] = theirs[f"{head}.1.weight"][ids]
+    config = {"model_type": "medusa", "num_heads": 2, "num_hidden_layers": 1}
+    decoder = Decoder(target)
+    (head,) = load_heads(decoder, write(tmp_path / "vllm", config, tensors))
+    (other,) = load_heads(decoder, tmp_path / "theirs")
+    state = torch.randn(1, 1, WIDTH, dtype=torch.float64)
+    expected = other.all_logits(decoder, state)[..., ids]
+    torch.testing.assert_close(head.all_logits(decoder, state), expected)
+
+
+# Files that do not fit
+
+
+def changed(folder, **keys):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"hidden_size": 48}, "hidden size 48, this one has 32"),
+        ({"vocab_size": 100}, "vocabulary of 100 tokens, the target has 64"),
+        ({"num_hidden_layers": 2}, "has 2 layers"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, r"feature_layers must be in \[0, 4\]"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, r"fc.weight .* has shape \[32, 96\]"),
+        ({"intermediate_size": 41}, r"gate_proj.weight .* has shape \[40, 32\]"),
+        ({"layer_types": ["sliding_attention"]}, "sliding window"),
+        ({"hidden_act": "nonsense"}, "nonsense"),
+    ],
+)
+def test_what_does_not_fit_is_named(tmp_path, target, config, message):
+    folder = write_eagle3(tmp_path, eagle3_tensors(), eagle_aux_hidden_state_layer_ids=[1, 2, 3])
+    changed(folder, **config)
+    with pytest.raises(ValueError, match=message):
+        SelfSpecModel(target, heads=folder)
+
+
+@pytest.mark.parametrize("name", ["fc.weight", "midlayer.self_attn.q_proj.weight", "norm.weight"])
+def test_a_missing_tensor_is_named(tmp_path, target, name):
+    tensors = eagle3_tensors()
+    del tensors[name]
+    folder = write_eagle3(tmp_path, tensors, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
+    with pytest.raises(ValueError, match=r"no head of a known format|lacks a tensor"):
+        SelfSpecModel(target, heads=folder)
+
+
+def test_other_formats_are_refused_by_name(tmp_path, target):
+    write_speculators(tmp_path, eagle3_tensors(), speculators_model_type="dflash")
+    with pytest.raises(ValueError, match="type 'dflash'; selfspec reads 'eagle3'"):
+        SelfSpecModel(target, heads=tmp_path)
+    write(tmp_path, {"architectures": ["BertModel"]}, {"a": torch.zeros(1)})
+    with pytest.raises(ValueError, match=r"no head of a known format.*BertModel"):
+        SelfSpecModel(target, heads=tmp_path)
+
+
+def test_a_truncated_file_and_a_draft_vocabulary_of_another_target(tmp_path, target):
+    tensors = eagle3_tensors()
+    folder = write_eagle3(tmp_path / "head", {**tensors, "d2t": torch.full((DRAFTS,), VOCAB)})
+    changed(folder, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
+    with pytest.raises(ValueError, match=r"d2t .* maps 24 draft tokens to 64..87"):
+        SelfSpecModel(target, heads=folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="may be truncated"):
+        SelfSpecModel(target, heads=folder)
+
+
+def test_a_pickle_is_converted_by_a_command_only(tmp_path, target):
+    write_medusa(tmp_path / "theirs")
+    folder = tmp_path / "pickled"
+    folder.mkdir()
+    tensors = load_file(tmp_path / "theirs" / "model.safetensors")
+    torch.save(tensors, folder / "medusa_lm_head.pt")
+    shutil.copy(tmp_path / "theirs" / "config.json", folder)
+    with pytest.raises(ValueError, match=r"is a pickle.*selfspec import heads"):
+        SelfSpecModel(target, heads=folder)
+    call("import", "heads", folder, tmp_path / "out")
+    decoder = Decoder(target)
+    (one,), (other,) = (load_heads(decoder, tmp_path / name) for name in ("theirs", "out"))
+    assert all(torch.equal(w, other.state_dict()[name]) for name, w in one.state_dict().items())
+
+
+class Runs:
+    """Runs a command when it is unpickled."""
+
+    def __reduce__(self):
+        return print, ("code of the file",)
+
+
+def test_a_pickle_with_code_is_not_run(tmp_path, capsys):
+    folder = tmp_path / "evil"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    torch.save({"a": Runs()}, folder / "pytorch_model.bin")
+    done = call("import", "heads", folder, tmp_path / "out", code=1)
+    assert "is no file of plain tensors" in done.stderr
+    assert "code of the file" not in done.output + capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
