@@ -30,8 +30,10 @@ from selfspec.heads import (
     CONFIG_NAME,
     ExitHead,
     find_heads,
+    find_mtp,
     load_heads,
     push_heads,
+    read_mtp,
     save_heads,
 )
 from selfspec.schedule.profile import Profile, find_profile
@@ -108,7 +110,8 @@ class SelfSpecModel:
         Args:
             path: a folder or a model id.
             heads: exit heads, the folder they were saved in, or their id on the hub; `None` takes
-                those saved beside the checkpoint, if there are any.
+                those saved beside the checkpoint, else its multi-token prediction layer, if there
+                are any.
             draft_model: a smaller model of the same vocabulary, or the folder or id to load it
                 from, with dtype and device of the target.
             profile: a profile made by `selfspec tune`, or its file; `None` takes the one beside the
@@ -125,10 +128,26 @@ class SelfSpecModel:
         if heads is None and (Path(path) / CONFIG_NAME).is_file():
             heads = path
         spec = cls(model, heads, draft_model, profile, kernels, kv_cache_dtype)
+        if heads is None:
+            spec._draft_with_mtp(path, kwargs)
         if profile is None:
             folders = [at for at in (heads, path) if isinstance(at, (str, Path))]
             spec.profile = spec._found(find_profile(spec.engine.decoder, folders))
         return spec
+
+    def _draft_with_mtp(self, path: str | Path, options: Mapping[str, Any]) -> None:
+        """Add the checkpoint's multi-token prediction layer; warn if it cannot be used."""
+        decoder = self.engine.decoder
+        found = find_mtp(path, decoder.depth, **options)
+        if found is None:
+            return
+        try:
+            self.engine.add(read_mtp(decoder, found))
+        except ValueError as error:
+            warnings.warn(
+                f"the multi-token prediction layer {found.root}* of {path} is not used: {error}",
+                stacklevel=3,
+            )
 
     def _found(self, path: Path | None) -> Profile | None:
         """The profile at `path`; one that cannot be read is ignored with a warning."""

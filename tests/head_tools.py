@@ -15,7 +15,7 @@ from selfspec.heads import HEAD_KINDS, ExitHead, draft_states, target_states
 
 KINDS = list(HEAD_KINDS)
 COPIES = ["block", "fused"]  # whose layer starts as one of the target's
-UNROLLED = ["fused", "eagle", "eagle3"]  # which are fed their own output
+UNROLLED = ["fused", "eagle", "eagle3", "mtp"]  # which are fed their own output
 WITH_LAYER = ["block", *UNROLLED]
 
 

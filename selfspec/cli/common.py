@@ -155,16 +155,30 @@ def load(
     """
     name, path = resolve(model)
     with progress().status(f"loading {name}"):
-        quiet_transformers()
+        spec = load_spec(model, heads, dtype, device, profile, kernels, kv_cache)
         from transformers import AutoTokenizer
 
-        from selfspec.model import SelfSpecModel
-
-        stored = "float32" if model is None else "auto"
-        options = {"dtype": stored if dtype is Dtype.auto else dtype.value, **_placed(device)}
-        options |= {"profile": profile, "kernels": kernels.value, "kv_cache_dtype": kv_cache.value}
-        spec = SelfSpecModel.from_pretrained(path, heads, **options)
         return Loaded(name, model is None, spec, AutoTokenizer.from_pretrained(path))
+
+
+def load_spec(
+    model: str | None,
+    heads: str | None,
+    dtype: Dtype,
+    device: str | None,
+    profile: Path | None = None,
+    kernels: Kernels = Kernels.eager,
+    kv_cache: KVCache = KVCache.auto,
+) -> SelfSpecModel:
+    """Load a target without its tokenizer; raises as `load` does."""
+    quiet_transformers()
+    from selfspec.model import SelfSpecModel
+
+    _, path = resolve(model)
+    stored = "float32" if model is None else "auto"
+    options = {"dtype": stored if dtype is Dtype.auto else dtype.value, **_placed(device)}
+    options |= {"profile": profile, "kernels": kernels.value, "kv_cache_dtype": kv_cache.value}
+    return SelfSpecModel.from_pretrained(path, heads, **options)
 
 
 def _placed(device: str | None) -> dict[str, Any]:

@@ -10,7 +10,14 @@ import typer
 from rich.table import Table
 
 from selfspec.cli import options as opt
-from selfspec.cli.common import in_units, load, print_json, quiet_transformers, reporting, resolve
+from selfspec.cli.common import (
+    in_units,
+    load_spec,
+    print_json,
+    quiet_transformers,
+    reporting,
+    resolve,
+)
 
 if TYPE_CHECKING:
     from selfspec.decoder import Decoder
@@ -31,18 +38,29 @@ def info(
     as_json: opt.AsJson = False,
 ) -> None:
     """Describe a target and its heads: shape, memory, and the default draft."""
-    from selfspec.heads.store import CONFIG_NAME
+    from selfspec.heads import CONFIG_NAME
 
     with reporting(as_json) as console:
         name, path = resolve(model)
-        fitted = heads is not None or (Path(path) / CONFIG_NAME).is_file()
-        engine = None if fitted else _without_weights(path)
+        has_heads = heads is not None or (Path(path) / CONFIG_NAME).is_file() or _has_mtp(path)
+        engine = None if has_heads else _without_weights(path)
         if engine is None:
-            engine = load(model, heads, opt.Dtype.auto, None).spec.engine
+            engine = load_spec(model, heads, opt.Dtype.auto, None).engine
         facts = {"model": name, **describe(engine, context)}
         console.print(info_table(facts))
     if as_json:
         print_json(facts)
+
+
+def _has_mtp(path: Path | str) -> bool:
+    """Whether the checkpoint has a multi-token prediction layer."""
+    from transformers import AutoConfig
+
+    from selfspec.heads import find_mtp
+
+    config = AutoConfig.from_pretrained(path).get_text_config(decoder=True)
+    depth = getattr(config, "num_hidden_layers", None)
+    return depth is not None and find_mtp(path, depth) is not None
 
 
 def _without_weights(path: Path | str) -> Engine | None:

@@ -12,6 +12,7 @@ This package alone knows transformers' layer API.
 
 from selfspec.decoder.decoder import Decoder, held
 from selfspec.decoder.devices import Ranks, at_hand, bare_copy, device_of, weight_of, weights
+from selfspec.decoder.families import find_layers
 from selfspec.decoder.masks import Packing
 from selfspec.decoder.passes import OwnLayer, Pass, Skips, Span, StandaloneLayer
 from selfspec.decoder.quantized import is_quantized
@@ -28,6 +29,7 @@ __all__ = [
     "at_hand",
     "bare_copy",
     "device_of",
+    "find_layers",
     "held",
     "is_quantized",
     "weight_of",

@@ -101,14 +101,23 @@ class Engine:
         draft_model: nn.Module | str | Path | None = None,
     ):
         self.decoder = decoder
-        self.heads = list(heads)
+        self.heads: list[ExitHead] = []
         self.ranks = Ranks(decoder.causal_lm)
         self._round_models: dict[tuple[Any, ...], RoundModel] = {}
-        check_distinct(self.heads)
-        for head in self.heads:
-            head.check(decoder)
-            decoder.include(*(part for part in (head, head.lm_head) if part is not None))
+        for head in heads:
+            self.add(head)
         self.draft_models = DraftModels(decoder, draft_model)
+
+    def add(self, head: ExitHead) -> None:
+        """Add a head.
+
+        Raises:
+            ValueError: it does not fit the target, or there is one of its kind at its exit.
+        """
+        check_distinct([*self.heads, head])
+        head.check(self.decoder)
+        self.decoder.include(*(part for part in (head, head.lm_head) if part is not None))
+        self.heads.append(head)
 
     def beside(self, draft_model: nn.Module) -> Engine:
         """The same engine with another draft model, for one call.

@@ -15,11 +15,13 @@ from selfspec.heads.calibrator import AcceptanceEstimator, Calibrator
 from selfspec.heads.eagle import EagleHead
 from selfspec.heads.eagle3 import Eagle3Head
 from selfspec.heads.files import replacing
+from selfspec.heads.formats.mtp import find_mtp, read_mtp
 from selfspec.heads.fused import FusedHead
 from selfspec.heads.hub import CARD_NAME, find_heads, heads_card, push_heads
 from selfspec.heads.lens import LensHead
 from selfspec.heads.lora import LoraHead
 from selfspec.heads.medusa import MedusaHead
+from selfspec.heads.mtp import MtpHead
 from selfspec.heads.shared import SharedHead
 from selfspec.heads.store import (
     CONFIG_NAME,
@@ -44,6 +46,7 @@ __all__ = [
     "LensHead",
     "LoraHead",
     "MedusaHead",
+    "MtpHead",
     "SharedHead",
     "TargetStates",
     "build_head",
@@ -52,12 +55,14 @@ __all__ = [
     "differences",
     "draft_states",
     "find_heads",
+    "find_mtp",
     "fingerprint",
     "head_class",
     "heads_card",
     "load_heads",
     "move_to_exit",
     "push_heads",
+    "read_mtp",
     "register_head",
     "replacing",
     "save_heads",

@@ -1,0 +1,188 @@
+"""Multi-token prediction layers in a checkpoint's own files, which transformers does not load."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file
+
+from selfspec.decoder import Decoder
+from selfspec.heads.mtp import MtpHead, MtpLayer, one_layer
+
+_HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names of the tensors of a multi-token prediction layer.
+
+    Attributes:
+        root: prefix of all of them; `{depth}` is the target's number of layers.
+        embedding_norm: norm of the embedding.
+        hidden_norm: norm of the hidden state.
+        projection: maps both to the layer's input.
+        norm: norm after the layer, or `None`.
+        block: prefix of the layer's own tensors, after the root.
+        hidden_first: whether the projection reads the hidden state first.
+        copies: names of copies of the target's embeddings and LM head.
+    """
+
+    root: str
+    embedding_norm: str
+    hidden_norm: str
+    projection: str
+    norm: str | None
+    block: str = ""
+    hidden_first: bool = False
+    copies: tuple[str, ...] = ()
+
+
+LAYOUTS = (
+    Layout(  # DeepSeek-V3 and R1, GLM-4.5 to 4.7
+        root="model.layers.{depth}.",
+        embedding_norm="enorm",
+        hidden_norm="hnorm",
+        projection="eh_proj",
+        norm="shared_head.norm",
+        copies=("embed_tokens", "shared_head.head"),
+    ),
+    Layout(  # MiMo
+        root="model.mtp_layers.0.",
+        embedding_norm="token_layernorm",
+        hidden_norm="hidden_layernorm",
+        projection="input_proj",
+        norm="final_layernorm",
+        hidden_first=True,
+    ),
+    Layout(  # Qwen3-Next, Qwen3.5, EXAONE, Mellum
+        root="mtp.",
+        embedding_norm="pre_fc_norm_embedding",
+        hidden_norm="pre_fc_norm_hidden",
+        projection="fc",
+        norm="norm",
+        block="layers.0.",
+        copies=("embed_tokens", "lm_head"),
+    ),
+    Layout(  # ERNIE-4.5
+        root="model.",
+        embedding_norm="mtp_emb_norm.0",
+        hidden_norm="mtp_hidden_norm.0",
+        projection="mtp_linear_proj.0",
+        norm=None,
+        block="mtp_block.0.",
+    ),
+)
+# Families whose layer is fed its own output before the norm, as in vLLM.
+_FEEDS_RAW = ("glm4_moe", "glm4_moe_lite")
+
+
+@dataclass(frozen=True)
+class FoundMtp:
+    """A multi-token prediction layer in a checkpoint.
+
+    Attributes:
+        layout: how its tensors are named.
+        root: their prefix.
+        files: for each of them, the file that holds it.
+    """
+
+    layout: Layout
+    root: str
+    files: dict[str, Path]
+
+
+def find_mtp(path: str | Path, depth: int, **options: Any) -> FoundMtp | None:
+    """The multi-token prediction layer of a checkpoint, by the names of its tensors.
+
+    Args:
+        path: a folder or a hub id.
+        depth: number of layers of the target.
+        options: options of `from_pretrained`, of which those of the hub are used.
+    """
+    hub = {name: options[name] for name in _HUB_OPTIONS if name in options}
+    hub["_raise_exceptions_for_missing_entries"] = False
+    index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **hub)
+    names: dict[str, str] = {}
+    if index is not None:
+        names = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+    else:
+        whole = cached_file(path, SAFE_WEIGHTS_NAME, **hub)
+        if whole is not None:
+            with safe_open(whole, "pt") as file:
+                names = dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME)
+    for layout in LAYOUTS:
+        root = layout.root.format(depth=depth)
+        if f"{root}{layout.projection}.weight" in names:
+            parts = (layout.projection, layout.embedding_norm, layout.hidden_norm, layout.norm)
+            outside = tuple(f"{root}{part}." for part in (*parts, *layout.copies) if part)
+            inside = f"{root}{layout.block}"
+            own = [name for name in names if name.startswith((*outside, inside))]
+            files = {name: str(cached_file(path, names[name], **hub)) for name in own}
+            return FoundMtp(layout, root, {name: Path(file) for name, file in files.items()})
+    return None
+
+
+def read_mtp(decoder: Decoder, found: FoundMtp) -> MtpHead:
+    """Make the head.
+
+    Raises:
+        ValueError: a tensor is missing, or the layer is of another class than the target's.
+    """
+    layout, root = found.layout, found.root
+    copies = tuple(f"{root}{name}." for name in layout.copies)
+    tensors = _read({n: file for n, file in found.files.items() if not n.startswith(copies)})
+    named = {name.removeprefix(root): tensor for name, tensor in tensors.items()}
+    outside = {
+        "embedding_norm": layout.embedding_norm,
+        "hidden_norm": layout.hidden_norm,
+        "projection": layout.projection,
+        "norm": layout.norm,
+    }
+    weights: dict[str, Tensor] = {}
+    for own, theirs in outside.items():
+        for part in ("weight", "bias"):
+            if theirs is not None and f"{theirs}.{part}" in named:
+                weights[f"{own}.{part}"] = named.pop(f"{theirs}.{part}")
+    block = {name.removeprefix(layout.block): tensor for name, tensor in named.items()}
+    kind = decoder.config.model_type
+    options = {
+        "sparse": any(re.search(r"\bexperts\.", name) for name in block),
+        "hidden_first": layout.hidden_first,
+        "bias": "projection.bias" in weights,
+        "norm": layout.norm is not None,
+        "feeds_normed": layout.norm is not None and kind not in _FEEDS_RAW,
+    }
+    head = MtpHead.build(decoder, 0, **options)
+    _fill(head, weights, one_layer(decoder, options["sparse"], block))
+    return head.eval().requires_grad_(False)
+
+
+def _fill(head: MtpHead, weights: Mapping[str, Tensor], block: Any) -> None:
+    """Load the tensors around the layer, and the layer's from another one."""
+    layer = head.layer
+    inside = "layer.block." if isinstance(layer, MtpLayer) else "layer."
+    state = {inside + name: tensor for name, tensor in block.state_dict().items()}
+    state |= weights
+    if isinstance(layer, MtpLayer):
+        state = {n.replace("norm.", "layer.norm.") if n.startswith("norm.") else n: t
+                 for n, t in state.items()}  # fmt: skip
+    missing = sorted(head.state_dict().keys() - state.keys())
+    if missing:
+        raise ValueError(f"the checkpoint's multi-token prediction layer lacks {missing}")
+    head.load_state_dict(state)
+
+
+def _read(files: Mapping[str, Path]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for path in sorted(set(files.values())):
+        with safe_open(path, "pt") as file:
+            tensors |= {name: file.get_tensor(name) for name, at in files.items() if at == path}
+    return tensors
