@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 import torch
-from cli_tools import call
+from cli_tools import call, one_object
 from conftest import VOCAB, greedy, prompt, tiny_llama
-from head_tools import record
+from head_tools import own_head, record
 from published import (
     DRAFTS,
     EPS,
@@ -23,10 +23,12 @@ from published import (
     write_speculators,
 )
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PhiConfig
 
 from selfspec import SelfSpecModel
 from selfspec.decoder import Decoder
-from selfspec.heads import draft_states, load_heads, target_states
+from selfspec.export import export_eagle3
+from selfspec.heads import Eagle3Head, draft_states, load_heads, save_heads, target_states
 
 IDS, MASK = prompt(4, 9, 6)
 NEW = 14
@@ -101,6 +103,12 @@ def test_default_layers_are_those_of_the_paper(tmp_path):
     deep = tiny_llama(num_hidden_layers=12)
     (head,) = load_heads(Decoder(deep), write_eagle3(tmp_path, eagle3_tensors()))
     assert head.feature_layers == (2, 6, 9)
+
+
+def test_ids_inside_eagle_config_name_the_layers_that_are_read(tmp_path, target):
+    nested = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}}
+    (head,) = load_heads(Decoder(target), write_eagle3(tmp_path, eagle3_tensors(), **nested))
+    assert head.feature_layers == (1, 2, 4)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -192,6 +200,55 @@ def test_vllms_medusa_names_and_token_map(tmp_path, target):
     state = torch.randn(1, 1, WIDTH, dtype=torch.float64)
     expected = other.all_logits(decoder, state)[..., ids]
     torch.testing.assert_close(head.all_logits(decoder, state), expected)
+
+
+# Written
+
+
+@pytest.mark.parametrize("variant", EAGLE3)
+@pytest.mark.parametrize("trimmed", [False, True])
+@pytest.mark.parametrize("layout", ["eagle3", "speculators"])
+def test_an_exported_head_drafts_as_before(tmp_path, target, variant, trimmed, layout):
+    flags = dict(EAGLE3[variant])
+    decoder, qwen = Decoder(target), flags.pop("qwen", False)
+    if qwen:
+        flags["layer"] = {**Eagle3Head.build(decoder).options["layer"], "model_type": "qwen3"}
+    head = own_head(decoder, "eagle3", 0, trimmed=trimmed, feature_layers=[1, 2, 4], **flags)
+    exported = export_eagle3(decoder, head, tmp_path / "out", target="target")
+    assert exported.vocabulary == (VOCAB // 2 if trimmed else VOCAB)
+    (again,) = load_heads(decoder, tmp_path / "out" / layout)
+    assert again.feature_layers == (1, 2, 4)
+    known = target_states(decoder, IDS[1:2], None, head.input_layers)
+    for one, other in zip(
+        *(draft_states(decoder, h, known, 3) for h in (head, again)), strict=True
+    ):
+        wide = [
+            h.expand_logits(h.logits(decoder, x), decoder) for h, x in ((head, one), (again, other))
+        ]
+        torch.testing.assert_close(*wide)
+
+
+def test_the_guide_beside_an_exported_head(tmp_path):
+    spec = SelfSpecModel(tiny_llama())
+    spec.save_pretrained(tmp_path / "target")
+    head = own_head(spec.engine.decoder, "eagle3", 0)
+    save_heads([head], spec.engine.decoder, tmp_path / "heads")
+    out = tmp_path / "out"
+    options = ["--model", tmp_path / "target", "--heads", tmp_path / "heads", "-k", 3, "--json"]
+    facts = one_object(call("export", "eagle3", out, *options))
+    assert facts["vocabulary"] == VOCAB and facts["folder"] == str(out)
+    guide = (out / "README.md").read_text()
+    assert f'"model": "{out}/speculators", "num_speculative_tokens": 3' in guide
+    assert f"--speculative-draft-model-path {out}/eagle3" in guide
+
+
+def test_a_bias_of_the_targets_lm_head_cannot_be_exported(tmp_path):
+    keys = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "intermediate_size": 48}
+    decoder = Decoder(AutoModelForCausalLM.from_config(PhiConfig(**keys, **heads)))
+    with pytest.raises(ValueError, match="LM head of PhiForCausalLM has a bias"):
+        export_eagle3(decoder, Eagle3Head.build(decoder), tmp_path / "out", target="target")
+    assert not (tmp_path / "out").exists()
 
 
 # Files that do not fit

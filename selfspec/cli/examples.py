@@ -36,6 +36,7 @@ EXAMPLES = {
         "selfspec tune --text mine.txt --set batch=4 --set temperature=1",
     ),
     "export hf-draft": ("selfspec export hf-draft --exit-layer 4 --head block draft",),
+    "export eagle3": ("selfspec export eagle3 --heads path/to/heads serve",),
     "export custom-generate": ("selfspec export custom-generate speculate",),
 }
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from selfspec.cli import options as opt
-from selfspec.cli.common import in_units, load, print_json, reporting, resolve
+from selfspec.cli.common import in_units, load, load_spec, print_json, reporting, resolve
 from selfspec.cli.examples import examples
 
 export = typer.Typer(
@@ -86,6 +86,39 @@ def hf_draft(
             f"{out}: {exported.architecture}, {exported.layers} layers, "
             f"{in_units(exported.parameters)} parameters "
             f"({exported.head} head after layer {exported.exit_layer} of {target.name}); "
+            f"{out / 'README.md'} has the lines that launch it"
+        )
+    if as_json:
+        print_json({"folder": str(out), **asdict(exported)})
+
+
+@export.command("eagle3", epilog=examples("export eagle3"))
+def eagle3(
+    out: Out,
+    model: opt.Model = None,
+    heads: opt.Heads = None,
+    dtype: opt.DtypeOption = opt.Dtype.auto,
+    num_draft_tokens: NumDraftTokens = 4,
+    as_json: opt.AsJson = False,
+) -> None:
+    """Write an eagle3 head in the layouts of EAGLE and of speculators, for serving engines."""
+    from dataclasses import asdict
+
+    from selfspec.config import DraftConfig
+    from selfspec.export import check_free, export_eagle3
+    from selfspec.heads import Eagle3Head
+
+    with reporting(as_json) as console:
+        check_free(out)
+        engine = load_spec(model, heads, dtype, "cpu").engine
+        head = engine.head(DraftConfig(exit_layer=0, head=Eagle3Head.kind))
+        assert isinstance(head, Eagle3Head)
+        name, path = resolve(model)
+        exported = export_eagle3(
+            engine.decoder, head, out, target=str(path), num_draft_tokens=num_draft_tokens
+        )
+        console.print(
+            f"{out}: an EAGLE-3 head of {in_units(exported.parameters)} parameters for {name}; "
             f"{out / 'README.md'} has the lines that launch it"
         )
     if as_json:

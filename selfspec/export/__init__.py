@@ -10,14 +10,18 @@ from selfspec.export.draft_model import (
     export_draft,
     fold,
 )
+from selfspec.export.eagle3 import ExportedEagle3, eagle3_tensors, export_eagle3
 
 __all__ = [
     "FOLDABLE",
     "SIDE_CAR",
     "Exported",
+    "ExportedEagle3",
     "check_foldable",
     "check_free",
+    "eagle3_tensors",
     "export_custom_generate",
     "export_draft",
+    "export_eagle3",
     "fold",
 ]

@@ -318,7 +318,7 @@ def _expanded(decoder: Decoder, weight: Tensor, vocab_ids: Tensor) -> dict[str, 
 
 # The guide beside a draft model
 
-_HUB_ID = r"[\w-][\w.-]*/[\w.-]+"
+HUB_ID = r"[\w-][\w.-]*/[\w.-]+"
 
 _PARTS = {
     "shared": "the target's own final norm and LM head",
@@ -412,7 +412,7 @@ def draft_guide(exported: Exported, folder: str) -> str:
     vllm = {"method": "draft_model", "model": folder, "num_speculative_tokens": k}
     return _GUIDE.format(
         **asdict(exported),
-        base_model=f"base_model: {target}\n" if fullmatch(_HUB_ID, target) else "",
+        base_model=f"base_model: {target}\n" if fullmatch(HUB_ID, target) else "",
         parts=_PARTS[exported.head],
         trimmed="" if exported.drafted is None else _TRIMMED.format(drafted=exported.drafted),
         folder=folder,

@@ -1,7 +1,9 @@
 """The layout of the EAGLE repository: a Llama-like `config.json` beside the head's tensors.
 
-EAGLE-3 heads differ from those of EAGLE and EAGLE-2 by the norm of the features. A published
-layer id counts the layers below, as `feature_layers` does.
+EAGLE-3 heads differ from those of EAGLE and EAGLE-2 by the norm of the features. Ids of layers have
+two conventions. At the top of a config, where vLLM and speculators put them, an id is the number of
+layers below, as in `feature_layers`. Inside `eagle_config`, where SpecForge, SGLang and
+TensorRT-LLM put them, it is the index of the layer whose output is read, one less.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from selfspec.heads.formats.files import (
     is_embedding_of,
 )
 
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq|t2d|verifier_.*")
 _PREFIX = re.compile(r"^(module\.)?(model\.)?")
 _LAYER = re.compile(r"^(midlayer|layers\.0)\.")
@@ -38,8 +41,11 @@ def read(decoder: Decoder, published: PublishedHead) -> ExitHead:
     names = _names(published.tensors)
     if any(own == "layer.hidden_norm.weight" for own in names.values()):
         config = published.config
-        nested = config.get("eagle_config") or {}
-        return read_eagle3(decoder, published, config, {**config, **nested})
+        nested = dict(config.get("eagle_config") or {})
+        outputs = nested.pop(LAYER_IDS, None)
+        if outputs:
+            nested[LAYER_IDS] = [index + 1 for index in outputs]
+        return read_eagle3(decoder, published, config, {**nested, **config})
     return _read_eagle(decoder, published, names)
 
 
@@ -71,7 +77,7 @@ def read_eagle3(
         "fc_norm": bool(flags.get("fc_norm", False)),
         "norm_output": output_normed,
     }
-    ids = flags.get("eagle_aux_hidden_state_layer_ids")
+    ids = flags.get(LAYER_IDS)
     if ids:
         options["feature_layers"] = sorted(set(ids))
     rows = by_own.get("embed_tokens.weight")

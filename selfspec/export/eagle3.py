@@ -1,0 +1,269 @@
+"""An `eagle3` head in the formats that serving engines load."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from re import fullmatch
+from shlex import quote
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.utils import SAFE_WEIGHTS_NAME
+
+from selfspec.decoder import Decoder
+from selfspec.export.draft_model import HUB_ID, new_folder
+from selfspec.heads import CARD_NAME, Eagle3Head
+from selfspec.heads.formats.eagle import LAYER_IDS
+from selfspec.heads.formats.files import PUBLISHED_CONFIG
+
+_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+
+
+@dataclass(frozen=True)
+class ExportedEagle3:
+    """What was written.
+
+    Attributes:
+        target: the checkpoint that the head drafts for: a hub id or a folder.
+        parameters: parameters of the head, its LM head included.
+        vocabulary: tokens that it drafts.
+        feature_layers: the target's hidden states that it reads, by the number of layers below.
+        num_draft_tokens: drafts a round in the launch lines.
+    """
+
+    target: str
+    parameters: int
+    vocabulary: int
+    feature_layers: tuple[int, ...]
+    num_draft_tokens: int
+
+
+@torch.no_grad()
+def export_eagle3(
+    decoder: Decoder,
+    head: Eagle3Head,
+    folder: str | Path,
+    *,
+    target: str,
+    num_draft_tokens: int = 4,
+) -> ExportedEagle3:
+    """Write a head as `folder/eagle3` (EAGLE's layout) and `folder/speculators`.
+
+    Args:
+        decoder: the target.
+        head: the head.
+        folder: created as a whole, or not at all if there is an error.
+        target: hub id or folder of the target, for the launch lines.
+        num_draft_tokens: drafts a round in the launch lines.
+
+    Raises:
+        FileExistsError: `folder` exists and is not empty.
+        ValueError: the target's LM head has a bias, which the formats lack, or is quantized.
+    """
+    tensors = eagle3_tensors(decoder, head)
+    exported = ExportedEagle3(
+        target=target,
+        parameters=sum(t.numel() for t in tensors.values() if t.is_floating_point()),
+        vocabulary=len(tensors["lm_head.weight"]),
+        feature_layers=head.feature_layers,
+        num_draft_tokens=num_draft_tokens,
+    )
+    layer = _layer_config(decoder, head, tensors)
+    with new_folder(folder) as scratch:
+        _write(scratch / "eagle3", _eagle_config(decoder, head, layer, exported), tensors)
+        renamed = {name.replace("midlayer.", "layers.0."): t for name, t in tensors.items()}
+        config = _speculators_config(decoder, head, layer, exported)
+        _write(scratch / "speculators", config, renamed)
+        guide = eagle3_guide(exported, str(folder))
+        (scratch / CARD_NAME).write_text(guide, encoding="utf-8")
+    return exported
+
+
+def eagle3_tensors(decoder: Decoder, head: Eagle3Head) -> dict[str, Tensor]:
+    """The head's tensors by the names of EAGLE's layout, its LM head included.
+
+    Raises:
+        ValueError: the target's LM head has a bias, or is quantized.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in head.state_dict().items():
+        if name == "vocab_ids" or name.startswith("calibrators."):
+            continue
+        name = "norm.weight" if name == "layer.norm.weight" else name
+        tensors[name.replace("layer.", "midlayer.").replace("readout.", "lm_head.")] = tensor
+    ids = head.vocab_ids
+    if head.readout is None:
+        if getattr(decoder.lm_head, "bias", None) is not None:
+            raise ValueError(
+                f"the LM head of {type(decoder.causal_lm).__name__} has a bias, which EAGLE-3 "
+                "files cannot hold; fit the head with an LM head of its own (option vocabulary)"
+            )
+        rows = decoder.lm_head_weight.detach()
+        tensors["lm_head.weight"] = rows if ids is None else rows[ids.to(rows.device)]
+    if ids is not None:
+        ids = ids.cpu()
+        drafted = torch.zeros(decoder.vocab_size, dtype=torch.bool)
+        drafted[ids] = True
+        tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": drafted}
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def _write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    folder.mkdir()
+    text = json.dumps(config, indent=2) + "\n"
+    (folder / PUBLISHED_CONFIG).write_text(text, encoding="utf-8")
+    copies = {name: tensor.clone() for name, tensor in tensors.items()}
+    save_file(copies, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+
+
+def _layer_config(
+    decoder: Decoder, head: Eagle3Head, tensors: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """The layer's config, with the rotary embedding as engines of every age read it."""
+    layer = dict(head.options["layer"])
+    rope = dict(layer.pop("rope_parameters"))
+    theta, kind = rope.pop("rope_theta"), rope.get("rope_type", "default")
+    dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
+    return {
+        **layer,
+        "num_hidden_layers": 1,
+        "vocab_size": decoder.vocab_size,
+        "rope_theta": theta,
+        "rope_scaling": None if kind == "default" else rope,
+        "max_position_embeddings": decoder.max_positions or layer["max_position_embeddings"],
+        "tie_word_embeddings": False,
+        "torch_dtype": dtype,
+    }
+
+
+def _flags(decoder: Decoder, head: Eagle3Head, exported: ExportedEagle3) -> dict[str, Any]:
+    return {
+        **{name: head.options[name] for name in _FLAGS},
+        "draft_vocab_size": exported.vocabulary,
+        "target_hidden_size": decoder.config.hidden_size,
+        LAYER_IDS: sorted(head.feature_layers),
+    }
+
+
+def _eagle_config(
+    decoder: Decoder, head: Eagle3Head, layer: Mapping[str, Any], exported: ExportedEagle3
+) -> dict[str, Any]:
+    """`config.json` of EAGLE's layout.
+
+    SGLang and TensorRT-LLM read the nested ids, which are indices of the layers whose outputs are
+    used; vLLM reads the others, which count layers below.
+    """
+    outputs = [layers - 1 for layers in sorted(head.feature_layers)]
+    kind = "Eagle3Qwen3ForCausalLM" if layer["model_type"] == "qwen3" else "LlamaForCausalLMEagle3"
+    return {
+        "architectures": [kind],
+        **layer,
+        **_flags(decoder, head, exported),
+        "eagle_config": {LAYER_IDS: outputs, "use_aux_hidden_state": True},
+    }
+
+
+def _speculators_config(
+    decoder: Decoder, head: Eagle3Head, layer: Mapping[str, Any], exported: ExportedEagle3
+) -> dict[str, Any]:
+    """`config.json` of speculators' layout."""
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": exported.num_draft_tokens,
+                    "accept_tolerance": 0.0,
+                    "verifier_accept_k": 1,
+                }
+            ],
+            "verifier": {
+                "name_or_path": exported.target,
+                "architectures": [type(decoder.causal_lm).__name__],
+            },
+        },
+        "transformer_layer_config": dict(layer),
+        "torch_dtype": layer["torch_dtype"],
+        **_flags(decoder, head, exported),
+    }
+
+
+_GUIDE = """\
+---
+{base_model}tags: [speculative-decoding, eagle3]
+---
+
+# EAGLE-3 head for {target}
+
+{parameters:,} parameters, drafts {vocabulary:,} tokens, reads the target's hidden states after \
+{layers} layers. Made by `selfspec export eagle3`. `eagle3/` has the layout of the EAGLE \
+repository, `speculators/` that of the speculators library.
+
+The target verifies every draft, so the head changes no output.
+
+## vLLM
+
+```bash
+vllm serve {big} \\
+  --speculative-config {vllm}
+```
+
+## SGLang
+
+```bash
+python -m sglang.launch_server --model-path {big} \\
+  --speculative-algorithm EAGLE3 --speculative-draft-model-path {small} \\
+  --speculative-num-steps {k} --speculative-eagle-topk 1 --speculative-num-draft-tokens {sglang_k}
+```
+
+## TensorRT-LLM
+
+```bash
+cat > draft.yaml <<'EOF'
+speculative_config:
+  decoding_type: Eagle3
+  max_draft_len: {k}
+  speculative_model_dir: {yaml}
+EOF
+trtllm-serve {big} --backend pytorch --extra_llm_api_options draft.yaml
+```
+
+## selfspec
+
+```python
+import selfspec
+
+spec = selfspec.SelfSpecModel.from_pretrained({target!r}, heads={plain!r})
+```
+"""
+
+
+def eagle3_guide(exported: ExportedEagle3, folder: str) -> str:
+    """The README of an exported head, with launch lines."""
+    plain, k = f"{folder}/eagle3", exported.num_draft_tokens
+    vllm = {"method": "eagle3", "model": f"{folder}/speculators", "num_speculative_tokens": k}
+    on_hub = fullmatch(HUB_ID, exported.target)
+    facts = asdict(exported)
+    del facts["feature_layers"]
+    return _GUIDE.format(
+        **facts,
+        base_model=f"base_model: {exported.target}\n" if on_hub else "",
+        layers=", ".join(map(str, exported.feature_layers)),
+        big=quote(exported.target),
+        small=quote(plain),
+        plain=plain,
+        k=k,
+        sglang_k=k + 1,  # SGLang also counts the token before the first draft
+        vllm=quote(json.dumps(vllm)),
+        yaml=json.dumps(plain),
+    )
