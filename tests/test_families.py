@@ -205,5 +205,18 @@ def test_a_head_at_the_embedding_reads_many_tokens_and_says_one(family: str, tri
     assert torch.equal(one[:, -NEW_TOKENS:], own_text(model, tokens[LONG_ROW], mask[LONG_ROW]))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+def test_heads_of_another_architecture_than_the_target(
+    family: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = with_head(family, kind, 0, noise=0.01)
+    seen = record(monkeypatch)
+    check_text(spec, 3)
+    assert spec.last_stats.drafted > 0
+    if kind == "eagle3":
+        assert_reads_as_forced(spec.engine.decoder, spec.heads[0], seen[::7], close_in_single)
+
+
 def close_in_single(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)

@@ -11,6 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
 from selfspec import SelfSpecModel
+from selfspec.bench.config import MethodConfig
+from selfspec.bench.prompts import Batch
+from selfspec.bench.run import make_method
 from selfspec.heads import draft_states, target_states
 
 DEPTH, WIDTH = 3, 32
@@ -144,6 +147,23 @@ def test_its_drafts_are_transformers_own(wrapped):
     (state, *_) = draft_states(decoder, head, known, 2)
     logits = head.logits(decoder, state)[:, 1:]
     torch.testing.assert_close(logits, spec.model.lm_head(expected), rtol=1e-4, atol=1e-4)
+
+
+def test_transformers_own_is_a_peer_of_the_benchmark(wrapped, monkeypatch):
+    family, _, spec = wrapped
+    method = MethodConfig(name="HF use_mtp", peer="use_mtp")
+    if family not in ("deepseek_v3", "glm4_moe"):
+        monkeypatch.delattr(spec.engine.decoder.config, "num_mtp_layers", raising=False)
+        with pytest.raises(ValueError, match="where the config names num_mtp_layers"):
+            make_method(spec, method)
+        return
+    patterns = [rf"model\.layers\.{DEPTH}\..*"]
+    monkeypatch.setattr(spec.model, "_keys_to_ignore_on_load_unexpected", patterns)
+    ids = IDS[1:2]
+    batch = Batch.of(ids)
+    written = make_method(spec, method)(batch, {"max_new_tokens": 8, "do_sample": False}, 0)
+    own = greedy(spec.model, ids, max_new_tokens=8)
+    assert written.texts == own[:, ids.shape[1] :].tolist()
 
 
 def test_what_is_fed_back(wrapped):

@@ -20,7 +20,9 @@ from selfspec.config import (
 )
 
 Reader = Literal["text", "random", "gsm8k", "humaneval", "mbpp", "mt_bench", "spec_bench"]
-Peer = Literal["plain", "assistant_early_exit", "prompt_lookup_num_tokens", "assistant_model"]
+Peer = Literal[
+    "plain", "assistant_early_exit", "prompt_lookup_num_tokens", "assistant_model", "use_mtp"
+]
 
 PLAIN = "plain"
 _ASSISTANT = (
@@ -34,6 +36,7 @@ PEER_OPTIONS: dict[str, tuple[str, ...]] = {
     "assistant_early_exit": ("assistant_early_exit", *_ASSISTANT),
     "prompt_lookup_num_tokens": ("prompt_lookup_num_tokens", "max_matching_ngram_size"),
     "assistant_model": ("assistant_model", *_ASSISTANT),
+    "use_mtp": ("use_mtp",),
 }
 
 
@@ -90,9 +93,9 @@ class PromptSetConfig(StrictConfig):
 
 
 class MethodConfig(StrictConfig):
-    """One way to make text: a selfspec draft, or a peer in transformers.
+    """A method of generation: a selfspec draft, or a peer in transformers.
 
-    With neither it is selfspec's `generate` as it drafts when it is not told: as its profile says.
+    With neither it is selfspec's `generate` with its default draft, the profile's if there is one.
 
     Attributes:
         name: what reports call it.

@@ -150,6 +150,13 @@ def make_method(spec: SelfSpecModel, config: MethodConfig) -> Write:
         options = {"assistant_early_exit": max(1, depth // 4), **options}
     elif config.peer == "prompt_lookup_num_tokens":
         options = {**_LOOKUP, **options}
+    elif config.peer == "use_mtp":
+        if getattr(spec.engine.decoder.config, "num_mtp_layers", None) is None:
+            raise ValueError(
+                "transformers drafts with multi-token prediction where the config names "
+                f"num_mtp_layers; that of {type(spec.causal_lm).__name__} does not"
+            )
+        options["use_mtp"] = True
     elif config.peer == "assistant_model":
         options["assistant_model"] = _assistant(spec, options["assistant_model"])
     return _Own(spec, options)
