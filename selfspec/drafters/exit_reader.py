@@ -13,7 +13,7 @@ from torch import Tensor
 
 from selfspec.decoder import OwnLayer, Pass, Span, StandaloneLayer
 from selfspec.drafters.engine import Engine, State, Verified
-from selfspec.heads import AcceptanceEstimator, Calibrator, ExitHead, MedusaHead
+from selfspec.heads import AcceptanceEstimator, Calibrator, ExitHead
 from selfspec.sampling.draft import Tree
 
 
@@ -440,12 +440,12 @@ class LayerReader(ExitReader):
         return torch.cat([*self._known, self._join(block)[:, :-1]], dim=1)
 
 
-class MedusaReader(ExitReader):
-    """Draft logits of a Medusa head, which come from the state before the pending token alone."""
+class OnePassReader(ExitReader):
+    """Draft logits of a head that makes all drafts from the state before the pending token."""
 
-    def __init__(self, engine: Engine, head: MedusaHead):
+    def __init__(self, engine: Engine, head: ExitHead):
         super().__init__(engine, head)
-        self._medusa, self.keep = head, head.feature_layers
+        self.keep = head.feature_layers
         self._known = torch.empty(0)  # [rows, m, hidden] states from position `_base` on
         self._base: list[int] = []
         self._drafts = torch.empty(0)  # [rows, heads, vocab] the logits of the round
@@ -476,7 +476,7 @@ class MedusaReader(ExitReader):
             before = [length - 1 - base for length, base in zip(lengths, self._base, strict=True)]
             with state.stats.clock("head"):
                 known = pick_from(self._known, before)
-                self._drafts = self._spread(self._medusa.all_logits(self.decoder, known))
+                self._drafts = self._spread(self.head.all_logits(self.decoder, known))
             self._level = 0
         logits = self._drafts[:, self._level : self._level + 1]
         self._level += 1
@@ -498,6 +498,6 @@ class MedusaReader(ExitReader):
 
 def make_reader(engine: Engine, head: ExitHead) -> ExitReader:
     """The reader that a head needs."""
-    if isinstance(head, MedusaHead):
-        return MedusaReader(engine, head)
+    if head.drafts_at_once:
+        return OnePassReader(engine, head)
     return (ExitReader if head.layer is None else LayerReader)(engine, head)

@@ -46,6 +46,7 @@ class ExitHead(nn.Module):
             decoding; empty until they are fitted.
         skips_first: whether the head's layer has no key for the first token of a sequence, which
             has no token before it that features could come from.
+        drafts_at_once: whether one call (`all_logits`) makes all drafts of a round.
         longest: the most tokens that the head drafts in a round; `None` if there is no limit.
         facts: what is known about the head: its training data (`data`) and its measurements by
             domain (`held_out`). Plain values, which go into files and model cards.
@@ -55,6 +56,7 @@ class ExitHead(nn.Module):
     lowest_exit: ClassVar[int] = 1
     highest_exit: ClassVar[int | None] = None
     skips_first: ClassVar[bool] = False
+    drafts_at_once: ClassVar[bool] = False
     width: int | None = None
     place: int = 0
     longest: int | None = None
@@ -175,6 +177,15 @@ class ExitHead(nn.Module):
             depth: index of the draft, for a head that drafts all positions at once.
         """
         return decoder.unembed(self(hidden), self.lm_head)
+
+    def all_logits(self, decoder: Decoder, hidden: Tensor) -> Tensor:
+        """Logits of all drafts `[rows, longest, n]`, for a head that `drafts_at_once`.
+
+        Args:
+            decoder: the target.
+            hidden: `[rows, 1, hidden]` what `join` made at the token before the pending one.
+        """
+        raise NotImplementedError(f"a {self.kind} head drafts token by token")
 
     def expand_logits(self, logits: Tensor, decoder: Decoder) -> Tensor:
         """Logits over the whole vocabulary, -inf for tokens that the head cannot draft."""

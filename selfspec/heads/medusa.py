@@ -57,6 +57,7 @@ class MedusaHead(ExitHead):
     kind = "medusa"
     lowest_exit = highest_exit = 0
     skips_first = True
+    drafts_at_once = True
 
     def __init__(
         self,

@@ -79,7 +79,7 @@ def draft_states(
         ValueError: more than one step for a model whose attention bias counts keys.
     """
     hidden = target.streams[head.exit_layer]
-    if head.layer is None and head.feature_layers:
+    if head.drafts_at_once:
         features = head.join([target.streams[layer] for layer in head.feature_layers])
         for _ in range(min(steps, head.longest or steps)):
             features = _of_token_before(features, target.packing)
