@@ -15,7 +15,7 @@ from selfspec import SelfSpecModel, __version__
 from selfspec.cli import commands, common, info
 from selfspec.cli.examples import EXAMPLES
 
-COMMANDS = ("app", "bench", "chat", "check", "demo", "generate", "info", "tune", "export")
+COMMANDS = ("app", "bench", "chat", "check", "demo", "generate", "info", "tune", "export", "import")
 
 # Help
 

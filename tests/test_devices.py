@@ -14,7 +14,7 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from accelerate.utils import send_to_device
 from conftest import EXIT, prompt, tiny_llama
-from head_tools import KINDS, own_head
+from head_tools import KINDS, exit_of, own_head
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import AutoModelForCausalLM, LogitsProcessorList, TopKLogitsWarper
@@ -30,7 +30,7 @@ from selfspec.schedule.stats import Stats
 IDS, MASK = prompt(5, 3, 7)
 FITTED = [kind for kind in KINDS if kind != "shared"]
 DRAFTERS = [
-    *[{"head": kind, "exit_layer": EXIT} for kind in KINDS],
+    *[{"head": kind, "exit_layer": exit_of(kind, EXIT)} for kind in KINDS],
     {"drafter": "tree"},
     {"drafter": "lookahead"},
     {"drafter": "layer_skip", "skip": {"search": "clasp", "every": 2}},

@@ -11,13 +11,15 @@ import transformers
 from conftest import tiny_llama
 from doc_tools import PAGES, ROOT, inline_commands, links, name_of, parse, steps, unknown_words
 from families import FAMILIES
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 from typer.testing import CliRunner
 
 from selfspec import DEMO_MODEL, SelfSpecModel
 from selfspec.cli import commands
 from selfspec.drafters import DRAFTERS
-from selfspec.heads import save_heads
+from selfspec.export import export_eagle3
+from selfspec.heads import Eagle3Head, save_heads
 from training.loop import script
 
 # Added to commands that measure: the same code on less work.
@@ -155,12 +157,23 @@ def desk(tmp_path, monkeypatch):
     vocab = AutoConfig.from_pretrained(DEMO_MODEL).vocab_size
     tiny_llama("always", vocab_size=vocab, max_position_embeddings=1024).save_pretrained(smaller)
     AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(smaller)
+    for name in ("target", "checkpoint"):
+        (tmp_path / "path/to" / name).symlink_to(DEMO_MODEL)
+    publish(spec.engine.decoder, tmp_path / "path/to/head")
     modules = str(tmp_path / "modules")  # transformers copies there what custom_generate loads
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", modules)
     monkeypatch.syspath_prepend(modules)
     monkeypatch.setattr("selfspec.model.push_heads", lambda heads, decoder, repo, *_: repo)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def publish(decoder, folder):
+    """An untrained EAGLE-3 head in EAGLE's layout, as safetensors and as a pickle."""
+    exported = folder.with_name("exported")
+    export_eagle3(decoder, Eagle3Head.build(decoder), exported, target=str(DEMO_MODEL))
+    (exported / "eagle3").rename(folder)
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
 
 
 @pytest.mark.parametrize("page", with_steps(slow=True))

@@ -214,7 +214,8 @@ class Eagle3Head(ExitHead):
         if any(is_quantized(weight) for weight in decoder.layers.parameters()):
             return
         first, last = (dict(decoder.copy(decoder.layers[i]).named_parameters()) for i in (0, -1))
-        plain_norms = _is_plain_norm(decoder.final_norm)
+        final = None if decoder.final_norm is None else decoder.copy(decoder.final_norm)
+        plain_norms = _is_plain_norm(final)
         assert isinstance(self.layer, Eagle3Layer)
         for name, weight in self.layer.named_parameters():
             layer = first if name.startswith("input_layernorm") else last
@@ -222,16 +223,16 @@ class Eagle3Head(ExitHead):
             if source is None or ("norm" in name and not plain_norms):
                 continue
             if source.ndim == 2 and weight.shape == (source.shape[0], 2 * source.shape[1]):
-                source = torch.cat([first[name], source], dim=1)
+                source = torch.cat([first[name].to(source.device), source], dim=1)
             if source.shape == weight.shape:
                 weight.copy_(source)
         own = self.layer.norm if self.norm is None else self.norm
         if plain_norms and own is not None and len(own.weight) == self.width:
-            own.weight.copy_(decoder.final_norm.weight)  # pyright: ignore
+            own.weight.copy_(final.weight)  # pyright: ignore
         width = self.fc.out_features
         if width == self.width:
             self.fc.weight.zero_()
-            self.fc.weight[:, -width:] = torch.eye(width)
+            self.fc.weight[:, -width:].fill_diagonal_(1)
 
 
 def _is_plain_norm(norm: nn.Module | None) -> bool:
@@ -239,5 +240,6 @@ def _is_plain_norm(norm: nn.Module | None) -> bool:
     weight = getattr(norm, "weight", None)
     if norm is None or weight is None:
         return False
-    states = torch.ones_like(weight)
-    return bool(torch.allclose(norm(states), weight, rtol=1e-2))
+    change = norm(torch.ones_like(weight)) - weight
+    largest: float = change.abs().max().tolist()
+    return largest < 0.02
