@@ -14,7 +14,7 @@ from selfspec.heads.block import BlockHead
 from selfspec.heads.calibrator import AcceptanceEstimator, Calibrator
 from selfspec.heads.eagle import EagleHead
 from selfspec.heads.eagle3 import Eagle3Head
-from selfspec.heads.files import replacing
+from selfspec.heads.files import CheckpointFiles, replacing
 from selfspec.heads.formats.mtp import find_mtp, read_mtp
 from selfspec.heads.fused import FusedHead
 from selfspec.heads.hub import CARD_NAME, find_heads, heads_card, push_heads
@@ -39,6 +39,7 @@ __all__ = [
     "AcceptanceEstimator",
     "BlockHead",
     "Calibrator",
+    "CheckpointFiles",
     "Eagle3Head",
     "EagleHead",
     "ExitHead",

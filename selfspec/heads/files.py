@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file
+
+_HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -29,3 +36,49 @@ def replacing(path: Path) -> Iterator[Path]:
         scratch.replace(path)
     finally:
         scratch.unlink(missing_ok=True)
+
+
+class CheckpointFiles:
+    """The safetensors files of a checkpoint, which are read tensor by tensor.
+
+    Args:
+        path: a folder or a hub id.
+        options: options of `from_pretrained`, of which those of the hub are used.
+
+    Attributes:
+        files: for the name of each tensor, the name of its file; empty if there are none.
+    """
+
+    def __init__(self, path: str | Path, **options: Any):
+        self._path = path
+        self._options = {name: options[name] for name in _HUB_OPTIONS if name in options}
+        index, whole = self._file(SAFE_WEIGHTS_INDEX_NAME), None
+        self.files: dict[str, str] = {}
+        if index is not None:
+            self.files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        else:
+            whole = self._file(SAFE_WEIGHTS_NAME)
+        if whole is not None:
+            with safe_open(whole, "pt") as file:
+                self.files = dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME)
+
+    def file_of(self, name: str) -> Path:
+        """The file that holds a tensor."""
+        path = self._file(self.files[name])
+        if path is None:
+            raise FileNotFoundError(f"no {self.files[name]} in {self._path}, which its index names")
+        return path
+
+    def values(self, name: str, places: Sequence[int]) -> list[float]:
+        """Single numbers of a tensor, by their places in row-major order."""
+        with safe_open(self.file_of(name), "pt") as file:
+            tensor = file.get_slice(name)
+            width = math.prod(tensor.get_shape()[1:])
+            found = [tensor[at // width : at // width + 1].flatten()[at % width] for at in places]
+        return [float(value) for value in found]
+
+    def _file(self, name: str) -> Path | None:
+        found = cached_file(
+            self._path, name, _raise_exceptions_for_missing_entries=False, **self._options
+        )
+        return None if found is None else Path(found)

@@ -58,6 +58,11 @@ class LoraHead(ExitHead):
         """The residual stream after the head's norm."""
         return self.norm(hidden)
 
+    def adapt(self, hidden: Tensor) -> Tensor:
+        """What the adapter adds to the logits of an LM head that reads `hidden`."""
+        (down,), (up,) = (part.values() for part in self.adapter)
+        return up(down(hidden))
+
     def _adapt(self, lm_head: nn.Module) -> None:
         if isinstance(lm_head, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
             raise ValueError(

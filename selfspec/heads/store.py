@@ -23,7 +23,7 @@ from selfspec.config import StrictConfig, parse
 from selfspec.decoder import Decoder, is_quantized, weights
 from selfspec.heads.base import ExitHead, build_head, check_distinct
 from selfspec.heads.calibrator import Calibrator
-from selfspec.heads.files import read_tensors, replacing
+from selfspec.heads.files import CheckpointFiles, read_tensors, replacing
 from selfspec.heads.formats import load_published
 from selfspec.heads.formats.files import PUBLISHED_CONFIG
 
@@ -117,10 +117,18 @@ def _entry(head: ExitHead) -> _HeadEntry:
     )
 
 
-def load_heads(decoder: Decoder, folder: str | Path) -> list[ExitHead]:
+def load_heads(
+    decoder: Decoder, folder: str | Path, checkpoint: CheckpointFiles | None = None
+) -> list[ExitHead]:
     """Read the heads in `folder` and check that they fit `decoder`.
 
     Beside our own files, the formats of EAGLE, EAGLE-3, speculators and Medusa are known.
+
+    Args:
+        decoder: the target.
+        folder: where the heads are.
+        checkpoint: the target's files, for a target on the meta device. Its fingerprint is taken
+            from them, and the heads get weights of their own; what they share has none.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -130,7 +138,7 @@ def load_heads(decoder: Decoder, folder: str | Path) -> list[ExitHead]:
     if not (folder / CONFIG_NAME).is_file() and (folder / PUBLISHED_CONFIG).is_file():
         return [load_published(decoder, folder)]
     file = _read_config(folder / CONFIG_NAME)
-    check_fingerprint(decoder, file.target, str(folder))
+    check_fingerprint(decoder, file.target, str(folder), checkpoint)
     weights = _read_weights(folder / WEIGHTS_NAME)
     heads = [_load_head(decoder, entry, weights, folder) for entry in file.heads]
     check_distinct(heads)
@@ -151,7 +159,7 @@ def _load_head(
             head.trim(decoder, own["vocab_ids"])
         for mode in entry.calibrated:
             head.calibrators[mode] = Calibrator()
-        head.load_state_dict(own)
+        head.load_state_dict(own, assign=decoder.device.type == "meta")
     except (RuntimeError, KeyError, ValueError) as error:
         raise ValueError(
             f"{folder / WEIGHTS_NAME} does not fit {folder / CONFIG_NAME}: {error}"
@@ -191,7 +199,7 @@ _EMBEDDING_SAMPLES = 16
 _RELATIVE, _ABSOLUTE = 2**-7, 1e-6
 
 
-def fingerprint(decoder: Decoder) -> dict[str, Any]:
+def fingerprint(decoder: Decoder, checkpoint: CheckpointFiles | None = None) -> dict[str, Any]:
     """Facts that must agree between the target a head was fitted to and the one it drafts for.
 
     `weights` holds a few values of the embedding and one value of every floating-point parameter
@@ -203,13 +211,18 @@ def fingerprint(decoder: Decoder) -> dict[str, Any]:
         "num_hidden_layers": decoder.depth,
         "hidden_size": decoder.config.hidden_size,
         "vocab_size": decoder.vocab_size,
-        "weights": _samples(decoder),
+        "weights": _samples(decoder, checkpoint),
     }
 
 
-def check_fingerprint(decoder: Decoder, fitted: dict[str, Any], source: str) -> None:
+def check_fingerprint(
+    decoder: Decoder,
+    fitted: dict[str, Any],
+    source: str,
+    checkpoint: CheckpointFiles | None = None,
+) -> None:
     """Raise ValueError, naming what differs, unless `fitted` describes `decoder`."""
-    found = differences(fingerprint(decoder), fitted)
+    found = differences(fingerprint(decoder, checkpoint), fitted)
     if found:
         raise ValueError(
             f"the heads in {source} were fitted to another target: {'; '.join(found)}; "
@@ -242,7 +255,9 @@ def _different_weights(own: dict[str, list[float]], fitted: dict[str, list[float
 
 
 @torch.no_grad()
-def _samples(decoder: Decoder) -> dict[str, list[float]]:
+def _samples(decoder: Decoder, checkpoint: CheckpointFiles | None) -> dict[str, list[float]]:
+    if checkpoint is not None:
+        return _samples_of_files(decoder, checkpoint)
     _, embedding = next(weights(decoder.causal_lm.get_input_embeddings()))
     samples = {"embedding": _values(embedding, _EMBEDDING_SAMPLES)}
     for name, tensor in weights(decoder.layers):
@@ -251,7 +266,29 @@ def _samples(decoder: Decoder) -> dict[str, list[float]]:
     return samples
 
 
+def _samples_of_files(decoder: Decoder, checkpoint: CheckpointFiles) -> dict[str, list[float]]:
+    """What `_samples` gives for the tensors that have the same name in file and model."""
+    names = {id(parameter): name for name, parameter in decoder.causal_lm.named_parameters()}
+    own = {"embedding": next(decoder.causal_lm.get_input_embeddings().parameters())}
+    own |= dict(decoder.layers.named_parameters())
+    samples: dict[str, list[float]] = {}
+    for name, parameter in own.items():
+        if names[id(parameter)] in checkpoint.files:
+            places = _places(parameter.numel(), _EMBEDDING_SAMPLES if name == "embedding" else 1)
+            values = checkpoint.values(names[id(parameter)], places.tolist())
+            samples[name] = [_rounded(value) for value in values]
+    return samples
+
+
 def _values(tensor: Tensor, count: int) -> list[float]:
     flat = tensor.detach().reshape(-1)
-    at = torch.arange(1, count + 1) * (flat.numel() - 1) // (count + 1)
-    return [float(f"{value:.6g}") for value in flat[at.to(flat.device)].float().tolist()]
+    at = _places(flat.numel(), count).to(flat.device)
+    return [_rounded(value) for value in flat[at].float().tolist()]
+
+
+def _places(size: int, count: int) -> Tensor:
+    return torch.arange(1, count + 1) * (size - 1) // (count + 1)
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.6g}")

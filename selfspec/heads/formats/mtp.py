@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,13 +10,10 @@ from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-from transformers.utils.hub import cached_file
 
 from selfspec.decoder import Decoder
+from selfspec.heads.files import CheckpointFiles
 from selfspec.heads.mtp import MtpHead, MtpLayer, one_layer
-
-_HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
 
 
 @dataclass(frozen=True)
@@ -107,17 +103,8 @@ def find_mtp(path: str | Path, depth: int, **options: Any) -> FoundMtp | None:
         depth: number of layers of the target.
         options: options of `from_pretrained`, of which those of the hub are used.
     """
-    hub = {name: options[name] for name in _HUB_OPTIONS if name in options}
-    hub["_raise_exceptions_for_missing_entries"] = False
-    index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **hub)
-    names: dict[str, str] = {}
-    if index is not None:
-        names = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
-    else:
-        whole = cached_file(path, SAFE_WEIGHTS_NAME, **hub)
-        if whole is not None:
-            with safe_open(whole, "pt") as file:
-                names = dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME)
+    checkpoint = CheckpointFiles(path, **options)
+    names = checkpoint.files
     for layout in LAYOUTS:
         root = layout.root.format(depth=depth)
         if f"{root}{layout.projection}.weight" in names:
@@ -125,8 +112,7 @@ def find_mtp(path: str | Path, depth: int, **options: Any) -> FoundMtp | None:
             outside = tuple(f"{root}{part}." for part in (*parts, *layout.copies) if part)
             inside = f"{root}{layout.block}"
             own = [name for name in names if name.startswith((*outside, inside))]
-            files = {name: str(cached_file(path, names[name], **hub)) for name in own}
-            return FoundMtp(layout, root, {name: Path(file) for name, file in files.items()})
+            return FoundMtp(layout, root, {name: checkpoint.file_of(name) for name in own})
     return None
 
 

@@ -1,0 +1,540 @@
+"""Early exit inside vLLM: the target's first layers draft, on the target's own KV blocks.
+
+`register` is an entry point of the group `vllm.general_plugins`, so every process of vLLM calls it.
+It has two effects, both only for `"model": "selfspec:..."` in the speculative config: the config
+takes the target as its draft model and keeps what was asked for (`Exit`), and the draft model's
+proposer is `EarlyExitProposer`.
+
+Drafting writes KV of the shallow layers at positions beyond the verified tokens. Verification runs
+all layers over the same positions and writes them again, so rejected drafts leave nothing behind.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import vllm
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from vllm.compilation.backends import set_model_tag
+from vllm.config import SpeculativeConfig, VllmConfig, get_layers_from_vllm_config
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.model_loader.utils import (
+    initialize_model,
+    process_weights_after_loading,
+)
+from vllm.model_executor.models.interfaces import supports_eagle3
+from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.spec_decode.draft_model import DraftModelProposer
+from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
+
+from selfspec.config import DraftConfig
+from selfspec.decoder import Decoder
+from selfspec.drafters.engine import Engine
+from selfspec.heads import (
+    CONFIG_NAME,
+    CheckpointFiles,
+    ExitHead,
+    LoraHead,
+    find_heads,
+    load_heads,
+)
+
+SCHEME = "selfspec:"
+"""What the draft model of a speculative config starts with: `selfspec:[HEADS][@[KIND:]EXIT]`."""
+TRIED = ("0.32",)
+"""Minor releases of vLLM that `make test-engines` was run with."""
+KINDS = ("shared", "lens", "lora", "block", "fused")
+"""Kinds of heads that draft in place. vLLM has methods of its own for the others."""
+_FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm")
+
+
+class Exit(NamedTuple):
+    """What a speculative config asks for.
+
+    Attributes:
+        heads: folder or hub id of the heads; empty: those beside the target, if there are any.
+        kind: the head's kind; `None`: the one fitted at the exit, else `shared`.
+        exit_layer: layers below the exit; `None`: that of the first head.
+    """
+
+    heads: str
+    kind: str | None
+    exit_layer: int | None
+
+    @classmethod
+    def parse(cls, name: str) -> Exit:
+        """Read `selfspec:[HEADS][@[KIND:]EXIT]`; ValueError if it is something else."""
+        read = re.fullmatch(r"selfspec:(.*?)(?:@(?:(\w+):)?(\d+))?", name)
+        if read is None:
+            raise ValueError(f"draft model {name!r}; expected selfspec:[HEADS][@[KIND:]EXIT]")
+        heads, kind, exit_layer = read.groups()
+        return cls(heads, kind, None if exit_layer is None else int(exit_layer))
+
+
+def register() -> None:
+    """Make vLLM understand `"model": "selfspec:..."`; calling it again changes nothing."""
+    if getattr(SpeculativeConfig.__post_init__, "_selfspec", False):
+        return
+    configure = SpeculativeConfig.__post_init__
+
+    def configure_exit(self: SpeculativeConfig) -> None:
+        if not (isinstance(self.model, str) and self.model.startswith(SCHEME)):
+            return configure(self)
+        wanted = Exit.parse(self.model)
+        _take_target(self)
+        configure(self)
+        _keep(self, wanted)
+
+    def make(cls: type, vllm_config: VllmConfig, *_: Any, **__: Any) -> Any:
+        exits = _exit_of(vllm_config) is not None and not issubclass(cls, EarlyExitProposer)
+        return object.__new__(EarlyExitProposer if exits else cls)
+
+    configure_exit._selfspec = True  # pyright: ignore[reportFunctionMemberAccess]
+    SpeculativeConfig.__post_init__ = configure_exit
+    DraftModelProposer.__new__ = make
+
+
+# The configuration
+
+
+def _take_target(config: SpeculativeConfig) -> None:
+    """Let a speculative config have the target itself as its draft model."""
+    release = vllm.__version__.rpartition(".")[0]
+    if release not in TRIED:
+        raise ValueError(
+            f"selfspec drafts inside vLLM {', '.join(TRIED)}, this is {vllm.__version__}; install "
+            "one of these, or serve an exported head (`selfspec export`)"
+        )
+    if config.method not in (None, "draft_model"):
+        raise ValueError(f'"model": "{config.model}" needs "method": "draft_model"')
+    target = config.target_model_config
+    config.method, config.model = "draft_model", target.model
+    config.revision, config.quantization = target.revision, target.quantization
+    # The proposer is one for vLLM's first model runner.
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+
+
+def _keep(config: SpeculativeConfig, wanted: Exit) -> None:
+    """Check what is asked for, and keep it where worker processes find it."""
+    _, head = load_head(config.target_model_config, wanted)
+    hf_config = copy.copy(config.draft_model_config.hf_config)
+    hf_config.selfspec = wanted._asdict()
+    if head.layer is not None:
+        hf_config.eagle_aux_hidden_state_layer_ids = sorted(set(head.input_layers))
+    config.draft_model_config.hf_config = hf_config
+
+
+def _exit_of(vllm_config: VllmConfig) -> Exit | None:
+    """What the speculative config asks for; `None` if the draft model is another one."""
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    kept = getattr(getattr(draft, "hf_config", None), "selfspec", None)
+    return None if kept is None else Exit(**kept)
+
+
+def load_head(target: Any, wanted: Exit, norm: nn.Module | None = None) -> tuple[Decoder, ExitHead]:
+    """The head that a config names, and the target without weights that it was made for.
+
+    Args:
+        target: vLLM's config of the target.
+        wanted: what the speculative config asks for.
+        norm: vLLM's final norm of the target, if the head is going to be used.
+
+    Raises:
+        FileNotFoundError: there are no such heads.
+        ValueError: the heads belong to another target, or do not draft in place.
+    """
+    code = {"trust_remote_code": target.trust_remote_code}
+    config = AutoConfig.from_pretrained(target.model, revision=target.revision, **code)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=target.dtype, **code)
+    decoder = Decoder(model)
+    if norm is not None and decoder.final_norm is not None:
+        decoder.final_norm.load_state_dict(norm.state_dict(), assign=True)
+    heads: Sequence[ExitHead] = ()
+    if wanted.heads or (Path(target.model) / CONFIG_NAME).is_file():
+        folder = find_heads(wanted.heads or target.model)
+        if not (folder / CONFIG_NAME).is_file():
+            raise ValueError(
+                f"no {CONFIG_NAME} in {folder}; heads that others published are drafted with by "
+                "vLLM's own methods (eagle, eagle3, medusa)"
+            )
+        files = CheckpointFiles(target.model, revision=target.revision)
+        heads = load_heads(decoder, folder, files)
+    head = Engine(decoder, heads).head(DraftConfig(exit_layer=wanted.exit_layer, head=wanted.kind))
+    if head.kind not in KINDS:
+        raise ValueError(
+            f"a {head.kind} head does not draft in place in vLLM, these kinds do: "
+            f"{', '.join(KINDS)}; for the others vLLM has methods of its own, see docs/serving.md"
+        )
+    return decoder, head
+
+
+# The draft model
+
+
+class EarlyExitModel(nn.Module):
+    """The first layers of a target inside vLLM, and a head.
+
+    It owns nothing but the head: everything else is the target's, the same modules.
+
+    Args:
+        target: vLLM's model.
+        head: the head.
+        shallow: a body of the target's class with its first layers; `None` for an exit at the
+            embeddings.
+        own: a body with the head's own layer alone, or `None`.
+    """
+
+    def __init__(
+        self, target: nn.Module, head: ExitHead, shallow: nn.Module | None, own: nn.Module | None
+    ):
+        super().__init__()
+        self.head, self.shallow, self.own = head, shallow, own
+        # In a tuple, so that the target's modules are not counted as parts of the draft model.
+        self._target = (target,)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        inputs_embeds: Tensor | None = None,
+        hidden_states: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """What the LM head reads `[tokens, hidden]`; with a layer of its own, its output too.
+
+        Args:
+            input_ids: `[tokens]` token ids.
+            positions: `[tokens]` their positions.
+            inputs_embeds: not used.
+            hidden_states: `[tokens, hidden]` features of the token before each, for a head that
+                reads features.
+        """
+        if self.shallow is None:
+            hidden = self._target[0].embed_input_ids(input_ids)  # pyright: ignore[reportCallIssue]
+        else:
+            hidden = self.shallow(input_ids, positions, None, None)
+        if self.own is None:
+            return self.head(hidden)
+        hidden = self.run_own(hidden, positions, hidden_states)
+        return self.head(hidden), hidden
+
+    def run_own(self, hidden: Tensor, positions: Tensor, features: Tensor | None) -> Tensor:
+        """The output `[tokens, hidden]` of the head's own layer, before the head's norm."""
+        assert self.own is not None
+        entered = self.head.enter(hidden, features)
+        return self.own(None, positions, None, entered.to(hidden.dtype))
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Draft logits `[tokens, vocabulary]`; -inf for tokens that the head cannot draft."""
+        logits = self._target[0].compute_logits(hidden)  # pyright: ignore[reportCallIssue]
+        if isinstance(self.head, LoraHead):
+            logits = logits + self.head.adapt(hidden)
+        if self.head.vocab_ids is not None:
+            drafted = logits[:, self.head.vocab_ids]
+            logits = torch.full_like(logits, float("-inf"))
+            logits[:, self.head.vocab_ids] = drafted
+        return logits
+
+
+class _Join(nn.Module):
+    """In the place of a final norm: hands on the residual stream as it is."""
+
+    def forward(self, hidden: Tensor, residual: Tensor | None = None) -> Any:
+        return hidden if residual is None else (hidden + residual, residual)
+
+
+def _body(model: nn.Module) -> nn.Module:
+    """The part of a causal LM of vLLM that owns the layers.
+
+    Raises:
+        ValueError: the model is built in another way.
+    """
+    for body in (getattr(model, name, None) for name in ("model", "transformer")):
+        if isinstance(body, nn.Module) and _layers_name(body) and _norm_name(body):
+            return body
+    raise ValueError(
+        f"{type(model).__name__} of vLLM has no list of decoder layers with a final norm behind "
+        "it, so its first layers cannot draft; serve an exported draft model instead"
+    )
+
+
+def _layers_name(body: nn.Module) -> str | None:
+    lists = [name for name, part in body.named_children() if isinstance(part, nn.ModuleList)]
+    return next((name for name in ("layers", "h") if name in lists), None)
+
+
+def _norm_name(body: nn.Module) -> str | None:
+    parts = dict(body.named_children())
+    return next((name for name in _FINAL_NORMS if name in parts), None)
+
+
+def build_model(vllm_config: VllmConfig, target: nn.Module, device: torch.device) -> EarlyExitModel:
+    """The draft model of a speculative config.
+
+    Args:
+        vllm_config: the config; its draft model is an `Exit`.
+        target: vLLM's model.
+        device: the device of its weights.
+
+    Raises:
+        ValueError: the target is built in another way than as a list of layers.
+    """
+    wanted = _exit_of(vllm_config)
+    assert wanted is not None
+    body = _body(target)
+    norm = getattr(body, _norm_name(body) or "")
+    decoder, head = load_head(vllm_config.model_config, wanted, norm)
+    if head.layer is not None and not supports_eagle3(target):
+        raise ValueError(
+            f"a {head.kind} head reads hidden states that {type(target).__name__} of vLLM does not "
+            "hand out; take a head without a layer of its own (shared, lens, lora)"
+        )
+    build = _Builder(vllm_config, target, device)
+    shallow = build.shallow(head.exit_layer) if head.exit_layer else None
+    own = None if head.layer is None else build.own(decoder, head)
+    head.layer = None  # its weights are in `own`
+    dtype = vllm_config.model_config.dtype
+    return EarlyExitModel(target, head.to(device, dtype), shallow, own)
+
+
+class _Builder:
+    """Makes models of the target's class whose parts are the target's own modules."""
+
+    def __init__(self, vllm_config: VllmConfig, target: nn.Module, device: torch.device):
+        self.vllm_config, self.target, self.device = vllm_config, target, device
+
+    def shallow(self, exit_layer: int) -> nn.Module:
+        """The layers below an exit."""
+        registered = self.vllm_config.compilation_config.static_forward_context
+        before = set(registered)
+        with torch.device("meta"):
+            model = self._model(exit_layer, f"selfspec_{exit_layer}")
+        for name in registered.keys() - before:  # its attention layers are replaced at once
+            del registered[name]
+        layers = getattr(_body(self.target), _layers_name(_body(self.target)) or "")
+        return self._share(model, list(layers)[:exit_layer])
+
+    def own(self, decoder: Decoder, head: ExitHead) -> nn.Module:
+        """The head's own layer."""
+        tag = f"selfspec_{head.kind}_{head.exit_layer}"
+        with torch.device(self.device):
+            model = self._model(1, tag, head.place)
+        names = {id(part): name for name, part in decoder.causal_lm.named_modules()}
+        root = names[id(decoder.layers)]
+        assert head.layer is not None
+        weights = ((f"{root}.0.{name}", w) for name, w in head.layer.state_dict().items())
+        model.load_weights(weights)  # pyright: ignore[reportCallIssue]
+        body = _body(model)
+        (layer,) = getattr(body, _layers_name(body) or "")
+        process_weights_after_loading(layer, self.vllm_config.model_config, self.device)
+        return self._share(model, [layer])
+
+    def _model(self, depth: int, tag: str, place: int | None = None) -> nn.Module:
+        """A model of the target's class with `depth` layers; with `place`, one like that layer."""
+        config = copy.copy(self.vllm_config)
+        config.model_config = copy.copy(config.model_config)
+        hf_config = copy.deepcopy(config.model_config.hf_config)
+        hf_config.num_hidden_layers = depth
+        if place is not None:
+            hf_config.vocab_size = 64 * config.parallel_config.tensor_parallel_size
+            config.quant_config = None
+            if getattr(hf_config, "layer_types", None):
+                hf_config.layer_types = [hf_config.layer_types[place]]
+        config.model_config.hf_config = config.model_config.hf_text_config = hf_config
+        with set_default_torch_dtype(config.model_config.dtype), set_model_tag(tag):
+            return initialize_model(config, prefix=tag)
+
+    def _share(self, model: nn.Module, layers: list[nn.Module]) -> nn.Module:
+        """Give a model the target's own parts around these layers, without a final norm."""
+        body, of_target = _body(model), _body(self.target)
+        for parts, source, kept in (
+            (model, self.target, (body,)),
+            (body, of_target, ()),
+        ):
+            for name, part in list(parts.named_children()):
+                if part not in kept:
+                    setattr(parts, name, getattr(source, name))
+            for name, buffer in list(source.named_buffers(recurse=False)):
+                setattr(parts, name, buffer)
+        setattr(body, _layers_name(of_target) or "", nn.ModuleList(layers))
+        setattr(body, _norm_name(of_target) or "", _Join())
+        return model
+
+
+# The proposer
+
+
+class EarlyExitProposer(DraftModelProposer):
+    """Drafts with a target's first layers and a head, on the target's KV blocks.
+
+    The first draft of a round needs one token per request: the pass that verified the others has
+    written their shallow KV. A head with a layer of its own first reads the hidden states of the
+    verified tokens, which writes that layer's KV.
+    """
+
+    model: EarlyExitModel
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Any = None):
+        super().__init__(vllm_config, device, runner)
+        self.supports_mm_inputs = False
+        self._runner = runner
+        self._rejected: Tensor | None = None
+        self._features: Tensor | None = None
+        self._seen: set[str] = set()
+        streams = getattr(self.draft_model_config.hf_config, "eagle_aux_hidden_state_layer_ids", ())
+        self._streams: tuple[int, ...] = tuple(streams)
+        if streams:
+            runner.use_aux_hidden_state_outputs = True
+
+    def load_model(self, target_model: nn.Module) -> None:
+        """Make the draft model of the target's own modules."""
+        if hasattr(target_model, "get_language_model"):
+            target_model = target_model.get_language_model()  # pyright: ignore[reportCallIssue]
+        self.model = build_model(self.vllm_config, target_model, self.device)
+        self.pass_hidden_states_to_model = bool(self.model.head.feature_layers)
+        layers = get_layers_from_vllm_config(
+            self.vllm_config,
+            AttentionLayerBase,  # pyright: ignore[reportArgumentType]
+        )
+        used = set(self.model.modules())
+        self._draft_attn_layer_names = {name for name, part in layers.items() if part in used}
+
+    def model_returns_tuple(self) -> bool:
+        """Whether the model also returns what is fed back."""
+        return self.model.own is not None
+
+    def validate_same_kv_cache_group(self, kv_cache_config: Any) -> None:
+        """Raise ValueError unless all layers that draft have KV of one kind."""
+        groups = [set(group.layer_names) for group in kv_cache_config.kv_cache_groups]
+        if not any(self._draft_attn_layer_names <= group for group in groups):
+            raise ValueError(
+                "the layers below the exit have KV caches of several kinds (full and sliding "
+                "window attention); vLLM drafts with one kind only, choose a lower exit_layer"
+            )
+
+    def propose(
+        self,
+        num_speculative_tokens: int,
+        target_token_ids: Tensor,
+        target_positions: Tensor,
+        target_hidden_states: Tensor,
+        next_token_ids: Tensor,
+        token_indices_to_sample: Tensor | None,
+        common_attn_metadata: Any,
+        sampling_metadata: Any,
+        mm_embed_inputs: Any = None,
+        num_rejected_tokens_gpu: Tensor | None = None,
+        slot_mappings: Any = None,
+    ) -> Tensor:
+        """Drafts `[requests, num_speculative_tokens]`, as the base class makes them."""
+        # The base class would subtract the rejected tokens again after the first draft.
+        self._rejected = num_rejected_tokens_gpu
+        if self.model.own is not None:
+            self._read_verified(common_attn_metadata, target_positions, target_hidden_states)
+        return super().propose(
+            num_speculative_tokens,
+            target_token_ids,
+            target_positions,
+            target_hidden_states,
+            next_token_ids,
+            token_indices_to_sample,
+            common_attn_metadata,
+            sampling_metadata,
+            None,
+            None,
+            slot_mappings,
+        )
+
+    def set_inputs_first_pass(
+        self,
+        target_token_ids: Tensor,
+        next_token_ids: Tensor,
+        target_positions: Tensor,
+        target_hidden_states: Tensor,
+        token_indices_to_sample: Tensor | None,
+        cad: Any,
+        num_rejected_tokens_gpu: Tensor | None,
+    ) -> tuple[int, Tensor, Any]:
+        """The newest token of every request alone."""
+        requests = cad.batch_size()
+        length = cad.seq_lens if self._rejected is None else cad.seq_lens - self._rejected
+        table = cad.block_table_tensor
+        column = (length // self.block_size).clamp(max=table.shape[1] - 1).long()
+        block = table.gather(1, column[:, None])[:, 0].long()
+        slots = block * self.block_size + length % self.block_size
+        slots = torch.where(length < self.max_model_len, slots, PADDING_SLOT_ID)
+        self.input_ids[:requests] = next_token_ids.int()
+        self._set_positions(requests, length.clamp(max=self.max_model_len - 1).long())
+        if self._features is not None:
+            self.hidden_states[:requests] = self._features
+        longest = cad.seq_lens_cpu_upper_bound
+        metadata = cad.replace(
+            query_start_loc=self.arange[: requests + 1],
+            query_start_loc_cpu=torch.arange(requests + 1, dtype=torch.int32),
+            seq_lens=(length + 1).to(cad.seq_lens.dtype),
+            seq_lens_cpu_upper_bound=None if longest is None else longest + 1,
+            num_actual_tokens=requests,
+            max_query_len=1,
+            max_seq_len=min(cad.max_seq_len + 1, self.max_model_len),
+            slot_mapping=slots,
+        )
+        return requests, self.arange[:requests], metadata
+
+    def _read_verified(self, cad: Any, positions: Tensor, streams: Tensor) -> None:
+        """Write the KV of the head's own layer for what the target has just run.
+
+        Args:
+            cad: vLLM's attention metadata of that pass.
+            positions: `[tokens]` of its tokens, rejected drafts included.
+            streams: `[tokens, streams * hidden]` residual streams at `self._streams`.
+        """
+        head, count = self.model.head, cad.num_actual_tokens
+        by_layer = dict(zip(self._streams, streams.chunk(len(self._streams), -1), strict=True))
+        starts, ends = cad.query_start_loc[:-1].long(), cad.query_start_loc[1:].long() - 1
+        slots = cad.slot_mapping[:count].clone()
+        before: Tensor | None = None
+        if head.feature_layers:
+            features = head.join([by_layer[layer] for layer in head.feature_layers])
+            features = features.to(self.dtype)
+            # The features of a token are those of the token before. For the first token of this
+            # pass, the first draft of the last round has written the key with these features; a
+            # request that was not in that round, or begins, has none.
+            before = torch.cat([torch.zeros_like(features[:1]), features[:-1]])
+            before[starts] = 0
+            last = ends if self._rejected is None else ends - self._rejected.long()
+            self._features = features[last]
+            requests = self._runner.input_batch.req_ids
+            going_on = [request in self._seen for request in requests]
+            self._seen = set(requests)
+            skipped = starts[torch.tensor(going_on, device=starts.device)]
+            slots[skipped] = PADDING_SLOT_ID
+        _, metadata = self.build_per_group_and_layer_attn_metadata(cad.replace(slot_mapping=slots))
+        mode, padded, across = self._determine_batch_execution_and_padding(count)
+        self._set_positions(count, positions)
+        with set_forward_context(
+            metadata,
+            self.vllm_config,
+            num_tokens=padded,
+            num_tokens_across_dp=across,
+            cudagraph_runtime_mode=mode,
+            slot_mapping=self._get_slot_mapping(padded, slots),
+        ):
+            hidden = by_layer[head.exit_layer]
+            self.model.run_own(
+                _padded(hidden, padded),
+                self._get_positions(padded),
+                None if before is None else _padded(before, padded),
+            )
+
+
+def _padded(states: Tensor, count: int) -> Tensor:
+    """`states` with zeros behind them, `count` in all."""
+    return torch.nn.functional.pad(states, (0, 0, 0, count - len(states)))
