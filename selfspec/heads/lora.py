@@ -60,7 +60,7 @@ class LoraHead(ExitHead):
 
     def adapt(self, hidden: Tensor) -> Tensor:
         """What the adapter adds to the logits of an LM head that reads `hidden`."""
-        (down,), (up,) = (part.values() for part in self.adapter)
+        down, up = (next(part.children()) for part in self.adapter)
         return up(down(hidden))
 
     def _adapt(self, lm_head: nn.Module) -> None:

@@ -9,6 +9,7 @@ Drafting writes KV of the shallow layers at positions beyond the verified tokens
 all layers over the same positions and writes them again, so rejected drafts leave nothing behind.
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import copy
@@ -71,12 +72,12 @@ class Exit(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> Exit:
-        """Read `selfspec:[HEADS][@[KIND:]EXIT]`; ValueError if it is something else."""
-        read = re.fullmatch(r"selfspec:(.*?)(?:@(?:(\w+):)?(\d+))?", name)
-        if read is None:
-            raise ValueError(f"draft model {name!r}; expected selfspec:[HEADS][@[KIND:]EXIT]")
-        heads, kind, exit_layer = read.groups()
-        return cls(heads, kind, None if exit_layer is None else int(exit_layer))
+        """Read `selfspec:[HEADS][@[KIND:]EXIT]`."""
+        name = name.removeprefix(SCHEME)
+        place = re.search(r"@(?:(\w+):)?(\d+)$", name)
+        if place is None:
+            return cls(name, None, None)
+        return cls(name[: place.start()], place[1], int(place[2]))
 
 
 def register() -> None:
@@ -235,13 +236,13 @@ class EarlyExitModel(nn.Module):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Draft logits `[tokens, vocabulary]`; -inf for tokens that the head cannot draft."""
         logits = self._target[0].compute_logits(hidden)  # pyright: ignore[reportCallIssue]
+        ids = self.head.vocab_ids
+        drafted = logits if ids is None else logits[:, ids]
         if isinstance(self.head, LoraHead):
-            logits = logits + self.head.adapt(hidden)
-        if self.head.vocab_ids is not None:
-            drafted = logits[:, self.head.vocab_ids]
-            logits = torch.full_like(logits, float("-inf"))
-            logits[:, self.head.vocab_ids] = drafted
-        return logits
+            drafted = drafted + self.head.adapt(hidden)
+        if ids is None:
+            return drafted
+        return torch.full_like(logits, float("-inf")).index_copy_(1, ids, drafted)
 
 
 class _Join(nn.Module):

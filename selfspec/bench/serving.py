@@ -1,0 +1,256 @@
+"""Ways to serve a target in vLLM, side by side: `python -m selfspec.bench.serving --help`.
+
+One process per way holds an engine. All engines get the same greedy requests in turn, so that
+changes of the machine's speed meet all of them, and the tokens are compared with those of the
+target alone. Drafts are counted in vLLM and in selfspec.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoTokenizer
+
+from selfspec import DEMO_MODEL, DraftConfig, SelfSpecModel
+from selfspec.bench.config import PromptSetConfig
+from selfspec.bench.prompts import read_prompts
+from selfspec.export import FOLDABLE, export_draft, export_eagle3
+from selfspec.heads import Eagle3Head, ExitHead
+from selfspec.serving.vllm_plugin import KINDS, SCHEME
+
+_SETS = ("text", "gsm8k", "humaneval", "mbpp")
+
+
+@dataclass
+class Way:
+    """One way to serve.
+
+    Attributes:
+        name: what the table calls it.
+        speculative: vLLM's speculative config, or `None`.
+        draft: selfspec's draft of the same kind, for comparison, or `None`.
+        parameters: parameters that the draft model holds for itself.
+        blocks: KV blocks in the same memory.
+        seconds: of every run, by number of requests.
+        equal: requests with the same tokens as the target alone, of how many.
+        drafted: drafts in vLLM.
+        accepted_at: accepted drafts by position, in vLLM.
+    """
+
+    name: str
+    speculative: dict[str, Any] | None = None
+    draft: dict[str, Any] | None = None
+    parameters: int = 0
+    blocks: int = 0
+    seconds: dict[int, list[float]] = field(default_factory=dict)
+    equal: list[int] = field(default_factory=lambda: [0, 0])
+    drafted: int = 0
+    accepted_at: list[int] = field(default_factory=list)
+
+
+def main() -> None:
+    """Read arguments, measure, print."""
+    arguments = _arguments()
+    console = Console()
+    spec = SelfSpecModel.from_pretrained(
+        arguments.model, arguments.heads, dtype=getattr(torch, arguments.dtype)
+    )
+    prompts = _prompts(arguments.model, max(arguments.requests))
+    with tempfile.TemporaryDirectory() as scratch:
+        ways = _ways(spec, arguments, Path(scratch))
+        console.print(f"starting {len(ways)} engines of vLLM: {', '.join(w.name for w in ways)}")
+        _measure(ways, prompts, arguments, console)
+    own = {way.name: _own(spec, way, prompts, arguments) for way in ways if way.draft}
+    console.print(_table(ways, own, arguments))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default=str(DEMO_MODEL), help="the target")
+    parser.add_argument("--heads", help="folder of heads; default: those beside the target")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32], help="at a time")
+    parser.add_argument("--num-draft-tokens", type=int, default=4)
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--kv-cache-memory-bytes", type=int, default=2**28)
+    parser.add_argument("--enforce-eager", action="store_true", help="do not compile")
+    return parser.parse_args()
+
+
+def _prompts(model: str, count: int) -> list[list[int]]:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    each = -(-count // len(_SETS))
+    sets = [PromptSetConfig(name=name, reader=name, count=min(each, 8)) for name in _SETS]
+    read = [prompt for one in sets for prompt in read_prompts(one, tokenizer, 384)]
+    return [read[at % len(read)] for at in range(count)]
+
+
+def _ways(spec: SelfSpecModel, arguments: argparse.Namespace, scratch: Path) -> list[Way]:
+    """The target alone, its heads in place, and what can be exported of them."""
+    decoder, count = spec.engine.decoder, arguments.num_draft_tokens
+    ways = [Way("target alone")]
+
+    def add(name: str, method: str, model: str, head: ExitHead, parameters: int) -> None:
+        settings = {"method": method, "model": model, "num_speculative_tokens": count}
+        draft = {"head": head.kind, "exit_layer": head.exit_layer, "num_draft_tokens": count}
+        ways.append(Way(name, settings, draft, parameters))
+
+    heads = [
+        spec.engine.head(DraftConfig(exit_layer=max(1, decoder.depth // 4), head="shared")),
+        *spec.heads,
+    ]
+    for head in heads:
+        if head.kind in KINDS:
+            place = f"{head.kind}:{head.exit_layer}"
+            own = sum(parameter.numel() for parameter in head.parameters())
+            model = f"{SCHEME}{arguments.heads or ''}@{place}"
+            add(f"in place {place}", "draft_model", model, head, own)
+    for head in heads:
+        folder = scratch / f"{head.kind}_{head.exit_layer}"
+        if head.kind in FOLDABLE[:1]:
+            folded = export_draft(decoder, head, folder, target=arguments.model)
+            name = f"folded {head.kind}:{head.exit_layer}"
+            add(name, "draft_model", str(folder), head, folded.parameters)
+        if isinstance(head, Eagle3Head):
+            written = export_eagle3(decoder, head, folder, target=arguments.model)
+            add("eagle3", "eagle3", str(folder / "speculators"), head, written.parameters)
+    return ways
+
+
+# Engines, each in a process
+
+
+def _serve(way: Way, arguments: argparse.Namespace, asked: Connection) -> None:
+    """Answer lists of prompts with tokens, seconds and counters until `None` comes."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(
+        model=arguments.model,
+        dtype=arguments.dtype,
+        max_model_len=512,
+        max_num_seqs=max(arguments.requests),
+        kv_cache_memory_bytes=arguments.kv_cache_memory_bytes,
+        enable_prefix_caching=False,
+        enforce_eager=arguments.enforce_eager,
+        speculative_config=way.speculative,
+        disable_log_stats=False,
+    )
+    options = SamplingParams(temperature=0, max_tokens=arguments.max_new_tokens, ignore_eos=True)
+    asked.send(engine.llm_engine.vllm_config.cache_config.num_gpu_blocks)
+    while (prompts := asked.recv()) is not None:
+        given = [{"prompt_token_ids": prompt} for prompt in prompts]
+        start = time.perf_counter()
+        outputs = engine.generate(given, options, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        counted = {m.name: m for m in engine.get_metrics() if "spec_decode" in m.name}
+        drafts = counted.get("vllm:spec_decode_num_draft_tokens")
+        accepted = counted.get("vllm:spec_decode_num_accepted_tokens_per_pos")
+        asked.send(
+            (
+                [list(output.outputs[0].token_ids) for output in outputs],
+                seconds,
+                drafts.value if drafts else 0,
+                accepted.values if accepted else [],
+            )
+        )
+
+
+def _measure(
+    ways: Sequence[Way],
+    prompts: list[list[int]],
+    arguments: argparse.Namespace,
+    console: Console,
+) -> None:
+    """Fill in what the engines write and count."""
+    context = multiprocessing.get_context("spawn")
+    engines: list[tuple[Way, Connection, Any]] = []
+    for way in ways:
+        here, there = context.Pipe()
+        process = context.Process(target=_serve, args=(way, arguments, there), daemon=True)
+        process.start()
+        there.close()
+        way.blocks = here.recv()
+        engines.append((way, here, process))
+        console.print(f"  {way.name}: {way.blocks} KV blocks")
+    for count in arguments.requests:
+        for repeat in range(-1, arguments.repeats):  # the first run warms up
+            alone: list[list[int]] = []
+            for way, engine, _ in engines:
+                engine.send(prompts[:count])
+                tokens, seconds, way.drafted, way.accepted_at = engine.recv()
+                alone = alone or tokens
+                if repeat >= 0:
+                    way.seconds.setdefault(count, []).append(seconds)
+                    way.equal[0] += sum(a == b for a, b in zip(tokens, alone, strict=True))
+                    way.equal[1] += count
+        console.print(f"  {count} at a time: done")
+    for _, engine, process in engines:
+        engine.send(None)
+        process.join()
+
+
+# selfspec's own counts, and the table
+
+
+def _own(
+    spec: SelfSpecModel, way: Way, prompts: list[list[int]], arguments: argparse.Namespace
+) -> list[float]:
+    """Acceptance rate at each position in selfspec."""
+    drafted, accepted = 0, [0] * arguments.num_draft_tokens
+    for prompt in prompts[:8]:
+        spec.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=arguments.max_new_tokens,
+            min_new_tokens=arguments.max_new_tokens,
+            do_sample=False,
+            draft=way.draft,
+        )
+        for round_ in (spec.last_trace.rows[0] if spec.last_trace else ())[:-1]:
+            drafted += 1
+            accepted = [n + (at < round_.accepted) for at, n in enumerate(accepted)]
+    return [n / max(1, drafted) for n in accepted]
+
+
+def _table(
+    ways: Sequence[Way], own: dict[str, list[float]], arguments: argparse.Namespace
+) -> Table:
+    table = Table(title=f"vLLM, {arguments.dtype}, {arguments.max_new_tokens} new tokens, greedy")
+    table.add_column("way")
+    for count in arguments.requests:
+        table.add_column(f"{count} at a time", justify="right")
+    for name in ("equal", "KV blocks", "parameters", "acceptance in vLLM", "in selfspec"):
+        table.add_column(name, justify="right")
+    for way in ways:
+        speeds = []
+        for count in arguments.requests:
+            pairs = zip(ways[0].seconds[count], way.seconds[count], strict=True)
+            ratios = [alone / drafted for alone, drafted in pairs]
+            rate = count * arguments.max_new_tokens / statistics.median(way.seconds[count])
+            speeds.append(f"{rate:.0f} tok/s, {statistics.median(ratios):.2f}x")
+        rounds = max(1, way.drafted // arguments.num_draft_tokens)
+        here = " ".join(f"{n / rounds:.2f}" for n in way.accepted_at)
+        there = " ".join(f"{rate:.2f}" for rate in own.get(way.name, ()))
+        equal = f"{way.equal[0]}/{way.equal[1]}"
+        table.add_row(way.name, *speeds, equal, str(way.blocks), f"{way.parameters:,}", here, there)
+    return table
+
+
+if __name__ == "__main__":
+    main()
