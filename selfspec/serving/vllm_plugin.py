@@ -116,6 +116,8 @@ def _take_target(config: SpeculativeConfig) -> None:
         )
     if config.method not in (None, "draft_model"):
         raise ValueError(f'"model": "{config.model}" needs "method": "draft_model"')
+    if config.target_parallel_config.pipeline_parallel_size > 1:
+        raise ValueError("selfspec drafts inside vLLM with pipeline_parallel_size 1 only")
     target = config.target_model_config
     config.method, config.model = "draft_model", target.model
     config.revision, config.quantization = target.revision, target.quantization
