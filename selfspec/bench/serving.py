@@ -30,7 +30,8 @@ from selfspec.bench.config import PromptSetConfig
 from selfspec.bench.prompts import read_prompts
 from selfspec.export import FOLDABLE, export_draft, export_eagle3
 from selfspec.heads import Eagle3Head, ExitHead
-from selfspec.serving.vllm_plugin import KINDS, SCHEME
+from selfspec.serving import SCHEME
+from selfspec.serving.vllm_plugin import KINDS
 
 _SETS = ("text", "gsm8k", "humaneval", "mbpp")
 

@@ -1,9 +1,7 @@
 """Early exit inside vLLM: the target's first layers draft, on the target's own KV blocks.
 
-`register` is an entry point of the group `vllm.general_plugins`, so every process of vLLM calls it.
-It has two effects, both only for `"model": "selfspec:..."` in the speculative config: the config
-takes the target as its draft model and keeps what was asked for (`Exit`), and the draft model's
-proposer is `EarlyExitProposer`.
+For `"model": "selfspec:..."` in the speculative config, the config takes the target as its draft
+model and keeps what was asked for (`Exit`), and the draft model's proposer is `EarlyExitProposer`.
 
 Drafting writes KV of the shallow layers at positions beyond the verified tokens. Verification runs
 all layers over the same positions and writes them again, so rejected drafts leave nothing behind.
@@ -15,12 +13,11 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import vllm
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from vllm.compilation.backends import set_model_tag
@@ -47,11 +44,8 @@ from selfspec.heads import (
     find_heads,
     load_heads,
 )
+from selfspec.serving import SCHEME
 
-SCHEME = "selfspec:"
-"""What the draft model of a speculative config starts with: `selfspec:[HEADS][@[KIND:]EXIT]`."""
-TRIED = ("0.32",)
-"""Minor releases of vLLM that `make test-engines` was run with."""
 KINDS = ("shared", "lens", "lora", "block", "fused")
 """Kinds of heads that draft in place. vLLM has methods of its own for the others."""
 _FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm")
@@ -80,40 +74,24 @@ class Exit(NamedTuple):
         return cls(name[: place.start()], place[1], int(place[2]))
 
 
-def register() -> None:
-    """Make vLLM understand `"model": "selfspec:..."`; calling it again changes nothing."""
-    if getattr(SpeculativeConfig.__post_init__, "_selfspec", False):
-        return
-    configure = SpeculativeConfig.__post_init__
-
-    def configure_exit(self: SpeculativeConfig) -> None:
-        if not (isinstance(self.model, str) and self.model.startswith(SCHEME)):
-            return configure(self)
-        wanted = Exit.parse(self.model)
-        _take_target(self)
-        configure(self)
-        _keep(self, wanted)
-
-    def make(cls: type, vllm_config: VllmConfig, *_: Any, **__: Any) -> Any:
-        exits = _exit_of(vllm_config) is not None and not issubclass(cls, EarlyExitProposer)
-        return object.__new__(EarlyExitProposer if exits else cls)
-
-    configure_exit._selfspec = True  # pyright: ignore[reportFunctionMemberAccess]
-    SpeculativeConfig.__post_init__ = configure_exit
-    DraftModelProposer.__new__ = make
-
-
 # The configuration
 
 
-def _take_target(config: SpeculativeConfig) -> None:
-    """Let a speculative config have the target itself as its draft model."""
-    release = vllm.__version__.rpartition(".")[0]
-    if release not in TRIED:
-        raise ValueError(
-            f"selfspec drafts inside vLLM {', '.join(TRIED)}, this is {vllm.__version__}; install "
-            "one of these, or serve an exported head (`selfspec export`)"
-        )
+def configure_exit(
+    config: SpeculativeConfig, configure: Callable[[SpeculativeConfig], None]
+) -> None:
+    """Let a speculative config have the target's first layers as its draft model.
+
+    Args:
+        config: the config, as vLLM was given it.
+        configure: vLLM's own `__post_init__`.
+
+    Raises:
+        FileNotFoundError: there are no such heads.
+        ValueError: the heads or other settings do not fit.
+    """
+    assert config.model is not None
+    wanted = Exit.parse(config.model)
     if config.method not in (None, "draft_model"):
         raise ValueError(f'"model": "{config.model}" needs "method": "draft_model"')
     if config.target_parallel_config.pipeline_parallel_size > 1:
@@ -123,23 +101,14 @@ def _take_target(config: SpeculativeConfig) -> None:
     config.revision, config.quantization = target.revision, target.quantization
     # The proposer is one for vLLM's first model runner.
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
-
-
-def _keep(config: SpeculativeConfig, wanted: Exit) -> None:
-    """Check what is asked for, and keep it where worker processes find it."""
-    _, head = load_head(config.target_model_config, wanted)
+    configure(config)
+    _, head = load_head(target, wanted)
+    # Worker processes find there what is asked for.
     hf_config = copy.copy(config.draft_model_config.hf_config)
     hf_config.selfspec = wanted._asdict()
     if head.layer is not None:
         hf_config.eagle_aux_hidden_state_layer_ids = sorted(set(head.input_layers))
     config.draft_model_config.hf_config = hf_config
-
-
-def _exit_of(vllm_config: VllmConfig) -> Exit | None:
-    """What the speculative config asks for; `None` if the draft model is another one."""
-    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
-    kept = getattr(getattr(draft, "hf_config", None), "selfspec", None)
-    return None if kept is None else Exit(**kept)
 
 
 def load_head(target: Any, wanted: Exit, norm: nn.Module | None = None) -> tuple[Decoder, ExitHead]:
@@ -290,8 +259,7 @@ def build_model(vllm_config: VllmConfig, target: nn.Module, device: torch.device
     Raises:
         ValueError: the target is built in another way than as a list of layers.
     """
-    wanted = _exit_of(vllm_config)
-    assert wanted is not None
+    wanted = Exit(**vllm_config.speculative_config.draft_model_config.hf_config.selfspec)
     body = _body(target)
     norm = getattr(body, _norm_name(body) or "")
     decoder, head = load_head(vllm_config.model_config, wanted, norm)

@@ -197,14 +197,15 @@ def test_every_kind_of_head(kind, exit_layer, trimmed, tmp_path):
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
 def test_sampled_tokens_follow_the_target(method, tmp_path):
     """Over many requests; how the drafts are drawn changes nothing."""
-    model = tiny_llama("sometimes", dtype=torch.float32, vocab_size=12, hidden_size=128)
+    shape = {"vocab_size": 12, "hidden_size": 128, "spread": 0.15}
+    model = tiny_llama("sometimes", dtype=torch.float32, **shape)
     model.save_pretrained(tmp_path)
-    warped = {"temperature": 0.7, "top_k": 0}
+    warped = {"temperature": 1.2, "top_k": 0}
     requests = [[7, 7, 1]] * 6000
     written = run(
         tmp_path, "selfspec:@2", requests, 2, max_tokens=4, draft_sample_method=method, **warped
     )
-    assert 0.2 < sum(written["accepted_at"]) / written["drafted"] < 0.95
+    assert 0.2 < sum(written["accepted_at"]) / written["drafted"] < 0.97
     cells = torch.tensor(written["tokens"]) @ 12 ** torch.arange(3, -1, -1)
     counts = torch.bincount(cells, minlength=12**4).double().view([12] * 4)
     assert min(p_values(counts, exact(model, warped))) > 1e-3
