@@ -17,6 +17,7 @@ from selfspec.decoder import Decoder, Span
 from selfspec.heads import (
     HEAD_KINDS,
     Calibrator,
+    CheckpointFiles,
     LensHead,
     SharedHead,
     fingerprint,
@@ -551,6 +552,26 @@ def test_a_target_is_known_under_lora(family, tmp_path):
     adapted = get_peft_model(model, adapter)
     loaded = SelfSpecModel(adapted, heads=tmp_path)
     assert loaded.heads[0].kind == "lens"
+
+
+@pytest.mark.parametrize("kind", ["shared", "lens", "lora", "block", "fused"])
+def test_heads_load_for_a_target_that_is_on_disk_only(kind, tmp_path):
+    """As inside a serving engine, where the target's weights are the engine's."""
+    for name, seed in (("one", 0), ("other", 1)):
+        tiny_llama(dtype=torch.float32, seed=seed).save_pretrained(tmp_path / name)
+    decoder = SelfSpecModel.from_pretrained(tmp_path / "one").engine.decoder
+    head = own_head(decoder, kind, EXIT, trimmed=True)
+    save_heads([head], decoder, tmp_path / "heads")
+    with torch.device("meta"):
+        bare = Decoder(AutoModelForCausalLM.from_config(decoder.config))
+    files = CheckpointFiles(tmp_path / "one")
+    assert fingerprint(bare, files) == fingerprint(decoder)
+    (loaded,) = load_heads(bare, tmp_path / "heads", files)
+    read, kept = loaded.state_dict(), head.state_dict()
+    assert read.keys() == kept.keys()
+    assert all(torch.equal(read[name], kept[name]) for name in kept)
+    with pytest.raises(ValueError, match="the weights differ"):
+        load_heads(bare, tmp_path / "heads", CheckpointFiles(tmp_path / "other"))
 
 
 def test_the_fingerprint_is_stable(target):
