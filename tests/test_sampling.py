@@ -6,6 +6,7 @@ from scipy.stats import chisquare
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
+from selfspec.sampling.draft import Tree
 from selfspec.sampling.sampler import Context, Sampler, draw
 
 VOCAB = 11
@@ -61,6 +62,17 @@ PREFIX = {
     "min length": [hf.MinLengthLogitsProcessor(8, [3, 4])],
     "min new": [hf.MinNewTokensLengthLogitsProcessor(4, 4, [3])],
     "bad words": [hf.NoBadWordsLogitsProcessor([[3], [5, 2], [1, 4, 6]])],
+    "no repeat, long": [hf.NoRepeatNGramLogitsProcessor(5)],
+    "no repeat, single": [hf.NoRepeatNGramLogitsProcessor(1)],
+    "repetition behind": [hf.RepetitionPenaltyLogitsProcessor(1.7, prompt_ignore_length=3)],
+    "all in blocks": [
+        hf.RepetitionPenaltyLogitsProcessor(1.7),
+        hf.NoRepeatNGramLogitsProcessor(3),
+        hf.MinLengthLogitsProcessor(8, [3, 4]),
+        hf.MinNewTokensLengthLogitsProcessor(4, 4, [3]),
+        hf.TemperatureLogitsWarper(0.6),
+        hf.TopKLogitsWarper(5),
+    ],
     "own": [Recording()],
     "order": [
         hf.TemperatureLogitsWarper(0.6),
@@ -94,7 +106,30 @@ def test_a_block_is_processed_as_plain_decoding_would(name, rows, width):
     if sampler.reads_prefix:
         here.write(drafts)
     expected = plain(processors, context(rows), drafts, logits)
-    torch.testing.assert_close(sampler.scores(logits, here), expected)
+    assert torch.equal(sampler.scores(logits, here), expected)
+
+
+@pytest.mark.parametrize("name", PREFIX)
+@pytest.mark.parametrize("rows", [(0, 1, 2), (2, 0), (1,)], ids=str)
+def test_a_tree_is_processed_as_plain_decoding_would(name, rows):
+    """Every position of every tree, with the branch that leads to it."""
+    source = torch.Generator().manual_seed(1)
+    parents = torch.tensor([[0, 0, 1, 2, 2, 5], [0, 1, 2, 3, 4, 5], [0, 0, 0, 2, 2, 0]])[list(rows)]
+    drafts = torch.randint(0, VOCAB, parents.shape, generator=source)
+    logits = torch.randn(len(rows), 7, VOCAB, generator=source)
+    processors = LogitsProcessorList(PREFIX[name])
+    scores = Sampler(processors).tree_scores(logits, context(rows), drafts, Tree(parents, 6, 4))
+    for position in range(7):
+        for place in range(len(rows)):
+            branch, at = [], position
+            while at:
+                branch, at = [drafts[place, at - 1], *branch], int(parents[place, at - 1])
+            alone = logits[:, :1].expand(-1, len(branch) + 1, -1).clone()
+            alone[place, -1] = logits[place, position]
+            behind = torch.zeros(len(rows), len(branch), dtype=torch.long)
+            behind[place] = torch.tensor(branch, dtype=torch.long)
+            expected = plain(processors, context(rows), behind, alone)[place, -1]
+            assert torch.equal(scores[place, position], expected)
 
 
 @pytest.mark.parametrize("name", POINTWISE)

@@ -9,25 +9,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
-from transformers.generation import logits_process as hf
 
 from selfspec.sampling.coupled_noise import Noise
 from selfspec.sampling.draft import Tree
-
-# Processors that read only one row of scores, so that all positions can be processed at once. Any
-# other processor, including a user's own, is called position by position.
-_POINTWISE = (
-    hf.TemperatureLogitsWarper,
-    hf.TopKLogitsWarper,
-    hf.TopPLogitsWarper,
-    hf.MinPLogitsWarper,
-    hf.TypicalLogitsWarper,
-    hf.EpsilonLogitsWarper,
-    hf.EtaLogitsWarper,
-    hf.LogitNormalization,
-    hf.InfNanRemoveLogitsProcessor,
-    hf.SuppressTokensLogitsProcessor,
-)
+from selfspec.sampling.processors import POINTWISE, Prefixes, process, runs_in_blocks
 
 
 class Context:
@@ -105,6 +90,44 @@ class Context:
         behind = torch.arange(longest, device=self.device) >= lengths
         return self.tokens[:, :longest].masked_fill(behind, padding)
 
+    def prefixes(self, width: int, offset: int, filler: int) -> Prefixes:
+        """The texts before `width` positions of every unfinished row, row by row.
+
+        Args:
+            width: number of positions.
+            offset: distance of the first one from the end of the committed tokens; the tokens
+                between have been written.
+            filler: stands behind the end of shorter texts.
+        """
+        counts = [self.lengths[row] for row in self.rows]
+        longest = max(counts) + offset + width - 1
+        ahead = torch.arange(offset, offset + width, device=self.device)
+        lengths = torch.tensor(counts, device=self.device)[:, None] + ahead
+        behind = torch.arange(longest, device=self.device) >= lengths[..., None]
+        tokens = self.tokens[self.rows, :longest][:, None].masked_fill(behind, filler)
+        return Prefixes(tokens.flatten(0, 1), lengths.flatten())
+
+    def branches(self, drafts: Tensor, above: Tensor, filler: int) -> Prefixes:
+        """The texts before positions of a tree of every unfinished row, row by row.
+
+        Args:
+            drafts: `[rows, drafts]` the tree's tokens.
+            above: `[rows, n, drafts]` which of them are on the branch to each position.
+            filler: stands behind the end of shorter texts.
+        """
+        counts = [self.lengths[row] for row in self.rows]
+        committed = torch.tensor(counts, device=self.device)[:, None]
+        longest, room = max(counts), drafts.shape[1]
+        behind = torch.arange(longest, device=self.device) >= committed
+        tokens = self.tokens[self.rows, :longest].masked_fill(behind, filler)
+        tokens = torch.nn.functional.pad(tokens, (0, room + 1), value=filler)
+        tokens = tokens[:, None].repeat(1, above.shape[1], 1)
+        # What is on another branch goes to a column that is dropped.
+        places = torch.where(above, committed[..., None] + above.cumsum(-1) - 1, longest + room)
+        tokens.scatter_(2, places, drafts[:, None].expand_as(above))
+        lengths = committed + above.sum(-1)
+        return Prefixes(tokens[..., :-1].flatten(0, 1), lengths.flatten())
+
     def by_length(self) -> Iterator[tuple[int, list[int], list[int]]]:
         """Unfinished rows of equal length: (length, their positions among `rows`, their rows)."""
         for length in sorted({self.lengths[row] for row in self.rows}):
@@ -136,7 +159,12 @@ class Sampler:
     @cached_property
     def reads_prefix(self) -> bool:
         """Whether some processor reads the tokens before a position."""
-        return any(type(processor) not in _POINTWISE for processor in self.processors)
+        return any(type(processor) not in POINTWISE for processor in self.processors)
+
+    @cached_property
+    def _in_blocks(self) -> bool:
+        """Whether all processors can be applied to many positions at once."""
+        return all(map(runs_in_blocks, self.processors))
 
     def scores(self, logits: Tensor, context: Context, offset: int = 0) -> Tensor:
         """Processed scores `[batch, n, vocab]`, as plain decoding would have them in float32.
@@ -152,6 +180,8 @@ class Sampler:
             # Pointwise processors read nothing of the tokens but their number of rows.
             rows = torch.zeros(batch * width, 1, dtype=torch.long, device=context.device)
             return self._process(rows, scores.view(-1, vocab)).view(batch, width, vocab)
+        if self._in_blocks:
+            return self._process_block(context.prefixes(width, offset, vocab), scores)
         for length, places, rows in context.by_length():
             for position in range(width):
                 prefix = context.tokens[:, : length + offset + position]
@@ -175,6 +205,9 @@ class Sampler:
         if not self.reads_prefix:
             return self.scores(logits, context)
         scores = logits.to(torch.float32, copy=True)
+        if self._in_blocks:
+            above = tree.ancestors[:, first : first + logits.shape[1], 1:]
+            return self._process_block(context.branches(tokens, above, logits.shape[-1]), scores)
         depths = tree.ancestors[..., 1:].sum(-1).T.tolist()
         for position in range(scores.shape[1]):
             ways, of_rows = tree.ancestors[:, first + position, 1:], depths[first + position]
@@ -196,6 +229,13 @@ class Sampler:
         every_row = scores.new_zeros(prefix.shape[0], scores.shape[-1])
         every_row[rows] = scores
         return self._process(prefix, every_row)[rows]
+
+    def _process_block(self, before: Prefixes, scores: Tensor) -> Tensor:
+        """Process `scores` `[batch, n, vocab]` of positions with the texts `before` them."""
+        flat = scores.flatten(0, 1)
+        for processor in self.processors:
+            flat = process(processor, before, flat)
+        return flat.view_as(scores)
 
     def _process(self, tokens: Tensor, scores: Tensor) -> Tensor:
         if self.reads_prefix:
