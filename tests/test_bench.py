@@ -187,6 +187,23 @@ def test_totals_take_every_prompts_usual_pace(spec, tokenizer, config, tmp_path)
     (_, ours) = summarise(Bench(spec, tokenizer, wanted), file)
     assert ours.speedup_of_totals == pytest.approx((1.0 + 2.0) / (0.5 + 1.5))
     assert ours.speedup.value == pytest.approx((1.0 / 0.5 + 2.0 / 1.5) / 2)
+    assert ours.drafting is None  # no method is the loop without drafts
+
+
+def test_what_drafting_brings_is_told_beside_what_the_kernels_bring(
+    spec, tokenizer, config, tmp_path
+):
+    loop = {"name": "loop", "draft": {"drafter": "none"}}
+    wanted = config(methods=[OURS, loop])
+    _, file = measured(spec, tokenizer, wanted, tmp_path)
+    seconds = {"plain": 1.2, "ours": 0.4, "loop": 0.6}
+    for key, run in list(file.runs.items()):
+        times = [0.1, 0.1 + seconds[key.place.method]]
+        file.runs[key] = replace(run, counts=[1, TOKENS - 1], times=times)
+    rows = {row.place.method: row for row in summarise(Bench(spec, tokenizer, wanted), file)}
+    assert rows["ours"].speedup.value == pytest.approx(3)
+    assert rows["ours"].drafting.value == pytest.approx(1.5)
+    assert rows["loop"].drafting.value == pytest.approx(1)
 
 
 def test_a_methods_turn_moves_on_from_prompt_to_prompt(spec, tokenizer, config, tmp_path):

@@ -102,6 +102,8 @@ class Row:
         ms_per_token_p95: the 95th percentile of that.
         speedup: over the model's own `generate` on the same batches: median of the paired ratios
             of tokens/s.
+        drafting: over selfspec's own loop without drafts (a method with `drafter: none`), in the
+            same way; what drafting brings beyond the kernels. `None` without such a method.
         speedup_of_totals: ratio of all tokens over all seconds, over batches that both methods
             generated; a batch has the median speed of its repeats.
         speedup_without_loops: over batches in which no output of either method loops.
@@ -124,6 +126,7 @@ class Row:
     ms_per_token: float | None = None
     ms_per_token_p95: float | None = None
     speedup: Interval | None = None
+    drafting: Interval | None = None
     speedup_of_totals: float | None = None
     speedup_without_loops: Interval | None = None
     looping: float | None = None
@@ -157,6 +160,7 @@ def summarise(bench: Bench, file: RunFile) -> list[Row]:
     for mode in bench.config.modes:
         for prompts, batch in bench.batches:
             base = by_place.get(Place(mode.name, prompts, batch, PLAIN), [])
+            loop = by_place.get(Place(mode.name, prompts, batch, _own_loop(bench)), [])
             for method in bench.config.methods:
                 place = Place(mode.name, prompts, batch, method.name)
                 if place in file.failures or place not in by_place:
@@ -164,13 +168,20 @@ def summarise(bench: Bench, file: RunFile) -> list[Row]:
                     continue
                 runs = by_place[place]
                 equality = _equality(bench, mode, base, runs)
-                rows.append(_row(bench, base, runs, equality, file.memory.get(place)))
+                rows.append(_row(bench, base, loop, runs, equality, file.memory.get(place)))
     return rows
+
+
+def _own_loop(bench: Bench) -> str:
+    """The method that is selfspec's loop without drafts; empty if there is none."""
+    drafts = ((method.name, method.draft) for method in bench.config.methods)
+    return next((name for name, draft in drafts if draft and draft.drafter == "none"), "")
 
 
 def _row(
     bench: Bench,
     base: Sequence[Run],
+    loop: Sequence[Run],
     runs: Sequence[Run],
     equality: Equality | None,
     memory: Memory | None,
@@ -184,6 +195,7 @@ def _row(
         place=runs[0].key.place,
         texts=len(texts),
         speedup=median_interval(list(ratios.values()), seed),
+        drafting=median_interval(list(_ratios(rates, _rates(loop)).values()), seed),
         speedup_of_totals=_of_totals((runs, rates), (base, own)),
         speedup_without_loops=median_interval(straight, seed),
         looping=sum(map(loops, texts)) / len(texts),
@@ -395,6 +407,7 @@ SHEETS = (
         {
             "tokens/s": lambda row: number(row.tokens_per_second, 1),
             "speedup (95 %)": lambda row: _interval(row.speedup),
+            "over own loop": lambda row: number(row.drafting and row.drafting.value, 2),
             "accepted": lambda row: number(row.acceptance_rate, 3),
             "length": lambda row: number(row.mean_accepted_length, 2),
             "outputs equal": lambda row: _equal(row.equality),
