@@ -284,12 +284,14 @@ class _Builder:
 
     def shallow(self, exit_layer: int) -> nn.Module:
         """The layers below an exit."""
-        registered = self.vllm_config.compilation_config.static_forward_context
-        before = set(registered)
+        compilation = self.vllm_config.compilation_config
+        registered, experts = compilation.static_forward_context, compilation.static_all_moe_layers
+        before, experts_before = set(registered), len(experts)
         with torch.device("meta"):
             model = self._model(exit_layer, f"selfspec_{exit_layer}")
-        for name in registered.keys() - before:  # its attention layers are replaced at once
+        for name in registered.keys() - before:  # these layers are replaced at once
             del registered[name]
+        del experts[experts_before:]
         layers = getattr(_body(self.target), _layers_name(_body(self.target)) or "")
         return self._share(model, list(layers)[:exit_layer])
 
