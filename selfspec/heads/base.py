@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from selfspec.config import unknown_name
 from selfspec.decoder import Decoder, weight_of
+from selfspec.heads.masks import MaskTokens
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -46,7 +47,9 @@ class ExitHead(nn.Module):
             decoding; empty until they are fitted.
         skips_first: whether the head's layer has no key for the first token of a sequence, which
             has no token before it that features could come from.
-        drafts_at_once: whether one call (`all_logits`) makes all drafts of a round.
+        drafts_at_once: whether all drafts of a round are made in one pass: over `masks`, or by
+            `all_logits` for a head without a layer.
+        masks: the mask tokens of a head with a layer that `drafts_at_once`.
         longest: the most tokens that the head drafts in a round; `None` if there is no limit.
         facts: what is known about the head: its training data (`data`) and its measurements by
             domain (`held_out`). Plain values, which go into files and model cards.
@@ -56,7 +59,7 @@ class ExitHead(nn.Module):
     lowest_exit: ClassVar[int] = 1
     highest_exit: ClassVar[int | None] = None
     skips_first: ClassVar[bool] = False
-    drafts_at_once: ClassVar[bool] = False
+    drafts_at_once: bool = False
     width: int | None = None
     place: int = 0
     longest: int | None = None
@@ -68,6 +71,7 @@ class ExitHead(nn.Module):
         self.exit_layer = exit_layer
         self.register_buffer("vocab_ids", None)
         self.layer: nn.Module | None = None
+        self.masks: MaskTokens | None = None
         self.calibrators = nn.ModuleDict()
         self.facts: dict[str, Any] = {}
         # In a tuple, because it shares the target's weights: it is neither stored nor trained.
@@ -178,8 +182,21 @@ class ExitHead(nn.Module):
         """
         return decoder.unembed(self(hidden), self.lm_head)
 
+    def token_bias(self, decoder: Decoder, hidden: Tensor, tokens: Tensor) -> Tensor | None:
+        """What the token before a draft adds to its logits; `None` if the head ignores it.
+
+        Args:
+            decoder: the target.
+            hidden: `[rows, width, hidden]` what `forward` takes, at masks.
+            tokens: `[rows, width]` the token before each draft.
+        """
+        if self.masks is None or not self.masks.rank:
+            return None
+        return self.masks.bias(decoder.embed(tokens), self(hidden))
+
     def all_logits(self, decoder: Decoder, hidden: Tensor) -> Tensor:
-        """Logits of all drafts `[rows, longest, n]`, for a head that `drafts_at_once`.
+        """Logits of all drafts `[rows, longest, n]`, for a head without a layer that
+        `drafts_at_once`.
 
         Args:
             decoder: the target.

@@ -1,0 +1,65 @@
+"""Mask tokens, with which a head drafts all positions of a round in one pass."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm, silu
+
+_EPS = 1e-6
+
+
+class MaskTokens(nn.Module):
+    """What a head reads in place of drafts that are not made yet (ParallelSpec, P-EAGLE, PARD).
+
+    The layers run over [newest token, mask 1, mask 2, ...] at consecutive positions, and each state
+    drafts the token after its own. So that a draft may depend on the token that was drawn before
+    it, its logits get a low-rank bias from that token and its own state: W3 SiLU(W1 e + W2 s), a
+    gated form of the Markov bias of DSpark.
+
+    Args:
+        width: width of the residual stream.
+        count: masks that have an embedding of their own; those beyond share the last one.
+        rank: rank of the bias; 0 for none.
+        vocabulary: tokens that the head can draft.
+        std: standard deviation of embeddings.
+    """
+
+    def __init__(self, width: int, count: int, rank: int, vocabulary: int, std: float):
+        super().__init__()
+        self.count, self.rank = count, rank
+        self.embeddings = nn.Parameter(torch.randn(count, width) * std)
+        self.features = nn.Parameter(torch.randn(count, width))
+        if rank:
+            self.of_token = nn.Linear(width, rank, bias=False)
+            self.of_state = nn.Linear(width, rank, bias=False)
+            self.readout = nn.Linear(rank, vocabulary, bias=False)
+            nn.init.zeros_(self.readout.weight)
+
+    @property
+    def options(self) -> dict[str, int]:
+        """The head's options that make such masks."""
+        return {"parallel": self.count, "markov": self.rank}
+
+    def numbered(self, of_masks: Tensor, start: int, stop: int) -> Tensor:
+        """`[stop - start, width]` `embeddings` or `features` of masks `start` to `stop - 1`."""
+        places = torch.arange(start, stop, device=of_masks.device).clamp(max=self.count - 1)
+        return of_masks[places]
+
+    def bias(self, embedded: Tensor, states: Tensor) -> Tensor:
+        """`[rows, width, n]` to add to the logits.
+
+        Args:
+            embedded: `[rows, width, hidden]` embeddings of the token before each draft.
+            states: `[rows, width, hidden]` inputs of the LM head.
+        """
+        states = states.to(self.of_state.weight)
+        known = rms_norm(embedded.to(states), embedded.shape[-1:], eps=_EPS)
+        return self.readout(silu(self.of_token(known) + self.of_state(states)))
+
+    @torch.no_grad()
+    def trim(self, vocab_ids: Tensor) -> None:
+        """Keep the bias of these tokens only."""
+        if self.rank:
+            ids = vocab_ids.to(self.readout.weight.device)
+            self.readout.weight = nn.Parameter(self.readout.weight[ids])
