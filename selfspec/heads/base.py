@@ -195,8 +195,7 @@ class ExitHead(nn.Module):
         return self.masks.bias(decoder.embed(tokens), self(hidden))
 
     def all_logits(self, decoder: Decoder, hidden: Tensor) -> Tensor:
-        """Logits of all drafts `[rows, longest, n]`, for a head without a layer that
-        `drafts_at_once`.
+        """Logits of all drafts `[rows, longest, n]`, for such a head without a layer.
 
         Args:
             decoder: the target.

@@ -28,8 +28,8 @@ class MaskTokens(nn.Module):
     def __init__(self, width: int, count: int, rank: int, vocabulary: int, std: float):
         super().__init__()
         self.count, self.rank = count, rank
-        self.embeddings = nn.Parameter(torch.randn(count, width) * std)
-        self.features = nn.Parameter(torch.randn(count, width))
+        self.of_tokens = nn.Parameter(torch.randn(count, width) * std)
+        self.of_features = nn.Parameter(torch.randn(count, width))
         if rank:
             self.of_token = nn.Linear(width, rank, bias=False)
             self.of_state = nn.Linear(width, rank, bias=False)
@@ -41,10 +41,17 @@ class MaskTokens(nn.Module):
         """The head's options that make such masks."""
         return {"parallel": self.count, "markov": self.rank}
 
-    def numbered(self, of_masks: Tensor, start: int, stop: int) -> Tensor:
-        """`[stop - start, width]` `embeddings` or `features` of masks `start` to `stop - 1`."""
-        places = torch.arange(start, stop, device=of_masks.device).clamp(max=self.count - 1)
-        return of_masks[places]
+    def embeds(self, count: int) -> Tensor:
+        """`[1, count, width]` what the first masks have in place of embeddings."""
+        return self._first(self.of_tokens, count)
+
+    def features(self, count: int) -> Tensor:
+        """`[1, count, width]` what they have in place of the features of the token before."""
+        return self._first(self.of_features, count)
+
+    def _first(self, learned: Tensor, count: int) -> Tensor:
+        numbers = torch.arange(count, device=learned.device)
+        return learned[numbers.clamp(max=self.count - 1)][None]
 
     def bias(self, embedded: Tensor, states: Tensor) -> Tensor:
         """`[rows, width, n]` to add to the logits.

@@ -132,13 +132,13 @@ def _mask_states(
     layer's keys and values of the tokens themselves.
     """
     shape = (*target.tokens.shape, -1)
-    below, span = StepCache(decoder.windows, shape[0], target.tokens.device), Span(0, head.exit_layer)
+    below = StepCache(decoder.windows, shape[0], target.tokens.device)
+    span = Span(0, head.exit_layer)
     if head.exit_layer:
         with torch.no_grad():
             decoder.run_packed(target.tokens, span, target.packing, memory=below)
     for step in range(1, steps):
-        embeds = masks.numbered(masks.embeddings, step - 1, step).expand(shape)
-        features = masks.numbered(masks.features, step - 1, step).expand(shape)
+        embeds, features = (of(step)[:, -1:].expand(shape) for of in (masks.embeds, masks.features))
         enter = partial(head.enter, features=features if head.feature_layers else None)
         if head.exit_layer:
             left = decoder.run_packed(

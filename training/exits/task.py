@@ -14,7 +14,12 @@ from typing_extensions import Self
 from selfspec.config import StrictConfig
 from selfspec.decoder import Decoder
 from selfspec.heads import Calibrator, ExitHead, build_head, check_distinct, head_class
-from selfspec.heads.teacher_forcing import TargetStates, draft_states, is_unrolled, runs_targets_layer
+from selfspec.heads.teacher_forcing import (
+    TargetStates,
+    draft_states,
+    is_unrolled,
+    runs_targets_layer,
+)
 from training.data import Batch, Blocks, collate
 from training.exits.features import Reader, TargetReader, streams_of
 from training.exits.losses import NO_TOKEN, LossSchedule, acceptance_rate, agreement, draft_losses
