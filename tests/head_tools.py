@@ -106,9 +106,8 @@ def forced(decoder: Decoder, head: ExitHead, text: Tensor, step: int) -> Tensor:
     """`[1, vocab]` what the head says behind `text`, of whose tokens the last `step` are drafts."""
     reading = target_states(decoder, text[None], None, head.input_layers)
     *_, last = draft_states(decoder, head, reading, step + 1)
-    logits = head.logits(decoder, last[:, -1:], step)
-    bias = head.token_bias(decoder, last[:, -1:], text[None, -1:]) if step else None
-    return head.expand_logits(logits if bias is None else logits + bias, decoder)[0]
+    logits = head.draft_logits(decoder, last[:, -1:], step, text[None, -1:])
+    return head.expand_logits(logits, decoder)[0]
 
 
 def assert_reads_as_forced(

@@ -498,6 +498,9 @@ class ParallelReader(LayerReader):
     def __init__(self, engine: Engine, head: ExitHead):
         super().__init__(engine, head)
         self._drafts = torch.empty(0)  # [rows, 1 + ahead, n] the logits of the round
+        self._gate = torch.empty(
+            0
+        )  # [rows, 1 + ahead, rank] of the bias that the token before adds
         self._level = 0  # index of the next draft
 
     def begin(self, most: int) -> None:
@@ -522,26 +525,27 @@ class ParallelReader(LayerReader):
             return self._spread(self._drafts[:, :1]), at_exit
         self._level += 1
         level = slice(self._level, self._level + 1)
-        logits = self._drafts[:, level].expand(-1, tokens.shape[1], -1)
+        logits, masks = self._drafts[:, level], self.head.masks
+        if masks is None or not masks.rank:
+            return self._spread(logits.expand(-1, tokens.shape[1], -1)), None
         with state.stats.clock("head"):
-            bias = self.head.token_bias(self.decoder, self._last[:, level], tokens)
-        return self._spread(logits if bias is None else logits + bias), None
+            return self._spread(logits + masks.bias(self._gate[:, level], tokens)), None
 
     def _draft_all(self, state: State, pending: Tensor) -> Tensor | None:
         """Run the head over the pending token and the masks; returns the exit's hidden state."""
-        exit_layer = self.head.exit_layer
-        if not exit_layer:
-            left, at_exit = self._catch_up_at_once(state), None
-            if self._leaves:
-                self._drafts = left.output
-                return None
-        else:
+        at_exit, left = None, None
+        if self.head.exit_layer:
             block, embeds = self._with_masks(pending, [0] * state.rows)
-            at_exit = self.engine.shallow(state, block, exit_layer, 0, embeds=embeds).hidden
-            self._last = self._catch_up(state, at_exit)
-            at_exit = at_exit[:, :1]
+            shallow = self.engine.shallow(state, block, self.head.exit_layer, 0, embeds=embeds)
+            self._last, at_exit = self._catch_up(state, shallow.hidden), shallow.hidden[:, :1]
+        else:
+            left = self._catch_up_at_once(state)
+        masks = self.head.masks
         with state.stats.clock("head"):
-            self._drafts = self.head.logits(self.decoder, self._last)
+            logits = left is not None and self._leaves
+            self._drafts = left.output if logits else self.head.logits(self.decoder, self._last)
+            if masks is not None and masks.rank and self._ahead:
+                self._gate = masks.of_state(self.head(self._last))
         return at_exit
 
 

@@ -182,17 +182,20 @@ class ExitHead(nn.Module):
         """
         return decoder.unembed(self(hidden), self.lm_head)
 
-    def token_bias(self, decoder: Decoder, hidden: Tensor, tokens: Tensor) -> Tensor | None:
-        """What the token before a draft adds to its logits; `None` if the head ignores it.
+    def draft_logits(self, decoder: Decoder, hidden: Tensor, depth: int, tokens: Tensor) -> Tensor:
+        """Logits of draft `depth` if the tokens before it are known.
 
         Args:
             decoder: the target.
-            hidden: `[rows, width, hidden]` what `forward` takes, at masks.
+            hidden: `[rows, width, hidden]` what `forward` takes.
+            depth: index of the draft.
             tokens: `[rows, width]` the token before each draft.
         """
-        if self.masks is None or not self.masks.rank:
-            return None
-        return self.masks.bias(decoder.embed(tokens), self(hidden))
+        logits = self.logits(decoder, hidden, depth)
+        if not depth or self.masks is None or not self.masks.rank:
+            return logits
+        gate = self.masks.of_state(self(hidden))
+        return logits + self.masks.bias(gate, tokens)
 
     def all_logits(self, decoder: Decoder, hidden: Tensor) -> Tensor:
         """Logits of all drafts `[rows, longest, n]`, for such a head without a layer.

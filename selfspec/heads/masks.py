@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm, silu
-
-_EPS = 1e-6
+from torch.nn.functional import silu
 
 
 class MaskTokens(nn.Module):
@@ -14,15 +12,15 @@ class MaskTokens(nn.Module):
 
     The layers run over [newest token, mask 1, mask 2, ...] at consecutive positions, and each state
     drafts the token after its own. So that a draft may depend on the token that was drawn before
-    it, its logits get a low-rank bias from that token and its own state: W3 SiLU(W1 e + W2 s), a
-    gated form of the Markov bias of DSpark.
+    it, its logits get a low-rank bias from that token and its own state, W3 SiLU(W1[token] + W2 s):
+    a gated form of the Markov bias of DSpark.
 
     Args:
         width: width of the residual stream.
-        count: masks that have an embedding of their own; those beyond share the last one.
+        count: masks with vectors of their own; those beyond share the last one's.
         rank: rank of the bias; 0 for none.
-        vocabulary: tokens that the head can draft.
-        std: standard deviation of embeddings.
+        vocabulary: number of tokens.
+        std: standard deviation of the target's embeddings.
     """
 
     def __init__(self, width: int, count: int, rank: int, vocabulary: int, std: float):
@@ -31,7 +29,7 @@ class MaskTokens(nn.Module):
         self.of_tokens = nn.Parameter(torch.randn(count, width) * std)
         self.of_features = nn.Parameter(torch.randn(count, width))
         if rank:
-            self.of_token = nn.Linear(width, rank, bias=False)
+            self.of_token = nn.Embedding(vocabulary, rank)
             self.of_state = nn.Linear(width, rank, bias=False)
             self.readout = nn.Linear(rank, vocabulary, bias=False)
             nn.init.zeros_(self.readout.weight)
@@ -53,16 +51,14 @@ class MaskTokens(nn.Module):
         numbers = torch.arange(count, device=learned.device)
         return learned[numbers.clamp(max=self.count - 1)][None]
 
-    def bias(self, embedded: Tensor, states: Tensor) -> Tensor:
+    def bias(self, gate: Tensor, tokens: Tensor) -> Tensor:
         """`[rows, width, n]` to add to the logits.
 
         Args:
-            embedded: `[rows, width, hidden]` embeddings of the token before each draft.
-            states: `[rows, width, hidden]` inputs of the LM head.
+            gate: `[rows, width, rank]` what `of_state` made of the inputs of the LM head.
+            tokens: `[rows, width]` the token before each draft.
         """
-        states = states.to(self.of_state.weight)
-        known = rms_norm(embedded.to(states), embedded.shape[-1:], eps=_EPS)
-        return self.readout(silu(self.of_token(known) + self.of_state(states)))
+        return self.readout(silu(self.of_token(tokens) + gate))
 
     @torch.no_grad()
     def trim(self, vocab_ids: Tensor) -> None:

@@ -71,9 +71,7 @@ class Lesson(NamedTuple):
             if share < 1 and depth:
                 there &= torch.rand(there.shape, device=there.device) < share**depth
             state = state[self.learned][there][None]
-            logits = head.logits(decoder, state, depth)
-            bias = head.token_bias(decoder, state, tokens[there][None]) if depth else None
-            yield (logits if bias is None else logits + bias)[0], there
+            yield head.draft_logits(decoder, state, depth, tokens[there][None])[0], there
 
 
 @dataclass
