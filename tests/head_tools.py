@@ -27,8 +27,8 @@ def class_of(kind: str) -> type[ExitHead]:
 
 def build(decoder: Decoder, kind: str, exit_layer: int, **options) -> ExitHead:
     """An untrained head of such a kind."""
-    if kind in PARALLEL:  # the third draft and those after it share a mask
-        options = {"parallel": 2, "markov": 4, **options}
+    if kind in PARALLEL:
+        options = {"parallel": True, "markov": 4, **options}
     return class_of(kind).build(decoder, exit_of(kind, exit_layer), **options)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from selfspec.decoder import OwnLayer, Pass, Span, StandaloneLayer
 from selfspec.drafters.engine import Engine, State, Verified
 from selfspec.heads import AcceptanceEstimator, Calibrator, ExitHead
+from selfspec.heads.mask import MaskToken
 from selfspec.sampling.draft import Tree
 
 
@@ -188,8 +190,8 @@ class LayerReader(ExitReader):
         self._added = 0  # which of the layers added to the slots is the head's
         self._at_once = False  # whether shallow passes also run the layer
         self._leaves = False  # whether such passes also compute logits
+        self._mask = cast(MaskToken, head.mask)  # of a head that has one
         self._ahead = 0  # masks after the pending token
-        self._embeds = self._features = torch.empty(0)  # [1, ahead, hidden] of these masks
         self._of_drafts = OwnLayer(self._layer)  # the layer in passes that draft
         self._before = torch.empty(0)  # [rows, width, hidden] features for the next draft
         self._hidden = torch.empty(0)  # [rows, m, hidden] exit states from position `_base` on
@@ -385,8 +387,9 @@ class LayerReader(ExitReader):
         starts, ends = self._behind(state)
         block, features = self._unseen(state, starts, ends), None
         if self._joins:
-            before = self._known_before(starts, block.shape[1])
-            features = self._before_masks(before, self._features, ends)
+            features = self._known_before(starts, block.shape[1])
+            if self._ahead:
+                features = self._before_masks(features, self._mask.features, ends)
         block, embeds = self._with_masks(block, ends)
         offsets = [-end for end in ends]
         own = self._own(partial(self.head.enter, features=features), ends)
@@ -398,21 +401,17 @@ class LayerReader(ExitReader):
         """A block with masks after each row's pending token, and its embeddings if there are."""
         if not self._ahead:
             return tokens, None
-        embeds = self._before_masks(self.decoder.embed(tokens), self._embeds, ends)
+        embeds = self._before_masks(self.decoder.embed(tokens), self._mask.embedding, ends)
         return tokens.new_zeros(embeds.shape[:2]), embeds
 
-    def _before_masks(self, states: Tensor, masks: Tensor, ends: Sequence[int]) -> Tensor:
-        """`states` up to each row's pending token, at `ends`, and then those of masks."""
-        if not self._ahead:
-            return states
-        masks = masks.to(states)
+    def _before_masks(self, states: Tensor, mask: Tensor, ends: Sequence[int]) -> Tensor:
+        """`states` up to each row's pending token, at `ends`, and then the mask's."""
+        mask = mask.to(states)
+        longer = torch.cat([states, mask.expand(len(ends), self._ahead, -1)], dim=1)
         if ends.count(ends[0]) == len(ends):
-            return torch.cat([states, masks.expand(len(ends), -1, -1)], dim=1)
-        width = states.shape[1] + self._ahead
-        number = torch.arange(width, device=states.device) - column(ends, states) - 1
-        known = pick(states, torch.arange(width, device=states.device).expand(len(ends), -1))
-        of_masks = masks[0][number.clamp(0, self._ahead - 1)]
-        return torch.where((number < 0)[..., None], known, of_masks)
+            return longer
+        after = torch.arange(longer.shape[1], device=states.device) > column(ends, states)
+        return torch.where(after[..., None], mask, longer)
 
     def _unseen(self, state: State, starts: Sequence[int], ends: Sequence[int]) -> Tensor:
         """`[rows, width]` each row's tokens from `starts` on, the last one again where it ends."""
@@ -454,7 +453,7 @@ class LayerReader(ExitReader):
         hidden = _put(pick(torch.cat([self._hidden, pending[:, :1]], dim=1), at), pending, end)
         features = pick(torch.cat(self._known, dim=1), at) if self._joins else None
         if features is not None and ahead:
-            features = _put(features, self._features.expand(len(ends), -1, -1), end + 1)
+            features = _put(features, self._mask.features.expand(len(ends), ahead, -1), end + 1)
         offsets = [-end for end in ends]
         return self._run(state, self._enter(state, hidden, features), offsets), end
 
@@ -505,11 +504,7 @@ class ParallelReader(LayerReader):
 
     def begin(self, most: int) -> None:
         """Take as many masks as the round has further drafts."""
-        masks = self.head.masks
-        assert masks is not None
-        if self._ahead != most - 1:
-            self._ahead = most - 1
-            self._embeds, self._features = masks.embeds(self._ahead), masks.features(self._ahead)
+        self._ahead = most - 1
 
     def read(
         self,
@@ -525,11 +520,11 @@ class ParallelReader(LayerReader):
             return self._spread(self._drafts[:, :1]), at_exit
         self._level += 1
         level = slice(self._level, self._level + 1)
-        logits, masks = self._drafts[:, level], self.head.masks
-        if masks is None or not masks.rank:
+        logits = self._drafts[:, level]
+        if not self._mask.rank:
             return self._spread(logits.expand(-1, tokens.shape[1], -1)), None
         with state.stats.clock("head"):
-            return self._spread(logits + masks.bias(self._gate[:, level], tokens)), None
+            return self._spread(logits + self._mask.bias(self._gate[:, level], tokens)), None
 
     def _draft_all(self, state: State, pending: Tensor) -> Tensor | None:
         """Run the head over the pending token and the masks; returns the exit's hidden state."""
@@ -540,12 +535,11 @@ class ParallelReader(LayerReader):
             self._last, at_exit = self._catch_up(state, shallow.hidden), shallow.hidden[:, :1]
         else:
             left = self._catch_up_at_once(state)
-        masks = self.head.masks
         with state.stats.clock("head"):
             logits = left is not None and self._leaves
             self._drafts = left.output if logits else self.head.logits(self.decoder, self._last)
-            if masks is not None and masks.rank and self._ahead:
-                self._gate = masks.of_state(self.head(self._last))
+            if self._mask.rank and self._ahead:
+                self._gate = self._mask.of_state(self.head(self._last))
         return at_exit
 
 

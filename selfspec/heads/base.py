@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from selfspec.config import unknown_name
 from selfspec.decoder import Decoder, weight_of
-from selfspec.heads.masks import MaskTokens
+from selfspec.heads.mask import MaskToken
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -47,9 +47,9 @@ class ExitHead(nn.Module):
             decoding; empty until they are fitted.
         skips_first: whether the head's layer has no key for the first token of a sequence, which
             has no token before it that features could come from.
-        drafts_at_once: whether all drafts of a round are made in one pass: over `masks`, or by
-            `all_logits` for a head without a layer.
-        masks: the mask tokens of a head with a layer that `drafts_at_once`.
+        drafts_at_once: whether all drafts of a round are made in one pass: with a `mask`, or by
+            `all_logits` if the head has no layer.
+        mask: the mask token of a head with a layer that `drafts_at_once`.
         longest: the most tokens that the head drafts in a round; `None` if there is no limit.
         facts: what is known about the head: its training data (`data`) and its measurements by
             domain (`held_out`). Plain values, which go into files and model cards.
@@ -71,7 +71,7 @@ class ExitHead(nn.Module):
         self.exit_layer = exit_layer
         self.register_buffer("vocab_ids", None)
         self.layer: nn.Module | None = None
-        self.masks: MaskTokens | None = None
+        self.mask: MaskToken | None = None
         self.calibrators = nn.ModuleDict()
         self.facts: dict[str, Any] = {}
         # In a tuple, because it shares the target's weights: it is neither stored nor trained.
@@ -192,10 +192,10 @@ class ExitHead(nn.Module):
             tokens: `[rows, width]` the token before each draft.
         """
         logits = self.logits(decoder, hidden, depth)
-        if not depth or self.masks is None or not self.masks.rank:
+        if not depth or self.mask is None or not self.mask.rank:
             return logits
-        gate = self.masks.of_state(self(hidden))
-        return logits + self.masks.bias(gate, tokens)
+        gate = self.mask.of_state(self(hidden))
+        return logits + self.mask.bias(gate, tokens)
 
     def all_logits(self, decoder: Decoder, hidden: Tensor) -> Tensor:
         """Logits of all drafts `[rows, longest, n]`, for such a head without a layer.

@@ -19,7 +19,7 @@ from torch import Tensor
 from selfspec.decoder import Decoder, OwnLayer, Packing, Span, StandaloneLayer
 from selfspec.decoder.cache import StepCache
 from selfspec.heads.base import ExitHead
-from selfspec.heads.masks import MaskTokens
+from selfspec.heads.mask import MaskToken
 
 
 @dataclass
@@ -109,8 +109,8 @@ def draft_states(
         entered = head.enter(hidden, None)
     features = _run_own_layer(decoder, head, entered, target, memory, 0)
     yield features
-    if head.masks is not None:
-        yield from _mask_states(decoder, head, head.masks, target, memory, steps)
+    if head.mask is not None:
+        yield from _mask_states(decoder, head, head.mask, target, memory, steps)
         return
     for step in range(1, steps):
         entered = head.enter(hidden, _of_token_before(features, target.packing))
@@ -121,7 +121,7 @@ def draft_states(
 def _mask_states(
     decoder: Decoder,
     head: ExitHead,
-    masks: MaskTokens,
+    mask: MaskToken,
     target: TargetStates,
     memory: StepCache,
     steps: int,
@@ -137,9 +137,10 @@ def _mask_states(
     if head.exit_layer:
         with torch.no_grad():
             decoder.run_packed(target.tokens, span, target.packing, memory=below)
+    embeds = mask.embedding.expand(shape)
+    features = mask.features.expand(shape) if head.feature_layers else None
+    enter = partial(head.enter, features=features)
     for step in range(1, steps):
-        embeds, features = (of(step)[:, -1:].expand(shape) for of in (masks.embeds, masks.features))
-        enter = partial(head.enter, features=features if head.feature_layers else None)
         if head.exit_layer:
             left = decoder.run_packed(
                 target.tokens, span, target.packing, memory=below, step=step, embeds=embeds

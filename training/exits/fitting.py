@@ -111,7 +111,7 @@ def go_on_from(heads: Sequence[ExitHead], decoder: Decoder, folder: str) -> None
     Raises:
         FileNotFoundError: there are no heads.
         ValueError: they were fitted to another target, none of them is among `heads`, or one has
-            other options (except for masks, which may be new) or a trimmed vocabulary.
+            other options (a mask may be new) or a trimmed vocabulary.
     """
     saved = {(head.kind, head.exit_layer): head for head in load_heads(decoder, folder)}
     known = [head for head in heads if (head.kind, head.exit_layer) in saved]
@@ -119,7 +119,7 @@ def go_on_from(heads: Sequence[ExitHead], decoder: Decoder, folder: str) -> None
         raise ValueError(f"start: none of the heads to fit is among {sorted(saved)} in {folder}")
     for head in known:
         before = saved[head.kind, head.exit_layer]
-        new = {} if before.masks or not head.masks else head.masks.options
+        new = {} if before.mask or not head.mask else head.mask.options
         if before.vocab_ids is not None or before.options | new != head.options:
             raise ValueError(
                 f"start: {folder} has {head.kind}@{head.exit_layer} with options {before.options}"
