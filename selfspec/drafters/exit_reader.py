@@ -524,7 +524,8 @@ class ParallelReader(LayerReader):
         if not self._mask.rank:
             return self._spread(logits.expand(-1, tokens.shape[1], -1)), None
         with state.stats.clock("head"):
-            return self._spread(logits + self._mask.bias(self._gate[:, level], tokens)), None
+            bias = self._mask.bias(self._gate[:, level], self.decoder.embed(tokens))
+            return self._spread(logits + bias), None
 
     def _draft_all(self, state: State, pending: Tensor) -> Tensor | None:
         """Run the head over the pending token and the masks; returns the exit's hidden state."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch.nn.functional import rms_norm, silu
 
 from selfspec.decoder import Decoder
+
+_EPS = 1e-6
 
 
 class MaskToken(nn.Module):
@@ -14,8 +16,8 @@ class MaskToken(nn.Module):
 
     The layers run over [newest token, mask, mask, ...] at consecutive positions, and each state
     drafts the token after its own. So that a draft may depend on the token that was drawn before
-    it, its logits get a low-rank bias from that token and its own state, W3 SiLU(W1[token] + W2 s):
-    a gated form of the Markov bias of DSpark.
+    it, its logits get a low-rank bias from that token and its own state, W3 SiLU(W1 e + W2 s): a
+    gated form of the Markov bias of DSpark.
 
     Args:
         decoder: the target.
@@ -33,7 +35,7 @@ class MaskToken(nn.Module):
         self.embedding = nn.Parameter(torch.randn(width) * std)
         self.features = nn.Parameter(torch.randn(width))
         if rank:
-            self.of_token = nn.Embedding(decoder.vocab_size, rank)
+            self.of_token = nn.Linear(width, rank, bias=False)
             self.of_state = nn.Linear(width, rank, bias=False)
             self.readout = nn.Linear(rank, decoder.vocab_size, bias=False)
             nn.init.zeros_(self.readout.weight)
@@ -43,14 +45,15 @@ class MaskToken(nn.Module):
         """The options of a head that has such a mask."""
         return {"parallel": True, "markov": self.rank}
 
-    def bias(self, gate: Tensor, tokens: Tensor) -> Tensor:
+    def bias(self, gate: Tensor, embedded: Tensor) -> Tensor:
         """`[rows, width, n]` to add to the logits.
 
         Args:
             gate: `[rows, width, rank]` what `of_state` made of the inputs of the LM head.
-            tokens: `[rows, width]` the token before each draft.
+            embedded: `[rows, width, hidden]` embeddings of the token before each draft.
         """
-        return self.readout(silu(self.of_token(tokens) + gate))
+        embedded = rms_norm(embedded.to(gate), embedded.shape[-1:], eps=_EPS)
+        return self.readout(silu(self.of_token(embedded) + gate))
 
     @torch.no_grad()
     def trim(self, vocab_ids: Tensor) -> None:
