@@ -34,7 +34,7 @@ class Work(NamedTuple):
     """What a round does beyond a plain decoding step.
 
     Attributes:
-        drafts: tokens that an exit head drafts, one after the other.
+        drafts: tokens that an exit head drafts.
         copies: tokens that are looked up.
     """
 
@@ -52,11 +52,13 @@ class RoundTimes:
 
     Args:
         draft_cost: prior time of a draft, in plain steps.
+        at_once: whether one pass makes all drafts of a round, so that it is paid once.
     """
 
-    def __init__(self, draft_cost: float):
+    def __init__(self, draft_cost: float, at_once: bool = False):
         # In plain steps until the first round was timed.
-        self.times = [1.0, _DOUBT * draft_cost, draft_cost, _GROWTH]
+        once, each = (draft_cost, 0.0) if at_once else (_DOUBT * draft_cost, draft_cost)
+        self.times = [1.0, once, each, _GROWTH]
         self._rounds = 0
         # Of the times relative to each other, in plain steps; the machine's speed is common to all.
         self._doubts = [0.0, _DOUBT * draft_cost, _DOUBT * draft_cost, 2 * _GROWTH]
@@ -252,6 +254,7 @@ class RoundModel:
         draft_cost: prior time of a draft, in plain steps.
         acceptance: prior acceptance rates of greedy and of sampled drafts.
         clock: returns seconds, the same in all processes of one model.
+        at_once: whether one pass makes all drafts of a round.
     """
 
     def __init__(
@@ -259,11 +262,12 @@ class RoundModel:
         draft_cost: float = NEUTRAL,
         acceptance: tuple[float, float] = (NEUTRAL, NEUTRAL),
         clock: Callable[[], float] | None = None,
+        at_once: bool = False,
     ):
         self.clock = clock or time.perf_counter
         self.drafts = {sampled: DraftRates(acceptance[sampled]) for sampled in (False, True)}
         self.copies = {sampled: CopyRates() for sampled in (False, True)}
-        self._draft_cost = draft_cost
+        self._draft_cost, self._at_once = draft_cost, at_once
         self._times: dict[int, RoundTimes] = {}
 
     @classmethod
@@ -279,12 +283,12 @@ class RoundModel:
             float(known[name].bias.float().sigmoid()) if name in known else NEUTRAL  # pyright: ignore
             for name in ("greedy", "sampled")
         ]
-        return cls(cost, (acceptance[0], acceptance[1]), clock)
+        return cls(cost, (acceptance[0], acceptance[1]), clock, head.drafts_at_once)
 
     def times(self, rows: int) -> RoundTimes:
         """Times of rounds with that many rows; new ones start from the nearest known batch size."""
         if rows not in self._times:
-            new = RoundTimes(self._draft_cost)
+            new = RoundTimes(self._draft_cost, self._at_once)
             if self._times:
                 nearest = min(self._times, key=lambda known: abs(known - rows))
                 new = self._times[nearest].like(rows, nearest)
