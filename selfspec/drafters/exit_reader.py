@@ -497,9 +497,7 @@ class ParallelReader(LayerReader):
     def __init__(self, engine: Engine, head: ExitHead):
         super().__init__(engine, head)
         self._drafts = torch.empty(0)  # [rows, 1 + ahead, n] the logits of the round
-        self._gate = torch.empty(
-            0
-        )  # [rows, 1 + ahead, rank] of the bias that the token before adds
+        self._gate = torch.empty(0)  # [rows, 1 + ahead, rank] what the states add to the bias
         self._level = 0  # index of the next draft
 
     def begin(self, most: int) -> None:
@@ -529,18 +527,18 @@ class ParallelReader(LayerReader):
 
     def _draft_all(self, state: State, pending: Tensor) -> Tensor | None:
         """Run the head over the pending token and the masks; returns the exit's hidden state."""
-        at_exit, left = None, None
-        if self.head.exit_layer:
+        head, at_exit, logits = self.head, None, None
+        if head.exit_layer:
             block, embeds = self._with_masks(pending, [0] * state.rows)
-            shallow = self.engine.shallow(state, block, self.head.exit_layer, 0, embeds=embeds)
+            shallow = self.engine.shallow(state, block, head.exit_layer, 0, embeds=embeds)
             self._last, at_exit = self._catch_up(state, shallow.hidden), shallow.hidden[:, :1]
         else:
             left = self._catch_up_at_once(state)
+            logits = left.output if self._leaves else None
         with state.stats.clock("head"):
-            logits = left is not None and self._leaves
-            self._drafts = left.output if logits else self.head.logits(self.decoder, self._last)
+            self._drafts = head.logits(self.decoder, self._last) if logits is None else logits
             if self._mask.rank and self._ahead:
-                self._gate = self._mask.of_state(self.head(self._last))
+                self._gate = self._mask.of_state(head(self._last))
         return at_exit
 
 

@@ -65,7 +65,7 @@ def draft_states(
 ) -> Iterator[Tensor]:
     """Inputs of `head.logits` at every position, for each depth of a draft.
 
-    A head without feature layers drafts the same at every depth, so it gives one result.
+    A head that is not unrolled drafts the same at every depth, so it gives one result.
 
     Args:
         decoder: the target.
@@ -82,13 +82,7 @@ def draft_states(
     """
     hidden = target.streams[head.exit_layer]
     if head.layer is None:
-        if not head.drafts_at_once:
-            yield hidden
-            return
-        features = head.join([target.streams[layer] for layer in head.feature_layers])
-        for _ in range(min(steps, head.longest or steps)):
-            features = _of_token_before(features, target.packing)
-            yield features
+        yield from _moved_features(head, target, steps) if head.drafts_at_once else [hidden]
         return
     if not is_unrolled(head):
         yield _run_own_layer(decoder, head, hidden, target, None, 0)
@@ -101,13 +95,11 @@ def draft_states(
     memory = StepCache(decoder.windows, hidden.shape[0], hidden.device)
     if isinstance(head.layer, StandaloneLayer):
         hidden = head.embed(decoder, target.tokens)
-    features = None
+    before = None
     if head.feature_layers:
-        features = head.join([target.streams[layer] for layer in head.feature_layers])
-        entered = head.enter(hidden, _of_token_before(features, target.packing))
-    else:
-        entered = head.enter(hidden, None)
-    features = _run_own_layer(decoder, head, entered, target, memory, 0)
+        joined = head.join([target.streams[layer] for layer in head.feature_layers])
+        before = _of_token_before(joined, target.packing)
+    features = _run_own_layer(decoder, head, head.enter(hidden, before), target, memory, 0)
     yield features
     if head.mask is not None:
         yield from _mask_states(decoder, head, head.mask, target, memory, steps)
@@ -115,6 +107,14 @@ def draft_states(
     for step in range(1, steps):
         entered = head.enter(hidden, _of_token_before(features, target.packing))
         features = _run_own_layer(decoder, head, entered, target, memory, step)
+        yield features
+
+
+def _moved_features(head: ExitHead, target: TargetStates, steps: int) -> Iterator[Tensor]:
+    """For each depth, the features of the token from which a head without a layer drafts all."""
+    features = head.join([target.streams[layer] for layer in head.feature_layers])
+    for _ in range(min(steps, head.longest or steps)):
+        features = _of_token_before(features, target.packing)
         yield features
 
 

@@ -384,8 +384,8 @@ class ExitTask(Task):
             losses = draft_losses(
                 names, lesson.target_logits[there], logits, lesson.following[there], head.vocab_ids
             )
-            mixed = sum(part * losses[name] for name, part in names.items())
-            total = total + weight / share**depth * mixed.sum()
+            mixed = sum(part * losses[name].sum() for name, part in names.items())
+            total = total + weight / share**depth * mixed
         return total
 
     def evaluate(self) -> dict[str, float]:
