@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from typing_extensions import Self
+
 from selfspec.config import DraftConfig
 from selfspec.decoder import Pass
 from selfspec.drafters.chain import ExitDrafter
@@ -93,3 +95,8 @@ class Auto(ExitDrafter):
         self.reader.verified(state, 0, verified)
         self.timer.end(state.rows, Work(copies=draft.length))
         self.model.drafts[state.sampler.do_sample].fade()  # so that drafts are tried again
+
+    def join(self, other: Self) -> None:
+        """Go on with the rows of another drafter, too."""
+        super().join(other)
+        self.lookup.join(other.lookup)

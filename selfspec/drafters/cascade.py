@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from typing_extensions import Self
+
 from selfspec.config import DraftConfig
 from selfspec.decoder import Pass
 from selfspec.drafters.chain import ExitDrafter
@@ -82,3 +84,8 @@ class Cascade(ExitDrafter):
             self.reader.verified(state, 0, verified)
         else:
             super().commit(state, draft, verified, verdict)
+
+    def join(self, other: Self) -> None:
+        """Go on with the rows of another drafter, too."""
+        super().join(other)
+        self.lookup.join(other.lookup)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from selfspec.decoder import Pass
 from selfspec.drafters.base import Drafter
@@ -109,3 +110,11 @@ class ExitDrafter(Drafter):
     def select(self, rows: Sequence[int]) -> None:
         """Go on with some rows only."""
         self.reader.select(rows)
+
+    def join(self, other: Self) -> None:
+        """Go on with the rows of another drafter, too."""
+        self.reader.join(other.reader)
+
+    def pause(self) -> None:
+        """The time of the last round ends here."""
+        self.schedule.pause()

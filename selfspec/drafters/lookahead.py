@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from typing_extensions import Self
 
 from selfspec.config import DraftConfig, LookaheadConfig
 from selfspec.decoder import Pass
@@ -182,6 +183,10 @@ class Lookahead(Drafter):
     def select(self, rows: Sequence[int]) -> None:
         """Go on with some rows only."""
         self._rows = [self._rows[row] for row in rows]
+
+    def join(self, other: Self) -> None:
+        """Go on with the rows of another drafter, too."""
+        self._rows = self._rows + other._rows
 
 
 def _add_window(block: Branches, window: list[list[int]]) -> list[int]:

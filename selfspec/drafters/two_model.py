@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from selfspec.config import DraftConfig
 from selfspec.decoder import Decoder, Pass
@@ -108,3 +109,11 @@ class TwoModel(Drafter):
     def select(self, rows: Sequence[int]) -> None:
         """Go on with some rows only."""
         self.slots.select(rows)
+
+    def join(self, other: Self) -> None:
+        """Go on with the rows of another drafter, too."""
+        self.slots.join(other.slots)
+
+    def pause(self) -> None:
+        """The time of the last round ends here."""
+        self.schedule.pause()

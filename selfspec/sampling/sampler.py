@@ -36,7 +36,10 @@ class Context:
         rows: list[int],
         text: Sequence[list[int]] = (),
     ):
-        self.lengths, self.rows, self.text = lengths, rows, text
+        # By row; `JoinedContext` has rows of any numbers.
+        self.lengths: list[int] | dict[int, int] = lengths
+        self.text: Sequence[list[int]] | dict[int, list[int]] = text
+        self.rows = rows
         self._tokens, self._filled = tokens, list(lengths)
 
     @property

@@ -263,7 +263,23 @@ class SlotCache(Cache):
         self.lengths = [self.lengths[row] for row in rows]
         self.added_from = [self.added_from[row] for row in rows]
         for layer in self.layers:
-            layer.change(lambda buffer: buffer[list(rows)])
+            layer.select(rows)
+
+    def join(self, other: SlotCache, room: int = 0) -> None:
+        """Append the rows of another cache of the same layers, which loses them.
+
+        They take the place of rows that were left out by `select`; memory grows only if there are
+        not enough of these.
+
+        Args:
+            other: the other cache.
+            room: slots that its longest row needs beyond its committed tokens.
+        """
+        rows, length = (self.rows, other.rows), max(other.lengths)
+        for layer in self.layers:  # the other's memory is freed layer by layer
+            layer.join(other.layers.pop(0), rows, length, length + room)
+        self.lengths = self.lengths + other.lengths
+        self.added_from = self.added_from + other.added_from
 
     def empty(self, rows: int) -> SlotCache:
         """A cache like this one, for other rows."""
