@@ -37,10 +37,6 @@ from selfspec.sampling.sampler import Context, Sampler
 from selfspec.schedule.stats import Round, Stats, Trace
 
 _FIRST_ROOM = 1024  # tokens reserved ahead; buffers double when a call writes more
-BROKEN = (
-    "the model's logits are NaN or infinite; check its weights and dtype (float16 overflows where "
-    "bfloat16 and float32 do not)"
-)
 AT_LAST_POSITION = (
     "the text has reached the last of the model's {} learned positions; lower max_new_tokens"
 )
@@ -84,6 +80,7 @@ class Session:
     ):
         self.engine, self.drafter, self.prompt = engine, drafter, prompt
         self.sampler, self.stops, self.stream, self.config = sampler, stops, stream, config
+        self.chunk = config.prefill_chunk_size
         wanted = bool(config.return_dict_in_generate)
         empty: list[list[Any]] = [[] for _ in range(prompt.rows)]
         self.scores = StepRecord(wanted and bool(config.output_scores), [*map(list, empty)])
@@ -110,7 +107,7 @@ class Session:
                 state,
                 tokens,
                 counts,
-                self.config.prefill_chunk_size,
+                self.chunk,
                 keep=self.drafter.keep,
                 watch=lambda block, offset: self.prefilled(state, block, offset, counts),
             )
@@ -119,7 +116,7 @@ class Session:
             nothing = Draft.empty(state.rows, tokens.device)
             verdict, broken = self._accept(state, nothing, logits)
             rounds, emitted = self.stats.rounds, self.stats.emitted
-            self._commit(state, verdict, self._read(nothing, verdict, broken))
+            self._commit(state, verdict, self._read(state, nothing, verdict, broken))
         self.stats.prefilled += self.stats.emitted - emitted
         self.stats.rounds = rounds
         return state
@@ -148,7 +145,7 @@ class Session:
         verified = self.engine.verify(state, draft)
         with self.stats.clock("sampling"):
             verdict, broken = self._accept(state, draft, verified.logits)
-        rounds = self._read(draft, verdict, broken)  # the one synchronisation of a round
+        rounds = self._read(state, draft, verdict, broken)  # the one synchronisation of a round
         if verdict.branch is not None and any(step.moved for step in rounds):
             state.slots.gather(torch.nn.functional.pad(verdict.branch, (1, 0)))
         self.drafter.commit(state, draft, verified, verdict)
@@ -172,12 +169,19 @@ class Session:
         self.scores.begin(scores, verdict.branch)
         return verdict, broken_places(logits, verdict.branch, self.sampler.do_sample)
 
-    def _read(self, draft: Draft, verdict: Verdict, broken: Tensor) -> list[RowRound]:
-        """The round on the host; raises ValueError if logits that decided about it are broken."""
+    def _read(self, state: State, draft: Draft, verdict: Verdict, broken: Tensor) -> list[RowRound]:
+        """The round on the host."""
         rounds = read_rounds(draft, verdict, broken)
-        if any(step.broken for step in rounds):
-            raise ValueError(BROKEN)
+        for step in rounds:
+            self._check(step)
         return rounds
+
+    def _check(self, step: RowRound) -> None:
+        if step.broken:
+            raise ValueError(
+                "the model's logits are NaN or infinite; check its weights and dtype (float16 "
+                "overflows where bfloat16 and float32 do not)"
+            )
 
     def _check_positions(self, state: State) -> None:
         positions = self.engine.decoder.learned_positions
