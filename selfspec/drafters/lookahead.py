@@ -152,7 +152,7 @@ class Lookahead(Drafter):
     def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
         """Fill the window from the prompt."""
         if offset == 0:
-            texts = state.context.text
+            texts = [state.context.text[row] for row in state.context.rows]
             self._rows = [Row.of(text, self.config, self._source) for text in texts]
 
     def propose(self, state: State, limit: int) -> Draft:
