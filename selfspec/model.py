@@ -317,6 +317,7 @@ class SelfSpecModel:
         batch_size: int = 8,
         draft: DraftConfig | Mapping[str, Any] | str | None = None,
         assistant_model: nn.Module | None = None,
+        max_new_tokens: int | Sequence[int] | None = None,
         seed: int | Sequence[int] | None = None,
         stopping_criteria: StoppingCriteriaList | None = None,
         **kwargs: Any,
@@ -329,6 +330,7 @@ class SelfSpecModel:
             batch_size: the most requests that run at a time.
             draft: how to draft, as in `generate`.
             assistant_model: as in `generate`.
+            max_new_tokens: as in transformers, or one number per prompt.
             seed: seeds the sampling of request i with seed + i, or with its i-th number. With the
                 rule `"coupled"`, request i then equals `generate` with a generator of that seed on
                 the model's device; with other rules requests share draws. `None` takes torch's
@@ -350,6 +352,11 @@ class SelfSpecModel:
         device = engine.decoder.device
         any_drafter = make_drafter(engine, drafting)  # its rule is that of all
 
+        def longest(number: int) -> int | None:
+            return (
+                max_new_tokens[number] if isinstance(max_new_tokens, Sequence) else max_new_tokens
+            )
+
         def source(number: int) -> torch.Generator | None:
             if seed is None:
                 return None
@@ -365,6 +372,7 @@ class SelfSpecModel:
                 generation_config=config,
                 stopping_criteria=criteria,
                 custom_generate=partial(open_session, call=call),
+                **({} if max_new_tokens is None else {"max_new_tokens": longest(number)}),
                 **kwargs,
             )
             assert call.session is not None
