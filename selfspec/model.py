@@ -26,7 +26,7 @@ from selfspec.generation.batch import Batch, RequestOutput
 from selfspec.generation.loop import Call, Session, SpecOutput, open_session, speculate
 from selfspec.generation.prompts import left_padded
 from selfspec.generation.stopping import without_stop_strings
-from selfspec.generation.unsupported import refuse_in_batches, refuse_other_loops
+from selfspec.generation.unsupported import check_counts, refuse_in_batches, refuse_other_loops
 from selfspec.heads import (
     CONFIG_NAME,
     ExitHead,
@@ -351,11 +351,10 @@ class SelfSpecModel:
         run: Any = self.causal_lm.generate
         device = engine.decoder.device
         any_drafter = make_drafter(engine, drafting)  # its rule is that of all
-
-        def longest(number: int) -> int | None:
-            return (
-                max_new_tokens[number] if isinstance(max_new_tokens, Sequence) else max_new_tokens
-            )
+        if isinstance(inputs, Sequence):
+            check_counts(len(inputs), max_new_tokens=max_new_tokens, seed=seed)
+            if not inputs:
+                return iter(())
 
         def source(number: int) -> torch.Generator | None:
             if seed is None:
@@ -366,13 +365,16 @@ class SelfSpecModel:
         def open_request(prompt: Sequence[int], number: int) -> Session:
             call = Call(engine, any_drafter, generator=source(number))
             tokens = torch.tensor([list(prompt)], dtype=torch.long, device=device)
+            longest = max_new_tokens
+            if isinstance(longest, Sequence):
+                longest = longest[number]
             run(
                 left_padded(tokens, {})[0],
                 attention_mask=torch.ones_like(tokens),
                 generation_config=config,
                 stopping_criteria=criteria,
                 custom_generate=partial(open_session, call=call),
-                **({} if max_new_tokens is None else {"max_new_tokens": longest(number)}),
+                **({} if longest is None else {"max_new_tokens": longest}),
                 **kwargs,
             )
             assert call.session is not None

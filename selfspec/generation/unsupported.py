@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -102,6 +102,13 @@ def refuse_in_batches(
     kept = [name for name in ("output_scores", "output_logits") if chosen(name)]
     if kept:
         raise ValueError(f"{', '.join(kept)}: generate_batch keeps tokens only; call generate")
+
+
+def check_counts(prompts: int, **given: Any) -> None:
+    """Raise ValueError unless each option that is a sequence has one entry per prompt."""
+    for name, values in given.items():
+        if isinstance(values, Sequence) and len(values) != prompts:
+            raise ValueError(f"{name} has {len(values)} numbers for {prompts} prompts")
 
 
 def refuse_unsupported_options(
