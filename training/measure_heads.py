@@ -9,13 +9,14 @@ from rich.console import Console
 
 from selfspec import SelfSpecModel
 from selfspec.heads import load_heads
-from training.data import Blocks
-from training.exits.fitting import FIT_NAME, FitConfig, write_heads
-from training.exits.measure import calibrate, measure, open_held_out
-from training.exits.report import ExitFigures, figures_table, write_report
-from training.loop.metrics import read_metrics
-from training.loop.parallel import processes
-from training.loop.script import run_script
+
+from .data import Blocks
+from .exits.fitting import FIT_NAME, FitConfig, write_heads
+from .exits.measure import calibrate, measure, open_held_out
+from .exits.report import ExitFigures, figures_table, write_report
+from .loop.metrics import read_metrics
+from .loop.parallel import processes
+from .loop.script import run_script
 
 
 def measure_heads(config: FitConfig) -> dict[str, list[ExitFigures]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from training.data.sources import Document
+from .sources import Document
 
 
 @dataclass

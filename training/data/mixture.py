@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from training.data.blocks import Batch, Blocks, collate, pack
-from training.data.sources import SourceConfig, tokenize
+from .blocks import Batch, Blocks, collate, pack
+from .sources import SourceConfig, tokenize
 
 
 class Mixture:

@@ -16,13 +16,14 @@ from selfspec.config import StrictConfig
 from selfspec.decoder import Decoder
 from selfspec.heads import CARD_NAME, ExitHead, heads_card, load_heads, save_heads
 from selfspec.heads.hub import DEMO
-from training.data import Blocks, SourceConfig, pack, tokenize
-from training.exits.features import FeaturesConfig
-from training.exits.measure import MeasureConfig
-from training.exits.task import DraftLossConfig, HeadConfig, new_head
-from training.loop.checkpoint import write_folder
-from training.loop.loop import LoopConfig
-from training.loop.optim import OptimizerConfig
+
+from ..data import Blocks, SourceConfig, pack, tokenize
+from ..loop.checkpoint import write_folder
+from ..loop.loop import LoopConfig
+from ..loop.optim import OptimizerConfig
+from .features import FeaturesConfig
+from .measure import MeasureConfig
+from .task import DraftLossConfig, HeadConfig, new_head
 
 FIT_NAME = "fit.yaml"
 

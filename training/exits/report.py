@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from selfspec.heads.files import replacing
-from training.exits.calibrate import Bin
+
+from .calibrate import Bin
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

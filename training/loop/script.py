@@ -15,8 +15,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfspec.config import ConfigT, StrictConfig, load_config
 from selfspec.heads.files import replacing
-from training.loop.checkpoint import Checkpoints, write_folder
-from training.loop.parallel import processes
+
+from .checkpoint import Checkpoints, write_folder
+from .parallel import processes
 
 CONFIG_NAME = "config.yaml"
 
