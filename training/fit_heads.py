@@ -29,9 +29,8 @@ def fit(config: FitConfig) -> Path:
     heads = build_heads(decoder, config.heads)
     if config.start:
         go_on_from(heads, decoder, config.start)
-    data = Mixture.read(config.data, tokenizer, config.block_size, config.loop.seed)
+    data, held_out = config.read_text(tokenizer)
     trim_heads(decoder, heads, config.heads, data.sources)
-    held_out = config.read_held_out(tokenizer)
     open_held_out(decoder, heads, held_out, config.measure)  # it must do, once heads are fitted
     first = next(iter(held_out.values()))
     watched = HeldOutDrafts(decoder, heads, first, config.measure.depths, config.measure.watched)

@@ -81,6 +81,13 @@ class Blocks:
             self.tokens[None, cut].long(), self.documents[None, cut], self.trained[None, cut]
         )
 
+    def split(self, count: int) -> tuple[Blocks, Blocks]:
+        """The first blocks and the last `count`."""
+        place = (len(self) - count) * self.block_size
+        parts = self.tokens, self.documents, self.trained
+        before, after = zip(*((part[:place], part[place:]) for part in parts), strict=True)
+        return Blocks(*before, self.block_size), Blocks(*after, self.block_size)
+
 
 def pack(documents: Iterable[Document], block_size: int, source: str) -> Blocks:
     """Concatenate documents; a rest shorter than a block is dropped.
