@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from selfspec import DEMO_MODEL
 from selfspec.config import parse
 from selfspec.decoder import Decoder
+from selfspec.heads import head_class
 from selfspec.heads.hub import DEMO
 
 from ..data import tokenize
@@ -28,6 +29,7 @@ _DEMO_TEXT = {
 _PASSES = 3  # over the text
 _STEPS = 10_000  # the most
 _VOCABULARY = 32_000  # the most tokens that a head drafts
+_LONG = 2_000_000  # trained tokens from which on a head at the embeddings drafts well
 _RATE, _WIDTH = 0.006, 256  # the learning rate of heads of this width
 
 
@@ -45,10 +47,12 @@ def complete(given: Mapping[str, Any], source: str) -> FitConfig:
     text = default_text(given)
     target = given.get("target", DEMO)
     decoder = _without_weights(DEMO_MODEL if target == DEMO else target)
-    known = _filled(given, {"output": "outputs/fit", **text, **_of_target(decoder)})
-    config = parse(FitConfig, known, source)
-    loop = _of_size(config, decoder, known.get("loop", {}))
-    return parse(FitConfig, _filled(known, {"loop": loop}), source)
+    chosen = {"output": "outputs/fit", **text, **_of_target(decoder)}
+    config = parse(FitConfig, _filled(given, chosen), source)
+    chosen["loop"] = loop = _of_size(config, decoder, given.get("loop", {}))
+    if loop["steps"] * loop["batch_size"] * config.block_size >= _LONG:
+        chosen["heads"][0]["exit_layer"] = head_class(chosen["heads"][0]["kind"]).lowest_exit
+    return parse(FitConfig, _filled(given, chosen), source)
 
 
 def default_text(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,10 +91,9 @@ def _without_weights(source: str | Path) -> Decoder:
 
 def _of_target(decoder: Decoder) -> dict[str, Any]:
     """The head, its loss and rate, and what is measured."""
-    head: dict[str, Any] = {"kind": "fused", "exit_layer": 0}
-    depths = 4
-    if decoder.counts_keys:  # a layer of such a target cannot be unrolled over its own drafts
-        head, depths = {"kind": "block", "exit_layer": max(1, decoder.depth // 4)}, 1
+    # A layer of a target that counts keys cannot be unrolled over its own drafts.
+    kind, depths = ("block", 1) if decoder.counts_keys else ("fused", 4)
+    head: dict[str, Any] = {"kind": kind, "exit_layer": max(1, decoder.depth // 4)}
     if decoder.vocab_size > 2 * _VOCABULARY:  # the LM head would cost more than the head's layer
         head["vocab_size"] = _VOCABULARY
     # Adam's rate for matrices falls with their width (Yang et al. 2022).
