@@ -26,8 +26,8 @@ _DEMO_TEXT = {
     "data": [{"files": [str(TEXT / "garden.txt")], "clean": "prose"}],
     "held_out": {"novels": {"files": [str(TEXT / "hound.txt")], "clean": "prose"}},
 }
-_PASSES = 3  # over the text
-_STEPS = 10_000  # the most
+_PASSES = 2  # over the text
+_FEWEST, _MOST = 100, 10_000  # steps
 _VOCABULARY = 32_000  # the most tokens that a head drafts
 _LONG = 2_000_000  # trained tokens from which on a head at the embeddings drafts well
 _RATE, _WIDTH = 0.006, 256  # the learning rate of heads of this width
@@ -129,9 +129,9 @@ def _steps(config: FitConfig, tokens_a_step: int) -> int:
     for source in config.data:
         for document in tokenize(source, tokenizer):
             tokens += len(document.tokens)
-            if tokens * _PASSES >= _STEPS * tokens_a_step:
-                return _STEPS
-    return max(1, math.ceil(tokens * _PASSES / tokens_a_step))
+            if tokens * _PASSES >= _MOST * tokens_a_step:
+                return _MOST
+    return max(_FEWEST, math.ceil(tokens * _PASSES / tokens_a_step))
 
 
 def _rows_that_fit(config: FitConfig, decoder: Decoder) -> int:
