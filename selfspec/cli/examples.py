@@ -24,7 +24,7 @@ EXAMPLES = {
     "fit": (
         "selfspec fit",
         "selfspec fit path/to/model --text 'texts/*.txt' --output outputs/mine",
-        "selfspec fit path/to/model --text chats.jsonl loop.steps=2000 optimizer.lr=0.001",
+        "selfspec fit path/to/model --text outputs/written/texts.jsonl loop.steps=2000",
     ),
     "generate": (
         "selfspec generate 'It was a dark and stormy night' --format trace",
@@ -39,7 +39,6 @@ EXAMPLES = {
     "measure": ("selfspec measure outputs/mine measure.prompts=16",),
     "regenerate": (
         "selfspec regenerate path/to/model --text 'texts/*.txt' --output outputs/written",
-        "selfspec fit path/to/model --text outputs/written/texts.jsonl",
     ),
     "tune": (
         "selfspec tune",
