@@ -61,13 +61,16 @@ dist: $(READY) ## source distribution and wheel, the wheel made from the former
 	rm -rf dist
 	$(BIN)/python -m build
 
-# pip resolves what the wheel asks for; the demo runs from a folder that is no checkout.
-test-wheel: dist ## install the wheel in an environment of its own, and run the demo from it
+# pip resolves what the wheel asks for; demo and fit run in a folder that is no checkout. The last
+# line that `fit` prints loads its heads.
+test-wheel: dist ## install the wheel in an environment of its own, run the demo and a fit from it
 	rm -rf $(WHEEL_ENV)
 	$(PYTHON) -m venv $(WHEEL_ENV)
 	$(WHEEL_PIP) install --quiet $(PIP_TORCH_ARGS) '$(TORCH)'
-	$(WHEEL_PIP) install --quiet dist/*.whl
+	$(WHEEL_PIP) install --quiet "$$(echo dist/*.whl)[train]"
 	cd $(WHEEL_ENV) && HF_HUB_OFFLINE=1 bin/selfspec demo --max-new-tokens 64
+	cd $(WHEEL_ENV) && HF_HUB_OFFLINE=1 bin/selfspec fit loop.steps=4 measure.blocks=4 measure.prompts=1 >fit.txt
+	cd $(WHEEL_ENV) && HF_HUB_OFFLINE=1 bin/python -c "$$(tail -n 1 fit.txt)"
 	cd $(WHEEL_ENV) && bin/python -c "from pathlib import Path; import selfspec; \
 	  assert 'site-packages' in selfspec.__file__ and Path(selfspec.__file__).with_name('py.typed').is_file()"
 

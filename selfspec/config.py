@@ -238,6 +238,11 @@ def load_config(
         FileNotFoundError: there is no file at `path`.
         ValueError: the file is not a YAML mapping, an override has no `=`, or a key is unknown.
     """
+    return parse(config, read_config(path, overrides), str(path or "overrides"))
+
+
+def read_config(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """What a YAML file and overrides say, before it is checked; raises as `load_config` does."""
     data: Any = {}
     if path is not None:
         file = Path(path)
@@ -248,7 +253,7 @@ def load_config(
         raise ValueError(f"{path} must hold a YAML mapping, got {type(data).__name__}")
     for override in overrides:
         _override(data, override)
-    return parse(config, data, str(path) if path is not None else "overrides")
+    return data
 
 
 def _override(data: dict[str, Any], override: str) -> None:

@@ -15,10 +15,11 @@ from selfspec.config import StrictConfig
 from selfspec.decoder import Decoder
 from selfspec.heads import Calibrator, ExitHead, build_head, check_distinct, head_class
 from selfspec.heads.teacher_forcing import TargetStates, draft_states, runs_targets_layer
-from training.data import Batch, Blocks, collate
-from training.exits.features import Reader, TargetReader, streams_of
-from training.exits.losses import NO_TOKEN, LossSchedule, acceptance_rate, agreement, draft_losses
-from training.loop.loop import Task
+
+from ..data import Batch, Blocks, collate
+from ..loop.loop import Task
+from .features import Reader, TargetReader, streams_of
+from .losses import NO_TOKEN, LossSchedule, acceptance_rate, agreement, draft_losses
 
 
 class Lesson(NamedTuple):
