@@ -383,6 +383,7 @@ def test_layers_are_recorded_only_where_the_body_hands_hidden_states_on(meddle):
 # On a GPU
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
 @pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("qwen3", "eager")])
 @pytest.mark.parametrize("lengths", [(6,), (9, 5, 2)])

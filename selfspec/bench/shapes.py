@@ -44,6 +44,7 @@ _NODES = 12  # of a tree, on as many levels
 _ATTENTION = 0.3
 _CHUNK = 2048  # prompt tokens of a pass: the mask of a whole long prompt would not fit
 _USABLE = 0.8  # share of the memory that a benchmark may fill
+_CPU_PROMPTS = 256  # prompt tokens of a batch by default on a CPU: more would take minutes
 
 
 def read_shape(name: str) -> PretrainedConfig:
@@ -147,7 +148,7 @@ def with_defaults(config: BenchConfig, depth: int, device: torch.device) -> Benc
     Args:
         config: the config as given.
         depth: layers of the target.
-        device: where it runs. A CPU gets fewer lengths and rows, and float32.
+        device: where it runs. A CPU gets shorter prompts, fewer rows, and float32.
     """
     gpu = device.type != "cpu"
     lengths = (128, 2048, 8192, 32768) if gpu else (64, 256)
@@ -194,6 +195,7 @@ class ShapeBench(Bench):
         shape = read_shape(config.shape)
         device = _device(config.device)
         text: Any = shape.get_text_config(decoder=True)
+        chosen = config.model_fields_set & {"prompts", "batch_sizes"}
         config = with_defaults(config, text.num_hidden_layers, device)
         dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
         model = random_model(shape, dtype, device, config.seed)
@@ -204,7 +206,9 @@ class ShapeBench(Bench):
         self.bandwidth = read_bandwidth(device)
         self.measured = {
             "bandwidth GB/s": round(self.bandwidth / 1e9, 1),
-            "left out": self._leave_out(usable_memory(device)),
+            "left out": self._leave_out(
+                usable_memory(device), None if chosen or device.type != "cpu" else _CPU_PROMPTS
+            ),
         }
         self.facts: dict[str, Any] = {
             "shape": config.shape,
@@ -220,8 +224,13 @@ class ShapeBench(Bench):
             "processor": device_name(device),
         }
 
-    def _leave_out(self, usable: float) -> list[str]:
-        """Drop what would not fit beside the weights; returns its names."""
+    def _leave_out(self, usable: float, most: int | None) -> list[str]:
+        """Drop what would not fit beside the weights or takes too long; returns its names.
+
+        Args:
+            usable: bytes of memory.
+            most: the most prompt tokens of a batch.
+        """
         engine = self.spec.engine
         parts = [engine.decoder.causal_lm, *engine.heads]
         weights = sum(map(size_of, parts)) * (2 if self.config.kernels == "prepacked" else 1)
@@ -233,9 +242,10 @@ class ShapeBench(Bench):
             # Static and growing caches, the mask of a chunk, and logits in float32.
             mask = batch.rows * _CHUNK * batch.width * 4
             scores = 16 * batch.rows * engine.decoder.vocab_size * 4
-            if weights + 2 * kv + mask + scores > usable:
+            too_long = most is not None and batch.rows * batch.width > most
+            if too_long or weights + 2 * kv + mask + scores > usable:
                 del self.batches[key]
-                names.append(f"{key[1]} x {key[0]}")
+                names.append(f"batch {key[1]} of {key[0]}")
         if not self.batches:
             raise ValueError(
                 f"{weights / 1e9:.1f} GB of weights and any of the caches do not fit in "
