@@ -1,7 +1,7 @@
 """The first ten minutes of a GPU in one command: `python -m selfspec.bench.gpu`, or `make gpu`.
 
 What the machine has, the tests that need a device, exactness of drafters and kernels on it, how
-often a round waits for it, real sizes beside transformers' compiled `generate`, and a picture of one
+often a round waits for it, real sizes beside the compiled `generate`, and a picture of one
 round. Each stage is one file; a run that was stopped goes on with the next stage. The same stages
 run on a CPU with a tiny shape.
 """
@@ -151,7 +151,8 @@ def device_tests(setup: Setup) -> Found:
     """The tests that need a device; they are skipped on a CPU."""
     if not _TESTS.is_dir() or importlib.util.find_spec("pytest") is None:
         return Found({"left out": "there is no checkout with tests, or no pytest"})
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", str(_TESTS / "test_graphs.py")]
+    files = [str(path) for path in _TESTS.glob("test_*.py") if "mark.gpu" in path.read_text()]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *files]
     done = subprocess.run(command, cwd=_TESTS.parent, capture_output=True, text=True, check=False)
     lines = done.stdout.strip().splitlines()
     facts: dict[str, Any] = {"result": lines[-1] if lines else done.stderr.strip()[-500:]}
@@ -201,7 +202,7 @@ def _exact(
 
 
 def _demo(setup: Setup, dtype: torch.dtype, kernels: Kernels) -> SelfSpecModel:
-    place = {"device_map": str(setup.device)} if setup.on_gpu else {}
+    place: Any = {"device_map": str(setup.device)} if setup.on_gpu else {}
     return SelfSpecModel.from_pretrained(DEMO_MODEL, dtype=dtype, kernels=kernels, **place)
 
 
@@ -388,7 +389,7 @@ class RoundProfiler(RoundStreamer):
         first = min(event.time_range.start for event in events)
         lanes: dict[str, list[tuple[float, float]]] = {"host": [], "device": []}
         for event in events:
-            on_host = event.device_type == torch.autograd.DeviceType.CPU
+            on_host = event.device_type.name == "CPU"
             if not on_host or event.cpu_parent is None:
                 span = event.time_range
                 bar = (span.start - first) / 1000, max(0.001, span.elapsed_us() / 1000)

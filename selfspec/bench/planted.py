@@ -85,7 +85,8 @@ class PlantedRead:
         self, read: Read, text: Tensor, width: int, acceptance: float, vocab: int, seed: int
     ):
         self._read, self._width = read, width
-        ranks = planted_ranks(*text.shape, acceptance, seed).to(text.device)[..., None]
+        rows, length = text.shape
+        ranks = planted_ranks(rows, length, acceptance, seed).to(text.device)[..., None]
         order = torch.arange(_CANDIDATES, device=text.device)
         wrong = (text[..., None] + 1 + order) % vocab
         self._candidates = torch.where(order == ranks, text[..., None], wrong)
