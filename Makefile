@@ -8,6 +8,8 @@
 #   VLLM            the version of vLLM, in a build for the CPU:       make test-engines VLLM=0.32.0
 #   VLLM_TORCH      the version of torch that it was built for
 #   SPECULATORS     the version of the speculators library that heads are compared with
+#   GPU_PYTHON      the interpreter of `make gpu`, with its own torch: .venv, or else the machine's
+#   DEVICE, SHAPE   where `make gpu` runs, and which sizes:            make gpu SHAPE=tiny DEVICE=cpu
 
 PYTHON ?= python3
 WORKERS ?= 2
@@ -21,7 +23,11 @@ TORCH ?= $(if $(NVIDIA),torch>=2.6,torch==2.13.0)
 CPU_INDEX := --extra-index-url https://download.pytorch.org/whl/cpu --retries 1
 PIP_TORCH_ARGS ?= $(if $(NVIDIA),,$(CPU_INDEX))
 
+DEVICE ?= cuda
+SHAPE ?= Llama-3.2-1B,Llama-3.1-8B
+
 BIN := .venv/bin
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 READY := .venv/.ready
 DOCS_READY := .venv/.ready-docs
 WHEEL_ENV := build/wheel-env
@@ -37,7 +43,7 @@ TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 PYTEST := $(TEST_ENV) $(BIN)/pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-wheel test-engines test-app notebooks docs dist check lint types imports clean
+.PHONY: help demo test test-slow test-wheel test-engines test-app gpu notebooks docs dist check lint types imports clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,6 +56,12 @@ test: $(READY) ## the tests, without the slow ones
 
 test-slow: $(READY) ## the slow tests alone
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m slow
+
+# Installs nothing: the machine's own torch is what is looked at.
+gpu: ## the first minutes of a GPU: tests, exactness, waits, real sizes, a profile, in outputs/gpu-cuda
+	$(if $(NVIDIA)$(filter cpu,$(DEVICE)),,$(error no NVIDIA GPU here; make gpu SHAPE=tiny DEVICE=cpu runs the same on a CPU))
+	@$(TEST_ENV) PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -m selfspec.bench.gpu \
+	  --shape $(SHAPE) --device $(DEVICE) --output outputs/gpu-$(firstword $(subst :, ,$(DEVICE)))
 
 notebooks: $(READY) ## execute every notebook
 	$(PYTEST) -m "" tests/test_notebooks.py

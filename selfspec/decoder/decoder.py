@@ -130,6 +130,8 @@ class Decoder:
         self.windows = layer_windows(self.config, len(self.layers))
         self.gates = Gates(self.causal_lm, self.base, name, self.layers, self.windows, kernels)
         self.depth = self.gates.depth
+        # The KV cache of the last call, and dtype and devices of its layers then.
+        self._spare: tuple[SlotCache | None, tuple[Any, ...] | None] = (None, None)
         self._runner = Runner(self.causal_lm, self.base, self.gates)
         self._masks = Masks(self.gates, self.windows)
         kind = self.config.model_type
@@ -228,9 +230,23 @@ class Decoder:
             return bare_copy(module)
 
     def new_slots(self, rows: int, capacity: int = 0) -> SlotCache:
-        """An empty KV cache for `rows` rows."""
+        """An empty KV cache for `rows` rows; the one given back, if it fits."""
         page = 1 if self.gates.graphs is None else self.gates.graphs.page
+        (spare, place), self._spare = self._spare, (None, None)
+        if spare is not None and place == self._place and spare.fits(rows, capacity, page):
+            return spare
         return SlotCache(self.windows, rows, capacity, self.device, self.kv_cache_dtype, page)
+
+    def give_back(self, slots: SlotCache) -> None:
+        """Keep a call's KV cache for the next call, if graphs were recorded that read it."""
+        if self.gates.graphs is not None and self.gates.graphs.problem is None:
+            slots.recycle()
+            self._spare = slots, self._place
+
+    @property
+    def _place(self) -> tuple[Any, ...]:
+        """Dtype and devices of the layers' states."""
+        return self.dtype, *map(device_of, self.layers)
 
     def own_cache(self) -> Cache | None:
         """A cache with which the model's own `generate` rounds KV as `new_slots` does.

@@ -104,6 +104,7 @@ class Prompt:
     def final_cache(self, slots: SlotCache) -> Cache | None:
         """The cache to return: the one that the caller passed, or a `SlotCache`."""
         if not self.keep_cache:
+            self.engine.decoder.give_back(slots)
             return None
         slots.drop_added()
         if isinstance(self.cache, DynamicCache):

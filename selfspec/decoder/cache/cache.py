@@ -81,11 +81,12 @@ class SlotCache(Cache):
         self.added_from = [0] * rows
         self.depth = len(windows)
         self.device = torch.device(device)
-        self._reserved = capacity
+        self._reserved = -(-capacity // page) * page
         self._sliding = [window is not None for window in windows]
         self._never = [False] * len(windows)
         self._window: Window | None = None
         self._to_added: Mapping[int, int] = {}
+        self._free: list[SlotLayer] = []  # added layers of an earlier call
         self._counted = SlicedViews(torch.arange(0, device=self.device)[None], dim=1)
         self._stairs = Stairs(self.device)
 
@@ -249,7 +250,10 @@ class SlotCache(Cache):
         Returns:
             Its number among the added layers, from 1.
         """
-        self.layers.append(self._layer_class(window))
+        free = next((layer for layer in self._free if layer.window == window), None)
+        if free is not None:
+            self._free.remove(free)
+        self.layers.append(free or self._layer_class(window))
         self.added_from = list(self.lengths)
         return len(self.layers) - self.depth
 
@@ -257,6 +261,17 @@ class SlotCache(Cache):
         """Forget the added layers."""
         del self.layers[self.depth :]
         self.added_from = [0] * self.rows
+
+    def recycle(self) -> None:
+        """Forget every token and the added layers, but keep all buffers for another call."""
+        self._free = self.layers[self.depth :]
+        self.drop_added()
+        self.reset()
+
+    def fits(self, rows: int, capacity: int, page: int) -> bool:
+        """Whether a call with so many rows, slots and slots a page can use the buffers."""
+        reserved = self.layers[0].capacity
+        return (self.rows, self._page) == (rows, page) and reserved >= capacity
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only some rows, in the given order."""
