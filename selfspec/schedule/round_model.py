@@ -356,8 +356,9 @@ class RoundModel:
             tokens += reach
             work = Work(drafts=position + 1)
             speed = tokens / seconds(rows, work)
-            if speed > best.rate:
-                best = Choice(work, speed)
+            if speed < best.rate:
+                break
+            best = Choice(work, speed)
         return best
 
     def best_lookup(self, sampled: bool, matches: Sequence[int], longest: int) -> Choice:
