@@ -69,6 +69,11 @@ class Prefixes:
         """`[n]` the tokens of each text."""
         return self._lengths()
 
+    @cached_property
+    def unread(self) -> Tensor:
+        """`[n, 0]` in place of the tokens, for processors that do not read them."""
+        return torch.empty(len(self.rows), 0, dtype=torch.long)
+
     @property
     def alike(self) -> bool:
         """Whether all texts are of one length."""
@@ -160,20 +165,24 @@ def _repetition(processor: Any, before: Prefixes, wide: Tensor) -> None:
     elif ignored:
         tokens = tokens[:, ignored:]
     tokens = tokens.clamp(max=wide.shape[1] - 1)
-    seen = wide.gather(1, tokens)
-    seen = torch.where(seen < 0, seen * processor.penalty, seen / processor.penalty)
-    wide.scatter_(1, tokens, seen)
+    seen, penalty = wide.gather(1, tokens), processor.penalty
+    # Scores below 0 are multiplied, others divided: the smaller of the two, or the larger.
+    harsher = torch.minimum if penalty > 1 else torch.maximum
+    wide.scatter_(1, tokens, harsher(seen * penalty, seen / penalty))
 
 
 def _no_repeat_ngram(processor: Any, before: Prefixes, wide: Tensor) -> None:
     size, nothing = processor.ngram_size, wide.shape[1] - 1
     if before.longest < size:
         return
-    windows = before.tokens.unfold(1, size, 1)
-    matches = (windows[..., :-1] == before.last(size - 1)[:, None]).all(-1)
+    # An n-gram that reaches beyond the end of its text has nothing as its last token.
+    count, suffix = before.longest - size + 1, before.last(size - 1)
+    banned = before.tokens.narrow(1, size - 1, count).clamp(max=nothing)
+    for at in range(size - 1):
+        others = before.tokens.narrow(1, at, count) != suffix.narrow(1, at, 1)
+        banned.masked_fill_(others, nothing)
     if before.shortest < size:
-        matches &= (before.lengths >= size)[:, None]
-    banned = torch.where(matches, windows[..., -1], nothing).clamp_(max=nothing)
+        banned.masked_fill_((before.lengths < size)[:, None], nothing)
     wide.scatter_(1, banned, -math.inf)
 
 
@@ -221,14 +230,15 @@ def process(processors: Sequence[Any], before: Prefixes, logits: Tensor) -> Tens
         before: the text before each position.
         logits: `[n, vocab]` the logits, which are not changed.
     """
-    wide, scores, unread = None, logits.float(), logits.new_empty(len(logits), 0, dtype=torch.long)
+    wide, scores = None, logits
     for processor in processors:
         in_blocks = _IN_BLOCKS.get(type(processor))
         if in_blocks is None:
-            wide, scores = None, processor(unread, scores)
+            wide, scores = None, processor(before.unread, scores.float())
             continue
         if wide is None:
-            wide = torch.nn.functional.pad(scores, (0, 1))
-            scores = wide[:, :-1]
+            count, vocab = scores.shape
+            wide = scores.new_empty(count, vocab + 1, dtype=torch.float32)
+            scores = wide.narrow(1, 0, vocab).copy_(scores)
         in_blocks(processor, before, wide)
     return scores

@@ -45,15 +45,19 @@ class Context:
         return self._tokens.device
 
     @property
-    @torch.inference_mode()  # the loop's tensors can be changed in inference mode only
     def tokens(self) -> Tensor:
         """`[batch, capacity]` the prompt, the emitted tokens, and space for drafts."""
+        if self._filled != self.lengths:
+            self._fill()
+        return self._tokens
+
+    @torch.inference_mode()  # the loop's tensors can be changed in inference mode only
+    def _fill(self) -> None:
         for row, length in enumerate(self.lengths):
             missing = length - self._filled[row]
             if missing:
                 self._put(row, length - missing, torch.tensor(self.text[row][-missing:]))
                 self._filled[row] = length
-        return self._tokens
 
     def reserve(self, width: int) -> None:
         """Reserve space for rows of `width` tokens."""
