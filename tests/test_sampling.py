@@ -78,7 +78,9 @@ PREFIX = {
         hf.TemperatureLogitsWarper(0.6),
         hf.TopKLogitsWarper(5),
     ],
-    "sequence bias": [hf.SequenceBiasLogitsProcessor({(3,): -2.0, (5, 2): 1.5, (1, 4, 6): 3.0, (7, 2): 0.1})],
+    "sequence bias": [
+        hf.SequenceBiasLogitsProcessor({(3,): -2.0, (5, 2): 1.5, (1, 4, 6): 3.0, (7, 2): 0.1})
+    ],
     "forced first": [hf.ForcedBOSTokenLogitsProcessor(4)],
     "forced last": [hf.ForcedEOSTokenLogitsProcessor(8, [3, 4])],
     "decay": [hf.ExponentialDecayLengthPenalty((1, 1.3), [3, 4], 4)],

@@ -78,8 +78,7 @@ def read_rounds(draft: Draft, verdict: Verdict, broken: Tensor) -> list[RowRound
         parts += [(places > 0).sum(-1), (tree.parents >= 0).sum(-1), places]
     elif draft.counts is not None:
         parts.append(draft.counts)
-    here = parts[0].device.type == "cpu"
-    kept, blocks, drafted, breaks, *more = list(map(Tensor.tolist, parts)) if here else fetch(parts)
+    kept, blocks, drafted, breaks, *more = on_host(parts)
     if any(any(row[: count + 1]) for row, count in zip(breaks, kept, strict=True)):
         raise ValueError(
             "the model's logits are NaN or infinite; check its weights and dtype (float16 "
@@ -97,6 +96,12 @@ def read_rounds(draft: Draft, verdict: Verdict, broken: Tensor) -> list[RowRound
             kept, drafted, blocks, counts, branches, proposed, strict=True
         )
     ]
+
+
+def on_host(parts: Sequence[Tensor]) -> list[list[Any]]:
+    """Tensors as lists; joining them first is worth its time only where reading is a transfer."""
+    here = parts[0].device.type == "cpu"
+    return list(map(Tensor.tolist, parts)) if here else fetch(parts)
 
 
 def fetch(parts: Sequence[Tensor]) -> list[list[Any]]:
