@@ -171,7 +171,8 @@ def test_reading_the_confidence_in_a_draft_is_another_wait(
     reads, read = [], OptimalStop._read
     monkeypatch.setattr(OptimalStop, "_read", lambda *args: reads.append(1) or read(*args))
     found = waits(specs[True], IDS, MASK, do_sample=sampled, draft=draft, max_new_tokens=40)
-    assert sum(map(len, found)) == len(found) + len(reads)
+    once = 5 if reads and not sampled else 0  # the calibrator's constants, once in a call
+    assert sum(map(len, found)) == len(found) + len(reads) + once
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])

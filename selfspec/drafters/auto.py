@@ -27,9 +27,9 @@ class Auto(ExitDrafter):
     are taken optimistically, so that every candidate is tried. A chain ends where another draft is
     not worth its time (`OptimalStop`).
 
-    With `times="assumed"` the clock decides nothing: costs are shares of the weights, and acceptance
-    is counted in this call only. An exit without a fitted head is then compared with the last layer
-    at the end of the prompt, and drafts only if it agrees often enough.
+    With `times="assumed"` the clock decides nothing: costs are shares of the weights, and
+    acceptance is counted in this call only. An exit without a fitted head is then compared with the
+    last layer at the end of the prompt, and drafts only if it agrees often enough.
 
     Trees are not among the candidates: where verification is expensive, as on a CPU, chains are
     faster; where it is nearly free, ask for `tree`.
