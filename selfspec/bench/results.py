@@ -18,8 +18,8 @@ from rich.table import Table
 from selfspec.bench.config import PLAIN, ModeConfig
 from selfspec.bench.exactness import Divergence, first_divergence
 from selfspec.bench.run import Bench, Memory, Place, Run, RunFile
-from selfspec.display.report import HTMLReport
 from selfspec.bench.shapes import bytes_a_round
+from selfspec.display.report import HTMLReport
 from selfspec.heads.files import replacing
 from selfspec.schedule.stats import PARTS
 

@@ -232,7 +232,9 @@ class SkipLayers(Drafter):
             ValueError: the set skips everything, names missing sublayers, or cannot be searched.
         """
         chooser = make_skips(engine.decoder, config.skip)
-        schedule = make_schedule(config, engine.round_model(cls.name, config.skip))
+        schedule = make_schedule(
+            config, engine.round_model(cls.name, config.skip, times=config.times)
+        )
         return cls(engine, chooser, config.most_tokens, schedule)
 
     def propose(self, state: State, limit: int) -> Draft:
