@@ -60,6 +60,7 @@ class Inputs:
         slots: SlotCache | None,
         positions: Tensor,
         masks: dict[int | None, Tensor],
+        embeds: Tensor | None = None,
     ) -> dict[str, Any]:
         """Arguments of the body's `forward`.
 
@@ -68,9 +69,10 @@ class Inputs:
             slots: the KV cache, if there is one.
             positions: `[rows, width]` of the tokens.
             masks: by sliding window; empty where the family's own masks are used.
+            embeds: `[rows, width, hidden]` embeddings, in place of the tokens'.
         """
         inputs: dict[str, Any] = {
-            "input_ids": tokens,
+            **({"input_ids": tokens} if embeds is None else {"inputs_embeds": embeds}),
             "past_key_values": slots,
             "use_cache": slots is not None,
         }
@@ -278,6 +280,7 @@ class Decoder:
         own: OwnLayer | None = None,
         tree: Tree | None = None,
         skips: Skips | None = None,
+        embeds: Tensor | None = None,
     ) -> Pass:
         """Run `span` over `tokens`, writing its KV after each row's committed tokens.
 
@@ -295,12 +298,13 @@ class Decoder:
             tree: the token tree of the block that `tokens` are part of; `offset` is then the index
                 of the first of them in the block.
             skips: sublayers to skip, which write no KV (`check_skips`).
+            embeds: `[rows, width, hidden]` what `embed` returns, or replaces it.
         """
         if span.start > 0 and hidden is None and own is None:
             raise ValueError(f"a span from layer {span.start} needs the hidden states below it")
         gates = self.gates
         if not gates.entered or gates.owner != threading.get_ident():
-            rest = hidden, offset, unembed, keep, own, tree, skips
+            rest = hidden, offset, unembed, keep, own, tree, skips, embeds
             with self:
                 return Decoder.run(self, tokens, span, slots, *rest)
         window = slots.window(tokens.shape[1], offset, tree)
@@ -313,7 +317,7 @@ class Decoder:
             if (span.start > 0 or skips is not None) and gates.returns_tuple is None:
                 raise RuntimeError("run all layers once before a pass that leaves some of them out")
             active.skips = skips
-            inputs = self._inputs(tokens, slots, window.positions, masks)
+            inputs = self._inputs(tokens, slots, window.positions, masks, embeds)
             return self._runner.run(active, inputs, unembed)
         finally:
             slots.turn(*outer)
@@ -328,6 +332,7 @@ class Decoder:
         own: OwnLayer | None = None,
         memory: StepCache | None = None,
         step: int = 0,
+        embeds: Tensor | None = None,
     ) -> Pass:
         """Run `span` over packed documents with gradients and without a KV cache.
 
@@ -338,15 +343,16 @@ class Decoder:
             hidden: `[rows, width, hidden]` hidden states to start from.
             keep: hidden states to keep, by the number of layers below.
             own: a head's own layer, run in place of the span's last layer.
-            memory: keys and values of that layer in earlier draft steps over the same tokens.
+            memory: keys and values of the layers in earlier draft steps over the same tokens.
             step: number of earlier draft steps.
+            embeds: `[rows, width, hidden]` what `embed` returns, or replaces it.
         """
         with self:
             masks = self._masks.of_packing(packing, hidden, step, bool(own and own.skips_first))
             active = ActivePass(span, None, hidden, masks, self._alibi, tuple(keep), own)
             if own is not None and isinstance(own.layer, StandaloneLayer):
                 return self._run_standalone(own, active, tokens, packing.positions, memory)
-            inputs = self._inputs(tokens, memory, packing.positions, masks)
+            inputs = self._inputs(tokens, memory, packing.positions, masks, embeds)
             return self._runner.run(active, inputs, unembed=False)
 
     def _run_standalone(

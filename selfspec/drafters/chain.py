@@ -96,9 +96,11 @@ class ExitDrafter(Drafter):
 
     def propose(self, state: State, limit: int) -> Draft:
         """Draft token by token."""
+        longest = min(self.longest, limit)
+        self.reader.begin(longest)
         return draft_chain(
             state,
-            min(self.longest, limit),
+            longest,
             self.schedule,
             self.reader.acceptance(),
             lambda token, step: self.reader.read(state, token, step),

@@ -218,9 +218,11 @@ class Engine:
         unembed: bool = False,
         tree: Tree | None = None,
         own: OwnLayer | None = None,
+        embeds: Tensor | None = None,
     ) -> Pass:
         """Run the layers below an exit over `tokens`, at `offset` after the committed tokens.
 
+        The `embeds` `[rows, width, hidden]`, if given, take the place of the tokens' embeddings.
         With a head's `own` layer, the same pass also runs that layer and returns its results; the
         exit's hidden states are then kept, unless the exit is at the embeddings.
         """
@@ -230,7 +232,10 @@ class Engine:
             span = Span(0 if exit_layer else own.place, own.place + 1)
         below = [layer for layer in state.keep if layer < exit_layer] if exit_layer else []
         keep = [*below, exit_layer] if own is not None and exit_layer else below
-        left = self.decoder.run(tokens, span, state.slots, None, offset, unembed, keep, own, tree)
+        slots, hidden, skips = state.slots, None, None
+        left = self.decoder.run(
+            tokens, span, slots, hidden, offset, unembed, keep, own, tree, skips, embeds
+        )
         state.stats.seconds["shallow"] += left.layer_seconds
         state.stats.seconds["head"] += left.head_seconds
         if not below:

@@ -38,7 +38,7 @@ class Work(NamedTuple):
     """What a round does beyond a plain decoding step.
 
     Attributes:
-        drafts: tokens that an exit head drafts, one after the other.
+        drafts: tokens that an exit head drafts.
         copies: tokens that are looked up.
     """
 
@@ -56,11 +56,13 @@ class RoundTimes:
 
     Args:
         draft_cost: prior time of a draft, in plain steps.
+        at_once: whether one pass makes all drafts of a round, so that it is paid once.
     """
 
-    def __init__(self, draft_cost: float):
+    def __init__(self, draft_cost: float, at_once: bool = False):
         # In plain steps until the first round was timed.
-        self.times = [1.0, _DOUBT * draft_cost, draft_cost, _GROWTH]
+        once, each = (draft_cost, 0.0) if at_once else (_DOUBT * draft_cost, draft_cost)
+        self.times = [1.0, once, each, _GROWTH]
         self._rounds = 0
         # Of the times relative to each other, in plain steps; the machine's speed is common to all.
         self._doubts = [0.0, _DOUBT * draft_cost, _DOUBT * draft_cost, 2 * _GROWTH]
@@ -152,10 +154,11 @@ class AssumedTimes(RoundTimes):
     Args:
         draft_cost: time of a draft, in plain steps.
         rows: rows of the batch.
+        at_once: whether one pass makes all drafts of a round.
     """
 
-    def __init__(self, draft_cost: float, rows: int):
-        super().__init__(draft_cost)
+    def __init__(self, draft_cost: float, rows: int, at_once: bool = False):
+        super().__init__(draft_cost, at_once)
         self.times[3] *= rows / (1 + _GROWTH * (rows - 1))
 
     def seconds(self, work: Work) -> float:
@@ -287,6 +290,7 @@ class RoundModel:
         acceptance: prior acceptance rates of greedy and of sampled drafts.
         clock: returns seconds, the same in all processes of one model.
         times: whether times are learned from the clock, or `AssumedTimes`.
+        at_once: whether one pass makes all drafts of a round.
     """
 
     def __init__(
@@ -295,12 +299,13 @@ class RoundModel:
         acceptance: tuple[float, float] = (NEUTRAL, NEUTRAL),
         clock: Callable[[], float] | None = None,
         times: Times = "measured",
+        at_once: bool = False,
     ):
         self.measured = times == "measured"
         self.clock = (clock or time.perf_counter) if self.measured else float
         self.drafts = {sampled: DraftRates(acceptance[sampled]) for sampled in (False, True)}
         self.copies = {sampled: CopyRates() for sampled in (False, True)}
-        self._draft_cost = draft_cost
+        self._draft_cost, self._at_once = draft_cost, at_once
         self._times: dict[int, RoundTimes] = {}
 
     @classmethod
@@ -322,14 +327,14 @@ class RoundModel:
             float(known[name].bias.float().sigmoid()) if name in known else NEUTRAL  # pyright: ignore
             for name in ("greedy", "sampled")
         ]
-        return cls(cost, (acceptance[0], acceptance[1]), clock, times)
+        return cls(cost, (acceptance[0], acceptance[1]), clock, times, head.drafts_at_once)
 
     def times(self, rows: int) -> RoundTimes:
         """Times of rounds with that many rows; new ones start from the nearest known batch size."""
         if rows not in self._times:
-            new = RoundTimes(self._draft_cost)
+            new = RoundTimes(self._draft_cost, self._at_once)
             if not self.measured:
-                new = AssumedTimes(self._draft_cost, rows)
+                new = AssumedTimes(self._draft_cost, rows, self._at_once)
             elif self._times:
                 nearest = min(self._times, key=lambda known: abs(known - rows))
                 new = self._times[nearest].like(rows, nearest)

@@ -146,6 +146,11 @@ def load_head(target: Any, wanted: Exit, norm: nn.Module | None = None) -> tuple
             f"a {head.kind} head does not draft in place in vLLM, these kinds do: "
             f"{', '.join(KINDS)}; for the others vLLM has methods of its own, see docs/serving.md"
         )
+    if head.drafts_at_once:
+        raise ValueError(
+            f"this {head.kind} head makes all drafts of a round in one pass, which the plugin "
+            "does not do; fit it without `parallel`"
+        )
     return decoder, head
 
 

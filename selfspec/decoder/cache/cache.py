@@ -379,7 +379,7 @@ def _stack(states: Sequence[Tensor], length: int) -> Tensor:
 
 
 class StepCache(SlotCache):
-    """Keys and values of one layer that is unrolled over several draft steps in training.
+    """Keys and values of layers that are unrolled over several draft steps in training.
 
     Nothing is written in place, so gradients flow through every step.
 
@@ -391,17 +391,18 @@ class StepCache(SlotCache):
 
     def __init__(self, windows: Sequence[int | None], rows: int, device: torch.device):
         super().__init__(windows, rows, device=device)
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
+        self._states: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
     ) -> tuple[Tensor, Tensor]:
         """Add a step's states; returns those of all steps, concatenated."""
-        self._keys.append(key_states)
-        self._values.append(value_states)
-        return torch.cat(self._keys, dim=2), torch.cat(self._values, dim=2)
+        steps = self._states.setdefault(layer_idx, [])
+        steps.append((key_states, value_states))
+        keys, values = zip(*steps, strict=True)
+        return torch.cat(keys, dim=2), torch.cat(values, dim=2)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens of the steps before this one."""
-        return sum(keys.shape[2] for keys in self._keys)
+        steps = min(self._states.values(), key=len, default=[])
+        return sum(keys.shape[2] for keys, _ in steps)
