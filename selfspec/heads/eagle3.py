@@ -211,7 +211,8 @@ class Eagle3Head(ExitHead):
         start as the last of their streams. From there training needs fewer steps than from random
         weights.
         """
-        if any(is_quantized(weight) for weight in decoder.layers.parameters()):
+        without = decoder.device.type == "meta"
+        if without or any(is_quantized(weight) for weight in decoder.layers.parameters()):
             return
         first, last = (dict(decoder.copy(decoder.layers[i]).named_parameters()) for i in (0, -1))
         final = None if decoder.final_norm is None else decoder.copy(decoder.final_norm)
