@@ -53,6 +53,7 @@ class Inputs:
         self._takes = set(inspect.signature(body.forward).parameters)
         self._limit = learned_positions
         self._takes_masks = takes_masks
+        self._own_cache = body.__name__ == "MiniMaxModel"
 
     def __call__(
         self,
@@ -72,7 +73,8 @@ class Inputs:
         inputs: dict[str, Any] = {
             "input_ids": tokens,
             "past_key_values": slots,
-            "use_cache": slots is not None,
+            # MiniMax refuses other caches than its own if this is set; its layers do not.
+            "use_cache": slots is not None and not self._own_cache,
         }
         if "return_dict" in self._takes:
             inputs["return_dict"] = True
@@ -230,7 +232,9 @@ class Decoder:
     def new_slots(self, rows: int, capacity: int = 0) -> SlotCache:
         """An empty KV cache for `rows` rows."""
         page = 1 if self.gates.graphs is None else self.gates.graphs.page
-        return SlotCache(self.windows, rows, capacity, self.device, self.kv_cache_dtype, page)
+        recurrent = [index for _, index in self.gates.mixers.found]
+        kind = self.kv_cache_dtype
+        return SlotCache(self.windows, rows, capacity, self.device, kind, page, recurrent)
 
     def own_cache(self) -> Cache | None:
         """A cache with which the model's own `generate` rounds KV as `new_slots` does.
@@ -328,6 +332,7 @@ class Decoder:
         with self:
             masks = self._masks.of_packing(packing, hidden, step, bool(own and own.skips_first))
             active = ActivePass(span, None, hidden, masks, self._alibi, tuple(keep), own)
+            active.documents = packing.lengths if self.gates.mixers.found else None
             if own is not None and isinstance(own.layer, StandaloneLayer):
                 return self._run_standalone(own, active, tokens, packing.positions, memory)
             inputs = self._inputs(tokens, memory, packing.positions, masks)
@@ -363,6 +368,11 @@ class Decoder:
 
     def check_trees(self) -> None:
         """Raise ValueError if the target cannot run token trees."""
+        if self.gates.mixers.found:
+            raise ValueError(
+                f"{type(self.causal_lm).__name__} has recurrent layers, whose state has no "
+                "branches; use a drafter that makes chains"
+            )
         if self.counts_keys:
             raise ValueError(
                 f"{type(self.causal_lm).__name__} biases attention by the index of a key, so "

@@ -33,6 +33,7 @@ from selfspec.decoder.families import (
 from selfspec.decoder.kernels.compiled import CompiledLayers
 from selfspec.decoder.kernels.graphs import GraphedLayers
 from selfspec.decoder.kernels.prepacked import PrepackedLinears
+from selfspec.decoder.mixers import Mixers
 from selfspec.decoder.passes import MASK, ActivePass, OwnLayer, Stretch
 
 
@@ -205,6 +206,7 @@ class Gates:
         returns_tuple: whether layers return tuples; `None` before the first one has run.
         final_norm: the norm between the last layer and the LM head, if there is one.
         sublayers: the sublayers that passes may skip.
+        mixers: the recurrent mixers.
         entered: number of open `with gates:` blocks.
         compiled: calls compiled layers; `None` with other kernels.
         graphs: runs layers as CUDA graphs; `None` with other kernels.
@@ -231,6 +233,7 @@ class Gates:
         self.sublayers = Sublayers(layers)
         self._rotary = [module for module in base.children() if is_static(module)]
         self.own_masks = causal_tables(layers)
+        self.mixers = Mixers(layers)
         norms = [m for m in base.children() if "norm" in type(m).__name__.lower()]
         self.final_norm: nn.Module | None = norms[-1] if norms else None
         self.lock = _LOCKS.setdefault(model, threading.RLock())
@@ -240,6 +243,8 @@ class Gates:
         for special in (self.compiled, self.graphs):
             if special is not None and self.own_masks:
                 special.give_up("attention masks that are tables of its own")
+            if special is not None and self.mixers.found:
+                special.give_up("recurrent layers")
         packs = kernels == "prepacked"
         self.prepacked = PrepackedLinears(type(model).__name__) if packs else None
         self.others: list[nn.Module] = []
@@ -268,6 +273,11 @@ class Gates:
         if self.prepacked is not None:
             for module, forward in self.prepacked.forwards(self.model, *self.others):
                 self.shadow(module.__dict__, "forward", forward)
+        for mixer, index in self.mixers.found:
+            hooked = "_old_forward" in mixer.__dict__  # by accelerate, whose hook calls it
+            name = "_old_forward" if hooked else "forward"
+            mixed = self._mixed(mixer, index, getattr(mixer, name))
+            self.shadow(mixer.__dict__, name, mixed)
         if self.compiled is None:  # torch.compile looks for modules
             for parent, name, child in shortcuts([*self.layers, *self.others]):
                 self.shadow(parent.__dict__, name, child)
@@ -332,6 +342,14 @@ class Gates:
             return stand_in(own, args, kwargs) if self.gated else own(*args, **kwargs)
 
         return either
+
+    def _mixed(self, mixer: nn.Module, index: int, own: Callable[..., Any]) -> Callable[..., Any]:
+        def mixed(*args: Any, **kwargs: Any) -> Any:
+            if not self.gated or self.active is None:
+                return own(*args, **kwargs)
+            return self.mixers.run(mixer, index, self.active, args, kwargs)
+
+        return mixed
 
     def shadow(self, attributes: dict[str, Any], name: str, value: Any) -> None:
         """Replace an attribute until `unshadow`."""
