@@ -298,7 +298,7 @@ class Decoder:
             active = ActivePass(span, window, hidden, masks, self._alibi, tuple(keep), own)
             if own is not None and isinstance(own.layer, StandaloneLayer):
                 return self._run_standalone(own, active, tokens, window.positions, slots)
-            if (span.start > 0 or skips is not None) and gates.returns_tuple is None:
+            if (span.start > 0 or skips is not None) and gates.returned_values is None:
                 raise RuntimeError("run all layers once before a pass that leaves some of them out")
             active.skips = skips
             inputs = self._inputs(tokens, slots, window.positions, masks)

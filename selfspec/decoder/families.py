@@ -100,8 +100,8 @@ def _refuse_caches(model: PreTrainedModel, config: Any) -> None:
     unknown = sorted(unknown_mixers(model))
     if unknown:
         raise ValueError(
-            f"{name} has recurrent layers with a {unknown[0]}, whose kernel selfspec does not know, "
-            "so that it could not take rejected tokens back"
+            f"{name} has recurrent layers with a {unknown[0]}, whose kernel selfspec does not "
+            "know: it could not take rejected tokens back"
         )
     strange = kinds - _ATTENDING - (_OTHERS if mixers else set())
     chunked = getattr(config, "attention_chunk_size", None) is not None

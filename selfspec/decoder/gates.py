@@ -93,7 +93,7 @@ class Gate:
         return output
 
     def _through(self, hidden_states: Tensor) -> Any:
-        return (hidden_states,) if self.gates.returns_tuple else hidden_states
+        return self.gates.returned(hidden_states)
 
     def _input(self, active: ActivePass, hidden_states: Tensor) -> Tensor:
         """The layer's input, which is kept if the caller asked for it."""
@@ -120,8 +120,8 @@ class Gate:
                 with gates.skipping(self.layer, skipped):
                     return self.layer(hidden_states, *args, **kwargs)
         output = gates.call(self.layer, self.index, hidden_states, args, kwargs)
-        if gates.returns_tuple is None:
-            gates.returns_tuple = isinstance(output, tuple)
+        if gates.returned_values is None:
+            gates.returned_values = len(output) if isinstance(output, tuple) else 0
         return output
 
     def _defer(
@@ -203,7 +203,8 @@ class Gates:
         depth: number of layers.
         active: the pass in progress.
         owner: the thread whose passes are gated; other threads use the model as it is.
-        returns_tuple: whether layers return tuples; `None` before the first one has run.
+        returned_values: size of the tuples that layers return; 0 if they return tensors, `None`
+            before the first one has run.
         final_norm: the norm between the last layer and the LM head, if there is one.
         sublayers: the sublayers that passes may skip.
         mixers: the recurrent mixers.
@@ -229,7 +230,7 @@ class Gates:
         self.layers_name, self.windows = layers_name, windows
         self.active: ActivePass | None = None
         self.owner: int | None = None
-        self.returns_tuple: bool | None = None
+        self.returned_values: int | None = None
         self.sublayers = Sublayers(layers)
         self._rotary = [module for module in base.children() if is_static(module)]
         self.own_masks = causal_tables(layers)
@@ -393,7 +394,7 @@ class Gates:
             stretch.add(index, layer, args, kwargs)
             output = self.graphs.run(active, stretch, hidden_states)
             if output is not None:
-                return (output,) if self.returns_tuple else output
+                return self.returned(output)
         return self.call(layer, index, hidden_states, args, kwargs)
 
     def run_stretch(self, active: ActivePass, stretch: Stretch, hidden: Tensor) -> Tensor:
@@ -407,6 +408,11 @@ class Gates:
                 active.kept[index] = hidden
             hidden = first_of(layer(hidden, *args, **kwargs))
         return hidden
+
+    def returned(self, hidden_states: Tensor) -> Any:
+        """What a layer would return that does nothing else than to return `hidden_states`."""
+        count = self.returned_values
+        return (hidden_states, *[None] * (count - 1)) if count else hidden_states
 
     @property
     def gated(self) -> bool:

@@ -57,12 +57,13 @@ _CACHES = ("cache_params", "past_key_values")  # names by which mixers take a ca
 
 def is_mixer(module: nn.Module) -> bool:
     """Whether a module has a recurrent state."""
-    return not _names(module).isdisjoint({"get_conv_state", "get_linear_cache"})
+    return not _names(type(module)).isdisjoint({"get_conv_state", "get_linear_cache"})
 
 
 def unknown_mixers(layers: nn.Module) -> set[str]:
     """Classes of mixers whose recurrence cannot be run, because their kernel is not known."""
-    return {type(module).__name__ for module in layers.modules() if _is_unknown(_names(module))}
+    kinds = {type(module) for module in layers.modules()}
+    return {kind.__name__ for kind in kinds if _is_unknown(_names(kind))}
 
 
 def _is_unknown(names: set[str]) -> bool:
@@ -71,9 +72,9 @@ def _is_unknown(names: set[str]) -> bool:
     return "get_recurrent_state" in names and not known
 
 
-def _names(module: nn.Module) -> set[str]:
-    """Globals and attributes that a module's forward uses."""
-    forward = inspect.unwrap(type(module).forward)
+def _names(kind: type[nn.Module]) -> set[str]:
+    """Globals and attributes that the forward of a class of modules uses."""
+    forward = inspect.unwrap(kind.forward)
     return set(forward.__code__.co_names) if isinstance(forward, FunctionType) else set()
 
 
@@ -94,6 +95,8 @@ class Mixers:
             kind: _with_globals(kind.forward, self._kernels)
             for kind in {type(mixer) for mixer, _ in self.found}
         }
+        # MiniMax's are no kernel with a mixer around it: the mixer is the kernel.
+        self._lightning = {kind for kind in self._forwards if "get_linear_cache" in _names(kind)}
         self._layer: RecurrentLayer | None = None  # of the mixer that is running
 
     def run(
@@ -115,7 +118,7 @@ class Mixers:
         layer: RecurrentLayer = slots.recurrent[index]
         window, committed = active.window, slots.lengths
         layer.begin(window.starts[0] - committed[0], window.width, slots.sure)
-        if "get_linear_cache" in _names(mixer):
+        if type(mixer) in self._lightning:
             run = partial(_run_lightning, forward, others, named)
             return layer.run(KernelCall(run, {"hidden_states": hidden}, time=1)), None
         self._layer = layer
