@@ -17,6 +17,7 @@ from selfspec.config import Kernels, KVCacheDtype
 from selfspec.decoder.cache import RoundedCache, SlotCache, StepCache
 from selfspec.decoder.devices import bare_copy, device_of
 from selfspec.decoder.families import (
+    attention_layers,
     find_layers,
     layer_windows,
     plain_weight,
@@ -106,6 +107,7 @@ class Decoder:
         layers: the decoder layers.
         depth: number of decoder layers.
         windows: per layer, the sliding window in tokens, or `None`.
+        attention_layers: indices of the layers that attend and have no recurrent state.
         counts_keys: whether attention is biased by the index of a key in the cache (ALiBi), not by
             the position of its token.
         max_positions: positions that the model was made for; `None` where its config names none.
@@ -130,6 +132,7 @@ class Decoder:
         refuse_unsupported(self.causal_lm)
         self.base, name, self.layers = find_layers(self.causal_lm, self.config.num_hidden_layers)
         self.windows = layer_windows(self.config, len(self.layers))
+        self.attention_layers = attention_layers(self.config, len(self.layers))
         self.gates = Gates(self.causal_lm, self.base, name, self.layers, self.windows, kernels)
         self.depth = self.gates.depth
         self._runner = Runner(self.causal_lm, self.base, self.gates)
@@ -210,9 +213,26 @@ class Decoder:
         return trainable(self.copy(self.layers[index]), self.dtype)
 
     def check_layer(self, index: int) -> None:
-        """Raise ValueError unless there is a layer `index`."""
+        """Raise ValueError unless a head can have a layer like `index` of its own."""
         if not 0 <= index < self.depth:
             raise ValueError(f"place must be a layer in [0, {self.depth - 1}], got {index}")
+        if index not in self.attention_layers:
+            raise ValueError(
+                f"a head's own layer must attend and have no recurrent state, which layer {index} "
+                f"does not; place may be one of {self.attention_layers}, or use a shared, lens, "
+                "lora or eagle3 head"
+            )
+
+    def layer_for(self, exit_layer: int) -> int:
+        """The layer that a head at an exit copies: the next that attends, else the last.
+
+        Raises:
+            ValueError: every layer that attends has a recurrent state, too.
+        """
+        if not self.attention_layers:
+            self.check_layer(exit_layer)
+        above = [index for index in self.attention_layers if index >= exit_layer]
+        return above[0] if above else self.attention_layers[-1]
 
     def check_skips(self, skips: Skips) -> None:
         """Raise ValueError unless these sublayers exist, can be skipped, and leave something."""

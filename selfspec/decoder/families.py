@@ -135,6 +135,13 @@ def layer_windows(config: Any, depth: int) -> list[int | None]:
     return windows or [None] * depth
 
 
+def attention_layers(config: Any, depth: int) -> list[int]:
+    """Indices of the layers that attend and have no recurrent state."""
+    kinds = [type(layer).__name__ for layer in DynamicCache(config=config).layers]
+    plain = {"DynamicLayer", "DynamicSlidingWindowLayer"}
+    return [index for index in range(depth) if not kinds or kinds[index] in plain]
+
+
 def causal_tables(layers: nn.Module) -> list[nn.Module]:
     """Attention modules that mask by a table of their own (GPT-Neo)."""
     tables = [(module, module._buffers.get("bias")) for module in layers.modules()]

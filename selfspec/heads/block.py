@@ -33,8 +33,9 @@ class BlockHead(ExitHead):
 
     @classmethod
     def build(cls, decoder: Decoder, exit_layer: int, **options: Any) -> BlockHead:
-        """A copy of the layer above the exit; the option `place` names another layer to copy."""
-        place = options.get("place", cls.check_exit(decoder, exit_layer))
+        """A copy of the next layer with attention; the option `place` names another to copy."""
+        at = cls.check_exit(decoder, exit_layer)
+        place = options["place"] if "place" in options else decoder.layer_for(at)
         norm = copy_final_norm(decoder)
         head = cls(exit_layer, decoder.copy_layer(place), place, norm, decoder.config.hidden_size)
         return head.to(decoder.device_at(exit_layer))

@@ -121,9 +121,10 @@ class MtpHead(ExitHead):
 
 
 def _full_attention(decoder: Decoder) -> int:
-    """Index of the last layer with full attention, or of the last layer."""
-    full = [index for index, window in enumerate(decoder.windows) if window is None]
-    return full[-1] if full else decoder.depth - 1
+    """Index of the last layer with full attention, or of the last with attention."""
+    attending = decoder.attention_layers or [decoder.depth - 1]
+    full = [index for index in attending if decoder.windows[index] is None]
+    return (full or attending)[-1]
 
 
 def one_layer(

@@ -99,6 +99,11 @@ class RecurrentLayer:
         self._width, self._done = width, offset + width
         self._sure = [min(max(n - offset, 0), width) for n in sure] if any(sure) else None
 
+    @property
+    def is_sure(self) -> bool:
+        """Whether the tokens of the pass will be committed."""
+        return self._sure is not None
+
     # What a mixer asks its cache
 
     def is_recording_past(self, layer_idx: int) -> bool:
