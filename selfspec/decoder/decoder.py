@@ -217,10 +217,11 @@ class Decoder:
         if not 0 <= index < self.depth:
             raise ValueError(f"place must be a layer in [0, {self.depth - 1}], got {index}")
         if index not in self.attention_layers:
+            others = f"; place may be {self.attention_layers}" if self.attention_layers else ""
             raise ValueError(
-                f"a head's own layer must attend and have no recurrent state, which layer {index} "
-                f"does not; place may be one of {self.attention_layers}, or use a shared, lens, "
-                "lora or eagle3 head"
+                f"layer {index} of {type(self.causal_lm).__name__} does not attend, or has a "
+                f"recurrent state, so that a head cannot have one like it{others}; or use a "
+                "shared, lens, lora or eagle3 head"
             )
 
     def layer_for(self, exit_layer: int) -> int:
