@@ -108,6 +108,7 @@ class Decoder:
         depth: number of decoder layers.
         windows: per layer, the sliding window in tokens, or `None`.
         attention_layers: indices of the layers that attend and have no recurrent state.
+        recurrent_layers: indices of the layers with a recurrent state.
         counts_keys: whether attention is biased by the index of a key in the cache (ALiBi), not by
             the position of its token.
         max_positions: positions that the model was made for; `None` where its config names none.
@@ -135,6 +136,7 @@ class Decoder:
         self.attention_layers = attention_layers(self.config, len(self.layers))
         self.gates = Gates(self.causal_lm, self.base, name, self.layers, self.windows, kernels)
         self.depth = self.gates.depth
+        self.recurrent_layers = [index for _, index in self.gates.mixers.found]
         self._runner = Runner(self.causal_lm, self.base, self.gates)
         self._masks = Masks(self.gates, self.windows)
         kind = self.config.model_type
@@ -253,8 +255,7 @@ class Decoder:
     def new_slots(self, rows: int, capacity: int = 0) -> SlotCache:
         """An empty KV cache for `rows` rows."""
         page = 1 if self.gates.graphs is None else self.gates.graphs.page
-        recurrent = [index for _, index in self.gates.mixers.found]
-        kind = self.kv_cache_dtype
+        kind, recurrent = self.kv_cache_dtype, self.recurrent_layers
         return SlotCache(self.windows, rows, capacity, self.device, kind, page, recurrent)
 
     def own_cache(self) -> Cache | None:
@@ -353,7 +354,7 @@ class Decoder:
         with self:
             masks = self._masks.of_packing(packing, hidden, step, bool(own and own.skips_first))
             active = ActivePass(span, None, hidden, masks, self._alibi, tuple(keep), own)
-            active.documents = packing.lengths if self.gates.mixers.found else None
+            active.documents = packing.lengths if self.recurrent_layers else None
             if own is not None and isinstance(own.layer, StandaloneLayer):
                 return self._run_standalone(own, active, tokens, packing.positions, memory)
             inputs = self._inputs(tokens, memory, packing.positions, masks)
@@ -387,18 +388,15 @@ class Decoder:
         """Embeddings `[rows, width, hidden]` of tokens, without position embeddings."""
         return self.causal_lm.get_input_embeddings()(tokens)
 
-    def check_trees(self) -> None:
-        """Raise ValueError if the target cannot run token trees."""
-        if self.gates.mixers.found:
-            raise ValueError(
-                f"{type(self.causal_lm).__name__} has recurrent layers, whose state has no "
-                "branches; use a drafter that makes chains"
-            )
+    def check_trees(self, instead: str = "use a drafter that makes chains") -> None:
+        """Raise ValueError, which says what to do `instead`, if the target cannot run trees."""
+        name, why = type(self.causal_lm).__name__, None
         if self.counts_keys:
-            raise ValueError(
-                f"{type(self.causal_lm).__name__} biases attention by the index of a key, so "
-                "siblings cannot have one position; use a drafter that makes chains"
-            )
+            why = "biases attention by the index of a key, so siblings cannot have one position"
+        if self.recurrent_layers:
+            why = "has recurrent layers, whose state has no branches"
+        if why is not None:
+            raise ValueError(f"{name} {why}; {instead}")
 
     def unembed(self, normed: Tensor, readout: nn.Module | None = None) -> Tensor:
         """Logits `[rows, width, vocab]` of final-norm outputs, by the model's own LM head.

@@ -213,7 +213,9 @@ class Eagle3Head(ExitHead):
         """
         if any(is_quantized(weight) for weight in decoder.layers.parameters()):
             return
-        ends = [decoder.attention_layers[i] for i in (0, -1)] if decoder.attention_layers else (0, -1)
+        ends = (
+            [decoder.attention_layers[i] for i in (0, -1)] if decoder.attention_layers else (0, -1)
+        )
         first, last = (dict(decoder.copy(decoder.layers[i]).named_parameters()) for i in ends)
         final = None if decoder.final_norm is None else decoder.copy(decoder.final_norm)
         plain_norms = _is_plain_norm(final)
@@ -223,7 +225,11 @@ class Eagle3Head(ExitHead):
             source = layer.get(name.replace("hidden_norm", "input_layernorm"))
             if source is None or ("norm" in name and not plain_norms):
                 continue
-            if source.ndim == 2 and name in first and weight.shape == (source.shape[0], 2 * source.shape[1]):
+            if (
+                source.ndim == 2
+                and name in first
+                and weight.shape == (source.shape[0], 2 * source.shape[1])
+            ):
                 source = torch.cat([first[name].to(source.device), source], dim=1)
             if source.shape == weight.shape:
                 weight.copy_(source)

@@ -301,9 +301,11 @@ class SlotCache(Cache):
         return sum(layer.nbytes for layer in layers)
 
     @property
-    def state_bytes(self) -> int:
-        """Bytes of one row's recurrent states."""
-        return sum(layer.nbytes for layer in self.recurrent.values()) // self.rows
+    def state_bytes(self) -> tuple[int, int]:
+        """Bytes of one row's recurrent states, and of what they keep of uncommitted tokens."""
+        layers, rows = self.recurrent.values(), self.rows
+        kept = sum(layer.nbytes for layer in layers), sum(layer.pending_nbytes for layer in layers)
+        return kept[0] // rows, kept[1] // rows
 
     @property
     def token_bytes(self) -> list[int]:

@@ -229,6 +229,12 @@ class RecurrentLayer:
         state = 0 if self.state is None else self.state.nbytes
         return state + sum(conv.nbytes for conv in self.convs.values())
 
+    @property
+    def pending_nbytes(self) -> int:
+        """Bytes of what is kept of the tokens since the last commit."""
+        read = sum(whole[..., -self._done :].nbytes for whole in self._read.values())
+        return read + sum(x.nbytes for call in self._calls for x in call.inputs.values())
+
 
 def _of(state: Tensor | None, rows: list[int]) -> Tensor | None:
     """A copy of the state of some rows."""
