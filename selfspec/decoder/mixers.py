@@ -146,7 +146,7 @@ class Mixers:
             # The kernels of one token, with which the model itself decodes, do not clamp dt.
             given.pop("dt_limit", None)
         inputs = {name: given[name] for name in kernel.inputs if given.get(name) is not None}
-        one_token = named.get("mamba_selective_state_update")
+        one_token = named.get("mamba_selective_state_update", own)
         run = partial(_run_kernel, kernel, own, given, one_token)
         output = layer.run(KernelCall(run, inputs, kernel.time))
         return output if kernel.time is None else (output, layer.get_recurrent_state(0))
@@ -156,8 +156,8 @@ def _run_kernel(
     kernel: Kernel,
     own: Forward,
     given: dict[int | str, Any],
-    one_token: Forward | None,
-    state: Tensor | None,
+    one_token: Forward,
+    state: Any,
     inputs: Inputs,
 ) -> tuple[Tensor, Tensor]:
     """Output and new state of a kernel, called as with `given` but for state and inputs."""
@@ -168,7 +168,7 @@ def _run_kernel(
         return _scan_on(one_token, given, state.clone())
     args = [given[name] for name in sorted(name for name in given if isinstance(name, int))]
     output = own(*args, **{name: x for name, x in given.items() if isinstance(name, str)})
-    return output if kernel.time is not None else (output, state)
+    return (output, given[0]) if kernel.time is None else output  # it has overwritten the state
 
 
 def _scan_on(
@@ -198,10 +198,10 @@ def _scan_on(
 class _LightningCache:
     """The state of a lightning attention, as MiniMax asks its cache for it."""
 
-    def __init__(self, state: Tensor | None):
+    def __init__(self, state: Any):
         self.state = state
 
-    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+    def get_linear_cache(self, layer_idx: int) -> Any:
         return self.state
 
     def set_linear_cache(self, layer_idx: int, state: Tensor) -> None:
@@ -210,7 +210,7 @@ class _LightningCache:
 
 def _run_lightning(
     forward: Forward, others: Mapping[str, Any], named: str, state: Tensor | None, inputs: Inputs
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
     """Output and new state of a lightning attention, which has no kernel: the mixer is one."""
     cache = _LightningCache(state)
     output, _ = forward(**{**others, named: cache, **inputs})
@@ -221,7 +221,7 @@ def _run_packed(forward: Forward, hidden: Tensor, lengths: Sequence[int] | None)
     """Run a mixer over packed documents of these lengths, each from an empty state."""
     if lengths is None:  # each row is one document
         return forward(hidden)
-    documents = hidden.flatten(0, 1).split(list(lengths))
+    documents: list[Tensor] = list(hidden.flatten(0, 1).split(list(lengths)))
     output = forward(pad_sequence(documents, batch_first=True))  # padding comes after the tokens
     padded, *rest = output if isinstance(output, tuple) else (output,)
     tokens = torch.cat([row[:length] for row, length in zip(padded, lengths, strict=True)])

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin
 
 from selfspec.config import KVCacheDtype
 from selfspec.decoder.cache.int8 import Int8Layer
@@ -336,7 +336,7 @@ class SlotCache(Cache):
         length = cache.get_seq_length()
         for index, layer in enumerate(cache.layers):
             keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-            if index in self.recurrent:
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
                 self.recurrent[index] = RecurrentLayer.load(layer)
             if keys is not None and values is not None:
                 kept = keys.shape[2]
@@ -347,8 +347,9 @@ class SlotCache(Cache):
     def store(self, cache: DynamicCache, beyond: int) -> None:
         """Append the one row's tokens from position `beyond` on to a `DynamicCache`."""
         for index, layer in enumerate(self.layers):
-            if index in self.recurrent:
-                self.recurrent[index].store(cache.layers[index])
+            theirs = cache.layers[index]
+            if isinstance(theirs, LinearAttentionCacheLayerMixin):
+                self.recurrent[index].store(theirs)
             if layer.is_initialized:
                 keys, values = layer.seen(self.lengths[0])
                 cache.update(keys[:, :, beyond:], values[:, :, beyond:], index)
