@@ -71,12 +71,7 @@ class ClaspSkips(FixedSkips):
                 f"skip.layers must be below the model's {depth} layers, got {self.count}; "
                 "at least one has to draft"
             )
-        if decoder.counts_keys:
-            raise ValueError(
-                f"{type(decoder.causal_lm).__name__} biases attention by the index of a key, so "
-                "skip.search='clasp' cannot compare states at one position; name the sublayers to "
-                "skip in skip.attention and skip.mlp"
-            )
+        decoder.check_trees("name the sublayers to skip in skip.attention and skip.mlp")
         super().__init__(_whole(middle_layers(depth, self.count)))
         self._states: list[Tensor] = []
         self._due = 0  # tokens of the longest row at the next search

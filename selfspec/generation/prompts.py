@@ -76,8 +76,7 @@ class Prompt:
     def slots(self, room: int) -> SlotCache:
         """The KV cache before prefill, with space for `room` more tokens."""
         if isinstance(self.cache, SlotCache):
-            self.cache.drop_added()
-            return self.cache
+            return self.cache.fork()
         slots = self.engine.decoder.new_slots(self.rows, max(self.lengths) + room)
         if isinstance(self.cache, DynamicCache) and self.known[0]:
             slots.load(self.cache)
@@ -110,10 +109,9 @@ class Prompt:
         if isinstance(self.cache, DynamicCache):
             slots.store(self.cache, self.known[0])
             return self.cache
-        if self.rows == 1:
-            return slots
-        states = [self.retired[row] for row in range(self.rows)]
-        whole = join_rows(states, slots)
+        whole = slots
+        if self.rows > 1:
+            whole = join_rows([self.retired[row] for row in range(self.rows)], slots)
         if isinstance(self.cache, SlotCache):
             self.cache.take(whole)
             return self.cache
@@ -155,7 +153,8 @@ def _known_lengths(cache: Cache | None, rows: int, padded: bool) -> list[int]:
             "a SlotCache (out.past_key_values of its own calls) for any batch, or from a "
             "DynamicCache for one row without padding"
         )
-    held = {keys.shape[0] for keys, _, _ in cache if keys is not None}
+    keys = [getattr(layer, "keys", None) for layer in cache.layers]
+    held = {part.shape[0] for part in keys if part is not None}
     if held - {rows}:
         raise ValueError(f"the cache holds {max(held)} rows, the prompt has {rows} rows")
     return [cache.get_seq_length()]
