@@ -86,8 +86,7 @@ def record(monkeypatch) -> list[Seen]:
         else:
             drafts.append(tokens)
         for index, row in enumerate(state.context.rows):
-            end, settled = state.context.lengths[row], state.slots.lengths[index]
-            text = state.context.tokens[row, end - settled - 1 : end]
+            text = torch.tensor(state.context.text[row])
             read_so_far = torch.cat([text[:0], *(draft[index] for draft in drafts)])
             for i in range(tokens.shape[1]):
                 way = slice(None) if tree is None else tree.ancestors[index, place + i, 1:]

@@ -556,7 +556,7 @@ def test_a_target_is_known_under_lora(family, tmp_path):
     assert loaded.heads[0].kind == "lens"
 
 
-@pytest.mark.parametrize("kind", ["shared", "lens", "lora", "block", "fused"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_heads_load_for_a_target_that_is_on_disk_only(kind, tmp_path):
     """As inside a serving engine, where the target's weights are the engine's."""
     for name, seed in (("one", 0), ("other", 1)):

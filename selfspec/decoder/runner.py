@@ -104,7 +104,7 @@ class Runner:
         if gates.own_masks:
             gates.open_masks(active)
         try:
-            if graphs is not None and gates.returns_tuple is not None and graphs.takes(active):
+            if graphs is not None and gates.returned_values is not None and graphs.takes(active):
                 return self._run_deferred(graphs, active, inputs, unembed)
             return self._run_once(active, inputs, unembed)
         finally:

@@ -12,6 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding
+from typing_extensions import Self
 
 from selfspec.decoder import OwnLayer, Pass, Span, StandaloneLayer
 from selfspec.drafters.engine import Engine, State, Verified
@@ -106,6 +107,16 @@ class ExitReader:
 
     def select(self, rows: Sequence[int]) -> None:
         """Go on with some rows only."""
+
+    def join(self, other: Self) -> None:
+        """Go on with the rows of another reader of the same head, too."""
+
+
+def stacked(one: Tensor, other: Tensor) -> Tensor:
+    """Rows `[rows, n, hidden]` of different n as one tensor, zeros behind the shorter ones."""
+    width = max(one.shape[1], other.shape[1])
+    pad = torch.nn.functional.pad
+    return torch.cat([pad(each, (0, 0, 0, width - each.shape[1])) for each in (one, other)])
 
 
 def newest(starts: Sequence[Sequence[int]], widths: Sequence[int]) -> list[list[int]]:
@@ -224,7 +235,8 @@ class LayerReader(ExitReader):
         if before is not None:
             ends = torch.tensor(counts, device=before.device) - offset  # last real token here
             at_end = pick(before, ends.clamp(0, width)[:, None])
-            self._known = [torch.where((ends > 0)[:, None, None], at_end, self._known[0])]
+            first = torch.where((ends > 0)[:, None, None], at_end, self._known[0])
+            self._known = [first, first[:, :0]]
         self._hidden = hidden[:, :0]
         self._base = self._right = [
             length + count for length, count in zip(state.slots.lengths, counts, strict=True)
@@ -266,7 +278,7 @@ class LayerReader(ExitReader):
         seen = 1 if self._joins or self.head.drafts_at_once else max(1, drafted)
         self._right = [length + seen for length in lengths]
 
-    def _take_in(self, state: State) -> None:
+    def _take_in(self) -> None:
         """Append states that were verified while others drafted to those the layer must read."""
         if not self._seen:
             return
@@ -277,10 +289,9 @@ class LayerReader(ExitReader):
         self._hidden = pick(torch.cat([self._hidden, *(kept[0] for kept in blocks)], dim=1), at)
         if self._joins:
             streams = [torch.cat(parts, dim=1) for parts in zip(*blocks, strict=True)]
-            with state.stats.clock("head"):
-                joined = self.head.join(streams[1:])
             first, *later = self._known
-            self._known = [first, pick(torch.cat([*later, joined], dim=1), at)]
+            later = torch.cat([*later, self.head.join(streams[1:])], dim=1)
+            self._known = [first, pick(later, at)]
         self._seen = []
 
     def _known_before(self, positions: Sequence[int], width: int = 1) -> Tensor:
@@ -302,6 +313,13 @@ class LayerReader(ExitReader):
             ([lengths[row] for row in kept], [states[kept] for states in streams])
             for lengths, streams in self._seen
         ]
+
+    def join(self, other: Self) -> None:
+        """Go on with the rows of another reader."""
+        self._take_in()
+        self._hidden = stacked(self._hidden, other._hidden)
+        self._known = list(map(stacked, self._known, other._known))
+        self._base, self._right = self._base + other._base, self._right + other._right
 
     # Drafting
 
@@ -426,7 +444,8 @@ class LayerReader(ExitReader):
 
         What the target left while others drafted is there then, too.
         """
-        self._take_in(state)
+        with state.stats.clock("head"):
+            self._take_in()
         lengths = state.slots.lengths
         starts = [min(right, n) for right, n in zip(self._right, lengths, strict=True)]
         return starts, [n - start for n, start in zip(lengths, starts, strict=True)]
@@ -595,6 +614,10 @@ class OnePassReader(ExitReader):
         """Keep some rows."""
         self._known = self._known[list(rows)]
         self._base = [self._base[row] for row in rows]
+
+    def join(self, other: Self) -> None:
+        """Go on with the rows of another reader."""
+        self._known, self._base = stacked(self._known, other._known), self._base + other._base
 
     def _join(self, state: State, kept: list[Tensor]) -> Tensor:
         with state.stats.clock("head"):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from selfspec.config import DraftConfig
 from selfspec.decoder import Pass
@@ -199,3 +200,7 @@ class ExitTree(Drafter):
     def select(self, rows: Sequence[int]) -> None:
         """Go on with some rows only."""
         self.reader.select(rows)
+
+    def join(self, other: Self) -> None:
+        """Go on with the rows of another drafter, too."""
+        self.reader.join(other.reader)

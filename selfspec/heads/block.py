@@ -34,12 +34,13 @@ class BlockHead(ExitHead):
 
     @classmethod
     def build(cls, decoder: Decoder, exit_layer: int, **options: Any) -> BlockHead:
-        """A copy of the layer above the exit; the option `place` names another layer to copy.
+        """A copy of the next layer with attention; the option `place` names another to copy.
 
         With `parallel` the head makes all drafts of a round in one pass over the newest token and
         masks (`MaskToken`); `markov` is the rank of the bias by the token before.
         """
-        place = options.get("place", cls.check_exit(decoder, exit_layer))
+        at = cls.check_exit(decoder, exit_layer)
+        place = options["place"] if "place" in options else decoder.layer_for(at)
         norm = copy_final_norm(decoder)
         head = cls(exit_layer, decoder.copy_layer(place), place, norm, decoder.config.hidden_size)
         head.add_mask(decoder, **options)

@@ -67,7 +67,8 @@ class FusedHead(BlockHead):
             ValueError: `feature_layers` names residual streams that verification does not compute.
         """
         depth, width = decoder.depth, decoder.config.hidden_size
-        place = options.get("place", cls.check_exit(decoder, exit_layer))
+        at = cls.check_exit(decoder, exit_layer)
+        place = options["place"] if "place" in options else decoder.layer_for(at)
         low = exit_layer or max(1, depth // 4)
         layers = tuple(options.get("feature_layers", (low, max(low, depth // 2), depth)))
         check_feature_layers(decoder, layers, exit_layer)

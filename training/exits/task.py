@@ -20,10 +20,11 @@ from selfspec.heads.teacher_forcing import (
     is_unrolled,
     runs_targets_layer,
 )
-from training.data import Batch, Blocks, collate
-from training.exits.features import Reader, TargetReader, streams_of
-from training.exits.losses import NO_TOKEN, LossSchedule, acceptance_rate, agreement, draft_losses
-from training.loop.loop import Task
+
+from ..data import Batch, Blocks, collate
+from ..loop.loop import Task
+from .features import Reader, TargetReader, streams_of
+from .losses import NO_TOKEN, LossSchedule, acceptance_rate, agreement, draft_losses
 
 
 class Lesson(NamedTuple):
