@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from typing_extensions import Self
+from typing import Any
 
 from selfspec.config import DraftConfig
 from selfspec.decoder import Pass
@@ -96,7 +95,7 @@ class Auto(ExitDrafter):
         self.timer.end(state.rows, Work(copies=draft.length))
         self.model.drafts[state.sampler.do_sample].fade()  # so that drafts are tried again
 
-    def join(self, other: Self) -> None:
+    def join(self, other: Any) -> None:
         """Go on with the rows of another drafter, too."""
         super().join(other)
         self.lookup.join(other.lookup)
