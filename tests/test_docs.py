@@ -257,7 +257,7 @@ def test_the_site_shows_what_a_notebook_puts_out(tmp_path, monkeypatch):
     assert pages[0] == pages[1] and len([*(tmp_path / "kept").iterdir()]) == 1
     (picture,) = pages[0].keys() - {"seen.md"}
     text = pages[0]["seen.md"]
-    assert text.startswith("# A picture") and "    42" in text and "a bar" not in text
+    assert text.startswith("# A picture") and "\n    42" in text and "\n    a bar" not in text
     assert f"]({picture})" in text and pages[0][picture] == b64decode(_PIXEL)
 
 
