@@ -27,7 +27,8 @@ th, td {{ padding: .3rem .7rem; text-align: right; white-space: nowrap; }}
 th:first-child, td:first-child {{ text-align: left; padding-left: 0; }}
 tr + tr > td {{ border-top: 1px solid #8884; }}
 th {{ border-bottom: 1px solid #888; }}
-.facts td {{ white-space: normal; text-align: left; vertical-align: top; overflow-wrap: anywhere; }}
+.facts td {{ text-align: left; vertical-align: top; }}
+.facts td:last-child {{ white-space: normal; overflow-wrap: anywhere; }}
 pre {{ background: #8882; padding: .75rem; overflow-x: auto; font-size: .85rem; }}
 img {{ background: white; width: 100%; min-width: 36rem; display: block; }}
 </style>
