@@ -92,6 +92,8 @@ def random_model(
                 weight.mul_(_ATTENTION)
             elif not wide and weight is not words and weight.shape[-2] == width:
                 weight.mul_(quiet)
+        else:
+            weight.fill_(0 if name.endswith("bias") else 1)
     if not wide and head is not words:
         head.copy_(words.roll(1, 0))
     model.generation_config.eos_token_id = None
@@ -324,5 +326,5 @@ def usable_memory(device: torch.device) -> float:
     """Bytes that a benchmark may fill, weights included."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return _USABLE * (free + torch.cuda.memory_allocated(device))
+        return _USABLE * (free + torch.cuda.memory_reserved(device))
     return _USABLE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
