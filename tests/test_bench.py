@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from base64 import b64encode
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -558,7 +559,11 @@ def test_the_command_writes_its_report(folder, config, tmp_path):
             assert f"{row['speedup']['value']:.2f}x" in shown.stdout.replace("\n", "")
     assert r"| too \| deep | failed |" in markdown
     assert "- too | deep failed: ValueError: exit_layer" in markdown
-    assert {path.name for path in output.glob("*.png")} == {
+    page = (output / "report.html").read_text()
+    pictures = [*output.glob("*.png")]
+    assert all(b64encode(path.read_bytes()).decode() in page for path in pictures)
+    assert page.count("<img ") == len(pictures) and "too | deep failed" in page
+    assert {path.name for path in pictures} == {
         f"{kind}_{mode}.png"
         for kind in ("speedup", "acceptance", "lengths", "time", *MEMORY)
         for mode in ("greedy", "sampled")

@@ -19,6 +19,7 @@ from selfspec.bench.config import PLAIN, ModeConfig
 from selfspec.bench.exactness import Divergence, first_divergence
 from selfspec.bench.run import Bench, Memory, Place, Run, RunFile
 from selfspec.bench.shapes import bytes_a_round
+from selfspec.display.report import HTMLReport
 from selfspec.heads.files import replacing
 from selfspec.schedule.stats import PARTS
 
@@ -559,6 +560,19 @@ class Report:
             with replacing(folder / name) as scratch:
                 scratch.write_text(text, encoding="utf-8")
         return list(texts)
+
+    def write_page(self, folder: Path, pictures: Sequence[Path]) -> str:
+        """Write report.html, the pictures inside; returns its name."""
+        page = HTMLReport("Benchmark")
+        page.facts({name: _plain(value) for name, value in self.head.items() if value})
+        for picture in pictures:
+            page.picture(picture.read_bytes(), picture.stem.replace("_", " "))
+        for grid in self.grids:
+            page.heading(grid.title)
+            page.table(grid.columns, grid.rows)
+        for text in (*self.failures, NOTES):
+            page.text(text)
+        return page.write(folder / "report.html").name
 
     def _markdown(self) -> str:
         lines = ["# Benchmark", ""]

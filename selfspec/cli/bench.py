@@ -71,7 +71,10 @@ def bench(
     wanted = load_config(BenchConfig, config, [*(fields or ()), *chosen])
     with reporting(as_json) as console:
         report = run_bench(wanted, output)
-        written = [*report.write(output), "runs.jsonl", *_pictures(report, output)]
+        pictures, none = _pictures(report, output)
+        page = report.write_page(output, pictures)
+        drawn = [picture.name for picture in pictures]
+        written = [*report.write(output), "runs.jsonl", page, *drawn, *none]
         console.print(*(grid.table() for grid in report.grids), *report.failures, sep="\n")
         console.print(NOTES)
         console.print(f"\nwritten to {output}: {', '.join(written)}")
@@ -103,14 +106,14 @@ def run_bench(config: BenchConfig, output: Path) -> Report:
     return Report(facts, summarise(bench, file))
 
 
-def _pictures(report: Report, output: Path) -> list[str]:
-    """Names of the plots, or why there are none."""
+def _pictures(report: Report, output: Path) -> tuple[list[Path], list[str]]:
+    """The plots, or why there are none."""
     from selfspec.bench import write_plots
 
     try:
-        return [path.name for path in write_plots(report.rows, output)]
+        return write_plots(report.rows, output), []
     except ImportError as error:
-        return [f"no plots ({error})"]
+        return [], [f"no plots ({error})"]
 
 
 def _made(config: BenchConfig) -> tuple[Bench, dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.table import Table
@@ -77,14 +77,28 @@ def _without_weights(path: Path | str) -> Engine | None:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.float32)
         engine = Engine(Decoder(model))
-        kv_bytes(engine.decoder)
+        cache_bytes(engine.decoder)
     except RuntimeError:
         return None
     return engine
 
 
-def kv_bytes(decoder: Decoder) -> list[int]:
-    """Bytes of one token's keys and values in each layer, measured."""
+class CacheBytes(NamedTuple):
+    """Measured sizes of the KV cache of one row.
+
+    Attributes:
+        token: keys and values of a token, in each layer.
+        states: the recurrent states.
+        draft: what recurrent layers keep of a token until its round is over.
+    """
+
+    token: list[int]
+    states: int
+    draft: int
+
+
+def cache_bytes(decoder: Decoder) -> CacheBytes:
+    """Run two tokens, and measure what is kept of them."""
     import torch
 
     from selfspec.decoder import Span
@@ -93,7 +107,9 @@ def kv_bytes(decoder: Decoder) -> list[int]:
     with torch.inference_mode():
         token = torch.zeros(1, 1, dtype=torch.long, device=decoder.device)
         decoder.run(token, Span(0, decoder.depth), slots)
-    return slots.token_bytes
+        slots.commit([1])
+        decoder.run(token, Span(0, decoder.depth), slots)
+    return CacheBytes(slots.token_bytes, *slots.state_bytes)
 
 
 def describe(engine: Engine, context: int | None) -> dict[str, Any]:
@@ -103,7 +119,8 @@ def describe(engine: Engine, context: int | None) -> dict[str, Any]:
     decoder = engine.decoder
     config, model = decoder.config, decoder.causal_lm
     context = context or decoder.max_positions or 4096
-    per_token = sum(kv_bytes(decoder))
+    sizes = cache_bytes(decoder)
+    per_token, attending = sum(sizes.token), len([size for size in sizes.token if size])
     windows = Counter(window for window in decoder.windows if window is not None)
     draft = DraftConfig()
     head = engine.head(draft)
@@ -116,7 +133,7 @@ def describe(engine: Engine, context: int | None) -> dict[str, Any]:
         "vocab_size": decoder.vocab_size,
         "positions": decoder.max_positions,
         "attention": getattr(config, "_attn_implementation", "eager"),
-        "full_layers": decoder.depth - windows.total(),
+        "full_layers": attending - windows.total(),
         "sliding_windows": [{"window": w, "layers": n} for w, n in sorted(windows.items())],
         "dtype": str(decoder.dtype).removeprefix("torch."),
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -124,6 +141,9 @@ def describe(engine: Engine, context: int | None) -> dict[str, Any]:
         "kv_bytes_per_token": per_token,
         "context": context,
         "kv_bytes": per_token * context,
+        "recurrent_layers": len(decoder.recurrent_layers),
+        "state_bytes": sizes.states,
+        "state_bytes_per_draft": sizes.draft,
         "exit_heads": [
             {
                 "kind": head.kind,
@@ -166,10 +186,15 @@ def info_table(facts: dict[str, Any]) -> Table:
         f"{in_units(facts['weight_bytes'], 'B')}",
         "KV": f"{in_units(facts['kv_bytes_per_token'], 'B')} a token, "
         f"{in_units(facts['kv_bytes'], 'B')} for {facts['context']:,} tokens",
+        "recurrent states": f"{in_units(facts['state_bytes'], 'B')} a row, and "
+        f"{in_units(facts['state_bytes_per_draft'], 'B')} a token of a round, in "
+        f"{facts['recurrent_layers']} layers",
         "exit heads": "\n".join(heads) or "none fitted; the shared head needs no fitting",
         "default draft": f"{draft['drafter']}: exit after layer {draft['exit_layer']} "
         f"({draft['head']} head), {draft['num_draft_tokens']} tokens a round",
     }
+    if not facts["recurrent_layers"]:
+        del rows["recurrent states"]
     for name, value in rows.items():
         table.add_row(name, value)
     return table
