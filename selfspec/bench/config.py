@@ -108,6 +108,7 @@ class MethodConfig(StrictConfig):
     Attributes:
         name: what reports call it.
         draft: how selfspec drafts.
+        head_options: of a shape, options of the untrained head that the draft names.
         acceptance: plants drafts: whatever the head has learned, a draft after right ones is right
             with this probability. For greedy `early_exit` and `tree`.
         peer: `plain` is the model's own `generate`, `static_cache` the same with a static cache,
@@ -120,6 +121,7 @@ class MethodConfig(StrictConfig):
 
     name: str
     draft: DraftConfig | None = None
+    head_options: dict[str, Any] = Field(default_factory=dict)
     acceptance: float | None = Field(default=None, gt=0, lt=1)
     peer: Peer | None = None
     options: dict[str, Any] = Field(default_factory=dict)
