@@ -114,6 +114,7 @@ class Row:
         acceptance_by_position: share of drafts accepted at each position.
         accepted_lengths: rounds by the number of accepted drafts.
         time_split: shares of decode time.
+        sampling_ms: processors, draws and acceptance in one round; median over outputs.
         memory: memory of the warm-up call.
         equality: equality of greedy outputs.
     """
@@ -136,6 +137,7 @@ class Row:
     acceptance_by_position: list[float] = field(default_factory=list)
     accepted_lengths: dict[int, int] = field(default_factory=dict)
     time_split: dict[str, float] = field(default_factory=dict)
+    sampling_ms: float | None = None
     memory: Memory | None = None
     equality: Equality | None = None
 
@@ -262,6 +264,7 @@ def _drafts(runs: Sequence[Run]) -> dict[str, Any]:
         return found
     drafted, accepted = (sum(s[name] for s in stats) for name in ("drafted", "accepted"))
     at = [_columns([s[name] for s in stats]) for name in ("accepted_at", "drafted_at")]
+    per_round = [1000 * s["seconds"]["sampling"] / s["rounds"] for s in stats if s["rounds"]]
     seconds = {part: sum(s["seconds"][part] for s in stats) for part in stats[0]["seconds"]}
     decoding = seconds["total"] - seconds["prefill"]
     shares = {part: seconds[part] / decoding for part in PARTS} if decoding > 0 else {}
@@ -269,6 +272,7 @@ def _drafts(runs: Sequence[Run]) -> dict[str, Any]:
         **found,
         "acceptance_rate": accepted / drafted if drafted else None,
         "acceptance_by_position": [kept / all_ for kept, all_ in zip(*at, strict=True)],
+        "sampling_ms": median(per_round) if per_round else None,
         "time_split": {**shares, "rest": 1 - sum(shares.values())} if shares else {},
     }
 
@@ -422,7 +426,13 @@ SHEETS = (
         },
         wraps=["accepted, by position", "rounds, by accepted drafts (0, 1, …)"],
     ),
-    Sheet("share of decode time", {part: _part(part) for part in (*PARTS, "rest")}),
+    Sheet(
+        "share of decode time",
+        {
+            **{part: _part(part) for part in (*PARTS, "rest")},
+            "sampling, ms/round": lambda row: number(row.sampling_ms, 3),
+        },
+    ),
     Sheet(
         "loops",
         {
