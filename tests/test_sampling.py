@@ -147,6 +147,19 @@ def test_a_tree_is_processed_as_plain_decoding_would(name, rows):
             assert torch.equal(scores[place, position], expected)
 
 
+@pytest.mark.parametrize("lengths", [(1, 3), (1, 1)], ids=str)
+@pytest.mark.parametrize("name", PREFIX)
+def test_short_texts_are_processed_as_plain_decoding_would(name, lengths):
+    """N-grams and biased sequences may be longer than the text, and the first token forced."""
+    tokens, rows = text()[:, :3], [0, 1]
+    here, again = (Context(tokens.clone(), [*lengths, 2], rows) for _ in range(2))
+    drafts, logits = block(2, 3)
+    here.write(drafts)
+    processors = LogitsProcessorList(PREFIX[name])
+    expected = plain(processors, again, drafts, logits)
+    assert torch.equal(Sampler(processors).scores(logits, here), expected)
+
+
 @pytest.mark.parametrize("name", POINTWISE)
 def test_pointwise_and_prefix_paths_agree(name):
     """A processor that reads nothing, put among others, takes the slow way to the same scores."""

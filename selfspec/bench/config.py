@@ -153,6 +153,8 @@ class ModeConfig(StrictConfig):
         top_k: sample from the likeliest; 0 from all.
         top_p: sample from that much probability.
         repetition_penalty: as in transformers; 1 is none.
+        no_repeat_ngram_size: as in transformers; 0 is none.
+        min_new_tokens: as in transformers; 0 is none.
     """
 
     name: str
@@ -160,6 +162,8 @@ class ModeConfig(StrictConfig):
     top_k: int = Field(default=0, ge=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
     repetition_penalty: float = Field(default=1.0, gt=0)
+    no_repeat_ngram_size: int = Field(default=0, ge=0)
+    min_new_tokens: int = Field(default=0, ge=0)
 
     @property
     def greedy(self) -> bool:
@@ -172,7 +176,8 @@ class ModeConfig(StrictConfig):
         options: dict[str, Any] = {"do_sample": not self.greedy}
         if not self.greedy:
             options |= {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
-        return {**options, "repetition_penalty": self.repetition_penalty}
+        prefix = {"repetition_penalty", "no_repeat_ngram_size", "min_new_tokens"}
+        return {**options, **self.model_dump(include=prefix)}
 
 
 # Modes that a config may name. Small models go in circles under greedy decoding, which makes any
