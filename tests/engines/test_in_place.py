@@ -269,6 +269,11 @@ def test_a_mistake_is_told_at_the_start(draft_model, says, tmp_path):
         configured(tmp_path, draft_model)
 
 
+def test_a_head_that_vllm_has_a_method_for_is_refused():
+    with pytest.raises(ValueError, match="of the kind eagle3 do not draft in place"):
+        configured(DEMO_MODEL, "selfspec:@eagle3:0")
+
+
 def test_heads_of_the_same_shape_and_other_weights_are_refused(tmp_path):
     for name, seed in (("target", 0), ("other", 1)):
         model = tiny_llama(dtype=torch.float32, hidden_size=128, seed=seed)
