@@ -86,7 +86,7 @@ def check_command(words, monkeypatch):
     elif program in ("python", "torchrun"):
         check_training(words, monkeypatch)
     elif program == "make":
-        assert set(words[1:]) <= make_targets()
+        assert {word for word in words[1:] if "=" not in word} <= make_targets()
     elif words[:2] == ["pip", "install"]:
         assert extras_of(words) <= known_extras()
     else:

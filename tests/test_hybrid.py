@@ -438,3 +438,29 @@ def test_info_says_how_large_states_are(family):
     assert facts["state_bytes"] == own
     assert 0 < facts["state_bytes_per_draft"]
     assert facts["recurrent_layers"] == len(spec.engine.decoder.recurrent_layers)
+
+
+# Rows that join
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_a_request_is_as_alone_whatever_joins_it(family):
+    model = build(family, "sdpa", 0.1)
+    prompts = [row(index)[0].tolist() for index in (0, 1, 2, 1, 0)]
+    lengths = [3, 10, 6, 4, 9]
+    expected = [
+        model.generate(torch.tensor([prompt]), max_new_tokens=length, do_sample=False)[
+            0, len(prompt) :
+        ].tolist()
+        for prompt, length in zip(prompts, lengths, strict=True)
+    ]
+    for rows in (1, 2):
+        outputs = SelfSpecModel(model).generate_batch(
+            prompts,
+            draft={"exit_layer": 2, "num_draft_tokens": 4},
+            batch_size=rows,
+            max_new_tokens=lengths,
+            do_sample=False,
+        )
+        assert [output.error for output in outputs.values()] == [None] * len(prompts)
+        assert [output.generated_tokens for output in outputs.values()] == expected

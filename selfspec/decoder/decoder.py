@@ -62,6 +62,7 @@ class Inputs:
         slots: SlotCache | None,
         positions: Tensor,
         masks: dict[int | None, Tensor],
+        embeds: Tensor | None = None,
     ) -> dict[str, Any]:
         """Arguments of the body's `forward`.
 
@@ -70,9 +71,10 @@ class Inputs:
             slots: the KV cache, if there is one.
             positions: `[rows, width]` of the tokens.
             masks: by sliding window; empty where the family's own masks are used.
+            embeds: `[rows, width, hidden]` embeddings, in place of the tokens'.
         """
         inputs: dict[str, Any] = {
-            "input_ids": tokens,
+            **({"input_ids": tokens} if embeds is None else {"inputs_embeds": embeds}),
             "past_key_values": slots,
             # MiniMax refuses other caches than its own if this is set; its layers do not.
             "use_cache": slots is not None and not self._own_cache,
@@ -137,6 +139,8 @@ class Decoder:
         self.gates = Gates(self.causal_lm, self.base, name, self.layers, self.windows, kernels)
         self.depth = self.gates.depth
         self.recurrent_layers = [index for _, index in self.gates.mixers.found]
+        # The KV cache of the last call, and dtype and devices of its layers then.
+        self._spare: tuple[SlotCache | None, tuple[Any, ...] | None] = (None, None)
         self._runner = Runner(self.causal_lm, self.base, self.gates)
         self._masks = Masks(self.gates, self.windows)
         kind = self.config.model_type
@@ -253,10 +257,24 @@ class Decoder:
             return bare_copy(module)
 
     def new_slots(self, rows: int, capacity: int = 0) -> SlotCache:
-        """An empty KV cache for `rows` rows."""
+        """An empty KV cache for `rows` rows; the one given back, if it fits."""
         page = 1 if self.gates.graphs is None else self.gates.graphs.page
+        (spare, place), self._spare = self._spare, (None, None)
+        if spare is not None and place == self._place and spare.fits(rows, capacity, page):
+            return spare
         kind, recurrent = self.kv_cache_dtype, self.recurrent_layers
         return SlotCache(self.windows, rows, capacity, self.device, kind, page, recurrent)
+
+    def give_back(self, slots: SlotCache) -> None:
+        """Keep a call's KV cache for the next call, if graphs were recorded that read it."""
+        if self.gates.graphs is not None and self.gates.graphs.problem is None:
+            slots.recycle()
+            self._spare = slots, self._place
+
+    @property
+    def _place(self) -> tuple[Any, ...]:
+        """Dtype and devices of the layers' states."""
+        return self.dtype, *map(device_of, self.layers)
 
     def own_cache(self) -> Cache | None:
         """A cache with which the model's own `generate` rounds KV as `new_slots` does.
@@ -288,6 +306,7 @@ class Decoder:
         own: OwnLayer | None = None,
         tree: Tree | None = None,
         skips: Skips | None = None,
+        embeds: Tensor | None = None,
     ) -> Pass:
         """Run `span` over `tokens`, writing its KV after each row's committed tokens.
 
@@ -305,12 +324,13 @@ class Decoder:
             tree: the token tree of the block that `tokens` are part of; `offset` is then the index
                 of the first of them in the block.
             skips: sublayers to skip, which write no KV (`check_skips`).
+            embeds: `[rows, width, hidden]` what `embed` returns, or replaces it.
         """
         if span.start > 0 and hidden is None and own is None:
             raise ValueError(f"a span from layer {span.start} needs the hidden states below it")
         gates = self.gates
         if not gates.entered or gates.owner != threading.get_ident():
-            rest = hidden, offset, unembed, keep, own, tree, skips
+            rest = hidden, offset, unembed, keep, own, tree, skips, embeds
             with self:
                 return Decoder.run(self, tokens, span, slots, *rest)
         window = slots.window(tokens.shape[1], offset, tree)
@@ -323,7 +343,7 @@ class Decoder:
             if (span.start > 0 or skips is not None) and gates.returned_values is None:
                 raise RuntimeError("run all layers once before a pass that leaves some of them out")
             active.skips = skips
-            inputs = self._inputs(tokens, slots, window.positions, masks)
+            inputs = self._inputs(tokens, slots, window.positions, masks, embeds)
             return self._runner.run(active, inputs, unembed)
         finally:
             slots.turn(*outer)
@@ -338,6 +358,7 @@ class Decoder:
         own: OwnLayer | None = None,
         memory: StepCache | None = None,
         step: int = 0,
+        embeds: Tensor | None = None,
     ) -> Pass:
         """Run `span` over packed documents with gradients and without a KV cache.
 
@@ -348,8 +369,9 @@ class Decoder:
             hidden: `[rows, width, hidden]` hidden states to start from.
             keep: hidden states to keep, by the number of layers below.
             own: a head's own layer, run in place of the span's last layer.
-            memory: keys and values of that layer in earlier draft steps over the same tokens.
+            memory: keys and values of the layers in earlier draft steps over the same tokens.
             step: number of earlier draft steps.
+            embeds: `[rows, width, hidden]` what `embed` returns, or replaces it.
         """
         with self:
             masks = self._masks.of_packing(packing, hidden, step, bool(own and own.skips_first))
@@ -357,7 +379,7 @@ class Decoder:
             active.documents = packing.lengths if self.recurrent_layers else None
             if own is not None and isinstance(own.layer, StandaloneLayer):
                 return self._run_standalone(own, active, tokens, packing.positions, memory)
-            inputs = self._inputs(tokens, memory, packing.positions, masks)
+            inputs = self._inputs(tokens, memory, packing.positions, masks, embeds)
             return self._runner.run(active, inputs, unembed=False)
 
     def _run_standalone(

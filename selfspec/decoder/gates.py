@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -421,7 +421,12 @@ class Gates:
 
     def _lean(self, module: nn.Module) -> Callable[..., Any]:
         whole, lean = module.forward, partial(lean_forward(type(module).forward), module)
-        return lambda *args, **kwargs: (lean if self.gated else whole)(*args, **kwargs)
+
+        @wraps(whole)  # transformers compares the arguments of `generate` with the signature
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return (lean if self.gated else whole)(*args, **kwargs)
+
+        return forward
 
     def _norm(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """The final norm, the head's norm in its place, or nothing if its output is not used."""

@@ -41,7 +41,7 @@ class Tail:
         """Logits of a pass through body and tail, on the tokens' device."""
         if "output_router_logits" in self.takes:
             inputs["output_router_logits"] = False
-        return self.causal_lm(**inputs).logits.to(inputs["input_ids"].device)
+        return self.causal_lm(**inputs).logits.to(_device_of_inputs(inputs))
 
     def unembed(self, normed: Tensor, readout: nn.Module | None) -> Tensor:
         """Logits `[rows, width, vocab]` of `normed`, with the body (and the LM head) replaced."""
@@ -145,7 +145,12 @@ class Runner:
         if not unembed:
             return active.done(output[0])
         logits = self.tail.unembed(output[0], None)  # the LM head's gate knows what an `own` reads
-        return active.done(logits.to(inputs["input_ids"].device))
+        return active.done(logits.to(_device_of_inputs(inputs)))
+
+
+def _device_of_inputs(inputs: dict[str, Any]) -> torch.device:
+    given = inputs.get("input_ids")
+    return (inputs["inputs_embeds"] if given is None else given).device
 
 
 def _are_equal(one: Pass, other: Pass) -> bool:

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
+from typing_extensions import Self
+
 from selfspec.config import DraftConfig
 from selfspec.decoder import Decoder, Pass
 from selfspec.drafters.engine import Engine, State, Verified
@@ -63,3 +65,12 @@ class Drafter(ABC):
 
     def select(self, rows: Sequence[int]) -> None:  # noqa: B027 - optional
         """Keep only some rows. A drafter that keeps nothing per row need not override this."""
+
+    def join(self, other: Self) -> None:  # noqa: B027 - optional
+        """Append the rows of another drafter of the same config, between two rounds.
+
+        A drafter that overrides `select` has to override this, too.
+        """
+
+    def pause(self) -> None:  # noqa: B027 - optional
+        """Called when something else than the next round follows: time is not the round's."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from selfspec.config import DraftConfig
+from selfspec.config import DraftConfig, Times
 from selfspec.decoder import Decoder, OwnLayer, Pass, Ranks, Span
 from selfspec.decoder.cache import SlotCache
 from selfspec.drafters.draft_models import DraftModels
@@ -129,20 +129,23 @@ class Engine:
         other.draft_models = self.draft_models.beside(draft_model)
         return other
 
-    def round_model(self, *key: Any, head: ExitHead | None = None) -> RoundModel:
-        """The model of rounds with one drafter, which outlives the call.
+    def round_model(
+        self, *key: Any, head: ExitHead | None = None, times: Times = "measured"
+    ) -> RoundModel:
+        """The model of rounds with one drafter; it outlives the call if times are measured.
 
         Args:
             key: identifies a drafter without an exit head.
             head: the exit head; drafters with the same head share the model.
+            times: how the costs of a round are known.
         """
-        clock = self.ranks.clock
         if head is not None:
             key = (head.kind, head.exit_layer)
-        if key not in self._round_models:
-            new = RoundModel.of_head(self.decoder, head, clock) if head else RoundModel(clock=clock)
-            self._round_models[key] = new
-        return self._round_models[key]
+        if times == "measured" and key in self._round_models:
+            return self._round_models[key]
+        known: dict[str, Any] = {"clock": self.ranks.clock, "times": times}
+        new = RoundModel.of_head(self.decoder, head, **known) if head else RoundModel(**known)
+        return self._round_models.setdefault(key, new) if times == "measured" else new
 
     def head(self, config: DraftConfig) -> ExitHead:
         """The head that a config names; a kind that needs no fitting is made here."""
@@ -216,9 +219,11 @@ class Engine:
         unembed: bool = False,
         tree: Tree | None = None,
         own: OwnLayer | None = None,
+        embeds: Tensor | None = None,
     ) -> Pass:
         """Run the layers below an exit over `tokens`, at `offset` after the committed tokens.
 
+        The `embeds` `[rows, width, hidden]`, if given, take the place of the tokens' embeddings.
         With a head's `own` layer, the same pass also runs that layer and returns its results; the
         exit's hidden states are then kept, unless the exit is at the embeddings.
         """
@@ -228,7 +233,10 @@ class Engine:
             span = Span(0 if exit_layer else own.place, own.place + 1)
         below = [layer for layer in state.keep if layer < exit_layer] if exit_layer else []
         keep = [*below, exit_layer] if own is not None and exit_layer else below
-        left = self.decoder.run(tokens, span, state.slots, None, offset, unembed, keep, own, tree)
+        slots, hidden, skips = state.slots, None, None
+        left = self.decoder.run(
+            tokens, span, slots, hidden, offset, unembed, keep, own, tree, skips, embeds
+        )
         state.stats.seconds["shallow"] += left.layer_seconds
         state.stats.seconds["head"] += left.head_seconds
         if not below:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from selfspec.config import DraftConfig, SkipConfig
 from selfspec.decoder import Decoder, Skips, Span
@@ -41,6 +42,9 @@ class FixedSkips:
     def select(self, rows: Sequence[int]) -> None:
         """Go on with some rows only."""
 
+    def join(self) -> None:
+        """Go on with more rows."""
+
 
 class ClaspSkips(FixedSkips):
     """Whole layers, chosen anew every so many tokens (CLaSp, Chen et al. 2025).
@@ -75,6 +79,7 @@ class ClaspSkips(FixedSkips):
     def begin(self, state: State) -> None:
         """Search, if the last verification kept its states."""
         length = max(state.slots.lengths)
+        self._due = min(self._due, length + self.every)  # the longest row may have left
         if self._states:
             with state.stats.clock("shallow"):
                 layers = similar_layers(self.decoder, state.slots, self._states, self.count)
@@ -91,6 +96,10 @@ class ClaspSkips(FixedSkips):
     def select(self, rows: Sequence[int]) -> None:
         """Keep some rows."""
         self._states = [states[list(rows)] for states in self._states]
+
+    def join(self) -> None:
+        """Search later: rows that have just joined have no states."""
+        self._states = []
 
 
 def make_skips(decoder: Decoder, config: SkipConfig) -> FixedSkips:
@@ -218,7 +227,9 @@ class SkipLayers(Drafter):
             ValueError: the set skips everything, names missing sublayers, or cannot be searched.
         """
         chooser = make_skips(engine.decoder, config.skip)
-        schedule = make_schedule(config, engine.round_model(cls.name, config.skip))
+        schedule = make_schedule(
+            config, engine.round_model(cls.name, config.skip, times=config.times)
+        )
         return cls(engine, chooser, config.most_tokens, schedule)
 
     def propose(self, state: State, limit: int) -> Draft:
@@ -262,3 +273,11 @@ class SkipLayers(Drafter):
     def select(self, rows: Sequence[int]) -> None:
         """Go on with some rows only."""
         self.chooser.select(rows)
+
+    def join(self, other: Self) -> None:
+        """Go on with the rows of another drafter, too."""
+        self.chooser.join()
+
+    def pause(self) -> None:
+        """The time of the last round ends here."""
+        self.schedule.pause()

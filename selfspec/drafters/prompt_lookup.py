@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from typing_extensions import Self
+
 from selfspec.config import DraftConfig
 from selfspec.decoder import Pass
 from selfspec.drafters.base import Drafter
@@ -39,3 +41,7 @@ class PromptLookup(Drafter):
     def propose(self, state: State, limit: int) -> Draft:
         """Copy what followed each row's match; rows without one draft nothing."""
         return self.lookup.draft(state.context, limit)
+
+    def join(self, other: Self) -> None:
+        """Go on with the rows of another drafter, too."""
+        self.lookup.join(other.lookup)

@@ -10,9 +10,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from selfspec.decoder.cache import RowStates, SlotCache, join_rows, take_row
-from selfspec.drafters.engine import Engine, State
-from selfspec.sampling.sampler import Context, Sampler
-from selfspec.schedule.stats import Stats
+from selfspec.drafters.engine import Engine
+from selfspec.sampling.sampler import Context
 
 
 class Prompt:
@@ -68,16 +67,14 @@ class Prompt:
                 "shorten the prompt"
             )
 
-    def state(self, sampler: Sampler, stats: Stats, room: int) -> State:
-        """The call's state before prefill, with space for `room` more tokens."""
+    def context(self) -> Context:
+        """The rows' tokens."""
         rows = zip(self.tokens.tolist(), self.lengths, strict=True)
         text = [tokens[max(0, self.width - length) :] for tokens, length in rows]
-        widths, places = [self.width] * self.rows, list(range(self.rows))
-        context = Context(self.tokens.clone(), widths, places, text)
-        context.reserve(self.width + room)
-        return State(self._slots(room), context, self.tokens[:, -1:], sampler, stats)
+        return Context(self.tokens.clone(), [self.width] * self.rows, list(range(self.rows)), text)
 
-    def _slots(self, room: int) -> SlotCache:
+    def slots(self, room: int) -> SlotCache:
+        """The KV cache before prefill, with space for `room` more tokens."""
         if isinstance(self.cache, SlotCache):
             return self.cache.fork()
         slots = self.engine.decoder.new_slots(self.rows, max(self.lengths) + room)
@@ -106,6 +103,7 @@ class Prompt:
     def final_cache(self, slots: SlotCache) -> Cache | None:
         """The cache to return: the one that the caller passed, or a `SlotCache`."""
         if not self.keep_cache:
+            self.engine.decoder.give_back(slots)
             return None
         slots.drop_added()
         if isinstance(self.cache, DynamicCache):

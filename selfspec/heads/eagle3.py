@@ -211,7 +211,8 @@ class Eagle3Head(ExitHead):
         start as the last of their streams. From there training needs fewer steps than from random
         weights.
         """
-        if any(is_quantized(weight) for weight in decoder.layers.parameters()):
+        without = decoder.device.type == "meta"
+        if without or any(is_quantized(weight) for weight in decoder.layers.parameters()):
             return
         ends = (
             [decoder.attention_layers[i] for i in (0, -1)] if decoder.attention_layers else (0, -1)

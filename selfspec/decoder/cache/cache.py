@@ -89,11 +89,12 @@ class SlotCache(Cache):
         self.sure: Sequence[int] = [0] * rows
         self.depth = len(windows)
         self.device = torch.device(device)
-        self._reserved = capacity
+        self._reserved = -(-capacity // page) * page
         self._sliding = [window is not None for window in windows]
         self._never = [False] * len(windows)
         self._window: Window | None = None
         self._to_added: Mapping[int, int] = {}
+        self._free: list[SlotLayer] = []  # added layers of an earlier call
         self._counted = SlicedViews(torch.arange(0, device=self.device)[None], dim=1)
         self._stairs = Stairs(self.device)
 
@@ -260,7 +261,10 @@ class SlotCache(Cache):
         Returns:
             Its number among the added layers, from 1.
         """
-        self.layers.append(self._layer_class(window))
+        free = next((layer for layer in self._free if layer.window == window), None)
+        if free is not None:
+            self._free.remove(free)
+        self.layers.append(free or self._layer_class(window))
         self.added_from = list(self.lengths)
         return len(self.layers) - self.depth
 
@@ -269,6 +273,17 @@ class SlotCache(Cache):
         del self.layers[self.depth :]
         self.added_from = [0] * self.rows
 
+    def recycle(self) -> None:
+        """Forget every token and the added layers, but keep all buffers for another call."""
+        self._free = self.layers[self.depth :]
+        self.drop_added()
+        self.reset()
+
+    def fits(self, rows: int, capacity: int, page: int) -> bool:
+        """Whether a call with so many rows, slots and slots a page can use the buffers."""
+        reserved = self.layers[0].capacity
+        return (self.rows, self._page) == (rows, page) and reserved >= capacity
+
     def select(self, rows: Sequence[int]) -> None:
         """Keep only some rows, in the given order."""
         self.lengths = [self.lengths[row] for row in rows]
@@ -276,7 +291,28 @@ class SlotCache(Cache):
         self.sure = [0] * self.rows
         self.recurrent = {index: layer.part(rows) for index, layer in self.recurrent.items()}
         for layer in self.layers:
-            layer.change(lambda buffer: buffer[list(rows)])
+            layer.select(rows)
+
+    def join(self, other: SlotCache, room: int = 0) -> None:
+        """Append the rows of another cache of the same layers, which loses them.
+
+        They take the place of rows that were left out by `select`; memory grows only if there are
+        not enough of these.
+
+        Args:
+            other: the other cache.
+            room: slots that its longest row needs beyond its committed tokens.
+        """
+        rows, length = (self.rows, other.rows), max(other.lengths)
+        for layer in self.layers:  # the other's memory is freed layer by layer
+            layer.join(other.layers.pop(0), rows, length, length + room)
+        self.lengths = self.lengths + other.lengths
+        self.added_from = self.added_from + other.added_from
+        self.recurrent = {
+            index: RecurrentLayer.join([layer, other.recurrent[index]])
+            for index, layer in self.recurrent.items()
+        }
+        self.sure = [0] * self.rows
 
     def empty(self, rows: int) -> SlotCache:
         """A cache like this one, for other rows."""
@@ -411,7 +447,7 @@ def _stack(states: Sequence[Tensor], length: int) -> Tensor:
 
 
 class StepCache(SlotCache):
-    """Keys and values of one layer that is unrolled over several draft steps in training.
+    """Keys and values of layers that are unrolled over several draft steps in training.
 
     Nothing is written in place, so gradients flow through every step.
 
@@ -423,17 +459,18 @@ class StepCache(SlotCache):
 
     def __init__(self, windows: Sequence[int | None], rows: int, device: torch.device):
         super().__init__(windows, rows, device=device)
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
+        self._states: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
     ) -> tuple[Tensor, Tensor]:
         """Add a step's states; returns those of all steps, concatenated."""
-        self._keys.append(key_states)
-        self._values.append(value_states)
-        return torch.cat(self._keys, dim=2), torch.cat(self._values, dim=2)
+        steps = self._states.setdefault(layer_idx, [])
+        steps.append((key_states, value_states))
+        keys, values = zip(*steps, strict=True)
+        return torch.cat(keys, dim=2), torch.cat(values, dim=2)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens of the steps before this one."""
-        return sum(keys.shape[2] for keys in self._keys)
+        steps = min(self._states.values(), key=len, default=[])
+        return sum(keys.shape[2] for keys, _ in steps)
