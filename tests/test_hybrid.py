@@ -350,6 +350,12 @@ def test_an_exception_leaves_model_and_cache_as_they_were(family, kind):
     assert torch.equal(after, fresh)
 
 
+def test_a_cache_without_states_is_refused():
+    spec = SelfSpecModel(build("lfm2", "sdpa"))
+    with pytest.raises(ValueError, match=r"make it with DynamicCache\(config=model.config\)"):
+        spec.generate(row(0), past_key_values=DynamicCache(), max_new_tokens=3)
+
+
 def test_committed_tokens_cannot_be_cropped():
     spec = SelfSpecModel(build("lfm2", "sdpa"))
     out = spec.generate(row(0), max_new_tokens=3, return_dict_in_generate=True)
