@@ -14,12 +14,14 @@ import torch
 from conftest import ContraryHead, gates
 from families import HYBRIDS, LAYERS, VOCAB, build
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from selfspec import SelfSpecModel
+from selfspec.cli.info import describe
 from selfspec.decoder import Decoder, Packing, Span
+from selfspec.export.draft_model import fold
 from selfspec.generation.loop import Session
-from selfspec.heads import BlockHead, FusedHead
+from selfspec.heads import BlockHead, FusedHead, SharedHead
 
 # One family of each kind of recurrence: gated delta rule, Mamba-2, convolution, Mamba, lightning.
 KINDS = ("qwen3_next", "falcon_h1", "lfm2", "jamba", "minimax")
@@ -348,6 +350,12 @@ def test_an_exception_leaves_model_and_cache_as_they_were(family, kind):
     assert torch.equal(after, fresh)
 
 
+def test_a_cache_without_states_is_refused():
+    spec = SelfSpecModel(build("lfm2", "sdpa"))
+    with pytest.raises(ValueError, match=r"make it with DynamicCache\(config=model.config\)"):
+        spec.generate(row(0), past_key_values=DynamicCache(), max_new_tokens=3)
+
+
 def test_committed_tokens_cannot_be_cropped():
     spec = SelfSpecModel(build("lfm2", "sdpa"))
     out = spec.generate(row(0), max_new_tokens=3, return_dict_in_generate=True)
@@ -397,14 +405,32 @@ def test_trees_are_refused(drafter):
         text_of(spec, draft={"drafter": drafter})
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_exits_fold_where_a_stock_model_can_have_their_layers(family, tmp_path):
+    decoder = Decoder(build(family, "sdpa"))
+    tokens = row(1)
+    if family == "zamba2":  # whose layers know how many share their attention
+        with pytest.raises(ValueError, match="no exit of it can be folded"):
+            fold(decoder, SharedHead.build(decoder, 2))
+        return
+    if family != "falcon_h1":
+        with pytest.raises(ValueError, match="choose an exit_layer above 1"):
+            fold(decoder, SharedHead.build(decoder, 1))
+    fold(decoder, SharedHead.build(decoder, 3)).save_pretrained(tmp_path)
+    slots = decoder.new_slots(1)
+    decoder.run(tokens, Span(0, LAYERS), slots)
+    exit_logits = decoder.run(tokens, Span(0, 3), slots, unembed=True).output
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(stock(tokens).logits, exit_logits, rtol=1e-3, atol=1e-3)
+
+
 # What the command line says
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_info_says_how_large_states_are(family):
     """The state does not grow with the text, and a token of a round costs a fraction of it."""
-    from selfspec.cli.info import describe
-
     model = build(family, "sdpa")
     spec = SelfSpecModel(model)
     facts = describe(spec.engine, context=100)

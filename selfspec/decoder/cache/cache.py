@@ -399,8 +399,9 @@ class SlotCache(Cache):
     def store(self, cache: DynamicCache, beyond: int) -> None:
         """Append the one row's tokens from position `beyond` on to a `DynamicCache`."""
         for index, layer in enumerate(self.layers):
-            theirs = cache.layers[index]
-            if isinstance(theirs, LinearAttentionCacheLayerMixin):
+            if index in self.recurrent:
+                theirs = cache.layers[index]
+                assert isinstance(theirs, LinearAttentionCacheLayerMixin)  # others are refused
                 self.recurrent[index].store(theirs)
             if layer.is_initialized:
                 keys, values = layer.seen(self.lengths[0])
