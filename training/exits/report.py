@@ -64,7 +64,7 @@ def _drawn(title: str, draw: Callable[[Figure, Any], None], content: Any) -> tup
     # Not pyplot, which would keep every figure in memory.
     from matplotlib.figure import Figure
 
-    sheet, file = Figure(figsize=(8, 4.5), dpi=150, layout="constrained"), io.BytesIO()
+    sheet, file = Figure(figsize=(7, 4), dpi=150, layout="constrained"), io.BytesIO()
     sheet.suptitle(title)
     draw(sheet, content)
     sheet.savefig(file, format="png")
