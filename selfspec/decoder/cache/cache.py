@@ -297,7 +297,7 @@ class SlotCache(Cache):
 
     def fits(self, rows: int, capacity: int, page: int) -> bool:
         """Whether a call with so many rows, slots and slots a page can use the buffers."""
-        reserved = self.layers[0].capacity
+        reserved = max(layer.capacity for layer in self.layers)
         return (self.rows, self._page) == (rows, page) and reserved >= capacity
 
     def select(self, rows: Sequence[int]) -> None:
