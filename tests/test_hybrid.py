@@ -10,10 +10,12 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import families
 import pytest
 import torch
 from conftest import ContraryHead, gates
 from families import HYBRIDS, LAYERS, VOCAB, build
+from fit_tools import EVERY_KIND, WORDS, settings, write_target
 from head_tools import assert_reads_as_forced, own_head, record
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -24,11 +26,14 @@ from selfspec.decoder import Decoder, Packing, Span
 from selfspec.export.draft_model import fold
 from selfspec.generation.loop import Session
 from selfspec.heads import BlockHead, FusedHead, SharedHead
+from training.exits import report
+from training.fit_heads import fit
 
 # One family of each kind of recurrence: gated delta rule, Mamba-2, convolution, Mamba, lightning.
 KINDS = ("qwen3_next", "falcon_h1", "lfm2", "jamba", "minimax")
 NEW_TOKENS = 10
 LENGTHS = (5, 11, 8)
+LAYERS_OWN = ("block", "fused")
 EXITS = (1, LAYERS // 2, LAYERS - 1)
 DRAFTS = (1, 4, 8)
 
@@ -267,7 +272,7 @@ def test_states_after_many_rejections(family):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_states_after_thousands_of_tokens(family, monkeypatch):
-    monkeypatch.setitem(__import__("families")._COMMON, "max_position_embeddings", 4096)
+    monkeypatch.setitem(families._COMMON, "max_position_embeddings", 4096)
     committed_states(calmed(build(family, "sdpa")), 2000, 1e-5)
     committed_states(in_double(calmed(build(family, "sdpa"))), 2000, 1e-10)
 
@@ -426,6 +431,23 @@ def test_trees_are_refused(drafter):
     spec = SelfSpecModel(build("lfm2", "sdpa"))
     with pytest.raises(ValueError, match="recurrent layers, whose state has no branches"):
         text_of(spec, draft={"drafter": drafter})
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])
+def test_heads_are_fitted_to_packed_text(family, tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "draw_plots", lambda *_: [])
+    write_target(tmp_path)  # a tokenizer, and its text
+    monkeypatch.setitem(families._COMMON, "vocab_size", WORDS)
+    calmed(build(family, "sdpa")).save_pretrained(tmp_path / "target")
+    kinds = [head for head in EVERY_KIND if family != "falcon_h1" or head["kind"] not in LAYERS_OWN]
+    depths = {"depths": 2}
+    fit(settings(tmp_path, heads=kinds, loss=depths, measure=depths))
+    folder = tmp_path / "run" / "heads"
+    spec = SelfSpecModel.from_pretrained(tmp_path / "target", heads=folder, dtype=torch.float32)
+    expected = own_text(spec.model)
+    for head in spec.heads:
+        draft = {"exit_layer": head.exit_layer, "head": head.kind, "num_draft_tokens": 3}
+        assert text_of(spec, draft=draft) == expected
 
 
 @torch.no_grad()
