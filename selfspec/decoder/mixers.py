@@ -3,8 +3,7 @@
 A mixer asks its cache for the states of its convolutions and of its recurrence, and gives the
 latter to a kernel of transformers (or of a package such as fla). In a pass the cache that it gets
 is the `RecurrentLayer` of the slots. Its forward runs with other globals, in which kernels are
-replaced: they continue
-from the state of that layer, which keeps what they read.
+replaced: they continue from the state of that layer, which keeps what they read.
 """
 
 from __future__ import annotations

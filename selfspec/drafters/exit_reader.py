@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding
-from typing_extensions import Self
 
 from selfspec.decoder import OwnLayer, Pass, Span, StandaloneLayer
 from selfspec.drafters.engine import Engine, State, Verified
@@ -108,7 +107,7 @@ class ExitReader:
     def select(self, rows: Sequence[int]) -> None:
         """Go on with some rows only."""
 
-    def join(self, other: Self) -> None:
+    def join(self, other: Any) -> None:
         """Go on with the rows of another reader of the same head, too."""
 
 
@@ -314,7 +313,7 @@ class LayerReader(ExitReader):
             for lengths, streams in self._seen
         ]
 
-    def join(self, other: Self) -> None:
+    def join(self, other: Any) -> None:
         """Go on with the rows of another reader."""
         self._take_in()
         self._hidden = stacked(self._hidden, other._hidden)
@@ -615,7 +614,7 @@ class OnePassReader(ExitReader):
         self._known = self._known[list(rows)]
         self._base = [self._base[row] for row in rows]
 
-    def join(self, other: Self) -> None:
+    def join(self, other: Any) -> None:
         """Go on with the rows of another reader."""
         self._known, self._base = stacked(self._known, other._known), self._base + other._base
 

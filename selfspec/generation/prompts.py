@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
+from selfspec.decoder import Decoder
 from selfspec.decoder.cache import RowStates, SlotCache, join_rows, take_row
 from selfspec.drafters.engine import Engine
 from selfspec.sampling.sampler import Context
@@ -44,7 +45,7 @@ class Prompt:
         mask = torch.ones_like(tokens) if mask is None else mask
         self.lengths = _real_lengths(tokens, mask)
         self.known = _known_lengths(cache, self.rows, padded=bool((mask == 0).any()))
-        _check_layers(cache, engine.decoder.depth)
+        _check_layers(cache, engine.decoder)
         self.given = self.width if mask.shape[1] == self.width else None
         self._check(engine)
 
@@ -160,13 +161,21 @@ def _known_lengths(cache: Cache | None, rows: int, padded: bool) -> list[int]:
     return [cache.get_seq_length()]
 
 
-def _check_layers(cache: Cache | None, depth: int) -> None:
-    """Raise ValueError if the cache belongs to a model with another number of layers."""
+def _check_layers(cache: Cache | None, decoder: Decoder) -> None:
+    """Raise ValueError if the cache belongs to a model with other layers."""
+    depth, recurrent = decoder.depth, decoder.recurrent_layers
     held = cache.depth if isinstance(cache, SlotCache) else len(cache.layers) if cache else 0
     if held not in (0, depth):
         raise ValueError(
             f"the cache holds {held} layers, the model has {depth}; past_key_values must come from "
             "this model"
+        )
+    if not recurrent or type(cache) is not DynamicCache:
+        return
+    if recurrent != [i for i, layer in enumerate(cache.layers) if hasattr(layer, "conv_states")]:
+        raise ValueError(
+            "past_key_values has no place for the states of the model's recurrent layers; make it "
+            "with DynamicCache(config=model.config)"
         )
 
 

@@ -50,12 +50,19 @@ class BlockHead(ExitHead):
         """Draft in one pass, if `parallel`.
 
         Raises:
-            ValueError: `markov` is negative, or the head is not `parallel`.
+            ValueError: `markov` is negative, or the head is not `parallel`; there is a recurrent
+                layer below the exit.
         """
         if markov < 0 or (markov and not parallel):
             raise ValueError(
                 f"markov is the rank of a {self.kind} head's bias, at least 0, and needs "
                 f"parallel=True; got {markov=}, {parallel=}"
+            )
+        if parallel and any(index < self.exit_layer for index in decoder.recurrent_layers):
+            raise ValueError(
+                f"layer {decoder.recurrent_layers[0]} below exit_layer {self.exit_layer} is "
+                "recurrent, and does not run over a mask after every token, as fitting a parallel "
+                "head needs; leave parallel out, or take a fused head at exit_layer 0"
             )
         if parallel:
             self.mask = move_to_exit(MaskToken(decoder, markov), decoder, self.exit_layer)

@@ -204,9 +204,10 @@ class RecurrentLayer:
 
     @classmethod
     def join(cls, parts: Sequence[RecurrentLayer]) -> RecurrentLayer:
-        """One layer with the rows of several, each of which has run at least one token."""
+        """One layer with the rows of several; one without states has no rows."""
         states = [part.state for part in parts if part.state is not None]
-        convs = {n: torch.cat([part.convs[n] for part in parts]) for n in parts[0].convs}
+        numbers = {number for part in parts for number in part.convs}
+        convs = {n: torch.cat([p.convs[n] for p in parts if n in p.convs]) for n in numbers}
         return cls(convs, torch.cat(states) if states else None)
 
     @classmethod
