@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,11 @@ from selfspec.decoder import Decoder
 from selfspec.drafters import make_drafter
 from selfspec.drafters.draft_models import load_causal_lm
 from selfspec.drafters.engine import Engine
-from selfspec.generation.loop import Call, SpecOutput, speculate
+from selfspec.generation.batch import Batch, RequestOutput
+from selfspec.generation.loop import Call, Session, SpecOutput, open_session, speculate
 from selfspec.generation.prompts import left_padded
 from selfspec.generation.stopping import without_stop_strings
-from selfspec.generation.unsupported import refuse_other_loops
+from selfspec.generation.unsupported import check_counts, refuse_in_batches, refuse_other_loops
 from selfspec.heads import (
     CONFIG_NAME,
     ExitHead,
@@ -175,8 +176,8 @@ class SelfSpecModel:
 
     @property
     def default_draft(self) -> DraftConfig:
-        """The draft of `generate` without `draft=`: the profile's, if there is one."""
-        return self.profile.draft if self.profile is not None else DraftConfig()
+        """The draft of `generate` without `draft=`: the profile's, else `Engine.default_draft`."""
+        return self.engine.default_draft if self.profile is None else self.profile.draft
 
     def save_pretrained(self, folder: str | Path, **kwargs: Any) -> None:
         """Write the model (`PreTrainedModel.save_pretrained`) and its heads to `folder`."""
@@ -275,6 +276,114 @@ class SelfSpecModel:
             if call.session is not None:
                 self.last_stats, self.last_trace = call.session.stats, call.session.trace
         return restore(output)
+
+    def generate_batch(
+        self,
+        inputs: Iterable[Sequence[int]],
+        generation_config: GenerationConfig | None = None,
+        **options: Any,
+    ) -> dict[str, RequestOutput]:
+        """Generate for many prompts, as transformers' `generate_batch` does, faster.
+
+        Rows join the batch as others leave. The output of a request does not depend on the others:
+        greedy, or sampled with the rule `"coupled"`, it is that of its own call of `generate`.
+
+        Args:
+            inputs: token ids of each prompt.
+            generation_config: as in transformers.
+            **options: see `generate_batch_iter`.
+
+        Returns:
+            For each request, `req_0`, `req_1`, … in the order of the prompts, its output. After
+            Ctrl-C, those of finished requests, with a warning.
+
+        Raises:
+            ValueError: an unsupported option, or a draft that this model cannot make; raised before
+                anything runs. What goes wrong in one request is told by its output's `error`.
+        """
+        found: dict[int, RequestOutput] = {}
+        try:
+            for output in self.generate_batch_iter(inputs, generation_config, **options):
+                found[output.number] = output
+        except KeyboardInterrupt:
+            warnings.warn(f"interrupted after {len(found)} finished requests", stacklevel=2)
+        return {found[number].request_id: found[number] for number in sorted(found)}
+
+    def generate_batch_iter(
+        self,
+        inputs: Iterable[Sequence[int]],
+        generation_config: GenerationConfig | None = None,
+        *,
+        batch_size: int = 8,
+        draft: DraftConfig | Mapping[str, Any] | str | None = None,
+        assistant_model: nn.Module | None = None,
+        max_new_tokens: int | Sequence[int] | None = None,
+        seed: int | Sequence[int] | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+        **kwargs: Any,
+    ) -> Iterator[RequestOutput]:
+        """`generate_batch` that yields each output as soon as its request has finished.
+
+        Args:
+            inputs: token ids of each prompt; an iterator is read as rows become free.
+            generation_config: as in transformers.
+            batch_size: the most requests that run at a time.
+            draft: how to draft, as in `generate`.
+            assistant_model: as in `generate`.
+            max_new_tokens: as in transformers, or one number per prompt.
+            seed: seeds the sampling of request i with seed + i, or with its i-th number. With the
+                rule `"coupled"`, request i then equals `generate` with a generator of that seed on
+                the model's device; with other rules requests share draws. `None` takes torch's
+                global generator.
+            stopping_criteria: as in transformers; each is called with one request at a time.
+            **kwargs: every other option of transformers' `generate` that is not about tensors of a
+                batch: processors and options of the generation config.
+
+        Raises:
+            ValueError: an unsupported option, or a draft that this model cannot make.
+        """
+        own = self.causal_lm.generation_config
+        refuse_other_loops(kwargs, generation_config, own)
+        refuse_in_batches(kwargs, generation_config, own, batch_size)
+        engine, drafting = self._drafting(draft, assistant_model)
+        criteria = StoppingCriteriaList(stopping_criteria or [])
+        config = without_stop_strings(generation_config, own, criteria, kwargs)
+        run: Any = self.causal_lm.generate
+        device = engine.decoder.device
+        any_drafter = make_drafter(engine, drafting)  # its rule is that of all
+        if isinstance(inputs, Sequence):
+            check_counts(len(inputs), max_new_tokens=max_new_tokens, seed=seed)
+            if not inputs:
+                return iter(())
+
+        def source(number: int) -> torch.Generator | None:
+            if seed is None:
+                return None
+            chosen = seed + number if isinstance(seed, int) else seed[number]
+            return torch.Generator(device).manual_seed(chosen)
+
+        def open_request(prompt: Sequence[int], number: int) -> Session:
+            call = Call(engine, any_drafter, generator=source(number))
+            tokens = torch.tensor([list(prompt)], dtype=torch.long, device=device)
+            longest = max_new_tokens
+            if isinstance(longest, Sequence):
+                longest = longest[number]
+            run(
+                left_padded(tokens, {})[0],
+                attention_mask=torch.ones_like(tokens),
+                generation_config=config,
+                stopping_criteria=criteria,
+                custom_generate=partial(open_session, call=call),
+                **({} if longest is None else {"max_new_tokens": longest}),
+                **kwargs,
+            )
+            assert call.session is not None
+            return call.session
+
+        drafter = partial(make_drafter, engine, drafting)
+        batch = Batch(open_request, drafter, inputs, batch_size, source(0))
+        self.last_stats, self.last_trace = batch.stats, None
+        return iter(batch)
 
     def _drafting(
         self, draft: DraftConfig | Mapping[str, Any] | str | None, assistant: nn.Module | None

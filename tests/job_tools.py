@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,11 @@ class Shouter:
     refuses: str | None = None
 
     def __call__(self, worker: int, workers: int):
+        def answers(rows: Mapping[int, str]) -> Iterator[tuple[int, dict]]:
+            # In any order: a batch hands out what is finished.
+            for row, prompt in sorted(rows.items(), key=lambda item: item[0] // 3 * 6 - item[0]):
+                yield row, answer(prompt)
+
         def answer(prompt: str) -> dict:
             if prompt == self.refuses:
                 raise ValueError(f"{prompt} is no prompt")
@@ -29,4 +35,4 @@ class Shouter:
                 asked.write(f"{prompt}\n")
             return {"prompt": prompt, "text": prompt.upper(), "worker": worker}
 
-        return answer
+        return answers

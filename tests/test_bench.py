@@ -157,6 +157,27 @@ def test_every_method_writes_the_same_texts_and_is_measured(spec, tokenizer, con
     assert rows["plain"].mean_accepted_length == 1
 
 
+def test_a_static_cache_and_continuous_batching_write_the_same_texts(
+    spec, tokenizer, config, tmp_path
+):
+    peers = [{"name": name, "peer": name} for name in ("static_cache", "continuous_batching")]
+    rows, file = measured(spec, tokenizer, config(methods=peers, batch_sizes=[1, 2]), tmp_path)
+    assert len(file.runs) == 3 * (2 + 1)
+    for run in file.runs.values():
+        assert run.counts == [run.key.place.batch] * TOKENS
+        assert list(run.times) == sorted(run.times) and run.decoded == len(run.accepted)
+    for row in rows.values():
+        assert row.failure is None and row.equality.differing == [], row
+    assert not hasattr(spec.causal_lm, "_previous_max_cache_length")
+
+
+def test_a_peer_with_a_cache_of_its_own_refuses_one_that_rounds(tokenizer, config, tmp_path):
+    rounding = SelfSpecModel(tiny_llama("sometimes"), kv_cache_dtype="int8")
+    peers = [{"name": name, "peer": name} for name in ("static_cache", "continuous_batching")]
+    rows, _ = measured(rounding, tokenizer, config(methods=peers), tmp_path)
+    assert all(rows[peer["name"]].failure.startswith("ValueError") for peer in peers)
+
+
 def test_what_is_reported_of_drafts_is_what_the_traces_say(spec, tokenizer, config, tmp_path):
     rows, file = measured(spec, tokenizer, config(), tmp_path)
     bench = Bench(spec, tokenizer, config())

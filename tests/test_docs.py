@@ -12,7 +12,7 @@ import torch
 import transformers
 from conftest import tiny_llama
 from doc_tools import PAGES, ROOT, inline_commands, links, name_of, parse, steps, unknown_words
-from families import FAMILIES
+from families import FAMILIES, HYBRIDS
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 from typer.testing import CliRunner
@@ -97,7 +97,7 @@ def check_command(words, monkeypatch):
     elif program in ("python", "torchrun"):
         check_training(words, monkeypatch)
     elif program == "make":
-        assert set(words[1:]) <= make_targets()
+        assert {word for word in words[1:] if "=" not in word} <= make_targets()
     elif words[:2] == ["pip", "install"]:
         assert extras_of(words) <= known_extras()
     else:
@@ -221,6 +221,8 @@ def test_links_lead_somewhere(page):
 def test_the_readme_names_the_families_that_are_tested():
     (listed,) = re.findall(r"for: ([\w, ]+?) \(falcon with", (ROOT / "README.md").read_text())
     assert {*listed.split(", "), "falcon_alibi"} == set(FAMILIES)
+    (listed,) = re.findall(r"test_hybrid.py`\): ([\w, ]+?);", (ROOT / "README.md").read_text())
+    assert set(listed.split(", ")) == {family.removesuffix("_text") for family in HYBRIDS}
 
 
 def test_the_page_on_models_gets_a_row_for_every_family():
@@ -233,6 +235,12 @@ def test_the_page_on_models_gets_a_row_for_every_family():
         "mpt",
     }
     assert "| full and sliding window |" in told["gemma3_text"]
+    hybrids = {row.split("`")[1]: row for row in list(hook("families").hybrids())[2:]}
+    assert set(hybrids) == set(HYBRIDS)
+    assert {family for family, row in hybrids.items() if row.endswith("| no |")} == {
+        "falcon_h1",
+        "zamba2",
+    }
 
 
 def test_the_page_on_commands_gets_every_command():
@@ -278,6 +286,7 @@ def test_hooks_have_a_place_in_a_page():
     text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     for name in ("families", "commands"):
         assert text.count(hook(name).MARKER) == 1
+    assert text.count(hook("families").HYBRID_MARKER) == 1
 
 
 def test_no_figure_is_left_out():

@@ -81,6 +81,16 @@ def figures(run):
     return content
 
 
+def check_exact(spec):
+    """Every head drafts, and leaves the target's text as it is."""
+    ids = torch.randint(1, 300, (1, 9), generator=torch.Generator().manual_seed(3))
+    own = greedy(spec.causal_lm, ids, max_new_tokens=12, pad_token_id=0)
+    for head in spec.heads:
+        draft = DraftConfig(exit_layer=head.exit_layer, head=head.kind)
+        assert torch.equal(spec.generate(ids, draft=draft, max_new_tokens=12, pad_token_id=0), own)
+        assert spec.last_stats.drafted > 0
+
+
 # From text to heads
 
 
@@ -89,12 +99,7 @@ def test_a_fit_leaves_heads_that_load_and_stay_exact(made, fitted):
     assert [(h.kind, h.exit_layer) for h in spec.heads] == [
         (h["kind"], h["exit_layer"]) for h in HEADS
     ]
-    ids = torch.randint(1, 300, (1, 9), generator=torch.Generator().manual_seed(3))
-    own = greedy(spec.causal_lm, ids, max_new_tokens=12, pad_token_id=0)
-    for head in spec.heads:
-        draft = DraftConfig(exit_layer=head.exit_layer, head=head.kind)
-        assert torch.equal(spec.generate(ids, draft=draft, max_new_tokens=12, pad_token_id=0), own)
-        assert spec.last_stats.drafted > 0
+    check_exact(spec)
 
 
 def test_the_loss_of_every_head_falls(made, fitted):
@@ -116,6 +121,20 @@ def test_the_loss_of_every_head_falls(made, fitted):
     before, after = losses
     assert before.keys() == after.keys() and len(after) == len(EVERY_KIND)
     assert all(after[name] < before[name] for name in before)
+
+
+def test_a_head_that_drafts_in_one_pass_may_start_from_one_that_does_not(made, fitted, folder):
+    options = {"parallel": True, "markov": 4}
+    heads = [{"kind": "fused", "exit_layer": 2, "options": options}]
+    changes = {"loss": {"depths": 3, "share": 0.5}, "optimizer": {"lr": 1e-12}}
+    fit(settings(folder, heads=heads, start=str(fitted / "heads"), **changes))
+    spec = load(made, folder / "run")
+    (head,) = spec.heads
+    (before,) = [h for h in load(made, fitted).heads if h.kind == "fused"]
+    assert head.drafts_at_once and head.options == before.options | options
+    for name, weight in before.named_parameters():
+        torch.testing.assert_close(head.get_parameter(name), weight)
+    check_exact(spec)
 
 
 def test_a_fit_says_what_it_was_and_what_it_is_worth(made, fitted):

@@ -10,6 +10,7 @@ EXAMPLES = {
     "bench": (
         "selfspec bench max_new_tokens=64 repeats=3",
         "selfspec bench --config configs/bench.yaml --output outputs/bench",
+        "selfspec bench --shape Llama-3.2-1B --acceptance 0.6,0.8 batch_sizes='[1, 8]'",
     ),
     "chat": (
         "selfspec chat",

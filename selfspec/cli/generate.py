@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -61,6 +63,14 @@ Output = Annotated[
         rich_help_panel=_JOB,
     ),
 ]
+BatchSize = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="Prompts that run at a time; rows join as others leave.",
+        rich_help_panel=_JOB,
+    ),
+]
 Processes = Annotated[int, typer.Option(min=1, help="Number of processes.", rich_help_panel=_JOB)]
 FormatOption = Annotated[
     Format,
@@ -77,6 +87,7 @@ def generate(
     file: File = None,
     prompts_file: JobPrompts = None,
     output: Output = None,
+    batch_size: BatchSize = 8,
     processes: Processes = 1,
     model: opt.Model = None,
     heads: opt.Heads = None,
@@ -105,7 +116,7 @@ def generate(
     options = {"max_new_tokens": max_new_tokens, **opt.sampling(temperature, top_k, top_p)}
     if output is not None:
         place = model, heads, dtype, device, profile, kernels, kv_cache
-        job = _Job(*place, drafting, options, seed)
+        job = _Job(*place, drafting, options, seed, batch_size)
         job.run(prompts, output, processes, as_json)
         return
     with reporting(as_json) as console:
@@ -202,23 +213,29 @@ class _Job:
     draft: DraftConfig | None
     options: dict[str, Any]
     seed: int
+    batch_size: int
 
     def run(self, prompts: list[str], output: Path, processes: int, as_json: bool) -> None:
         """Answer all prompts into `output`."""
         from selfspec.generation.jobs import run_job
 
-        aside = ("device",)  # it does not change the output
+        aside = ("device", "batch_size")  # they do not change the output
         identity = {name: str(value) for name, value in vars(self).items() if name not in aside}
         bar = Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=progress())
         with reporting(as_json) as console, bar:
             task = bar.add_task("prompts", total=len(prompts))
             run_job(prompts, self, output, identity, processes, lambda n: bar.advance(task, n))
-            console.print(f"{output}: {len(prompts)} answers")
+            lines = output.read_text(encoding="utf-8").splitlines()
+            failed = sum("error" in json.loads(line) for line in lines)
+            of_these = f", {failed} of them errors" if failed else ""
+            console.print(f"{output}: {len(prompts)} answers{of_these}")
         if as_json:
-            print_json({"output": str(output), "answers": len(prompts)})
+            print_json({"output": str(output), "answers": len(prompts), "errors": failed})
 
-    def __call__(self, worker: int, workers: int) -> Callable[[str], dict[str, Any]]:
-        """Make the function that answers a prompt in process `worker` of `workers`."""
+    def __call__(
+        self, worker: int, workers: int
+    ) -> Callable[[Mapping[int, str]], Iterator[tuple[int, dict[str, Any]]]]:
+        """Make the function that answers prompts in process `worker` of `workers`."""
         import torch
 
         device = self.device
@@ -227,7 +244,23 @@ class _Job:
         if workers > 1:
             torch.set_num_threads(max(1, torch.get_num_threads() // workers))
         place = self.heads, self.dtype, device, self.profile, self.kernels, self.kv_cache
-        target = load(self.model, *place)
-        draft = self.draft or target.spec.default_draft
-        writer = _Writer(target, draft, self.options, self.seed)
-        return lambda prompt: writer.write(prompt, Format.jsonl, Console(quiet=True))
+        return partial(self._answers, load(self.model, *place))
+
+    def _answers(
+        self, target: Loaded, prompts: Mapping[int, str]
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The rows' answers, as they are finished."""
+        rows, texts = list(prompts), list(prompts.values())
+        outputs = target.spec.generate_batch_iter(
+            (target.tokenizer(text)["input_ids"] for text in texts),
+            draft=self.draft,
+            batch_size=self.batch_size,
+            seed=[self.seed + row for row in rows],
+            **self.options,
+        )
+        for output in outputs:
+            text = target.tokenizer.decode(output.generated_tokens, skip_special_tokens=True)
+            stats = output.stats.counted()
+            answer = {"prompt": texts[output.number], "text": text, "stats": stats}
+            failed = {} if output.error is None else {"error": output.error}
+            yield rows[output.number], answer | failed

@@ -121,7 +121,7 @@ class CoupledChoice(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores `[1, vocab]`, the largest of which is the sampled token."""
         length, vocab = input_ids.shape[1], scores.shape[1]
-        noise = self.noise.ahead([0], [length], 1, vocab)[:, 0]
+        noise = self.noise.ahead([0], {0: length}, 1, vocab)[:, 0]
         return self.warper(input_ids, scores.float()) + noise  # pyright: ignore
 
 

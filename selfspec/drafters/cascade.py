@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from selfspec.config import DraftConfig
 from selfspec.decoder import Pass
@@ -58,7 +59,7 @@ class Cascade(ExitDrafter):
                 "that no n-gram would do; raise longest, or take index='suffix', which has no limit"
             )
         head = engine.head(config)
-        schedule = make_schedule(config, engine.round_model(head=head))
+        schedule = make_schedule(config, engine.round_model(head=head, times=config.times))
         reader = make_reader(engine, head)
         return cls(reader, config.most_tokens, schedule, Lookup(lookup), confident)
 
@@ -82,3 +83,8 @@ class Cascade(ExitDrafter):
             self.reader.verified(state, 0, verified)
         else:
             super().commit(state, draft, verified, verdict)
+
+    def join(self, other: Any) -> None:
+        """Go on with the rows of another drafter, too."""
+        super().join(other)
+        self.lookup.join(other.lookup)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +42,9 @@ class FixedSkips:
     def select(self, rows: Sequence[int]) -> None:
         """Go on with some rows only."""
 
+    def join(self) -> None:
+        """Go on with more rows."""
+
 
 class ClaspSkips(FixedSkips):
     """Whole layers, chosen anew every so many tokens (CLaSp, Chen et al. 2025).
@@ -67,12 +71,7 @@ class ClaspSkips(FixedSkips):
                 f"skip.layers must be below the model's {depth} layers, got {self.count}; "
                 "at least one has to draft"
             )
-        if decoder.counts_keys:
-            raise ValueError(
-                f"{type(decoder.causal_lm).__name__} biases attention by the index of a key, so "
-                "skip.search='clasp' cannot compare states at one position; name the sublayers to "
-                "skip in skip.attention and skip.mlp"
-            )
+        decoder.check_trees("name the sublayers to skip in skip.attention and skip.mlp")
         super().__init__(_whole(middle_layers(depth, self.count)))
         self._states: list[Tensor] = []
         self._due = 0  # tokens of the longest row at the next search
@@ -80,6 +79,7 @@ class ClaspSkips(FixedSkips):
     def begin(self, state: State) -> None:
         """Search, if the last verification kept its states."""
         length = max(state.slots.lengths)
+        self._due = min(self._due, length + self.every)  # the longest row may have left
         if self._states:
             with state.stats.clock("shallow"):
                 layers = similar_layers(self.decoder, state.slots, self._states, self.count)
@@ -96,6 +96,10 @@ class ClaspSkips(FixedSkips):
     def select(self, rows: Sequence[int]) -> None:
         """Keep some rows."""
         self._states = [states[list(rows)] for states in self._states]
+
+    def join(self) -> None:
+        """Search later: rows that have just joined have no states."""
+        self._states = []
 
 
 def make_skips(decoder: Decoder, config: SkipConfig) -> FixedSkips:
@@ -223,7 +227,9 @@ class SkipLayers(Drafter):
             ValueError: the set skips everything, names missing sublayers, or cannot be searched.
         """
         chooser = make_skips(engine.decoder, config.skip)
-        schedule = make_schedule(config, engine.round_model(cls.name, config.skip))
+        schedule = make_schedule(
+            config, engine.round_model(cls.name, config.skip, times=config.times)
+        )
         return cls(engine, chooser, config.most_tokens, schedule)
 
     def propose(self, state: State, limit: int) -> Draft:
@@ -267,3 +273,11 @@ class SkipLayers(Drafter):
     def select(self, rows: Sequence[int]) -> None:
         """Go on with some rows only."""
         self.chooser.select(rows)
+
+    def join(self, other: Any) -> None:
+        """Go on with the rows of another drafter, too."""
+        self.chooser.join()
+
+    def pause(self) -> None:
+        """The time of the last round ends here."""
+        self.schedule.pause()

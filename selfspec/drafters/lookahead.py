@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -151,7 +152,7 @@ class Lookahead(Drafter):
     def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
         """Fill the window from the prompt."""
         if offset == 0:
-            texts = state.context.text
+            texts = [state.context.text[row] for row in state.context.rows]
             self._rows = [Row.of(text, self.config, self._source) for text in texts]
 
     def propose(self, state: State, limit: int) -> Draft:
@@ -182,6 +183,10 @@ class Lookahead(Drafter):
     def select(self, rows: Sequence[int]) -> None:
         """Go on with some rows only."""
         self._rows = [self._rows[row] for row in rows]
+
+    def join(self, other: Any) -> None:
+        """Go on with the rows of another drafter, too."""
+        self._rows = self._rows + other._rows
 
 
 def _add_window(block: Branches, window: list[list[int]]) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from selfspec.config import DraftConfig
 from selfspec.decoder import Pass
@@ -39,3 +40,7 @@ class PromptLookup(Drafter):
     def propose(self, state: State, limit: int) -> Draft:
         """Copy what followed each row's match; rows without one draft nothing."""
         return self.lookup.draft(state.context, limit)
+
+    def join(self, other: Any) -> None:
+        """Go on with the rows of another drafter, too."""
+        self.lookup.join(other.lookup)

@@ -175,6 +175,10 @@ class Lookup:
             index.read(context.text[row])
         return list(self._indexes.values())
 
+    def join(self, other: Lookup) -> None:
+        """Take over the indexes of other rows."""
+        self._indexes |= other._indexes
+
     def predicted(self, context: Context) -> list[tuple[int, int, int]]:
         """How well each row's match predicted the new tokens since the last `read`.
 

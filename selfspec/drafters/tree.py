@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,7 +85,9 @@ class TreeExpansion:
         """Expand the tree level by level."""
         partial, depth = _PartialTree.of(state.pending), self.reader.head.exit_layer
         tokens, parents, tree = state.pending, None, None
-        for width in self.widths[:limit]:
+        widths = self.widths[:limit]
+        self.reader.begin(len(widths))
+        for width in widths:
             logits, at_exit = self.reader.read(state, tokens, partial.last, tree, parents)
             if at_exit is not None:
                 partial.hidden.append(at_exit)
@@ -197,3 +200,7 @@ class ExitTree(Drafter):
     def select(self, rows: Sequence[int]) -> None:
         """Go on with some rows only."""
         self.reader.select(rows)
+
+    def join(self, other: Any) -> None:
+        """Go on with the rows of another drafter, too."""
+        self.reader.join(other.reader)

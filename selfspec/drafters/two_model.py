@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,7 +51,8 @@ class TwoModel(Drafter):
             ValueError: no model is named, or one that cannot draft for the target.
         """
         decoder = engine.draft_models.chosen(config)
-        model = engine.round_model(cls.name, decoder.causal_lm.name_or_path, decoder.depth)
+        name = decoder.causal_lm.name_or_path
+        model = engine.round_model(cls.name, name, decoder.depth, times=config.times)
         return cls(decoder, config.most_tokens, make_schedule(config, model))
 
     def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
@@ -108,3 +110,11 @@ class TwoModel(Drafter):
     def select(self, rows: Sequence[int]) -> None:
         """Go on with some rows only."""
         self.slots.select(rows)
+
+    def join(self, other: Any) -> None:
+        """Go on with the rows of another drafter, too."""
+        self.slots.join(other.slots)
+
+    def pause(self) -> None:
+        """The time of the last round ends here."""
+        self.schedule.pause()

@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -16,8 +16,8 @@ from typing import Any
 
 Answer = dict[str, Any]
 # Called in every process with its number and the number of processes; returns the function that
-# answers a prompt.
-Maker = Callable[[int, int], Callable[[str], Answer]]
+# answers prompts by row, in any order.
+Maker = Callable[[int, int], Callable[[Mapping[int, str]], Iterable[tuple[int, Answer]]]]
 
 
 def run_job(
@@ -34,7 +34,7 @@ def run_job(
 
     Args:
         prompts: the prompts.
-        maker: makes the function that answers a prompt, in every process; must be picklable.
+        maker: makes the function that answers prompts, in every process; must be picklable.
         output: the file of answers; it is created when all are there.
         identity: plain values that identify the job. An interrupted job is resumed only if they are
             the same.
@@ -43,7 +43,7 @@ def run_job(
 
     Raises:
         FileExistsError: `output` exists.
-        ValueError: another job was interrupted here, or a prompt cannot be answered.
+        ValueError: another job was interrupted here, or the prompts cannot be answered.
         OSError: all processes died without an answer.
     """
     output = Path(output).expanduser().absolute()
@@ -172,14 +172,14 @@ def _work(
 def _answers(
     maker: Maker, number: int, count: int, rows: Mapping[int, str], parts: Path
 ) -> Iterator[int]:
-    """Answer rows, each written to this process's own journal."""
-    answer = maker(number, count)
+    """Answer rows, each written to this process's own journal as soon as it is there."""
+    answers = maker(number, count)
     # A new file: an earlier journal may end in half a line.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
     journal = os.open(parts / f"{uuid.uuid4().hex}.jsonl", flags, 0o666)
     try:
-        for row, prompt in rows.items():
-            entry = json.dumps({"row": row, "answer": answer(prompt)}) + "\n"
+        for row, answer in answers(rows):
+            entry = json.dumps({"row": row, "answer": answer}) + "\n"
             os.write(journal, entry.encode())
             yield row
     finally:

@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from selfspec.decoder import held
+from selfspec.decoder import Pass, held
 from selfspec.drafters import Drafter
 from selfspec.drafters.engine import Engine, State
 from selfspec.generation.prompts import Prompt
@@ -33,10 +33,13 @@ from selfspec.generation.unsupported import refuse_unsupported_options
 from selfspec.sampling import COUPLED, LOSSLESS_RULES, accept
 from selfspec.sampling.coupled_noise import Noise
 from selfspec.sampling.draft import Draft, Verdict
-from selfspec.sampling.sampler import Sampler
-from selfspec.schedule.stats import Stats, Trace
+from selfspec.sampling.sampler import Context, Sampler
+from selfspec.schedule.stats import Round, Stats, Trace
 
 _FIRST_ROOM = 1024  # tokens reserved ahead; buffers double when a call writes more
+AT_LAST_POSITION = (
+    "the text has reached the last of the model's {} learned positions; lower max_new_tokens"
+)
 
 
 @dataclass
@@ -77,6 +80,7 @@ class Session:
     ):
         self.engine, self.drafter, self.prompt = engine, drafter, prompt
         self.sampler, self.stops, self.stream, self.config = sampler, stops, stream, config
+        self.chunk = config.prefill_chunk_size
         wanted = bool(config.return_dict_in_generate)
         empty: list[list[Any]] = [[] for _ in range(prompt.rows)]
         self.scores = StepRecord(wanted and bool(config.output_scores), [*map(list, empty)])
@@ -97,26 +101,38 @@ class Session:
     def start(self) -> State:
         """Prefill the prompts and generate each row's first token."""
         with self.stats.clock("prefill"):
-            room = min(self.stops.remaining(self.prompt.width) + 1, _FIRST_ROOM)
-            state = self.prompt.state(self.sampler, self.stats, room)
-            state.keep = self.drafter.keep
+            state = self.state()
             tokens, counts = self.prompt.prefill()
             logits = self.engine.prefill(
                 state,
                 tokens,
                 counts,
-                self.config.prefill_chunk_size,
+                self.chunk,
                 keep=self.drafter.keep,
-                watch=lambda block, offset: self.drafter.prefilled(state, block, offset, counts),
+                watch=lambda block, offset: self.prefilled(state, block, offset, counts),
             )
             # Every new token commits one slot; here it is that of the prompt's last token.
             state.slots.commit([count - 1 for count in counts])
             nothing = Draft.empty(state.rows, tokens.device)
             verdict, broken = self._accept(state, nothing, logits)
-            self._commit(state, verdict, read_rounds(nothing, verdict, broken))
-        self.stats.prefilled = self.stats.emitted
-        self.stats.rounds = 0
+            rounds, emitted = self.stats.rounds, self.stats.emitted
+            self._commit(state, verdict, self._read(state, nothing, verdict, broken))
+        self.stats.prefilled += self.stats.emitted - emitted
+        self.stats.rounds = rounds
         return state
+
+    def state(self) -> State:
+        """The state before the prefill, with space for new tokens."""
+        context = self.prompt.context()
+        room = room_of(self.stops, context)
+        context.reserve(self.prompt.width + room)
+        pending = self.prompt.tokens[:, -1:]
+        slots, keep = self.prompt.slots(room), self.drafter.keep
+        return State(slots, context, pending, self.sampler, self.stats, keep)
+
+    def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
+        """Called after each pass of the prefill."""
+        self.drafter.prefilled(state, block, offset, counts)
 
     def step(self, state: State) -> None:
         """One round."""
@@ -129,7 +145,7 @@ class Session:
         verified = self.engine.verify(state, draft)
         with self.stats.clock("sampling"):
             verdict, broken = self._accept(state, draft, verified.logits)
-        rounds = read_rounds(draft, verdict, broken)  # the one synchronisation of a round
+        rounds = self._read(state, draft, verdict, broken)  # the one synchronisation of a round
         if verdict.branch is not None and any(step.moved for step in rounds):
             state.slots.gather(torch.nn.functional.pad(verdict.branch, (1, 0)))
         self.drafter.commit(state, draft, verified, verdict)
@@ -153,18 +169,28 @@ class Session:
         self.scores.begin(scores, verdict.branch)
         return verdict, broken_places(logits, verdict.branch, self.sampler.do_sample)
 
+    def _read(self, state: State, draft: Draft, verdict: Verdict, broken: Tensor) -> list[RowRound]:
+        """The round on the host."""
+        rounds = read_rounds(draft, verdict, broken)
+        for step in rounds:
+            self._check(step)
+        return rounds
+
+    def _check(self, step: RowRound) -> None:
+        if step.broken:
+            raise ValueError(
+                "the model's logits are NaN or infinite; check its weights and dtype (float16 "
+                "overflows where bfloat16 and float32 do not)"
+            )
+
     def _check_positions(self, state: State) -> None:
         positions = self.engine.decoder.learned_positions
         if positions is not None and max(state.slots.lengths) >= positions:
-            raise ValueError(
-                f"the text has reached the last of the model's {positions} learned positions; "
-                "lower max_new_tokens"
-            )
+            raise ValueError(AT_LAST_POSITION.format(positions))
 
     def _limit(self, state: State) -> int:
         """The most drafts that can be used: the last allowed token is the target's own."""
-        shortest = min(map(state.context.lengths.__getitem__, state.context.rows))
-        limit = self.stops.remaining(shortest) - 1
+        limit = self.stops.remaining(state.context) - 1
         positions = self.engine.decoder.max_positions
         if positions is not None:
             limit = min(limit, positions - 1 - max(state.slots.lengths))
@@ -183,7 +209,7 @@ class Session:
         for row, step in zip(rows, steps, strict=True):
             context.commit(row, step.tokens, written)
             self.stats.count(step)
-            self.trace.rows[row].append(step)
+            self._record(row, step)
         self.scores.keep(rows, kept)
         self.logits.keep(rows, kept)
         state.slots.commit(kept)
@@ -199,19 +225,30 @@ class Session:
         if any(ended):
             self._leave(state, [index for index, stop in enumerate(ended) if not stop])
 
-    def _leave(self, state: State, going: Sequence[int]) -> None:
+    def _record(self, row: int, step: Round) -> None:
+        """Add a row's round to the trace."""
+        self.trace.rows[row].append(step)
+
+    def _leave(self, state: State, stay: Sequence[int]) -> None:
         """Remove finished rows from the batch; their KV is kept if the caller gets the cache."""
-        rows, stay = state.context.rows, set(going)
+        rows, last = state.context.rows, [index for index in stay if index >= len(stay)]
         leaving = {row: index for index, row in enumerate(rows) if index not in stay}
         self.prompt.retire(state.slots, leaving)
+        # The last rows move to where others left, so that few are copied.
+        going = [index if index in stay else last.pop() for index in range(len(stay))]
         state.context.rows = [rows[i] for i in going]
         if going:
             state.slots.select(going)
             self.drafter.select(going)
-        state.pending, state.emitted = state.pending[list(going)], None
+        state.pending, state.emitted = state.pending[going], None
 
 
-def speculate(
+def room_of(stops: Stops, context: Context) -> int:
+    """Slots to reserve for new tokens."""
+    return min(stops.remaining(context) + 1, _FIRST_ROOM)
+
+
+def open_session(
     causal_lm: PreTrainedModel,
     input_ids: Tensor,
     logits_processor: LogitsProcessorList,
@@ -220,8 +257,8 @@ def speculate(
     *,
     call: Call,
     **model_kwargs: Any,
-) -> Tensor | SpecOutput:
-    """Continue `input_ids`: the callable of `generate(custom_generate=...)`.
+) -> Tensor:
+    """Open a session from what `generate(custom_generate=...)` has prepared, in `call.session`.
 
     Args:
         causal_lm: the model whose `generate` calls.
@@ -231,6 +268,9 @@ def speculate(
         generation_config: the call's options.
         call: the arguments that selfspec's `generate` adds.
         **model_kwargs: attention mask and cache, as `generate` prepared them.
+
+    Returns:
+        `input_ids`.
 
     Raises:
         ValueError: an unsupported option or an invalid prompt.
@@ -252,12 +292,20 @@ def speculate(
     padding = padding_id(generation_config)
     stream = Stream(call.streamer, prompt.width, padding)
     stops = Stops(stopping_criteria, call.engine.ranks)
-    session = Session(call.engine, call.drafter, prompt, sampler, stops, generation_config, stream)
-    call.session = session
+    options = generation_config, stream
+    call.session = Session(call.engine, call.drafter, prompt, sampler, stops, *options)
+    return input_ids
+
+
+def speculate(*prepared: Any, call: Call, **options: Any) -> Tensor | SpecOutput:
+    """Generate: the callable of `generate(custom_generate=...)`; see `open_session`."""
+    open_session(*prepared, call=call, **options)
+    session = call.session
+    assert session is not None
     state = session.run()
-    sequences = state.context.padded(padding)
-    final_cache = prompt.final_cache(state.slots)
-    if not as_dict:
+    sequences = state.context.padded(padding_id(session.config))
+    final_cache = session.prompt.final_cache(state.slots)
+    if not session.config.return_dict_in_generate:
         return sequences
     return SpecOutput(
         sequences=sequences,  # pyright: ignore[reportArgumentType]

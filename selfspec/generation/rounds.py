@@ -23,6 +23,7 @@ class RowRound(NamedTuple):
         block: the accepted drafts and the target's token.
         branch: positions of these drafts in the block; empty for a chain.
         proposed: tokens that the target verified, including other branches.
+        broken: whether logits that decided about tokens are NaN or infinite.
     """
 
     accepted: int
@@ -30,6 +31,7 @@ class RowRound(NamedTuple):
     block: list[int]
     branch: list[int]
     proposed: int
+    broken: bool
 
     @property
     def moved(self) -> bool:
@@ -66,9 +68,6 @@ def read_rounds(draft: Draft, verdict: Verdict, broken: Tensor) -> list[RowRound
         draft: the proposal.
         verdict: the verdict.
         broken: `[rows, m + 1]` from `broken_places`.
-
-    Raises:
-        ValueError: logits that decided about tokens are broken.
     """
     tree, places = draft.tree, verdict.branch
     parts = [verdict.accepted, verdict.tokens, draft.tokens, broken]
@@ -78,13 +77,7 @@ def read_rounds(draft: Draft, verdict: Verdict, broken: Tensor) -> list[RowRound
         parts += [(places > 0).sum(-1), (tree.parents >= 0).sum(-1), places]
     elif draft.counts is not None:
         parts.append(draft.counts)
-    here = parts[0].device.type == "cpu"
-    kept, blocks, drafted, breaks, *more = list(map(Tensor.tolist, parts)) if here else fetch(parts)
-    if any(any(row[: count + 1]) for row, count in zip(breaks, kept, strict=True)):
-        raise ValueError(
-            "the model's logits are NaN or infinite; check its weights and dtype (float16 "
-            "overflows where bfloat16 and float32 do not)"
-        )
+    kept, blocks, drafted, breaks, *more = on_host(parts)
     verdict.kept = kept
     if places is not None:
         counts, proposed, branches = more
@@ -92,11 +85,24 @@ def read_rounds(draft: Draft, verdict: Verdict, broken: Tensor) -> list[RowRound
         counts = more[0] if more else [draft.length] * len(kept)
         proposed, branches = counts, [[]] * len(kept)
     return [
-        RowRound(accepted, tokens[:count], block[: accepted + 1], branch[:count], checked)
-        for accepted, tokens, block, count, branch, checked in zip(
-            kept, drafted, blocks, counts, branches, proposed, strict=True
+        RowRound(
+            accepted,
+            tokens[:count],
+            block[: accepted + 1],
+            branch[:count],
+            checked,
+            any(breaks[: accepted + 1]),
+        )
+        for accepted, tokens, block, count, branch, checked, breaks in zip(
+            kept, drafted, blocks, counts, branches, proposed, breaks, strict=True
         )
     ]
+
+
+def on_host(parts: Sequence[Tensor]) -> list[list[Any]]:
+    """Tensors as lists; joining them first is worth its time only where reading is a transfer."""
+    here = parts[0].device.type == "cpu"
+    return list(map(Tensor.tolist, parts)) if here else fetch(parts)
 
 
 def fetch(parts: Sequence[Tensor]) -> list[list[Any]]:

@@ -52,11 +52,11 @@ class Stops:
         known = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)
         self.others: list[StoppingCriteria] = [c for c in criteria if not isinstance(c, known)]
 
-    def remaining(self, length: int) -> int:
-        """Tokens that a row of `length` tokens may still emit."""
+    def remaining(self, context: Context) -> int:
+        """The most tokens that an unfinished row may still emit."""
         if self.max_length is None:
             return torch.iinfo(torch.long).max
-        return self.max_length - length
+        return self.max_length - min(context.lengths[row] for row in context.rows)
 
     def cut(
         self, context: Context, blocks: Sequence[Sequence[int]], scores: StepRecord

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ _KNOWN_INPUTS = {
     "return_dict",
     "use_cache",
 }
+_OF_TENSORS = ("input_ids", "inputs_embeds", "attention_mask", "past_key_values", "streamer")
 _APART = (
     "processes that share weights but not their texts (FSDP, ZeRO-3) would wait for one another, "
     "for their rounds differ; use the model's own generate for it, or tensor parallelism"
@@ -65,6 +66,49 @@ def refuse_other_loops(options: Mapping[str, Any], *configs: GenerationConfig | 
                 "rejected drafts are taken back; leave it unset (for 8-bit keys and values pass "
                 "kv_cache_dtype='int8' to SelfSpecModel), or call the model's own generate"
             )
+
+
+def refuse_in_batches(
+    options: Mapping[str, Any],
+    config: GenerationConfig | None,
+    own: GenerationConfig,
+    batch_size: int,
+) -> None:
+    """Raise ValueError for options that `generate_batch` does not have.
+
+    Args:
+        options: the call's options.
+        config: the call's generation config.
+        own: the model's generation config.
+        batch_size: the most requests that run at a time.
+    """
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    given = [name for name in _OF_TENSORS if options.get(name) is not None]
+    if given:
+        raise ValueError(
+            f"{', '.join(given)}: generate_batch takes lists of token ids and hands out whole "
+            "requests; call generate for it"
+        )
+
+    def chosen(name: str) -> Any:
+        return options.get(name, getattr(config or own, name, None))
+
+    if (chosen("num_return_sequences") or 1) > 1:
+        raise ValueError(
+            "num_return_sequences: generate_batch continues each prompt once; give a prompt as "
+            "often as it is to be continued"
+        )
+    kept = [name for name in ("output_scores", "output_logits") if chosen(name)]
+    if kept:
+        raise ValueError(f"{', '.join(kept)}: generate_batch keeps tokens only; call generate")
+
+
+def check_counts(prompts: int, **given: Any) -> None:
+    """Raise ValueError unless each option that is a sequence has one entry per prompt."""
+    for name, values in given.items():
+        if isinstance(values, Sequence) and len(values) != prompts:
+            raise ValueError(f"{name} has {len(values)} numbers for {prompts} prompts")
 
 
 def refuse_unsupported_options(

@@ -167,8 +167,8 @@ class Stats:
         parts = {part: self.seconds[part] / total for part in PARTS}
         return {**parts, "rest": 1 - sum(parts.values())}
 
-    def to_dict(self) -> dict[str, Any]:
-        """The counters and rates as plain values, for JSON."""
+    def counted(self) -> dict[str, Any]:
+        """What does not depend on the clock, as plain values."""
         return {
             "rounds": self.rounds,
             "drafted": self.drafted,
@@ -179,6 +179,12 @@ class Stats:
             "acceptance_rate": self.acceptance_rate,
             "mean_accepted_length": self.mean_accepted_length,
             "acceptance_by_position": self.acceptance_by_position,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """The counters and rates as plain values, for JSON."""
+        return {
+            **self.counted(),
             "tokens_per_second": self.tokens_per_second,
             "time_split": self.time_split,
             "seconds": dict(self.seconds),

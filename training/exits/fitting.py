@@ -132,7 +132,7 @@ def go_on_from(heads: Sequence[ExitHead], decoder: Decoder, folder: str) -> None
     Raises:
         FileNotFoundError: there are no heads.
         ValueError: they were fitted to another target, none of them is among `heads`, or one has
-            other options or a trimmed vocabulary.
+            other options (a mask may be new) or a trimmed vocabulary.
     """
     saved = {(head.kind, head.exit_layer): head for head in load_heads(decoder, folder)}
     known = [head for head in heads if (head.kind, head.exit_layer) in saved]
@@ -140,14 +140,16 @@ def go_on_from(heads: Sequence[ExitHead], decoder: Decoder, folder: str) -> None
         raise ValueError(f"start: none of the heads to fit is among {sorted(saved)} in {folder}")
     for head in known:
         before = saved[head.kind, head.exit_layer]
-        if before.vocab_ids is not None or before.options != head.options:
+        new = {} if before.mask or not head.mask else head.mask.options
+        if before.vocab_ids is not None or before.options | new != head.options:
             raise ValueError(
                 f"start: {folder} has {head.kind}@{head.exit_layer} with options {before.options}"
                 f"{' and a trimmed vocabulary' if before.vocab_ids is not None else ''}; a fit "
                 f"goes on from the same options ({head.options}) and all tokens"
             )
-        weights = before.state_dict()
-        head.load_state_dict({name: weights[name] for name in head.state_dict()})
+        known_weights = before.state_dict()
+        weights = {name: known_weights.get(name, own) for name, own in head.state_dict().items()}
+        head.load_state_dict(weights)
 
 
 def write_heads(

@@ -51,6 +51,15 @@ _GROWTH = 256  # smallest step by which a buffer grows, in slots
 class Window:
     """The slots that one pass writes: `width` of them after `starts` in each row.
 
+    Args:
+        starts: first slot written, per row.
+        width: tokens of the pass, per row.
+        counted: 0, 1, 2, … as `[1, n]` on the device.
+        tree: the token tree; `None` for a sequence.
+        place: index of the first token in the tree's block.
+        page: `end` is a multiple of so many slots.
+        rows: gives `starts` as a tensor, where that is on the device already.
+
     Attributes:
         starts: first slot written, per row.
         width: tokens of the pass, per row.
@@ -72,6 +81,7 @@ class Window:
         tree: Tree | None = None,
         place: int = 0,
         page: int = 1,
+        rows: Callable[[], Tensor] | None = None,
     ):
         self.starts, self.width, self.tree, self.place = starts, width, tree, place
         first, last, (numbers,) = min(starts), max(starts), counted.wholes
@@ -82,8 +92,8 @@ class Window:
             (slots,) = counted.view(first, width)
             self.slots = slots if len(starts) == 1 else slots.expand(len(starts), -1)
         else:
-            rows = torch.tensor(starts, device=numbers.device)
-            self.slots = rows[:, None] + numbers[:, :width]
+            firsts = rows() if rows else torch.tensor(starts, device=numbers.device)
+            self.slots = firsts[:, None] + numbers[:, :width]
         self.even = self.uniform and tree is None
         self.positions = self.slots
         if tree is not None:
@@ -109,6 +119,7 @@ class SlotLayer(CacheLayerMixin):
         super().__init__()
         self.window = window
         self.is_sliding = window is not None
+        self._wholes: list[Tensor] = []  # the buffers, with rows that are not in use at the end
 
     @property
     def capacity(self) -> int:
@@ -125,16 +136,42 @@ class SlotLayer(CacheLayerMixin):
         """Bytes of all buffers."""
         return sum(buffer.nbytes for buffer in self.buffers)
 
-    def hold(self, buffers: Sequence[Tensor]) -> None:
-        """Replace the buffers."""
+    def hold(self, buffers: Sequence[Tensor], rows: int | None = None) -> None:
+        """Replace the buffers, of which the first `rows` rows are in use; `None` for all."""
+        self._wholes = list(buffers)
         for name, buffer in zip(self.names, buffers, strict=True):
-            setattr(self, name, buffer)
+            setattr(self, name, buffer[:rows])
         self.is_initialized = True
 
-    def change(self, how: Callable[[Tensor], Tensor]) -> None:
-        """Apply a function to each buffer."""
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep some rows, in the given order; the others' memory is left for rows that join."""
+        moved = {place: row for place, row in enumerate(rows) if place != row}
+        for whole in self._wholes if moved else ():
+            whole[list(moved)] = whole[list(moved.values())]
         if self.is_initialized:
-            self.hold([how(buffer) for buffer in self.buffers])
+            self.hold(self._wholes, len(rows))
+
+    def join(self, other: SlotLayer, rows: tuple[int, int], length: int, capacity: int) -> None:
+        """Append rows of another layer; memory grows only if there is no room for them.
+
+        Args:
+            other: the other layer.
+            rows: numbers of rows here and there.
+            length: slots to copy.
+            capacity: slots that each row needs.
+        """
+        if not self.is_initialized and not other.is_initialized:
+            return
+        here, all_rows = rows[0], sum(rows)
+        wholes = self._wholes or [buffer[:0] for buffer in other.buffers]
+        more_rows = max(0, all_rows - wholes[0].shape[0])
+        more_slots = max(0, capacity - wholes[0].shape[2])
+        if more_rows or more_slots:
+            room = (0, 0, 0, more_slots, 0, 0, 0, more_rows)
+            wholes = [torch.nn.functional.pad(whole, room) for whole in wholes]
+        self.hold(wholes, all_rows)
+        for mine, theirs in zip(self.buffers, other.buffers, strict=False):  # may have none yet
+            mine[here:, :, :length] = theirs[:, :, :length]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Take dtype, device and widths from the first states that arrive."""
@@ -143,8 +180,9 @@ class SlotLayer(CacheLayerMixin):
     def grow(self, capacity: int) -> None:
         """Grow the buffers to `capacity` slots."""
         room = capacity - self.capacity
-        if room > 0:
-            self.change(lambda buffer: torch.nn.functional.pad(buffer, (0, 0, 0, room)))
+        if room > 0 and self.is_initialized:
+            rows = self.buffers[0].shape[0]
+            self.hold([torch.nn.functional.pad(w, (0, 0, 0, room)) for w in self._wholes], rows)
 
     def make_room(self, window: Window) -> None:
         """Double the buffers if the window reaches beyond them."""

@@ -1,0 +1,444 @@
+"""Many requests in one batch: rows join as others leave.
+
+A request is opened as a call of `generate` of its own, with its own text, processors, stopping
+criteria and noise, so that its output does not depend on the rows beside it. Requests share passes
+only. A group of new requests is prefilled, and then joins those that run.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from selfspec.decoder import Pass, held
+from selfspec.decoder.cache import WIDEST
+from selfspec.drafters import Drafter
+from selfspec.drafters.engine import State
+from selfspec.generation.loop import AT_LAST_POSITION, Session, room_of
+from selfspec.generation.prompts import Prompt
+from selfspec.generation.rounds import RowRound, StepRecord, read_rounds
+from selfspec.generation.stopping import Stops
+from selfspec.generation.streaming import Stream
+from selfspec.sampling.coupled_noise import Noise
+from selfspec.sampling.draft import Draft, Tree, Verdict
+from selfspec.sampling.sampler import Context, Sampler
+from selfspec.schedule.stats import Round, Stats, Trace
+
+PREFILL = 512  # tokens, padding included, that are prefilled between two rounds
+
+
+@dataclass
+class RequestOutput:
+    """The result of one request of `generate_batch`.
+
+    Attributes:
+        request_id: `req_0`, `req_1`, …, in the order of the prompts.
+        prompt_ids: the prompt.
+        generated_tokens: the new tokens, the one that ended the text included.
+        error: why the request failed, or `None`.
+        trace: every round of the request.
+    """
+
+    request_id: str
+    prompt_ids: list[int]
+    generated_tokens: list[int] = field(default_factory=list)
+    error: str | None = None
+    trace: Trace = field(default_factory=lambda: Trace([[]]))
+
+    @property
+    def number(self) -> int:
+        """The prompt's place in the call."""
+        return int(self.request_id.removeprefix("req_"))
+
+    @property
+    def stats(self) -> Stats:
+        """Counters of the request; seconds are not known per request."""
+        stats, rounds = Stats(), self.trace.rows[0]
+        for step in rounds[1:]:
+            stats.count(step)
+        stats.prefilled = sum(len(first.tokens) for first in rounds[:1])
+        stats.emitted += stats.prefilled
+        return stats
+
+
+@dataclass
+class Request:
+    """One prompt.
+
+    Attributes:
+        output: its result, complete when it leaves the batch.
+        session: a session of its own, opened but not run.
+        context: its text so far.
+    """
+
+    output: RequestOutput
+    session: Session
+    context: Context
+
+    @contextmanager
+    def ends_by_error(self) -> Iterator[None]:
+        """An exception in the `with` block ends this request alone."""
+        try:
+            yield
+        except Exception as error:
+            self.output.error = reason(error)
+
+
+def reason(error: Exception) -> str:
+    """What `RequestOutput.error` says about an exception."""
+    return f"{type(error).__name__}: {error}"
+
+
+Requests = dict[int, Request]  # by number, which is the row's number, too
+
+
+class JoinedContext(Context):
+    """The texts of requests, each of which is the only row of a context of its own."""
+
+    def __init__(self, requests: Requests, device: torch.device):
+        super().__init__(torch.empty(0, device=device), [], list(requests))
+        self.requests = requests
+        for row, request in requests.items():
+            self.lengths[row], self.text[row] = request.context.lengths[0], request.context.text[0]
+
+    def write(self, block: Tensor, offset: int = 0) -> None:
+        """Write `block` `[rows, n]` at `offset` after the committed tokens of unfinished rows."""
+        for row, tokens in zip(self.rows, block.split(1), strict=True):
+            self.requests[row].context.write(tokens, offset)
+
+    def commit(self, row: int, tokens: Sequence[int], written: bool) -> None:
+        """Commit tokens of a row; `written` ones are in its buffer already."""
+        self.requests[row].context.commit(0, tokens, written)
+        self.lengths[row] += len(tokens)
+
+    def join(self, other: JoinedContext) -> None:
+        """Go on with other requests, too."""
+        self.rows = self.rows + other.rows
+        self.lengths |= other.lengths
+        self.text |= other.text
+
+
+class JoinedNoise(Noise):
+    """The noise of requests."""
+
+    def __init__(self, requests: Requests):
+        self.requests = requests
+
+    def ahead(
+        self, rows: Sequence[int], lengths: Mapping[int, int], width: int, vocab: int
+    ) -> Tensor:
+        """`[n, width, vocab]` the noise of the next positions of n rows."""
+        noises = [(self.requests[row].session.sampler.noise, lengths[row]) for row in rows]
+        return torch.cat([n.ahead([0], {0: length}, width, vocab) for n, length in noises if n])
+
+
+class JoinedSampler(Sampler):
+    """Calls each request's own processors; an exception in one ends that request.
+
+    Processors that read scores alone are called once for all rows.
+
+    Args:
+        requests: the requests.
+        like: a sampler of the same options.
+        generator: source of random numbers, except coupled noise.
+    """
+
+    def __init__(self, requests: Requests, like: Sampler, generator: torch.Generator | None):
+        noise = None if like.noise is None else JoinedNoise(requests)
+        super().__init__(like.processors, like.do_sample, generator, noise)
+        self.requests = requests
+
+    def scores(self, logits: Tensor, context: Context, offset: int = 0) -> Tensor:
+        """Processed scores `[batch, n, vocab]`."""
+        if not self.reads_prefix:
+            return super().scores(logits, context, offset)
+
+        def score(index: int, request: Request) -> Tensor:
+            own = logits[index : index + 1]
+            return request.session.sampler.scores(own, request.context, offset)
+
+        return self._each(logits, context, score)
+
+    def tree_scores(
+        self, logits: Tensor, context: Context, tokens: Tensor, tree: Tree, first: int = 0
+    ) -> Tensor:
+        """Processed scores `[batch, n, vocab]` after positions of a tree's block."""
+        if not self.reads_prefix:
+            return super().scores(logits, context)
+
+        def score(index: int, request: Request) -> Tensor:
+            here = slice(index, index + 1)
+            own = Tree(tree.parents[here], tree.levels, tree.siblings)
+            sampler, text = request.session.sampler, request.context
+            return sampler.tree_scores(logits[here], text, tokens[here], own, first)
+
+        return self._each(logits, context, score)
+
+    def _each(
+        self, logits: Tensor, context: Context, score: Callable[[int, Request], Tensor]
+    ) -> Tensor:
+        """The scores of each row by its own processors; the logits of requests that failed."""
+        scores = []
+        for index, row in enumerate(context.rows):
+            request, own = self.requests[row], logits[index : index + 1].float()
+            if request.output.error is None:
+                with request.ends_by_error():
+                    own = score(index, request)
+            scores.append(own)
+        return torch.cat(scores)
+
+
+class JoinedStops(Stops):
+    """Asks each request's own criteria; an exception in one ends that request."""
+
+    def __init__(self, requests: Requests, like: Stops):
+        self.requests, self.others = requests, like.others
+
+    def remaining(self, context: Context) -> int:
+        """The most tokens that an unfinished row may still emit."""
+        own = [self.requests[row] for row in context.rows]
+        return max(request.session.stops.remaining(request.context) for request in own)
+
+    def cut(
+        self, context: Context, blocks: Sequence[Sequence[int]], scores: StepRecord
+    ) -> tuple[list[int], list[bool]]:
+        """How many tokens of each row's block are kept, and whether the row stops there."""
+        cuts = [
+            self._cut(self.requests[row], block, scores)
+            for row, block in zip(context.rows, blocks, strict=True)
+        ]
+        return [kept for kept, _ in cuts], [ended for _, ended in cuts]
+
+    def _cut(self, request: Request, block: Sequence[int], scores: StepRecord) -> tuple[int, bool]:
+        if request.output.error is None:
+            with request.ends_by_error():
+                (kept,), (ended,) = request.session.stops.cut(request.context, [block], scores)
+                return kept, ended
+        return 0, True
+
+
+class Group(Session):
+    """Requests that share passes.
+
+    Args:
+        requests: the requests.
+        drafter: a new drafter.
+        generator: source of random numbers, except coupled noise.
+        stats: counters of the whole call.
+        done: takes the results of requests that leave.
+    """
+
+    def __init__(
+        self,
+        requests: Requests,
+        drafter: Drafter,
+        generator: torch.Generator | None,
+        stats: Stats,
+        done: deque[RequestOutput],
+    ):
+        one = next(iter(requests.values())).session
+        prompt = _joined([request.output.prompt_ids for request in requests.values()], one)
+        sampler = JoinedSampler(requests, one.sampler, generator)
+        stops, stream = JoinedStops(requests, one.stops), Stream(None, 0, 0)
+        super().__init__(one.engine, drafter, prompt, sampler, stops, one.config, stream)
+        self.requests, self.stats, self.done = requests, stats, done
+        self.chunk = self.chunk or PREFILL
+        self.room = WIDEST + max(
+            room_of(request.session.stops, request.context) for request in requests.values()
+        )
+
+    def begin(self, running: Group | None, between: Callable[[], None]) -> Group:
+        """Prefill, and join the requests that run; returns the group of them all.
+
+        Args:
+            running: the other requests, if there are any.
+            between: runs a round of them; called between two passes of the prefill.
+        """
+        self._between, self._joins = between, running is not None
+        self.running = self.start()
+        if running is None or not running.running.rows:
+            return self
+        if self.running.rows:
+            running.join(self)
+        return running
+
+    def join(self, other: Group) -> None:
+        """Go on with the rows of another group, too."""
+        state, new = self.running, other.running
+        state.slots.join(new.slots, other.room)
+        self.drafter.join(other.drafter)
+        self.requests.update(other.requests)
+        self.context.join(other.context)
+        state.pending, state.emitted = torch.cat([state.pending, new.pending]), None
+
+    def state(self) -> State:
+        """The state before the prefill; rows that will join others need space for it alone."""
+        self.context = JoinedContext(self.requests, self.prompt.tokens.device)
+        slots = self.prompt.slots(0 if self._joins else self.room)
+        pending, keep = self.prompt.tokens[:, -1:], self.drafter.keep
+        return State(slots, self.context, pending, self.sampler, self.stats, keep)
+
+    def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
+        """Called after each pass of the prefill."""
+        super().prefilled(state, block, offset, counts)
+        if offset + block.hidden.shape[1] < max(counts):
+            self._between()
+
+    def step(self, state: State) -> None:
+        """One round, after requests that have no position left were ended."""
+        last = self.engine.decoder.learned_positions
+        rows = zip(state.context.rows, state.slots.lengths, strict=True)
+        full = [row for row, length in rows if last is not None and length >= last]
+        for row in full:
+            self.requests[row].output.error = reason(ValueError(AT_LAST_POSITION.format(last)))
+        if full:
+            rows = enumerate(state.context.rows)
+            self._leave(state, [index for index, row in rows if row not in full])
+        if state.rows:
+            super().step(state)
+
+    def _read(self, state: State, draft: Draft, verdict: Verdict, broken: Tensor) -> list[RowRound]:
+        """The round on the host; broken logits end their requests."""
+        rounds = read_rounds(draft, verdict, broken)
+        for row, step in zip(state.context.rows, rounds, strict=True):
+            with self.requests[row].ends_by_error():
+                self._check(step)
+        return rounds
+
+    def _record(self, row: int, step: Round) -> None:
+        """Add a row's round to its request's trace."""
+        self.requests[row].output.trace.rows[0].append(step)
+
+    def _leave(self, state: State, stay: Sequence[int]) -> None:
+        """Remove finished rows, and hand out their results."""
+        before = list(state.context.rows)
+        super()._leave(state, stay)
+        for row in before:
+            if row not in state.context.rows:
+                del self.context.lengths[row], self.context.text[row]
+                output = self.requests.pop(row).output
+                output.generated_tokens = output.trace.tokens()
+                self.done.append(output)
+
+
+class Batch:
+    """Runs requests, some at a time; iterating gives their results as they finish.
+
+    Args:
+        open_request: opens a session for a prompt and its number.
+        draft: makes a new drafter.
+        prompts: token ids of each request.
+        rows: the most requests that run at a time.
+        generator: source of random numbers, except coupled noise.
+
+    Attributes:
+        stats: counters and clocks of the whole call.
+    """
+
+    def __init__(
+        self,
+        open_request: Callable[[Sequence[int], int], Session],
+        draft: Callable[[], Drafter],
+        prompts: Iterable[Sequence[int]],
+        rows: int,
+        generator: torch.Generator | None,
+    ):
+        self._open, self._draft, self._size, self._generator = open_request, draft, rows, generator
+        # Options that cannot work raise an error before anything runs.
+        self._probe, drafter = open_request([0], 0), draft()
+        _check_join(drafter)
+        self._decoders = self._probe.engine.decoder, *drafter.decoders
+        self._prompts = iter(enumerate(prompts))
+        self._next: Request | None = None  # opened, but not admitted
+        self._group: Group | None = None
+        self._done: deque[RequestOutput] = deque()
+        self.stats = self._probe.stats
+
+    def __iter__(self) -> Iterator[RequestOutput]:
+        """The results, as requests finish."""
+        try:
+            while self._advance():
+                while self._done:
+                    yield self._done.popleft()
+        except KeyboardInterrupt:
+            yield from self._done
+            raise
+
+    @property
+    def _rows(self) -> int:
+        return self._group.running.rows if self._group else 0
+
+    @torch.inference_mode()
+    def _advance(self) -> bool:
+        """Run rounds until a request has finished; false if there is none."""
+        with held(*self._decoders), self.stats.clock("total"):
+            while not self._done:
+                self._admit()
+                if not self._rows and self._next is None:
+                    break
+                self._round()
+        return bool(self._done)
+
+    def _round(self) -> None:
+        if self._group is not None and self._rows:
+            self._group.step(self._group.running)
+
+    def _admit(self) -> None:
+        """Let the next requests join, if there are rows and requests."""
+        requests = self._next_requests(self._size - self._rows)
+        if requests:
+            if self._group is not None:
+                self._group.drafter.pause()
+            shared = self._draft(), self._generator, self.stats, self._done
+            self._group = Group(requests, *shared).begin(self._group, self._round)
+
+    def _next_requests(self, free: int) -> Requests:
+        """The next requests, as many as one pass of the prefill holds."""
+        chosen: list[Request] = []
+        while len(chosen) < free:
+            request = self._next or self._opened()
+            if request is None:
+                break
+            chosen.append(request)
+            longest = max(len(each.output.prompt_ids) for each in chosen)
+            if len(chosen) > 1 and len(chosen) * longest > PREFILL:
+                self._next = chosen.pop()
+                break
+            self._next = None
+        return {request.output.number: request for request in chosen}
+
+    def _opened(self) -> Request | None:
+        """The next request that can be opened; others have failed."""
+        for number, prompt in self._prompts:
+            output = RequestOutput(f"req_{number}", list(prompt))
+            try:
+                session = self._open(prompt, number)
+                return Request(output, session, session.prompt.context())
+            except Exception as error:
+                output.error = reason(error)
+            self._done.append(output)
+        return None
+
+
+def _check_join(drafter: Drafter) -> None:
+    """Raise ValueError for a drafter that keeps states of rows and cannot take in others."""
+    kind = type(drafter)
+    if kind.select is not Drafter.select and kind.join is Drafter.join:
+        raise ValueError(
+            f"drafter {kind.name!r} keeps something for each row (`select`) and has no `join`, "
+            "which generate_batch needs; add one, or choose another drafter"
+        )
+
+
+def _joined(prompts: Sequence[Sequence[int]], one: Session) -> Prompt:
+    """The prompts, left-padded."""
+    width = max(map(len, prompts))
+    rows = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    tokens, mask = torch.tensor([rows, mask])
+    return Prompt(one.engine, tokens, mask, cache=None, keep_cache=False)
