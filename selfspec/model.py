@@ -176,8 +176,8 @@ class SelfSpecModel:
 
     @property
     def default_draft(self) -> DraftConfig:
-        """The draft of `generate` without `draft=`: the profile's, if there is one."""
-        return self.profile.draft if self.profile is not None else DraftConfig()
+        """The draft of `generate` without `draft=`: the profile's, else `Engine.default_draft`."""
+        return self.engine.default_draft if self.profile is None else self.profile.draft
 
     def save_pretrained(self, folder: str | Path, **kwargs: Any) -> None:
         """Write the model (`PreTrainedModel.save_pretrained`) and its heads to `folder`."""

@@ -117,12 +117,84 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 _VARIANTS = {"falcon_alibi": "falcon"}
 
+_KINDS = "linear full linear linear full"
+_LINEAR = [f"{kind}_attention" for kind in _KINDS.split()]
+_CONV = [kind.replace("linear_attention", "conv") for kind in _LINEAR]
+_DELTA_NET = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": _LINEAR,
+}
+_MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 16,
+}
+_SHARED = {"shared_expert_intermediate_size": 24}
+
+# Families with recurrent layers, in the same way.
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_next": {**_MOE, **_DELTA_NET, **_SHARED, "decoder_sparse_step": 2},
+    "qwen3_5_text": _DELTA_NET,
+    "qwen3_5_moe_text": {**_MOE, **_DELTA_NET, **_SHARED},
+    "olmo_hybrid": _DELTA_NET,
+    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 64},
+    "lfm2": {"layer_types": _CONV, "block_auto_adjust_ff_dim": False},
+    "lfm2_moe": {**_MOE, "layer_types": _CONV, "num_dense_layers": 1},
+    "granitemoehybrid": {
+        **_MOE,
+        **_MAMBA,
+        "shared_intermediate_size": 24,
+        "layer_types": _LINEAR,
+        "position_embedding_type": "rope",
+    },
+    "nemotron_h": {
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 16,
+        "layers_block_type": [*_LINEAR[:2], "mlp", "linear_attention", "moe"],
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 24,
+    },
+    "bamba": {**_MAMBA, "attn_layer_indices": [1, 4]},
+    "zamba2": {
+        "mamba_d_state": 8,
+        "mamba_ngroups": 2,
+        "n_mamba_heads": 8,
+        "mamba_headdim": 8,
+        "chunk_size": 16,
+        "layers_block_type": [kind.replace("full_attention", "hybrid") for kind in _LINEAR],
+        "num_mem_blocks": 1,
+        "use_mem_rope": True,
+        "attention_head_dim": 16,
+        "num_key_value_heads": 4,
+    },
+    "jamba": {
+        **_MOE,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+        "attn_layer_period": 3,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+    },
+    "minimax": {**_MOE, "block_size": 8, "layer_types": _LINEAR},
+}
+
 
 def build(family: str, attention: str, agreement: float = 1.0, seed: int = 0) -> PreTrainedModel:
     """A random model of `family`.
 
     Args:
-        family: a key of `FAMILIES`.
+        family: a key of `FAMILIES` or `HYBRIDS`.
         attention: `"eager"` or `"sdpa"`.
         agreement: factor on what the upper half of the layers adds to the residual stream: 1 is a
             plain random model, whose exits rarely agree with it; 0 makes every exit in the upper
@@ -130,8 +202,9 @@ def build(family: str, attention: str, agreement: float = 1.0, seed: int = 0) ->
         seed: seed of the weights.
     """
     config_class = CONFIG_MAPPING[_VARIANTS.get(family, family)]
-    wanted = {**_COMMON, **FAMILIES[family]}
-    known = set(config_class().to_dict()) | set(config_class.attribute_map) | set(FAMILIES[family])
+    own = FAMILIES.get(family) or HYBRIDS.get(family, {})
+    wanted = {**_COMMON, **own}
+    known = set(config_class().to_dict()) | set(config_class.attribute_map) | set(own)
     config = config_class(**{key: value for key, value in wanted.items() if key in known})
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)

@@ -10,18 +10,31 @@ from torch import Tensor
 
 from selfspec.decoder import Decoder
 from selfspec.drafters.engine import State
-from selfspec.drafters.exit_reader import LayerReader
+from selfspec.drafters.exit_reader import LayerReader, ParallelReader
 from selfspec.heads import HEAD_KINDS, ExitHead, draft_states, target_states
 
-KINDS = list(HEAD_KINDS)
 COPIES = ["block", "fused"]  # whose layer starts as one of the target's
 UNROLLED = ["fused", "eagle", "eagle3", "mtp"]  # which are fed their own output
-WITH_LAYER = ["block", *UNROLLED]
+PARALLEL = ["block parallel", "fused parallel"]  # which draft all positions in one pass
+WITH_LAYER = ["block", *UNROLLED, *PARALLEL]
+KINDS = [*HEAD_KINDS, *PARALLEL]
+
+
+def class_of(kind: str) -> type[ExitHead]:
+    """The class of a kind, which may be one that drafts in parallel."""
+    return HEAD_KINDS[kind.split()[0]]
+
+
+def build(decoder: Decoder, kind: str, exit_layer: int, **options) -> ExitHead:
+    """An untrained head of such a kind."""
+    if kind in PARALLEL:
+        options = {"parallel": True, "markov": 4, **options}
+    return class_of(kind).build(decoder, exit_of(kind, exit_layer), **options)
 
 
 def exit_of(kind: str, exit_layer: int) -> int:
     """The exit layer nearest to this one that the kind can have."""
-    highest = HEAD_KINDS[kind].highest_exit
+    highest = class_of(kind).highest_exit
     return exit_layer if highest is None else min(exit_layer, highest)
 
 
@@ -38,7 +51,7 @@ def own_head(
     """A head of `kind`, every parameter of it disturbed by `noise`, maybe over half the tokens."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)  # what a kind adds to the target's own weights is drawn
-        head = HEAD_KINDS[kind].build(decoder, exit_of(kind, exit_layer), **options)
+        head = build(decoder, kind, exit_layer, **options)
     source = torch.Generator().manual_seed(seed)
     if trimmed:
         kept = torch.randperm(decoder.vocab_size, generator=source)[: decoder.vocab_size // 2]
@@ -64,10 +77,10 @@ def record(monkeypatch) -> list[Seen]:
     """From now on, every row that a head with a layer reads while decoding."""
     seen: list[Seen] = []
     drafts: list[Tensor] = []
-    read = LayerReader.read
+    reads = {kind: kind.read for kind in (LayerReader, ParallelReader)}
 
     def noting(reader, state: State, tokens: Tensor, place: int, tree=None, above=None):
-        logits, hidden = read(reader, state, tokens, place, tree, above)
+        logits, hidden = reads[type(reader)](reader, state, tokens, place, tree, above)
         if place == 0:
             drafts.clear()
         else:
@@ -82,7 +95,8 @@ def record(monkeypatch) -> list[Seen]:
                 seen.append(Seen(whole, len(branch), logits[index, i : i + 1].clone(), reader.head))
         return logits, hidden
 
-    monkeypatch.setattr(LayerReader, "read", noting)
+    for kind in reads:
+        monkeypatch.setattr(kind, "read", noting)
     return seen
 
 
@@ -91,7 +105,8 @@ def forced(decoder: Decoder, head: ExitHead, text: Tensor, step: int) -> Tensor:
     """`[1, vocab]` what the head says behind `text`, of whose tokens the last `step` are drafts."""
     reading = target_states(decoder, text[None], None, head.input_layers)
     *_, last = draft_states(decoder, head, reading, step + 1)
-    return head.expand_logits(head.logits(decoder, last[:, -1:], step), decoder)[0]
+    logits = head.draft_logits(decoder, last[:, -1:], step, text[None, -1:])
+    return head.expand_logits(logits, decoder)[0]
 
 
 def assert_reads_as_forced(

@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from base64 import b64encode
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -154,6 +155,27 @@ def test_every_method_writes_the_same_texts_and_is_measured(spec, tokenizer, con
         assert row.speedup.low <= row.speedup.value <= row.speedup.high
     assert rows["plain"].speedup[:3] == (1, 1, 1)
     assert rows["plain"].mean_accepted_length == 1
+
+
+def test_a_static_cache_and_continuous_batching_write_the_same_texts(
+    spec, tokenizer, config, tmp_path
+):
+    peers = [{"name": name, "peer": name} for name in ("static_cache", "continuous_batching")]
+    rows, file = measured(spec, tokenizer, config(methods=peers, batch_sizes=[1, 2]), tmp_path)
+    assert len(file.runs) == 3 * (2 + 1)
+    for run in file.runs.values():
+        assert run.counts == [run.key.place.batch] * TOKENS
+        assert list(run.times) == sorted(run.times) and run.decoded == len(run.accepted)
+    for row in rows.values():
+        assert row.failure is None and row.equality.differing == [], row
+    assert not hasattr(spec.causal_lm, "_previous_max_cache_length")
+
+
+def test_a_peer_with_a_cache_of_its_own_refuses_one_that_rounds(tokenizer, config, tmp_path):
+    rounding = SelfSpecModel(tiny_llama("sometimes"), kv_cache_dtype="int8")
+    peers = [{"name": name, "peer": name} for name in ("static_cache", "continuous_batching")]
+    rows, _ = measured(rounding, tokenizer, config(methods=peers), tmp_path)
+    assert all(rows[peer["name"]].failure.startswith("ValueError") for peer in peers)
 
 
 def test_what_is_reported_of_drafts_is_what_the_traces_say(spec, tokenizer, config, tmp_path):
@@ -537,7 +559,11 @@ def test_the_command_writes_its_report(folder, config, tmp_path):
             assert f"{row['speedup']['value']:.2f}x" in shown.stdout.replace("\n", "")
     assert r"| too \| deep | failed |" in markdown
     assert "- too | deep failed: ValueError: exit_layer" in markdown
-    assert {path.name for path in output.glob("*.png")} == {
+    page = (output / "report.html").read_text()
+    pictures = [*output.glob("*.png")]
+    assert all(b64encode(path.read_bytes()).decode() in page for path in pictures)
+    assert page.count("<img ") == len(pictures) and "too | deep failed" in page
+    assert {path.name for path in pictures} == {
         f"{kind}_{mode}.png"
         for kind in ("speedup", "acceptance", "lengths", "time", *MEMORY)
         for mode in ("greedy", "sampled")

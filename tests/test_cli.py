@@ -15,7 +15,10 @@ from selfspec import SelfSpecModel, __version__
 from selfspec.cli import commands, common, info
 from selfspec.cli.examples import EXAMPLES
 
-COMMANDS = ("app", "bench", "chat", "check", "demo", "generate", "info", "tune", "export", "import")
+COMMANDS = (
+    *("app", "bench", "chat", "check", "demo", "export", "fit", "generate", "import", "info"),
+    *("measure", "regenerate", "tune"),
+)
 
 # Help
 

@@ -7,12 +7,22 @@ import torch
 from cli_tools import PROMPT, TOKENS, call, one_object, own_text
 from conftest import EXIT, tiny_llama
 from rich.console import Console
+from transformers import AutoTokenizer
 
-from selfspec import SelfSpecModel
+from selfspec import DEMO_MODEL, SelfSpecModel
+from selfspec.bench.results import loops
 from selfspec.cli import demo
 from selfspec.cli.demo import demo_table
 from selfspec.display import unmarked
-from selfspec.display.demo import DemoOptions, Run, Writer, load_prompts, run_demo
+from selfspec.display.demo import (
+    DemoOptions,
+    Run,
+    Writer,
+    _scores,
+    first_divergence,
+    load_prompts,
+    run_demo,
+)
 from selfspec.schedule.stats import PARTS
 
 
@@ -35,34 +45,50 @@ def rendered(*tables):
     return paper.getvalue()
 
 
-def test_the_demo_writes_equal_texts_on_the_model_in_the_package():
-    found = one_object(call("demo", "--max-new-tokens", 8, "--repeats", 1, "--json"))
-    assert found["equal"] is True
-    assert found["divergence"] is None
-    assert found["stats"]["emitted"] == 8
-    assert found["prompt"] == load_prompts()[0].text
-    assert found["plain_tokens_per_second"] > 0 < found["tokens_per_second"]
+@pytest.fixture(scope="module")
+def shown():
+    """What the demo tells of the model in the package."""
+    return one_object(call("demo", "--max-new-tokens", 64, "--repeats", 1, "--json"))
 
 
-def test_what_the_demo_streams_is_the_text(folder):
-    options = (
-        "--prompt",
-        PROMPT,
-        "--max-new-tokens",
-        TOKENS,
-        "--repeats",
-        1,
-        "--draft",
-        f"exit_layer={EXIT}",
-    )
-    shown = call("demo", "--model", folder, *options).stdout
-    assert PROMPT + own_text(folder) in unmarked(shown)
-    assert f"both outputs are equal, all {TOKENS} tokens" in shown
+def test_the_demo_writes_equal_texts_of_prose_and_code(shown):
+    assert list(shown["texts"]) == ["prose", "code"]
+    for domain, found in shown["texts"].items():
+        assert found["equal"] is True
+        assert found["divergence"] is None
+        assert found["stats"]["emitted"] == 64
+        assert found["prompt"] == load_prompts(domain)[0].text
+        assert found["plain_tokens_per_second"] > 0 < found["tokens_per_second"]
+
+
+def test_the_demos_texts_do_not_loop(shown):
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    for found in shown["texts"].values():
+        assert not loops(tokenizer(found["text"]).input_ids)
+        assert found["acceptance_rate"] > 0.2
+
+
+def test_the_demo_decodes_greedily_if_asked_to():
+    options = ("--domain", "code", "--max-new-tokens", 8, "--repeats", 1, "--greedy", "--json")
+    found = one_object(call("demo", *options))
+    assert found["options"]["temperature"] == 0
+    assert [*found["texts"]] == ["code"] and found["texts"]["code"]["equal"] is True
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_what_the_demo_streams_is_the_text(folder, sampled):
+    options = ["--prompt", PROMPT, "--max-new-tokens", TOKENS, "--repeats", 1]
+    options += ["--draft", f"exit_layer={EXIT}", *([] if sampled else ["--greedy"])]
+    told = call("demo", "--model", folder, *options).stdout
+    text = one_object(call("demo", "--model", folder, *options, "--json"))["texts"][""]["text"]
+    assert PROMPT + text in unmarked(told)
+    assert (text == own_text(folder)) is not sampled
+    assert f"both outputs are equal, all {TOKENS} tokens" in told
 
 
 def test_the_demos_table_shows_the_figures_of_its_json(writer):
     result = run_demo(writer())
-    found, table = result.to_dict(), rendered(demo_table(result))
+    found, table = result.to_dict(), rendered(demo_table({"prose": result}))
     for _, key, form in demo.ROWS:
         assert form.format(found[key]) in table
     assert found["acceptance_rate"] == result.stats.acceptance_rate
@@ -81,8 +107,11 @@ def altered(plain):
     return write
 
 
+@pytest.mark.parametrize("temperature", [0, 0.8])
 @pytest.mark.parametrize(("dtype", "code"), [("float32", 1), ("bfloat16", 0)])
-def test_texts_that_differ_are_an_error_where_they_must_be_equal(folder, monkeypatch, dtype, code):
+def test_texts_that_differ_are_an_error_where_they_must_be_equal(
+    folder, monkeypatch, dtype, code, temperature
+):
     monkeypatch.setattr(Writer, "plain", altered(Writer.plain))
     options = (
         "--prompt",
@@ -95,18 +124,45 @@ def test_texts_that_differ_are_an_error_where_they_must_be_equal(folder, monkeyp
         f"exit_layer={EXIT}",
         "--dtype",
         dtype,
+        "--temperature",
+        temperature,
     )
     result = call("demo", "--model", folder, *options, "--json", code=code)
-    found = one_object(result)
+    found = one_object(result)["texts"][""]
     assert found["equal"] is False
     assert found["divergence"]["position"] <= 5
     assert found["divergence"]["margin"] >= 0
 
 
-def test_sampled_texts_are_not_compared(writer):
+def test_texts_sampled_by_another_rule_are_not_compared(writer):
     result = run_demo(writer(temperature=1.0))
     assert result.equal is None
     assert not result.exact
+
+
+def test_the_models_own_generate_makes_the_choices_of_the_rule_coupled(writer):
+    """Whatever the seed; another seed gives another text."""
+    draft = {"exit_layer": EXIT, "num_draft_tokens": 3, "rule": "coupled"}
+    texts = []
+    for seed in range(4):
+        made = writer(temperature=0.9, draft=draft, seed=seed)
+        texts.append(made.plain().tokens)
+        assert made.speculative(made.options.draft).tokens == texts[-1]
+    assert len(set(map(tuple, texts))) == 4
+
+
+def test_the_margin_of_sampled_texts_is_that_of_what_was_chosen_by(writer):
+    """The chosen token has the largest score at every position, so the margin is positive."""
+    draft = {"exit_layer": EXIT, "rule": "coupled"}
+    made = writer(temperature=0.9, draft=draft)
+    tokens = made.plain().tokens
+    for place, token in enumerate(tokens):
+        other = [*tokens[:place], (token + 1) % 64, *tokens[place + 1 :]]
+        found = first_divergence(made, tokens, other)
+        scores = _scores(made, tokens[:place])
+        assert found.position == place
+        assert int(scores.argmax()) == token
+        assert found.margin == float(scores[token] - scores[(token + 1) % 64]) > 0
 
 
 def test_runs_are_interleaved_and_compared_by_their_medians():

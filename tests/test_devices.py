@@ -14,7 +14,7 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from accelerate.utils import send_to_device
 from conftest import EXIT, prompt, tiny_llama
-from head_tools import KINDS, exit_of, own_head
+from head_tools import exit_of, own_head
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import AutoModelForCausalLM, LogitsProcessorList, TopKLogitsWarper
@@ -22,15 +22,15 @@ from transformers import AutoModelForCausalLM, LogitsProcessorList, TopKLogitsWa
 from selfspec import DraftConfig, SelfSpecModel
 from selfspec.drafters import make_drafter
 from selfspec.drafters.engine import State
-from selfspec.heads import save_heads
+from selfspec.heads import HEAD_KINDS, save_heads
 from selfspec.sampling import accept
 from selfspec.sampling.sampler import Context, Sampler
 from selfspec.schedule.stats import Stats
 
 IDS, MASK = prompt(5, 3, 7)
-FITTED = [kind for kind in KINDS if kind != "shared"]
+FITTED = [kind for kind in HEAD_KINDS if kind != "shared"]
 DRAFTERS = [
-    *[{"head": kind, "exit_layer": exit_of(kind, EXIT)} for kind in KINDS],
+    *[{"head": kind, "exit_layer": exit_of(kind, EXIT)} for kind in HEAD_KINDS],
     {"drafter": "tree"},
     {"drafter": "lookahead"},
     {"drafter": "layer_skip", "skip": {"search": "clasp", "every": 2}},

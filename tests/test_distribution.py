@@ -122,10 +122,17 @@ def test_sampled_text_follows_the_target_whatever_the_draft(target, draft):
     assert min(p_values(counts, exact(target, WARPED))) > 1e-3
 
 
-@pytest.mark.parametrize(("kind", "trimmed"), [("block", False), ("lens", True)])
-def test_sampled_text_follows_the_target_with_a_head_of_its_own(target, kind, trimmed):
+@pytest.mark.parametrize(
+    ("kind", "trimmed", "draft"),
+    [
+        ("block", False, TWO),
+        ("lens", True, TWO),
+        ("fused parallel", False, TWO),
+        ("block parallel", True, DEEP),
+    ],
+)
+def test_sampled_text_follows_the_target_with_a_head_of_its_own(target, kind, trimmed, draft):
     head = own_head(Decoder(target), kind, 1, trimmed=trimmed, noise=0.1)
-    draft = DraftConfig(exit_layer=1, head=kind, num_draft_tokens=2)
     counts, acceptance = draws(target, WARPED, draft, total=10_000, heads=[head])
     assert 0.1 < acceptance < 0.9
     assert min(p_values(counts, exact(target, WARPED))) > 1e-3

@@ -4,13 +4,15 @@ import importlib.util
 import re
 import runpy
 import sys
+from base64 import b64decode
 
+import nbformat
 import pytest
 import torch
 import transformers
 from conftest import tiny_llama
 from doc_tools import PAGES, ROOT, inline_commands, links, name_of, parse, steps, unknown_words
-from families import FAMILIES
+from families import FAMILIES, HYBRIDS
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 from typer.testing import CliRunner
@@ -29,7 +31,12 @@ SMALL = {
     "bench": (f"prompts={_QUESTION}", "max_new_tokens=4", "warm_up=2", "repeats=1"),
     "check": ("--max-new-tokens", "4", "--samples", "32"),
     "demo": ("--max-new-tokens", "8", "--repeats", "1"),
+    "fit": (
+        *("loop.steps=1", "loop.batch_size=1", "loss.depths=1"),
+        *("measure.depths=1", "measure.blocks=2", "measure.prompts=0"),
+    ),
     "generate": ("--max-new-tokens", "8"),
+    "regenerate": ("new_tokens=8", "prompts.count=48", "batch_size=48"),
     "tune": tuple(word for field in _QUICK_TUNE for word in ("--set", field)),
 }
 # They measure, or start processes, which takes a while even on little work.
@@ -41,6 +48,10 @@ MEASURING = (
     "docs/performance.md",
 )
 SERVING = ("app",)  # until Ctrl-C; tests/app runs it
+# A transparent PNG of one pixel.
+_PIXEL = (
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwCAAAAC0lEQVR42mNk+A8AAQUBAScY42YAAAAASUVORK5CYII="
+)
 # Packages that a page's Python needs and the tests do not.
 NEEDS = {"docs/models.md": "torchao"}
 pages = pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -86,7 +97,7 @@ def check_command(words, monkeypatch):
     elif program in ("python", "torchrun"):
         check_training(words, monkeypatch)
     elif program == "make":
-        assert set(words[1:]) <= make_targets()
+        assert {word for word in words[1:] if "=" not in word} <= make_targets()
     elif words[:2] == ["pip", "install"]:
         assert extras_of(words) <= known_extras()
     else:
@@ -210,6 +221,8 @@ def test_links_lead_somewhere(page):
 def test_the_readme_names_the_families_that_are_tested():
     (listed,) = re.findall(r"for: ([\w, ]+?) \(falcon with", (ROOT / "README.md").read_text())
     assert {*listed.split(", "), "falcon_alibi"} == set(FAMILIES)
+    (listed,) = re.findall(r"test_hybrid.py`\): ([\w, ]+?);", (ROOT / "README.md").read_text())
+    assert set(listed.split(", ")) == {family.removesuffix("_text") for family in HYBRIDS}
 
 
 def test_the_page_on_models_gets_a_row_for_every_family():
@@ -222,6 +235,12 @@ def test_the_page_on_models_gets_a_row_for_every_family():
         "mpt",
     }
     assert "| full and sliding window |" in told["gemma3_text"]
+    hybrids = {row.split("`")[1]: row for row in list(hook("families").hybrids())[2:]}
+    assert set(hybrids) == set(HYBRIDS)
+    assert {family for family, row in hybrids.items() if row.endswith("| no |")} == {
+        "falcon_h1",
+        "zamba2",
+    }
 
 
 def test_the_page_on_commands_gets_every_command():
@@ -229,6 +248,30 @@ def test_the_page_on_commands_gets_every_command():
     listed = ("app", "bench", "check", "demo", "generate", "info", "tune", "export hf-draft")
     for command in listed:
         assert f"## `selfspec {command}`\n" in text
+
+
+def test_the_site_shows_what_a_notebook_puts_out(tmp_path, monkeypatch):
+    notebooks, cell = hook("notebooks"), nbformat.v4.new_code_cell
+    png = "from base64 import b64decode; from IPython.display import Image"
+    cells = [
+        nbformat.v4.new_markdown_cell("# A picture"),
+        cell("import sys; print(6 * 7, file=sys.stdout); print('a bar', file=sys.stderr)"),
+        cell(f"{png}; Image(b64decode('{_PIXEL}'))"),
+    ]
+    path = tmp_path / "seen.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+    monkeypatch.setattr(notebooks, "_KEPT", tmp_path / "kept")
+    pages = [dict(notebooks.page(notebooks.executed(path), "seen")) for _ in range(2)]
+    assert pages[0] == pages[1] and len([*(tmp_path / "kept").iterdir()]) == 1
+    (picture,) = pages[0].keys() - {"seen.md"}
+    text = pages[0]["seen.md"]
+    assert text.startswith("# A picture") and "\n    42" in text and "\n    a bar" not in text
+    assert f"]({picture})" in text and pages[0][picture] == b64decode(_PIXEL)
+
+
+def test_the_site_leads_to_every_notebook():
+    listed = re.findall(r"notebooks/(\w+)\.md", (ROOT / "mkdocs.yml").read_text())
+    assert listed == sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
 
 
 def hook(name):
@@ -243,6 +286,7 @@ def test_hooks_have_a_place_in_a_page():
     text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     for name in ("families", "commands"):
         assert text.count(hook(name).MARKER) == 1
+    assert text.count(hook("families").HYBRID_MARKER) == 1
 
 
 def test_no_figure_is_left_out():

@@ -190,6 +190,22 @@ def test_a_fused_head_reads_while_decoding_what_it_reads_while_fitted(
     assert_reads_as_forced(decoder, head, seen[::7], close_in_single)
 
 
+@pytest.mark.parametrize("family", WITH_LAYER)
+@pytest.mark.parametrize("exit_layer", [0, LAYERS // 2])
+def test_masks_read_while_decoding_what_they_read_while_fitted(
+    family: str, exit_layer: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Below the exit and in the head's layer, in rows of different lengths."""
+    spec = with_head(family, "fused parallel", exit_layer, noise=0.1)
+    seen = record(monkeypatch)
+    for num_draft_tokens in (3, 1):
+        check_text(spec, num_draft_tokens)
+    decoder, head = spec.engine.decoder, spec.heads[0]
+    if decoder.counts_keys:
+        seen = [reading for reading in seen if reading.step == 0]
+    assert_reads_as_forced(decoder, head, seen[::7], close_in_single)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("trimmed", [False, True])
 def test_a_head_at_the_embedding_reads_many_tokens_and_says_one(family: str, trimmed: bool) -> None:

@@ -40,7 +40,7 @@ CHANGES = {
 def _no_plots():
     """Plots have tests of their own, and take longer than all the rest of a report."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "write_plots", lambda *_: [])
+        patch.setattr(report, "draw_plots", lambda *_: [])
         yield
 
 
@@ -75,10 +75,20 @@ def load(made, run):
 
 def figures(run):
     """The report, without what a clock measured."""
-    content = json.loads((run / "report" / "words" / "report.json").read_text())
-    for head in content["exits"]:
+    content = json.loads((run / "report.json").read_text())
+    for head in content["domains"]["words"]:
         del head["predicted_speedup"]
     return content
+
+
+def check_exact(spec):
+    """Every head drafts, and leaves the target's text as it is."""
+    ids = torch.randint(1, 300, (1, 9), generator=torch.Generator().manual_seed(3))
+    own = greedy(spec.causal_lm, ids, max_new_tokens=12, pad_token_id=0)
+    for head in spec.heads:
+        draft = DraftConfig(exit_layer=head.exit_layer, head=head.kind)
+        assert torch.equal(spec.generate(ids, draft=draft, max_new_tokens=12, pad_token_id=0), own)
+        assert spec.last_stats.drafted > 0
 
 
 # From text to heads
@@ -89,12 +99,7 @@ def test_a_fit_leaves_heads_that_load_and_stay_exact(made, fitted):
     assert [(h.kind, h.exit_layer) for h in spec.heads] == [
         (h["kind"], h["exit_layer"]) for h in HEADS
     ]
-    ids = torch.randint(1, 300, (1, 9), generator=torch.Generator().manual_seed(3))
-    own = greedy(spec.causal_lm, ids, max_new_tokens=12, pad_token_id=0)
-    for head in spec.heads:
-        draft = DraftConfig(exit_layer=head.exit_layer, head=head.kind)
-        assert torch.equal(spec.generate(ids, draft=draft, max_new_tokens=12, pad_token_id=0), own)
-        assert spec.last_stats.drafted > 0
+    check_exact(spec)
 
 
 def test_the_loss_of_every_head_falls(made, fitted):
@@ -118,12 +123,26 @@ def test_the_loss_of_every_head_falls(made, fitted):
     assert all(after[name] < before[name] for name in before)
 
 
+def test_a_head_that_drafts_in_one_pass_may_start_from_one_that_does_not(made, fitted, folder):
+    options = {"parallel": True, "markov": 4}
+    heads = [{"kind": "fused", "exit_layer": 2, "options": options}]
+    changes = {"loss": {"depths": 3, "share": 0.5}, "optimizer": {"lr": 1e-12}}
+    fit(settings(folder, heads=heads, start=str(fitted / "heads"), **changes))
+    spec = load(made, folder / "run")
+    (head,) = spec.heads
+    (before,) = [h for h in load(made, fitted).heads if h.kind == "fused"]
+    assert head.drafts_at_once and head.options == before.options | options
+    for name, weight in before.named_parameters():
+        torch.testing.assert_close(head.get_parameter(name), weight)
+    check_exact(spec)
+
+
 def test_a_fit_says_what_it_was_and_what_it_is_worth(made, fitted):
     config = settings(made, **CHANGES, output=str(fitted))
     assert load_config(FitConfig, fitted / "heads" / "fit.yaml") == config
     spec, report_ = load(made, fitted), figures(fitted)
     card = (fitted / "heads" / "README.md").read_text()
-    for head, told in zip(spec.heads, report_["exits"], strict=True):
+    for head, told in zip(spec.heads, report_["domains"]["words"], strict=True):
         assert sorted(head.calibrators) == ["greedy", "sampled"]
         assert f"| `{head.kind}` | {head.exit_layer} |" in card
         assert len(told["alpha"]) == len(told["agreement"]) == MEASURE["depths"]
@@ -155,8 +174,8 @@ def test_a_draft_is_accepted_only_after_those_before_it():
 
 def test_the_predicted_speedup_is_that_of_greedy_rounds(fitted):
     """Rounds all take as long as a plain step here, so it is the tokens of a round."""
-    content = json.loads((fitted / "report" / "words" / "report.json").read_text())
-    for told in content["exits"]:
+    content = json.loads((fitted / "report.json").read_text())
+    for told in content["domains"]["words"]:
         assert told["predicted_speedup"] == pytest.approx(expected_tokens(told["agreement"], 2))
 
 
@@ -164,10 +183,10 @@ def test_measuring_again_gives_the_same_figures_wherever_the_run_lies(made, fitt
     moved = tmp_path / "moved"
     shutil.copytree(fitted, moved)
     before, heads = figures(moved), (moved / "heads" / "exit_heads.safetensors").read_bytes()
-    shutil.rmtree(moved / "report")
+    (moved / "report.json").unlink()
     (moved / "config.yaml").unlink()
     told = measure_heads(settings(made, **CHANGES, output=str(moved)))
-    assert [e.alpha for e in told["words"]] == [e["alpha"] for e in before["exits"]]
+    assert [e.alpha for e in told["words"]] == [e["alpha"] for e in before["domains"]["words"]]
     assert figures(moved) == before
     assert (moved / "heads" / "exit_heads.safetensors").read_bytes() == heads
     fit_yaml = [(run / "heads" / "fit.yaml").read_text() for run in (fitted, moved)]
@@ -233,7 +252,7 @@ def test_a_fit_that_is_killed_while_it_measures_has_saved_its_heads(folder, monk
     config = settings(folder)
     assert load(folder, folder / "run").heads[0].kind == "lens"
     measure_heads(config)
-    assert figures(folder / "run")["exits"][0]["kind"] == "lens"
+    assert figures(folder / "run")["domains"]["words"][0]["kind"] == "lens"
     assert list(load(folder, folder / "run").heads[0].calibrators) == ["greedy", "sampled"]
 
 
@@ -263,7 +282,7 @@ def head(kind, **changes):
         ({"loss": {"depths": 2, "depth_weights": [2, -1]}}, "must be at least 0, and one above"),
         ({"loss": {"schedule": {"loss": "lk"}}}, r"loss\.schedule\.loss: Input should be 'ce', 'k"),
         ({"measure": {"timed_drafts": [0]}}, r"measure\.timed_drafts\.0: Input should be greater"),
-        ({"held_out": {}}, "held_out: Dictionary should have at least 1 item"),
+        ({"held_out": {}, "held_out_share": 1}, "held_out_share: Input should be less than 1"),
     ],
 )
 def test_a_config_that_makes_no_sense_is_refused(made, changes, match):
@@ -404,7 +423,7 @@ def test_chats_are_fitted_and_measured_on(folder):
     source = {"files": [str(folder / "chats.jsonl")], "format": "chat"}
     changes = {"data": [source], "held_out": {"chats": source}, "measure": {"blocks": 40}}
     fit(settings(folder, **changes, target=str(folder / "chatting")))
-    assert (folder / "run" / "report" / "chats" / "report.json").exists()
+    assert [*json.loads((folder / "run" / "report.json").read_text())["domains"]] == ["chats"]
 
 
 # The command line
@@ -435,7 +454,7 @@ def test_a_fit_and_its_measurement_run_from_the_command_line(folder):
         _, errors = process.communicate(timeout=240)
         assert process.returncode == 0, errors
         found.append(figures(folder / "run"))
-        shutil.rmtree(folder / "run" / "report")
+        (folder / "run" / "report.json").unlink()
     assert found[0] == found[1]
     assert (
         yaml.safe_load((folder / "run" / "config.yaml").read_text())["target"] == config["target"]

@@ -244,16 +244,90 @@ def test_caches_that_take_turns_have_recordings_of_their_own(recorded):
     assert len(recorded) == 2
 
 
-def test_nothing_recorded_outlives_its_call(recorded):
+# Recordings that outlive their call
+
+BLOCK = {"head": "block", "exit_layer": 1, "num_draft_tokens": 3}
+
+
+@pytest.fixture
+def twice(recorded):
+    """Generates twice; gives how many recordings each call made."""
+
+    def run(spec, between=lambda: None, drafts=("none",), lengths=((6,), (6,)), vocab=64):
+        writes_the_same(spec, *lengths[0], drafts=drafts, vocab=vocab, new_tokens=20)
+        first = len(recorded)
+        between()
+        writes_the_same(spec, *lengths[1], drafts=drafts, vocab=vocab, new_tokens=20)
+        assert first
+        return first, len(recorded) - first
+
+    return run
+
+
+def test_the_next_call_needs_no_recordings_of_its_own(twice):
+    spec = SelfSpecModel(tiny_llama(dtype=torch.float32), kernels="graphs")
+    assert twice(spec, drafts=DRAFTS[:2])[1] == 0
+    longer = twice(spec, lengths=((6,), (50,)))  # its keys need more room
+    assert longer[1] > 0 and twice(spec, lengths=((5, 6), (6,)))[1] > 0
+
+
+def test_keys_of_a_heads_own_layer_are_used_again(twice):
+    target = tiny_llama("sometimes", dtype=torch.float32)
+    spec = SelfSpecModel(target, heads=[own_head(Decoder(target), "block", 1)], kernels="graphs")
+    assert twice(spec, drafts=(BLOCK,))[1] == 0
+
+
+def exchange_weights(target):
+    with torch.no_grad():
+        for layer in target.model.layers:  # which weights of another address
+            layer.mlp.down_proj.weight = torch.nn.Parameter(2 - layer.mlp.down_proj.weight)
+
+
+def change_in_place(target):
+    with torch.no_grad():
+        target.model.layers[0].mlp.down_proj.weight.mul_(2)
+
+
+def exchange_activation(target):
+    target.model.layers[0].mlp.act_fn = torch.nn.Tanh()
+
+
+@pytest.mark.parametrize(
+    ("change", "again"),
+    [
+        (exchange_weights, True),
+        (change_in_place, False),  # recorded kernels read the same memory
+        (exchange_activation, True),
+        (lambda target: target.double(), True),
+    ],
+    ids=["weights", "in place", "activation", "dtype"],
+)
+def test_what_changes_between_calls_is_seen(twice, recorder, change, again):
+    target = tiny_llama("always", dtype=torch.float32)
+    spec = SelfSpecModel(target, kernels="graphs")
+    _, anew = twice(spec, lambda: change(target))
+    assert bool(anew) == again and is_recorded(spec)
+
+
+def test_a_cache_that_the_caller_has_is_not_used_for_another_call():
+    target = tiny_llama(dtype=torch.float32)
+    spec = SelfSpecModel(target, kernels="graphs")
+    ids, _ = prompt(6)
+    options = {"do_sample": False, "draft": "none", "max_new_tokens": 12}
+    first = spec.generate(ids, return_dict_in_generate=True, **options)
+    spec.generate(ids.flip(1), **options)
+    on = spec.generate(first.sequences, past_key_values=first.past_key_values, **options)
+    assert torch.equal(on, greedy(target, first.sequences, max_new_tokens=12))
+
+
+def test_recordings_are_used_from_turn_to_turn_and_see_exchanged_weights(recorded):
     target = tiny_llama("always", dtype=torch.float32)
     spec, plain = SelfSpecModel(target, kernels="graphs"), SelfSpecModel(target)
     ids, _ = prompt(6)
     options = {"do_sample": False, "draft": "none", "return_dict_in_generate": True}
     first = spec.generate(ids, max_new_tokens=7, **options)
-    assert len(recorded) == 1 and not spec.engine.decoder.gates.graphs._recordings
-    with torch.no_grad():
-        for layer in target.model.layers:  # which weights of another address
-            layer.mlp.down_proj.weight = torch.nn.Parameter(2 - layer.mlp.down_proj.weight)
+    assert len(recorded) == 1
+    exchange_weights(target)
     # A turn later the keys are the same tensors, and so is the page.
     caches = first.past_key_values, copy.deepcopy(first.past_key_values)
     texts = [
@@ -383,6 +457,7 @@ def test_layers_are_recorded_only_where_the_body_hands_hidden_states_on(meddle):
 # On a GPU
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
 @pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("qwen3", "eager")])
 @pytest.mark.parametrize("lengths", [(6,), (9, 5, 2)])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from conftest import EXIT, VOCAB, gates, greedy, prompt, tiny_llama
-from head_tools import COPIES, KINDS, WITH_LAYER, exit_of, own_head
+from head_tools import COPIES, KINDS, WITH_LAYER, build, class_of, exit_of, own_head
 from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
@@ -56,7 +56,7 @@ def drafting(head, k=4):
 
 def exits(kind):
     """The lowest, one in the middle, the highest."""
-    return sorted({exit_of(kind, layer) for layer in (HEAD_KINDS[kind].lowest_exit, EXIT, 3)})
+    return sorted({exit_of(kind, layer) for layer in (class_of(kind).lowest_exit, EXIT, 3)})
 
 
 # Equality
@@ -437,7 +437,7 @@ def test_a_projection_in_front_of_the_lm_head_is_refused(kind):
     shape = {**SHAPE, "ffn_dim": 48, "word_embed_proj_dim": 16, "max_position_embeddings": 64}
     decoder = Decoder(random_model(OPTConfig(**shape)))
     with pytest.raises(ValueError, match="OPTForCausalLM projects 32 to 16"):
-        HEAD_KINDS[kind].build(decoder, exit_of(kind, 1))
+        build(decoder, kind, 1)
     with pytest.raises(ValueError, match="OPTForCausalLM projects 32 to 16"):
         SharedHead.build(decoder, 1).trim(decoder, torch.arange(5))
 
@@ -527,6 +527,8 @@ def test_another_thread_gets_all_logits_while_a_trimmed_head_reads(target):
         ("fused", 2, {"feature_layers": []}, r"feature_layers must be in \[2, 4\], got \[\]"),
         ("fused", 2, {"feature_layers": [1, 4]}, r"in \[2, 4\], got \[1, 4\]; verification"),
         ("fused", 2, {"feature_layers": [5]}, r"in \[2, 4\], got \[5\]"),
+        ("block", 2, {"parallel": True, "markov": -1}, "at least 0.*got markov=-1"),
+        ("fused", 2, {"markov": 8}, "needs parallel=True; got markov=8, parallel=False"),
         ("lens", 2, {"rank": 0}, "rank must be at least 1, got 0"),
         ("lora", 2, {"rank": 0}, "positive"),
     ],
@@ -571,7 +573,7 @@ def test_a_head_for_more_layers_or_tokens_is_refused(target):
 def test_a_layer_made_for_another_depth_leaves_the_targets_kv_alone(target, kind):
     shallower = Decoder(tiny_llama(num_hidden_layers=3))
     spec = SelfSpecModel(target, heads=[own_head(shallower, kind, 2)])
-    text = spec.generate(IDS, attention_mask=MASK, max_new_tokens=NEW, draft={"head": kind})
+    text = spec.generate(IDS, attention_mask=MASK, max_new_tokens=NEW)
     assert torch.equal(text, greedy(target, IDS, MASK, max_new_tokens=NEW))
 
 

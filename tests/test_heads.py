@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import EXIT, VOCAB, greedy, prompt, tiny_llama
-from head_tools import KINDS, exit_of, own_head
+from head_tools import KINDS, PARALLEL, exit_of, own_head
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, Qwen2Config
@@ -224,7 +224,9 @@ def calibrated(head, seed=0):
 def every_kind(decoder, **options):
     """A head of each kind, over all tokens and over some, with calibrators and without."""
     exits = dict.fromkeys(
-        (kind, exit_of(kind, exit_layer)) for kind in KINDS for exit_layer in (1, 3)
+        (kind, exit_of(kind, exit_layer))
+        for kind in KINDS
+        for exit_layer in ((2,) if kind in PARALLEL else (1, 3))
     )
     heads = [
         own_head(decoder, kind, exit_layer, trimmed=exit_layer != 1, seed=seed, **options)
@@ -266,7 +268,7 @@ def test_rows_of_the_lm_head_are_not_stored(target, kind, tmp_path):
         save_heads([head], decoder, tmp_path / folder)
         weights.append(load_file(tmp_path / folder / WEIGHTS))
     whole, trimmed = weights
-    name = f"{kind}_{exit_of(kind, EXIT)}.vocab_ids"
+    name = f"{head.kind}_{head.exit_layer}.vocab_ids"
     assert trimmed.keys() - whole.keys() == {name}
     assert trimmed[name].dtype == torch.long
     sizes = [sum(tensor.nbytes for tensor in file.values()) for file in (whole, trimmed)]
@@ -554,7 +556,7 @@ def test_a_target_is_known_under_lora(family, tmp_path):
     assert loaded.heads[0].kind == "lens"
 
 
-@pytest.mark.parametrize("kind", ["shared", "lens", "lora", "block", "fused"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_heads_load_for_a_target_that_is_on_disk_only(kind, tmp_path):
     """As inside a serving engine, where the target's weights are the engine's."""
     for name, seed in (("one", 0), ("other", 1)):

@@ -138,12 +138,15 @@ def test_a_target_whose_heads_cannot_be_unrolled_says_so_at_once():
 # The loss
 
 
-def task(decoder, *heads, depths=1, weights=(), **schedule):
+def task(decoder, *heads, depths=1, weights=(), share=1.0, **schedule):
     """A task that fits heads; what is held out does not matter here."""
     for head in heads:
         head.requires_grad_(True)
     config = DraftLossConfig(
-        schedule=LossSchedule(**schedule), depths=depths, depth_weights=list(weights)
+        schedule=LossSchedule(**schedule),
+        depths=depths,
+        depth_weights=list(weights),
+        share=share,
     )
     return ExitTask(decoder, heads, config, HeldOutDrafts(decoder, heads, text(), 1))
 
@@ -199,6 +202,16 @@ def test_depths_are_weighed(decoder, trimmed):
     assert loss.item() == pytest.approx((2 * sums[0] + sums[2]) / 3, rel=1e-5)
     alike, _ = task(decoder, head, depths=3, loss="tv")(data, 0, 0.0)
     assert alike.item() == pytest.approx(sum(sums) / 3, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["fused", "fused parallel"])
+def test_fewer_positions_at_later_depths_give_the_same_loss_on_average(decoder, kind):
+    head, data = own_head(decoder, kind, 2), batch(9)
+    whole = task(decoder, head, depths=3)(data, 0, 0.0)[0].item()
+    torch.manual_seed(0)
+    parts = [task(decoder, head, depths=3, share=0.5)(data, 0, 0.0)[0].item() for _ in range(60)]
+    assert len(set(parts)) > 30
+    assert sum(parts) / len(parts) == pytest.approx(whole, rel=0.05)
 
 
 def test_a_head_that_is_not_unrolled_has_one_depth(decoder):

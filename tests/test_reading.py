@@ -38,13 +38,13 @@ def kept_drafts(spec):
 def test_decoding_reads_what_fitting_reads(
     monkeypatch, kind, trimmed, exit_layer, ids, mask, options
 ):
-    if kind == "block" and exit_layer == 0:
+    if kind.startswith("block") and exit_layer == 0:
         exit_layer = 1
     model = tiny_llama("sometimes")
     decoder = Decoder(model)
     head = own_head(decoder, kind, exit_layer, trimmed=trimmed, noise=0.02)
     spec, seen = SelfSpecModel(model, heads=[head]), record(monkeypatch)
-    draft = {"head": kind, "num_draft_tokens": 3}
+    draft = {"head": head.kind, "num_draft_tokens": 3}
     text = spec.generate(ids, attention_mask=mask, max_new_tokens=16, draft=draft, **options)
     assert torch.equal(text, greedy(model, ids, mask, max_new_tokens=16))
     assert {reading.step for reading in seen} == {0, 1, 2}
@@ -59,7 +59,7 @@ def test_after_rounds_of_every_outcome(monkeypatch, kind):
     # Copies the last layer, so that it agrees often.
     head = own_head(decoder, kind, 3, noise=0.06, **({"place": 3} if kind in COPIES else {}))
     spec, seen = SelfSpecModel(model, heads=[head]), record(monkeypatch)
-    draft = {"head": kind, "num_draft_tokens": 3}
+    draft = {"head": head.kind, "num_draft_tokens": 3}
     spec.generate(IDS, attention_mask=MASK, max_new_tokens=40, draft=draft)
     assert {(3, kept) for kept in range(4)} <= kept_drafts(spec)
     assert_reads_as_forced(decoder, head, seen, close_in_double)
@@ -75,7 +75,7 @@ def test_while_sampling_and_as_rows_leave(monkeypatch, kind):
         IDS,
         attention_mask=MASK,
         max_new_tokens=24,
-        draft={"head": kind, "num_draft_tokens": 4, "schedule": "confidence"},
+        draft={"head": head.kind, "num_draft_tokens": 4, "schedule": "confidence"},
         do_sample=True,
         eos_token_id=list(range(1, 9)),
         pad_token_id=0,
@@ -97,5 +97,18 @@ def test_a_round_without_drafts_leaves_no_gap(monkeypatch, kind):
     monkeypatch.setattr(
         Session, "_limit", lambda *a: 0 if next(rounds) % 3 in (0, 1) else limit(*a)
     )
-    spec.generate(IDS, attention_mask=MASK, max_new_tokens=20, draft={"head": kind})
+    spec.generate(IDS, attention_mask=MASK, max_new_tokens=20, draft={"head": head.kind})
+    assert_reads_as_forced(decoder, head, seen, close_in_double)
+
+
+def test_what_tokens_add_to_drafts_follows_the_weights(monkeypatch):
+    """It is computed once for all tokens, and anew when they were trained further."""
+    model = tiny_llama("sometimes")
+    decoder = Decoder(model)
+    head = own_head(decoder, "fused parallel", EXIT)
+    spec, seen = SelfSpecModel(model, heads=[head]), record(monkeypatch)
+    spec.generate(ONE, max_new_tokens=8)
+    head.mask.of_token.weight.mul_(-2)
+    seen.clear()
+    spec.generate(ONE, max_new_tokens=8)
     assert_reads_as_forced(decoder, head, seen, close_in_double)

@@ -2,8 +2,10 @@
 
 import io
 import json
+import re
 import struct
 import sys
+from base64 import b64decode
 
 import pytest
 from rich.console import Console
@@ -11,6 +13,7 @@ from rich.console import Console
 from training.exits.calibrate import Bin
 from training.exits.report import (
     ExitFigures,
+    draw_plots,
     figures_table,
     write_report,
 )
@@ -25,7 +28,12 @@ HISTORY = [
     {"step": 1, "loss": 2.5, "lr_scale": 0.5, "held_out_loss": 2.7},
 ]
 BINS = {"lens, exit 4": [Bin(0.2, 0.25, 40), Bin(0.7, 0.65, 60)]}
-PLOTS = ["acceptance_by_exit", "acceptance_by_depth", "loss", "reliability"]
+PLOTS = [
+    "Acceptance of the first drafted token: novels",
+    "Acceptance along the draft: novels",
+    "Loss",
+    "Reliability of the calibrators",
+]
 
 
 @pytest.mark.parametrize(
@@ -69,45 +77,55 @@ def test_a_table_without_decoding_has_no_columns_for_it():
 
 
 def test_a_report_reads_back(tmp_path):
-    report = write_report(tmp_path / "new", FIGURES, HISTORY, BINS)[0]
+    report, page = write_report(tmp_path / "new", {"novels": FIGURES}, HISTORY, BINS)
     content = json.loads(report.read_text(encoding="utf-8"))
-    assert [ExitFigures(**exit) for exit in content["exits"]] == FIGURES
+    assert [ExitFigures(**exit) for exit in content["domains"]["novels"]] == FIGURES
     assert [Bin(**b) for b in content["reliability"]["lens, exit 4"]] == BINS["lens, exit 4"]
+    assert [file.name for file in (report, page)] == ["report.json", "report.html"]
 
 
-def test_each_plot_is_an_image_of_the_size_asked_for(tmp_path):
-    files = write_report(tmp_path, FIGURES, HISTORY, BINS)
-    assert sorted(tmp_path.iterdir()) == sorted(files)
-    assert [file.name for file in files] == ["report.json", *(f"{name}.png" for name in PLOTS)]
-    for file in files[1:]:
-        head = file.read_bytes()[:24]
-        assert head.startswith(b"\x89PNG")
-        assert struct.unpack(">II", head[16:24]) == (1200, 675)
+def test_the_page_has_its_pictures_inside_and_loads_nothing(tmp_path):
+    facts = {"load": "from_pretrained('a<b>')"}
+    _, page = write_report(tmp_path, {"novels": FIGURES}, HISTORY, BINS, facts)
+    text = page.read_text(encoding="utf-8")
+    assert re.findall(r'alt="([^"]+)"', text) == PLOTS
+    assert "from_pretrained(&#x27;a&lt;b&gt;&#x27;)" in text
+    assert "<td>0.46→0.35</td>" in text
+    addresses = re.findall(r"(?:src|href|url)\b[=(]+[\"']?([^\"')>]+)", text)
+    assert len(addresses) == len(PLOTS)
+    for address in addresses:
+        head, _, data = address.partition(",")
+        assert head == "data:image/png;base64"
+        png = b64decode(data)
+        assert png.startswith(b"\x89PNG")
+        assert struct.unpack(">II", png[16:24]) == (1050, 600)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["report.html", "report.json"]
 
 
-def test_long_runs_and_many_exits_can_be_drawn(tmp_path):
+def test_long_runs_and_many_exits_can_be_drawn():
     history = [{"step": step, "loss": 3.0 / (step + 1)} for step in range(500)]
     many = [ExitFigures("lens", layer, [0.4], [0.5]) for layer in range(1, 20)]
-    assert len(write_report(tmp_path, many, history)) == 4
+    assert len([*draw_plots({"novels": many}, history, {})]) == 3
 
 
-def test_what_there_is_nothing_of_is_not_drawn(tmp_path):
-    names = [file.name for file in write_report(tmp_path, [], [{"step": 0, "lr_scale": 1.0}])]
-    assert names == ["report.json"]
+def test_what_there_is_nothing_of_is_not_drawn():
+    assert [*draw_plots({"novels": []}, [{"step": 0, "lr_scale": 1.0}], {})] == []
+    alone = draw_plots({"novels": FIGURES[:1]}, [], {})
+    assert [shows for shows, _ in alone] == ["Acceptance along the draft: novels"]
 
 
-def test_without_matplotlib_there_is_the_file_and_a_line(tmp_path, monkeypatch):
+def test_without_matplotlib_there_are_the_figures_and_a_line(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     said = []
-    files = write_report(tmp_path, FIGURES, HISTORY, BINS, said.append)
-    assert [file.name for file in files] == ["report.json"]
+    _, page = write_report(tmp_path, {"novels": FIGURES}, HISTORY, BINS, say=said.append)
     assert len(said) == 1 and "pip install matplotlib" in said[0]
+    assert said[0] in page.read_text() and "<img" not in page.read_text()
 
 
 def test_a_report_that_cannot_be_written_leaves_the_one_before(tmp_path):
-    write_report(tmp_path, FIGURES)
+    write_report(tmp_path, {"novels": FIGURES})
     before = (tmp_path / "report.json").read_text(encoding="utf-8")
     broken = [ExitFigures("lens", 4, [0.5], [0.5], {"greedy": object()})]  # pyright: ignore
     with pytest.raises(TypeError):
-        write_report(tmp_path, broken)
+        write_report(tmp_path, {"novels": broken})
     assert (tmp_path / "report.json").read_text(encoding="utf-8") == before

@@ -17,14 +17,14 @@ from peft import (
 from torch.distributed.fsdp import fully_shard
 from transformers import (
     AutoModelForCausalLM,
-    FalconH1Config,
     GPTNeoConfig,
     GPTNeoForCausalLM,
-    Lfm2Config,
+    KimiLinearConfig,
     LlamaModel,
     LogitsProcessor,
     LogitsProcessorList,
     MambaConfig,
+    RecurrentGemmaConfig,
     RwkvConfig,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -454,17 +454,19 @@ def test_an_encoder_decoder_is_refused():
             "recurrent state",
         ),
         (
-            Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"] * 2),
-            "full or sliding|recurrent",
+            RecurrentGemmaConfig(**SHAPE, lru_width=32, attention_window_size=8),
+            "outside transformers' cache",
         ),
         (
-            FalconH1Config(**SHAPE, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, head_dim=8),
-            "full or sliding|recurrent",
+            KimiLinearConfig(
+                **SHAPE, pad_token_id=0, layer_types=["linear_attention", "full_attention"] * 2
+            ),
+            "KimiLinearDeltaAttention, whose kernel selfspec does not know",
         ),
     ],
-    ids=["mamba", "rwkv", "lfm2", "falcon_h1"],
+    ids=["mamba", "rwkv", "recurrent_gemma", "kimi_linear"],
 )
-def test_state_space_and_hybrid_models_are_refused(config, reason):
+def test_states_that_selfspec_cannot_keep_are_refused(config, reason):
     model = build(config)
     with pytest.raises(ValueError, match=reason) as refusal:
         SelfSpecModel(model)

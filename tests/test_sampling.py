@@ -66,13 +66,27 @@ PREFIX = {
     "no repeat, single": [hf.NoRepeatNGramLogitsProcessor(1)],
     "repetition behind": [hf.RepetitionPenaltyLogitsProcessor(1.7, prompt_ignore_length=3)],
     "all in blocks": [
-        hf.RepetitionPenaltyLogitsProcessor(1.7),
+        hf.SequenceBiasLogitsProcessor({(9,): -2.0, (5, 2): 1.5, (1, 4, 6): 3.0}),
+        hf.RepetitionPenaltyLogitsProcessor(1.7, torch.tensor([2, 0, 3])),
         hf.NoRepeatNGramLogitsProcessor(3),
+        hf.NoBadWordsLogitsProcessor([[7], [5, 1]]),
         hf.MinLengthLogitsProcessor(8, [3, 4]),
         hf.MinNewTokensLengthLogitsProcessor(4, 4, [3]),
+        hf.ForcedEOSTokenLogitsProcessor(10, [3, 4]),
+        hf.ExponentialDecayLengthPenalty((1, 1.3), [3, 4], 4),
+        hf.SuppressTokensAtBeginLogitsProcessor([2, 5], 7),
         hf.TemperatureLogitsWarper(0.6),
         hf.TopKLogitsWarper(5),
     ],
+    "sequence bias": [
+        hf.SequenceBiasLogitsProcessor({(3,): -2.0, (5, 2): 1.5, (1, 4, 6): 3.0, (7, 2): 0.1})
+    ],
+    "forced first": [hf.ForcedBOSTokenLogitsProcessor(4)],
+    "forced last": [hf.ForcedEOSTokenLogitsProcessor(8, [3, 4])],
+    "decay": [hf.ExponentialDecayLengthPenalty((1, 1.3), [3, 4], 4)],
+    "decay below one": [hf.ExponentialDecayLengthPenalty((3, 0.7), [3], 4)],
+    "suppress at begin": [hf.SuppressTokensAtBeginLogitsProcessor([2, 5], 7)],
+    "padding left out": [hf.RepetitionPenaltyLogitsProcessor(1.7, torch.tensor([2, 0, 3]))],
     "own": [Recording()],
     "order": [
         hf.TemperatureLogitsWarper(0.6),
@@ -84,6 +98,7 @@ PREFIX = {
 POINTWISE = {
     "temperature": [hf.TemperatureLogitsWarper(0.6)],
     "top k": [hf.TopKLogitsWarper(4)],
+    "top h": [hf.TopHLogitsWarper(0.7)],
     "top p": [hf.TopPLogitsWarper(0.7)],
     "min p": [hf.MinPLogitsWarper(0.2)],
     "typical": [hf.TypicalLogitsWarper(0.7)],
@@ -130,6 +145,19 @@ def test_a_tree_is_processed_as_plain_decoding_would(name, rows):
             behind[place] = torch.tensor(branch, dtype=torch.long)
             expected = plain(processors, context(rows), behind, alone)[place, -1]
             assert torch.equal(scores[place, position], expected)
+
+
+@pytest.mark.parametrize("lengths", [(1, 3), (1, 1)], ids=str)
+@pytest.mark.parametrize("name", PREFIX)
+def test_short_texts_are_processed_as_plain_decoding_would(name, lengths):
+    """N-grams and biased sequences may be longer than the text, and the first token forced."""
+    tokens, rows = text()[:, :3], [0, 1]
+    here, again = (Context(tokens.clone(), [*lengths, 2], rows) for _ in range(2))
+    drafts, logits = block(2, 3)
+    here.write(drafts)
+    processors = LogitsProcessorList(PREFIX[name])
+    expected = plain(processors, again, drafts, logits)
+    assert torch.equal(Sampler(processors).scores(logits, here), expected)
 
 
 @pytest.mark.parametrize("name", POINTWISE)

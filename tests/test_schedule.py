@@ -53,6 +53,16 @@ def test_times_are_learned_from_whole_rounds(clock, scale):
     assert_knows(model, **times)
 
 
+def test_a_pass_that_makes_all_drafts_is_paid_once():
+    one_by_one, at_once = (
+        RoundModel(draft_cost=0.3, at_once=at_once).times(1) for at_once in (False, True)
+    )
+    more = [times.seconds(Work(5)) - times.seconds(Work(1)) for times in (one_by_one, at_once)]
+    verification = 4 * one_by_one.times[3]
+    assert more == pytest.approx([4 * 0.3 + verification, verification])
+    assert at_once.seconds(Work(1)) - at_once.seconds(Work()) >= 0.3
+
+
 def test_a_round_lasts_until_the_next_begins(clock):
     model = RoundModel()
     timer = RoundTimer(model)

@@ -9,11 +9,12 @@ import pytest
 import torch
 from conftest import EXIT, tiny_llama
 from doc_tools import ROOT, steps
-from head_tools import KINDS, own_head
+from head_tools import own_head
 from rank_tools import TIMED, write_all
 from training_tools import start
 
 from selfspec import DEMO_MODEL, SelfSpecModel
+from selfspec.heads import HEAD_KINDS
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +38,7 @@ def written(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     spec = SelfSpecModel(tiny_llama("sometimes", dtype=torch.float32))
     decoder = spec.engine.decoder
-    kinds = [kind for kind in KINDS if kind != "shared"]
+    kinds = [kind for kind in HEAD_KINDS if kind != "shared"]
     spec.engine.heads = [own_head(decoder, kind, EXIT, trimmed=True) for kind in kinds]
     spec.save_pretrained(folder / "tiny")
     launch(Path(__file__).with_name("rank_tools.py"), folder)

@@ -10,8 +10,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from selfspec import DEMO_MODEL
 from selfspec.config import StrictConfig
-from training.language.task import HeldOut
-from training.loop.script import run_script
+
+from .language.task import HeldOut
+from .loop.script import run_script
 
 
 class EvaluateConfig(StrictConfig):

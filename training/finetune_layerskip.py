@@ -31,13 +31,14 @@ from transformers.pytorch_utils import Conv1D
 
 from selfspec.config import StrictConfig
 from selfspec.heads.files import replacing
-from training.data import Mixture, SourceConfig
-from training.language.layerskip import LayerSkip, LayerSkipConfig
-from training.language.task import HeldOut
-from training.loop.loop import Loop, LoopConfig
-from training.loop.optim import OptimizerConfig
-from training.loop.parallel import processes, whole
-from training.loop.script import finish_folder, run_script, start_output
+
+from .data import Mixture, SourceConfig
+from .language.layerskip import LayerSkip, LayerSkipConfig
+from .language.task import HeldOut
+from .loop.loop import Loop, LoopConfig
+from .loop.optim import OptimizerConfig
+from .loop.parallel import processes, whole
+from .loop.script import finish_folder, run_script, start_output
 
 COMPARISON_NAME = "comparison.json"
 

@@ -8,16 +8,16 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from training.data import Mixture
-from training.exits.features import open_features, streams_of
-from training.exits.fitting import FitConfig, go_on_from, heads_of, write_heads
-from training.exits.measure import open_held_out
-from training.exits.task import ExitTask, HeldOutDrafts, build_heads, trim_heads
-from training.loop.checkpoint import digest, target_facts
-from training.loop.loop import Loop
-from training.loop.parallel import whole
-from training.loop.script import CONFIG_NAME, run_script, start_output
-from training.measure_heads import measure_saved
+from .data import Mixture
+from .exits.features import open_features, streams_of
+from .exits.fitting import FitConfig, go_on_from, heads_of, write_heads
+from .exits.measure import open_held_out
+from .exits.task import ExitTask, HeldOutDrafts, build_heads, trim_heads
+from .loop.checkpoint import digest, target_facts
+from .loop.loop import Loop
+from .loop.parallel import whole
+from .loop.script import CONFIG_NAME, run_script, start_output
+from .measure_heads import measure_saved
 
 
 def fit(config: FitConfig) -> Path:
@@ -29,9 +29,8 @@ def fit(config: FitConfig) -> Path:
     heads = build_heads(decoder, config.heads)
     if config.start:
         go_on_from(heads, decoder, config.start)
-    data = Mixture.read(config.data, tokenizer, config.block_size, config.loop.seed)
+    data, held_out = config.read_text(tokenizer)
     trim_heads(decoder, heads, config.heads, data.sources)
-    held_out = config.read_held_out(tokenizer)
     open_held_out(decoder, heads, held_out, config.measure)  # it must do, once heads are fitted
     first = next(iter(held_out.values()))
     watched = HeldOutDrafts(decoder, heads, first, config.measure.depths, config.measure.watched)

@@ -9,13 +9,14 @@ from rich.console import Console
 
 from selfspec import SelfSpecModel
 from selfspec.heads import load_heads
-from training.data import Blocks
-from training.exits.fitting import FIT_NAME, FitConfig, write_heads
-from training.exits.measure import calibrate, measure, open_held_out
-from training.exits.report import ExitFigures, figures_table, write_report
-from training.loop.metrics import read_metrics
-from training.loop.parallel import processes
-from training.loop.script import run_script
+
+from .data import Blocks
+from .exits.fitting import FIT_NAME, FitConfig, write_heads
+from .exits.measure import calibrate, measure, open_held_out
+from .exits.report import ExitFigures, figures_table, write_report
+from .loop.metrics import read_metrics
+from .loop.parallel import processes
+from .loop.script import run_script
 
 
 def measure_heads(config: FitConfig) -> dict[str, list[ExitFigures]]:
@@ -27,7 +28,7 @@ def measure_heads(config: FitConfig) -> dict[str, list[ExitFigures]]:
 def measure_saved(
     config: FitConfig, spec: SelfSpecModel, held_out: Mapping[str, Blocks]
 ) -> dict[str, list[ExitFigures]]:
-    """Calibrate the saved heads, measure them, and write figures, plots and the card.
+    """Calibrate the saved heads, measure them, and write the report and the card.
 
     Args:
         config: the fit.
@@ -47,19 +48,21 @@ def measure_saved(
     console.print("drafting over held-out text", markup=False)
     drafted = {domain: each.measure(with_features=True) for domain, each in opened.items()}
     errors, reliability = calibrate(spec, list(drafted.values()))
-    history = read_metrics(Path(config.output))
     figures: dict[str, list[ExitFigures]] = {}
     for domain, blocks in held_out.items():
         console.print(f"measuring on {domain}", markup=False)
         figures[domain] = measure(spec, blocks, drafted[domain], errors, config.measure)
         console.print(figures_table(figures[domain], title=domain))
-        folder = Path(config.output) / "report" / domain
-        write_report(folder, figures[domain], history, reliability, console.print)
     for number, head in enumerate(heads):
         measured = {domain: each[number].to_dict() for domain, each in figures.items()}
         head.facts = {**head.facts, "held_out": measured}
-    folder = write_heads(config, heads, spec, config.folder / FIT_NAME)
-    console.print(f"heads: {folder}", markup=False)
+    write_heads(config, heads, spec, config.folder / FIT_NAME)
+    output = Path(config.output)
+    facts = {"target": config.target, "text": "; ".join(config.told), "load": config.code}
+    history = read_metrics(output)
+    files = write_report(output, figures, history, reliability, facts, console.print)
+    for line in (f"heads: {config.folder}", f"report: {files[-1]}", config.code):
+        console.print(line, markup=False, soft_wrap=True)
     return figures
 
 

@@ -22,15 +22,16 @@ from transformers import (
 )
 
 from selfspec.config import StrictConfig, unknown_name
-from training.data import Mixture, SourceConfig
-from training.language.layerskip import LayerSkip, LayerSkipConfig
-from training.language.task import HeldOut, LanguageModelling
-from training.language.vocabulary import TokenizerConfig, carry_over, train_tokenizer
-from training.loop.checkpoint import Checkpoints
-from training.loop.loop import Loop, LoopConfig
-from training.loop.optim import OptimizerConfig
-from training.loop.parallel import processes, whole
-from training.loop.script import finish_folder, run_script, start_output
+
+from .data import Mixture, SourceConfig
+from .language.layerskip import LayerSkip, LayerSkipConfig
+from .language.task import HeldOut, LanguageModelling
+from .language.vocabulary import TokenizerConfig, carry_over, train_tokenizer
+from .loop.checkpoint import Checkpoints
+from .loop.loop import Loop, LoopConfig
+from .loop.optim import OptimizerConfig
+from .loop.parallel import processes, whole
+from .loop.script import finish_folder, run_script, start_output
 
 
 class PretrainConfig(StrictConfig):

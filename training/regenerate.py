@@ -15,12 +15,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from selfspec import DEMO_MODEL, DraftConfig, SelfSpecModel
 from selfspec.config import StrictConfig
-from training.data import SourceConfig
-from training.data.prompts import Prompt, PromptConfig, batches, read_prompts
-from training.loop.checkpoint import changes, digest, read_facts, target_facts, write_facts
-from training.loop.metrics import Display
-from training.loop.parallel import processes
-from training.loop.script import run_script, start_output
+
+from .data import SourceConfig
+from .data.prompts import Prompt, PromptConfig, batches, read_prompts
+from .loop.checkpoint import changes, digest, read_facts, target_facts, write_facts
+from .loop.metrics import Display
+from .loop.parallel import processes
+from .loop.script import run_script, start_output
 
 TEXTS_NAME = "texts.jsonl"
 _FACTS_NAME = "texts.json"

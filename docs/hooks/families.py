@@ -1,6 +1,6 @@
-"""Puts the table of tested families into the page on models.
+"""Puts the tables of tested families into the page on models.
 
-The families are those that the tests run over, and what the table says of each is read from a
+The families are those that the tests run over, and what a table says of each is read from a
 model of it, so neither can go stale.
 """
 
@@ -12,22 +12,44 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-MARKER = "<!-- families -->"
+MARKER, HYBRID_MARKER = "<!-- families -->", "<!-- hybrids -->"
 _TESTS = Path(__file__).parents[2] / "tests"
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """MkDocs' event: the Markdown of a page, before it is rendered."""
-    if MARKER not in markdown:
-        return markdown
-    return markdown.replace(MARKER, "\n".join(table()))
+    for marker, lines in ((MARKER, table), (HYBRID_MARKER, hybrids)):
+        if marker in markdown:
+            markdown = markdown.replace(marker, "\n".join(lines()))
+    return markdown
 
 
 def table() -> Iterator[str]:
-    """The lines of the table, a family each."""
+    """The lines of the table of families with attention in every layer."""
+    yield "| family | class in transformers | attention | trees |"
+    yield "|---|---|---|---|"
+    for family, decoder in _decoders("FAMILIES"):
+        name = type(decoder.causal_lm).__name__
+        trees = "no" if decoder.counts_keys else "yes"
+        yield f"| `{family}` | `{name}` | {_attention(decoder.windows)} | {trees} |"
+
+
+def hybrids() -> Iterator[str]:
+    """The lines of the table of families with recurrent layers."""
+    yield "| family | class in transformers | attention | recurrent layers | `block`, `fused` |"
+    yield "|---|---|---|---|---|"
+    for family, decoder in _decoders("HYBRIDS"):
+        name = type(decoder.causal_lm).__name__
+        mixers = {type(mixer).__name__ for mixer, _ in decoder.gates.mixers.found}
+        kind = "in layers of its own" if decoder.attention_layers else "in layers with a state"
+        own = "yes" if decoder.attention_layers else "no"
+        yield f"| `{family}` | `{name}` | {kind} | `{mixers.pop()}` | {own} |"
+
+
+def _decoders(group: str) -> Iterator[tuple[str, Any]]:
     sys.path.insert(0, str(_TESTS))
     try:
-        from families import FAMILIES, build
+        import families
     finally:
         sys.path.remove(str(_TESTS))
     from transformers.utils import logging
@@ -35,14 +57,8 @@ def table() -> Iterator[str]:
     from selfspec.decoder import Decoder
 
     logging.set_verbosity_error()  # configs this small make it wonder
-
-    yield "| family | class in transformers | attention | trees |"
-    yield "|---|---|---|---|"
-    for family in sorted(FAMILIES):
-        decoder = Decoder(build(family, "eager"))
-        name = type(decoder.causal_lm).__name__
-        trees = "no" if decoder.counts_keys else "yes"
-        yield f"| `{family}` | `{name}` | {_attention(decoder.windows)} | {trees} |"
+    for family in sorted(getattr(families, group)):
+        yield family, Decoder(families.build(family, "eager"))
 
 
 def _attention(windows: list[int | None]) -> str:

@@ -21,7 +21,13 @@ from selfspec.config import (
 
 Reader = Literal["text", "random", "gsm8k", "humaneval", "mbpp", "mt_bench", "spec_bench"]
 Peer = Literal[
-    "plain", "assistant_early_exit", "prompt_lookup_num_tokens", "assistant_model", "use_mtp"
+    "plain",
+    "assistant_early_exit",
+    "prompt_lookup_num_tokens",
+    "assistant_model",
+    "use_mtp",
+    "static_cache",
+    "continuous_batching",
 ]
 
 PLAIN = "plain"
@@ -30,13 +36,15 @@ _ASSISTANT = (
     "num_assistant_tokens_schedule",
     "assistant_confidence_threshold",
 )
-# What each peer can be told; the first is what transformers' `generate` calls it by.
+# What each peer can be told; the first is what transformers' `generate` calls it by, if it has one.
 PEER_OPTIONS: dict[str, tuple[str, ...]] = {
     "plain": (),
     "assistant_early_exit": ("assistant_early_exit", *_ASSISTANT),
     "prompt_lookup_num_tokens": ("prompt_lookup_num_tokens", "max_matching_ngram_size"),
     "assistant_model": ("assistant_model", *_ASSISTANT),
     "use_mtp": ("use_mtp",),
+    "static_cache": (),
+    "continuous_batching": (),
 }
 
 
@@ -100,14 +108,21 @@ class MethodConfig(StrictConfig):
     Attributes:
         name: what reports call it.
         draft: how selfspec drafts.
-        peer: `plain` is the model's own `generate`; the others are its own ways to speculate,
-            named by the option that switches them on.
+        head_options: of a shape, options of the untrained head that the draft names.
+        acceptance: plants drafts: whatever the head has learned, a draft after right ones is right
+            with this probability. For greedy `early_exit` and `tree`.
+        peer: `plain` is the model's own `generate`, `static_cache` the same with a static cache,
+            for which transformers compiles the model on a GPU; `continuous_batching` is its
+            `generate_batch`; the others are its own ways to speculate, named by the option that
+            switches them on.
         options: of a peer, as transformers calls them; `assistant_model` is a folder or an id.
         source: where the settings were published.
     """
 
     name: str
     draft: DraftConfig | None = None
+    head_options: dict[str, Any] = Field(default_factory=dict)
+    acceptance: float | None = Field(default=None, gt=0, lt=1)
     peer: Peer | None = None
     options: dict[str, Any] = Field(default_factory=dict)
     source: str = ""
@@ -116,6 +131,8 @@ class MethodConfig(StrictConfig):
     def _one_way(self) -> Self:
         if self.draft is not None and self.peer is not None:
             raise ValueError(f"method {self.name!r} has a `draft` or a `peer`, not both")
+        if self.acceptance is not None and self.draft is None:
+            raise ValueError(f"method {self.name!r} plants acceptance; it needs a `draft`, too")
         known = PEER_OPTIONS[self.peer] if self.peer else ()
         for option in self.options:
             if option not in known:
@@ -136,6 +153,8 @@ class ModeConfig(StrictConfig):
         top_k: sample from the likeliest; 0 from all.
         top_p: sample from that much probability.
         repetition_penalty: as in transformers; 1 is none.
+        no_repeat_ngram_size: as in transformers; 0 is none.
+        min_new_tokens: as in transformers; 0 is none.
     """
 
     name: str
@@ -143,6 +162,8 @@ class ModeConfig(StrictConfig):
     top_k: int = Field(default=0, ge=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
     repetition_penalty: float = Field(default=1.0, gt=0)
+    no_repeat_ngram_size: int = Field(default=0, ge=0)
+    min_new_tokens: int = Field(default=0, ge=0)
 
     @property
     def greedy(self) -> bool:
@@ -155,7 +176,8 @@ class ModeConfig(StrictConfig):
         options: dict[str, Any] = {"do_sample": not self.greedy}
         if not self.greedy:
             options |= {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
-        return {**options, "repetition_penalty": self.repetition_penalty}
+        prefix = {"repetition_penalty", "no_repeat_ngram_size", "min_new_tokens"}
+        return {**options, **self.model_dump(include=prefix)}
 
 
 # Modes that a config may name. Small models go in circles under greedy decoding, which makes any
@@ -177,6 +199,10 @@ class BenchConfig(StrictConfig):
 
     Attributes:
         target: folder or Hugging Face id of the model; `None` is the small one in the package.
+        shape: instead of a target, a published size with random weights: a name such as
+            Llama-3.2-1B, or the path of a transformers config.json. Prompts, methods, batch sizes
+            and dtype that are not given are chosen by the device and its memory.
+        acceptance: acceptance rates that are planted in the drafts of a shape's default methods.
         heads: folder of exit heads; `None` takes those beside the model.
         profile: what `selfspec tune` found; `None` takes the one beside the heads or the model, or
             in the user's cache.
@@ -194,6 +220,7 @@ class BenchConfig(StrictConfig):
             `sampled` (temperature 1), `penalised` (greedy, repetition penalty 1.2).
         batch_sizes: prompts that are continued at once; each size is a comparison of its own.
             Where prompts do not fill the last batch, the first ones stand in it again.
+        prefill_chunk_size: prompt tokens of a pass of selfspec's prefill; `None` for all at once.
         max_new_tokens: tokens a text has unless it ends before.
         repeats: timed runs of every method on every prompt.
         warm_up: tokens written untimed by every method before each prompt set, mode and batch
@@ -202,6 +229,8 @@ class BenchConfig(StrictConfig):
     """
 
     target: str | None = None
+    shape: str | None = None
+    acceptance: tuple[float, ...] = Field(default=(0.6, 0.7, 0.8), min_length=1)
     heads: str | None = None
     profile: Path | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -213,6 +242,7 @@ class BenchConfig(StrictConfig):
     methods: tuple[MethodConfig, ...] = _METHODS
     modes: tuple[ModeConfig, ...] = tuple(_MODES.values())
     batch_sizes: tuple[PositiveInt, ...] = Field(default=(1,), min_length=1)
+    prefill_chunk_size: PositiveInt | None = None
     max_new_tokens: int = Field(default=128, ge=2)
     repeats: int = Field(default=1, ge=1)
     warm_up: int = Field(default=16, ge=2)
@@ -250,6 +280,10 @@ class BenchConfig(StrictConfig):
             for name in names:
                 if names.count(name) > 1:
                     raise ValueError(f"{what}: two are named {name!r}; give each its own name")
+        if self.shape is not None and (self.target or self.heads or self.profile):
+            raise ValueError(
+                "a shape has random weights and its own heads; leave target, heads and profile out"
+            )
         if len(set(self.batch_sizes)) < len(self.batch_sizes):
             raise ValueError(f"batch_sizes has a size twice: {list(self.batch_sizes)}")
         return self

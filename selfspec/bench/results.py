@@ -18,6 +18,8 @@ from rich.table import Table
 from selfspec.bench.config import PLAIN, ModeConfig
 from selfspec.bench.exactness import Divergence, first_divergence
 from selfspec.bench.run import Bench, Memory, Place, Run, RunFile
+from selfspec.bench.shapes import bytes_a_round
+from selfspec.display.report import HTMLReport
 from selfspec.heads.files import replacing
 from selfspec.schedule.stats import PARTS
 
@@ -114,6 +116,10 @@ class Row:
         acceptance_by_position: share of drafts accepted at each position.
         accepted_lengths: rounds by the number of accepted drafts.
         time_split: shares of decode time.
+        bytes_a_round: bytes of weights and KV that the passes of a round read, where the bandwidth
+            was measured.
+        limit: tokens/s if a round took only the time to read these.
+        sampling_ms: processors, draws and acceptance in one round; median over outputs.
         memory: memory of the warm-up call.
         equality: equality of greedy outputs.
     """
@@ -136,6 +142,9 @@ class Row:
     acceptance_by_position: list[float] = field(default_factory=list)
     accepted_lengths: dict[int, int] = field(default_factory=dict)
     time_split: dict[str, float] = field(default_factory=dict)
+    bytes_a_round: int | None = None
+    limit: float | None = None
+    sampling_ms: float | None = None
     memory: Memory | None = None
     equality: Equality | None = None
 
@@ -191,6 +200,7 @@ def _row(
     circling = {run.key.number for run in (*base, *runs) if any(map(loops, run.texts))}
     straight = [ratio for number, ratio in ratios.items() if number not in circling]
     texts = [text for run in runs for text in run.texts]
+    drafts = _drafts(runs)
     return Row(
         place=runs[0].key.place,
         texts=len(texts),
@@ -203,7 +213,8 @@ def _row(
         memory=memory,
         equality=equality,
         **_times(runs, rates),
-        **_drafts(runs),
+        **drafts,
+        **_limit(bench, runs, drafts["mean_accepted_length"]),
     )
 
 
@@ -249,6 +260,30 @@ def _times(runs: Sequence[Run], rates: Mapping[int, float]) -> dict[str, Any]:
     }
 
 
+_ONE_A_ROUND = (PLAIN, "static_cache", "continuous_batching")  # peers that do not speculate
+
+
+def _limit(bench: Bench, runs: Sequence[Run], length: float | None) -> dict[str, Any]:
+    """Bytes that a round reads when its prompt has just ended, and tokens/s at the bandwidth.
+
+    Args:
+        bench: the benchmark.
+        runs: of one row of the report.
+        length: tokens of a row's round.
+    """
+    place = runs[0].key.place
+    method = next(method for method in bench.config.methods if method.name == place.method)
+    known = method.draft is not None or method.peer in _ONE_A_ROUND
+    if bench.bandwidth is None or length is None or not known:
+        return {}
+    batches = bench.batches[place.prompts, place.batch]
+    tokens = sum(int(batch.mask.sum()) for batch in batches) // len(batches)
+    count = bytes_a_round(bench.spec.engine, method.draft, tokens)
+    if count is None:
+        return {}
+    return {"bytes_a_round": count, "limit": place.batch * length * bench.bandwidth / count}
+
+
 def _drafts(runs: Sequence[Run]) -> dict[str, Any]:
     """Acceptance, and the split of decode time."""
     rounds = Counter(kept for run in runs for kept in run.accepted)
@@ -262,6 +297,7 @@ def _drafts(runs: Sequence[Run]) -> dict[str, Any]:
         return found
     drafted, accepted = (sum(s[name] for s in stats) for name in ("drafted", "accepted"))
     at = [_columns([s[name] for s in stats]) for name in ("accepted_at", "drafted_at")]
+    per_round = [1000 * s["seconds"]["sampling"] / s["rounds"] for s in stats if s["rounds"]]
     seconds = {part: sum(s["seconds"][part] for s in stats) for part in stats[0]["seconds"]}
     decoding = seconds["total"] - seconds["prefill"]
     shares = {part: seconds[part] / decoding for part in PARTS} if decoding > 0 else {}
@@ -269,6 +305,7 @@ def _drafts(runs: Sequence[Run]) -> dict[str, Any]:
         **found,
         "acceptance_rate": accepted / drafted if drafted else None,
         "acceptance_by_position": [kept / all_ for kept, all_ in zip(*at, strict=True)],
+        "sampling_ms": median(per_round) if per_round else None,
         "time_split": {**shares, "rest": 1 - sum(shares.values())} if shares else {},
     }
 
@@ -397,10 +434,26 @@ def _by_length(row: Row) -> str:
     return " ".join(number(share, 2) for share in shares) or "–"
 
 
+def _share_of_limit(row: Row) -> float | None:
+    rate, limit = row.tokens_per_second, row.limit
+    return None if rate is None or limit is None else rate / limit
+
+
 def _part(part: str) -> Cell:
     return lambda row: number(row.time_split.get(part), 3)
 
 
+LIMIT = Sheet(
+    "limit by bytes read",
+    {
+        "tokens/s": lambda row: number(row.tokens_per_second, 1),
+        "MB a round": lambda row: (
+            "–" if row.bytes_a_round is None else f"{row.bytes_a_round / 1e6:,.1f}"
+        ),
+        "limit tokens/s": lambda row: number(row.limit, 1),
+        "share of it": lambda row: number(_share_of_limit(row), 2),
+    },
+)
 SHEETS = (
     Sheet(
         "speed",
@@ -422,7 +475,14 @@ SHEETS = (
         },
         wraps=["accepted, by position", "rounds, by accepted drafts (0, 1, …)"],
     ),
-    Sheet("share of decode time", {part: _part(part) for part in (*PARTS, "rest")}),
+    Sheet(
+        "share of decode time",
+        {
+            **{part: _part(part) for part in (*PARTS, "rest")},
+            "sampling, ms/round": lambda row: number(row.sampling_ms, 3),
+        },
+    ),
+    LIMIT,
     Sheet(
         "loops",
         {
@@ -456,6 +516,8 @@ def grids(rows: Sequence[Row]) -> Iterator[Grid]:
         for sheet in SHEETS:
             shown = [row for row in compared if row.failure is None or sheet is SHEETS[0]]
             cells = [_cells(sheet, row) for row in shown]
+            if sheet is LIMIT and not any(row.limit for row in shown):
+                continue  # the bandwidth was not measured
             yield Grid(f"{title} · {sheet.title}", ["method", *sheet.columns], cells, sheet.wraps)
 
 
@@ -472,7 +534,9 @@ NOTES = (
     "95 % by bootstrap over batches; without loops: over batches in which no output of either "
     "loops (last 32 tokens with a period of at most 16); loops: share of outputs that do. "
     "accepted: share of drafts; length: tokens a round. ms/token: a round's time shared among its "
-    "tokens. Peak memory is that of the warm-up, on the longest prompts."
+    "tokens. Peak memory is that of the warm-up, on the longest prompts. Limit by bytes read: what "
+    "the passes of a round read of weights and KV, and tokens/s if that took all the time, at the "
+    "memory bandwidth that was measured."
 )
 
 
@@ -506,6 +570,19 @@ class Report:
             with replacing(folder / name) as scratch:
                 scratch.write_text(text, encoding="utf-8")
         return list(texts)
+
+    def write_page(self, folder: Path, pictures: Sequence[Path]) -> str:
+        """Write report.html, the pictures inside; returns its name."""
+        page = HTMLReport("Benchmark")
+        page.facts({name: _plain(value) for name, value in self.head.items() if value})
+        for picture in pictures:
+            page.picture(picture.read_bytes(), picture.stem.replace("_", " "))
+        for grid in self.grids:
+            page.heading(grid.title)
+            page.table(grid.columns, grid.rows)
+        for text in (*self.failures, NOTES):
+            page.text(text)
+        return page.write(folder / "report.html").name
 
     def _markdown(self) -> str:
         lines = ["# Benchmark", ""]

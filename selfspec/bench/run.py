@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import json
 import re
@@ -14,14 +15,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    ContinuousBatchingConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from selfspec.bench.config import PEER_OPTIONS, BenchConfig, MethodConfig, ModeConfig
+from selfspec.bench.planted import GreedyTexts, generate_planted
 from selfspec.bench.prompts import Batch, make_batches, read_prompts
 from selfspec.config import DraftConfig
 from selfspec.generation.streaming import RoundStreamer
 from selfspec.model import SelfSpecModel
-from selfspec.schedule.stats import Round, Stats
+from selfspec.schedule.stats import Round, Stats, Trace
 
 _PROCESS = Path("/proc/self")
 
@@ -135,15 +142,28 @@ class Written:
 Write = Callable[[Batch, dict[str, Any], int], Written]
 
 
-def make_method(spec: SelfSpecModel, config: MethodConfig) -> Write:
+def make_method(
+    spec: SelfSpecModel, config: MethodConfig, texts: GreedyTexts | None = None, room: int = 0
+) -> Write:
     """A function that generates, given prompts, options of `generate` and a seed.
+
+    Args:
+        spec: the target.
+        config: the method.
+        texts: what the target continues prompts with, for planted drafts.
+        room: the most new tokens of any call, for which a static cache has room.
 
     Raises:
         OSError: there is no such assistant model.
         ValueError: the model cannot make such drafts.
     """
+    if config.acceptance is not None:
+        assert texts is not None and config.draft is not None
+        return _Planted(spec, config.draft, config.acceptance, texts)
     if config.peer is None:
         return _Speculation(spec, config.draft)
+    if config.peer == "continuous_batching":
+        return _ContinuousBatching(spec)
     options = dict(config.options)
     if config.peer == "assistant_early_exit":
         depth = spec.engine.decoder.depth
@@ -159,6 +179,8 @@ def make_method(spec: SelfSpecModel, config: MethodConfig) -> Write:
         options["use_mtp"] = True
     elif config.peer == "assistant_model":
         options["assistant_model"] = _assistant(spec, options["assistant_model"])
+    elif config.peer == "static_cache":
+        return _StaticCache(spec, room)
     return _Own(spec, options)
 
 
@@ -206,15 +228,58 @@ class _Speculation:
             streamer=arrivals,
             **options,
         )
-        trace = self.spec.last_trace
-        assert trace is not None and isinstance(output, Tensor)
+        assert isinstance(output, Tensor)
+        stats, trace = self.spec.last_stats, self.spec.last_trace
+        return self._written(output, batch, arrivals, stats, trace)
+
+    def _written(
+        self,
+        output: Tensor,
+        batch: Batch,
+        arrivals: Arrivals,
+        stats: Stats | None,
+        trace: Trace | None,
+    ) -> Written:
+        assert trace is not None
         return Written(
             texts=_texts(self.spec, output, batch.width),
             counts=arrivals.counts,
             times=arrivals.times,
-            stats=self.spec.last_stats,
+            stats=stats,
             accepted=tuple(step.accepted for row in trace.rows for step in row[1:]),
         )
+
+
+class _Planted(_Speculation):
+    """Selfspec's `generate` with planted drafts.
+
+    Args:
+        spec: the target.
+        draft: how to draft.
+        acceptance: probability that a draft after right ones is right.
+        texts: what the target continues prompts with.
+    """
+
+    def __init__(
+        self, spec: SelfSpecModel, draft: DraftConfig, acceptance: float, texts: GreedyTexts
+    ):
+        super().__init__(spec, draft)
+        self.planted, self.acceptance, self.texts = draft, acceptance, texts
+
+    def __call__(self, batch: Batch, options: dict[str, Any], seed: int) -> Written:
+        text = self.texts(batch)
+        arrivals = Arrivals()
+        output, session = generate_planted(
+            self.spec,
+            self.planted,
+            batch,
+            text,
+            self.acceptance,
+            seed,
+            streamer=arrivals,
+            **options,
+        )
+        return self._written(output, batch, arrivals, session.stats, session.trace)
 
 
 class _Own:
@@ -234,6 +299,7 @@ class _Own:
 
     def __call__(self, batch: Batch, options: dict[str, Any], seed: int) -> Written:
         generate: Any = self.spec.model.generate
+        options = {name: options[name] for name in options if name != "prefill_chunk_size"}
         with _left_as_it_was(self.spec.causal_lm), self._told(), torch.random.fork_rng():
             torch.manual_seed(seed)
             arrivals = Arrivals()
@@ -268,14 +334,84 @@ class _Own:
                 setattr(config, name, value)
 
 
+class _StaticCache(_Own):
+    """The model's own `generate` with a static cache, of one length in the warm-up and after it.
+
+    Transformers compiles the model for a static cache on a GPU, and again for another length.
+
+    Args:
+        spec: the target.
+        room: the most new tokens of any call.
+    """
+
+    def __init__(self, spec: SelfSpecModel, room: int):
+        super().__init__(spec, {"cache_implementation": "static"})
+        self.room = room
+
+    def __call__(self, batch: Batch, options: dict[str, Any], seed: int) -> Written:
+        longest = batch.width + max(self.room, options["max_new_tokens"])
+        return super().__call__(batch, {**options, "max_cache_len": longest}, seed)
+
+
+_PAGE = 256  # tokens of a block of KV in transformers' continuous batching
+
+
+class _ContinuousBatching:
+    """The model's own `generate_batch`, with as many blocks of KV as the batch can fill.
+
+    Args:
+        spec: the target.
+    """
+
+    def __init__(self, spec: SelfSpecModel):
+        self.spec = spec
+
+    def __call__(self, batch: Batch, options: dict[str, Any], seed: int) -> Written:
+        if self.spec.engine.decoder.kv_cache_dtype != "auto":
+            raise ValueError("generate_batch has a KV cache of its own, which does not round")
+        model: Any = self.spec.causal_lm
+        config = copy.deepcopy(model.generation_config)
+        config.update(**{k: v for k, v in options.items() if k != "prefill_chunk_size"})
+        config.eos_token_id = -1 if config.eos_token_id is None else config.eos_token_id
+        counts = batch.mask.sum(-1).tolist()
+        prompts = [row[-count:].tolist() for row, count in zip(batch.tokens, counts, strict=True)]
+        pages = (batch.width + options["max_new_tokens"]) // _PAGE + 2
+        sizes = ContinuousBatchingConfig(
+            num_blocks=batch.rows * pages, max_batch_tokens=max(sum(counts), _PAGE)
+        )
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            began = time.perf_counter()
+            found = model.generate_batch(
+                prompts, config, sizes, record_timestamps=True, warmup=batch.tokens.is_cuda
+            )
+        results = list(found.values())
+        error = next((result.error for result in results if result.error), None)
+        if error or len(results) < batch.rows:
+            raise RuntimeError(error or "generate_batch ended before its requests")
+        texts = [list(result.generated_tokens) for result in results]
+        steps = range(max(map(len, texts)))
+        counts = [sum(len(text) > step for text in texts) for step in steps]
+        times = [
+            max(result.timestamps[step] for result in results if len(result.timestamps) > step)
+            for step in steps
+        ]
+        at = [seconds - began for seconds in times]
+        return Written(texts, counts, at, accepted=(0,) * sum(counts[1:]))
+
+
 @contextmanager
 def _left_as_it_was(model: PreTrainedModel) -> Iterator[None]:
-    """Restore the depth: `assistant_early_exit` leaves the model shallow if it fails."""
+    """Restore the depth: `assistant_early_exit` leaves the model shallow if it fails.
+
+    Transformers also remembers the longest static cache and makes all later ones as long.
+    """
     depth = model.config.num_hidden_layers
     try:
         yield
     finally:
         model.config.num_hidden_layers = depth
+        vars(model).pop("_previous_max_cache_length", None)
 
 
 _RUNS = "runs.jsonl"
@@ -460,6 +596,8 @@ class Bench:
         batches: the same by set and batch size.
         methods: functions that generate, by name.
         unmade: why other methods cannot be made, by name.
+        bandwidth: bytes per second of reading memory, if it was measured.
+        measured: more facts for the report, which may differ when a run is resumed.
 
     Raises:
         FileNotFoundError: a prompt set's file does not exist.
@@ -485,9 +623,12 @@ class Bench:
         }
         self.methods: dict[str, Write] = {}
         self.unmade: dict[str, str] = {}
+        self.bandwidth: float | None = None
+        self.measured: dict[str, Any] = {}
+        texts = GreedyTexts(spec, {**self.options(config.modes[0]), "do_sample": False})
         for method in config.methods:
             try:
-                self.methods[method.name] = make_method(spec, method)
+                self.methods[method.name] = make_method(spec, method, texts, config.max_new_tokens)
             except Exception as error:  # any error becomes a row of the report
                 self.unmade[method.name] = reason(error)
 
@@ -500,8 +641,10 @@ class Bench:
     def options(self, mode: ModeConfig) -> dict[str, Any]:
         """Options of `generate`, the same for every method."""
         padding = self.spec.causal_lm.generation_config.pad_token_id
+        chunk = self.config.prefill_chunk_size
         return {
             **mode.generation,
+            **({} if chunk is None else {"prefill_chunk_size": chunk}),
             "max_new_tokens": self.config.max_new_tokens,
             "pad_token_id": next(iter([*stop_ids(self.spec), 0])) if padding is None else padding,
         }

@@ -31,7 +31,7 @@ from selfspec.bench.prompts import read_prompts
 from selfspec.export import FOLDABLE, export_draft, export_eagle3
 from selfspec.heads import Eagle3Head, ExitHead
 from selfspec.serving import SCHEME
-from selfspec.serving.vllm_plugin import KINDS
+from selfspec.serving.exits import KINDS
 
 _SETS = ("text", "gsm8k", "humaneval", "mbpp")
 

@@ -14,10 +14,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 
 from selfspec.cli import options as opt
-from selfspec.cli.common import Loaded, load, print_json, progress, reporting
+from selfspec.cli.common import Loaded, load, print_json, progress, quiet_transformers, reporting
 
 if TYPE_CHECKING:
-    from selfspec.bench import BenchConfig, Progress, Report
+    from selfspec.bench import Bench, BenchConfig, Progress, Report
 
 Say = Callable[["Progress"], None]
 
@@ -39,6 +39,23 @@ def bench(
             show_default="the model in the package against its peers",
         ),
     ] = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME_OR_CONFIG",
+            help="A published size with random weights instead of a model: its name, or the path "
+            "of a config.json. Acceptance is planted.",
+            show_default=False,
+        ),
+    ] = None,
+    acceptance: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATES",
+            help="Acceptance rates to plant in a shape's drafts, such as 0.6,0.7,0.8.",
+            show_default="0.6,0.7,0.8",
+        ),
+    ] = None,
     output: Annotated[
         Path, typer.Option(metavar="DIR", help="Folder of runs and report; existing runs are kept.")
     ] = Path("outputs/bench"),
@@ -49,10 +66,15 @@ def bench(
     from selfspec.bench.results import NOTES
     from selfspec.config import load_config
 
-    wanted = load_config(BenchConfig, config, fields or ())
+    chosen = [] if shape is None else [f"shape={shape}"]
+    chosen += [] if acceptance is None else [f"acceptance=[{acceptance}]"]
+    wanted = load_config(BenchConfig, config, [*(fields or ()), *chosen])
     with reporting(as_json) as console:
         report = run_bench(wanted, output)
-        written = [*report.write(output), "runs.jsonl", *_pictures(report, output)]
+        pictures, none = _pictures(report, output)
+        page = report.write_page(output, pictures)
+        drawn = [picture.name for picture in pictures]
+        written = [*report.write(output), "runs.jsonl", page, *drawn, *none]
         console.print(*(grid.table() for grid in report.grids), *report.failures, sep="\n")
         console.print(NOTES)
         console.print(f"\nwritten to {output}: {', '.join(written)}")
@@ -64,12 +86,10 @@ def bench(
 
 def run_bench(config: BenchConfig, output: Path) -> Report:
     """Make the missing runs, and report all."""
-    from selfspec.bench import Bench, Report, RunFile, summarise
+    from selfspec.bench import Report, RunFile, summarise
 
-    target, head = _loaded(config)
-    bench = Bench(target.spec, target.tokenizer, config)
-    draft = target.spec.default_draft.model_dump(mode="json", exclude_defaults=True)
-    where = {**head, "default draft": draft}
+    bench, where = _made(config)
+    config = bench.config
     identity = {"config": config.model_dump(mode="json"), "where": where}
     file = RunFile(output, identity)
     with _bar() as show:
@@ -77,6 +97,7 @@ def run_bench(config: BenchConfig, output: Path) -> Report:
     facts = {
         "command": " ".join(["selfspec", *sys.argv[1:]]),
         **where,
+        **bench.measured,
         "prompts": {name: _lengths(prompts) for name, prompts in bench.prompts.items()},
         "new tokens": config.max_new_tokens,
         "repeats": config.repeats,
@@ -85,14 +106,32 @@ def run_bench(config: BenchConfig, output: Path) -> Report:
     return Report(facts, summarise(bench, file))
 
 
-def _pictures(report: Report, output: Path) -> list[str]:
-    """Names of the plots, or why there are none."""
+def _pictures(report: Report, output: Path) -> tuple[list[Path], list[str]]:
+    """The plots, or why there are none."""
     from selfspec.bench import write_plots
 
     try:
-        return [path.name for path in write_plots(report.rows, output)]
+        return write_plots(report.rows, output), []
     except ImportError as error:
-        return [f"no plots ({error})"]
+        return [], [f"no plots ({error})"]
+
+
+def _made(config: BenchConfig) -> tuple[Bench, dict[str, Any]]:
+    """The benchmark, and what its runs depend on."""
+    from selfspec.bench import Bench
+    from selfspec.bench.shapes import ShapeBench
+
+    if config.shape is not None:
+        quiet_transformers()
+        if config.threads is not None:
+            import torch
+
+            torch.set_num_threads(config.threads)
+        bench = ShapeBench(config)
+        return bench, {**bench.facts, **_versions()}
+    target, head = _loaded(config)
+    draft = target.spec.default_draft.model_dump(mode="json", exclude_defaults=True)
+    return Bench(target.spec, target.tokenizer, config), {**head, "default draft": draft}
 
 
 def _loaded(config: BenchConfig) -> tuple[Loaded, dict[str, Any]]:

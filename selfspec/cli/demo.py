@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +18,7 @@ from selfspec.cli.common import Loaded, load, print_json, progress, reporting
 
 if TYPE_CHECKING:
     from selfspec.config import DraftConfig
-    from selfspec.display.demo import DemoResult, Writer
+    from selfspec.display.demo import DemoPrompt, DemoResult, ExitAgreement, Writer
 
 
 class Domain(str, Enum):
@@ -34,6 +35,7 @@ _AT_ONE_EXIT = ("early_exit", "tree")
 ROWS = (
     ("tokens/s", "tokens_per_second", "{:.1f}"),
     ("speedup", "speedup", "{:.2f}x"),
+    ("speedup by drafting alone", "drafting_speedup", "{:.2f}x"),
     ("acceptance rate", "acceptance_rate", "{:.3f}"),
     ("of first drafts", "first_draft_acceptance", "{:.3f}"),
     ("mean accepted length", "mean_accepted_length", "{:.2f}"),
@@ -43,6 +45,7 @@ ROWS = (
     ("time in sampling", "time_sampling", "{:.1%}"),
     ("time in the rest", "time_rest", "{:.1%}"),
 )
+_COLUMNS = ("plain", "speculative")
 
 
 def demo(
@@ -59,10 +62,16 @@ def demo(
         typer.Option(help="Text to continue.", show_default="a held-out passage"),
     ] = None,
     domain: Annotated[
-        Domain, typer.Option(help="Domain of the passage; --seed chooses one.")
-    ] = Domain.prose,
+        Domain | None,
+        typer.Option(
+            help="Domain of the passage; --seed chooses one.", show_default="prose, then code"
+        ),
+    ] = None,
     max_new_tokens: opt.MaxNewTokens = 128,
-    temperature: opt.Temperature = 0.0,
+    temperature: opt.Temperature = 0.8,
+    greedy: Annotated[
+        bool, typer.Option("--greedy", help="Decode greedily: the same as --temperature 0.")
+    ] = False,
     no_repeat_ngram: Annotated[
         int, typer.Option(min=0, help="Generate no n-gram of this size twice; 0 allows it.")
     ] = 0,
@@ -70,8 +79,12 @@ def demo(
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each.")] = 3,
     as_json: opt.AsJson = False,
 ) -> None:
-    """Generate with plain decoding and with self-speculation, and compare outputs and speed."""
-    from selfspec.display.demo import DemoOptions, Writer
+    """Generate with plain decoding and with self-speculation, and compare outputs and speed.
+
+    Sampled text is drawn with the rule `coupled`, by which a seed gives the same text with drafts
+    and without, so that both can be compared token by token.
+    """
+    from selfspec.display.demo import DemoOptions, Writer, exit_agreements, load_prompts
 
     drafting = opt.draft_config(config, draft)
     with reporting(as_json) as console:
@@ -79,24 +92,30 @@ def demo(
         options = DemoOptions(
             draft=_filled_in(target, drafting or target.spec.default_draft),
             max_new_tokens=max_new_tokens,
-            temperature=temperature,
+            temperature=0.0 if greedy else temperature,
             no_repeat_ngram_size=no_repeat_ngram,
             seed=seed,
             repeats=repeats,
         )
-        passage, source = _passage(prompt, domain, seed)
-        writer = Writer(target.spec, target.tokenizer, passage, options)
-        head = {**target.to_dict(), "options": options.model_dump(), "prompt": passage}
-        console.print(_headline(head, source))
-        figures, held = _show_demo(console, writer)
+        head = {**target.to_dict(), "options": options.model_dump()}
+        console.print(_headline(head))
+        results: dict[str, DemoResult] = {}
+        for name, passage in _passages(prompt, domain, seed).items():
+            writer = Writer(target.spec, target.tokenizer, passage.text, options)
+            results[name] = _show_demo(console, writer, passage.source)
+        exits = exit_agreements(target.spec, target.tokenizer, [p.text for p in load_prompts()])
+        console.print(demo_table(results), exits_table(exits))
     if as_json:
-        print_json({**head, **figures})
-    if not held:
+        texts = {name: result.to_dict() for name, result in results.items()}
+        print_json({**head, "texts": texts, "exits": [each._asdict() for each in exits]})
+    if any(result.exact and not result.equal for result in results.values()):
         raise typer.Exit(1)
 
 
 def _filled_in(target: Loaded, draft: DraftConfig) -> DraftConfig:
-    """The draft with the exit that will be used, if the drafter has one."""
+    """The draft with the rule and the exit that will be used, if the drafter has one."""
+    if "rule" not in draft.model_fields_set:
+        draft = draft.model_copy(update={"rule": "coupled"})
     if draft.drafter not in _AT_ONE_EXIT:
         return draft
     head = target.spec.engine.head(draft)
@@ -104,72 +123,81 @@ def _filled_in(target: Loaded, draft: DraftConfig) -> DraftConfig:
     return draft.model_copy(update={**chosen, "num_draft_tokens": draft.most_tokens})
 
 
-def _passage(prompt: str | None, domain: Domain, seed: int) -> tuple[str, str]:
-    """The prompt and its source."""
-    from selfspec.display.demo import load_prompts
+def _passages(prompt: str | None, domain: Domain | None, seed: int) -> dict[str, DemoPrompt]:
+    """The prompts, by the names of their columns."""
+    from selfspec.display.demo import DemoPrompt, load_prompts
 
     if prompt is not None:
-        return prompt, "your prompt"
-    passages = load_prompts(domain.value)
-    passage = passages[seed % len(passages)]
-    return passage.text, f"{passage.source}, held out of training"
+        return {"": DemoPrompt("prose", "your prompt", prompt)}
+    found: dict[str, DemoPrompt] = {}
+    for each in (domain,) if domain else (Domain.prose, Domain.code):
+        passages = load_prompts(each.value)
+        passage = passages[seed % len(passages)]
+        found[each.value] = passage._replace(source=f"{passage.source}, held out of training")
+    return found
 
 
-def _headline(head: dict[str, Any], source: str) -> str:
-    draft = head["options"]["draft"]
+def _headline(head: dict[str, Any]) -> str:
+    options = head["options"]
+    draft = options["draft"]
     strategy = draft["drafter"]
     if strategy in _AT_ONE_EXIT:
         strategy += f", exit after layer {draft['exit_layer']} ({draft['head']} head)"
         strategy += f", drafts a round: {draft['num_draft_tokens']}"
+    choice = "greedy"
+    if options["temperature"]:
+        choice = f"sampled at temperature {options['temperature']:g} with seed {options['seed']}"
+        choice += f", rule {draft['rule']}"
     return (
         f"{head['model']} · {head['layers']} layers · {head['dtype']} · {head['device']}, "
-        f"threads: {head['threads']}\n{strategy}\nfrom {source}"
+        f"threads: {head['threads']}\n{strategy}\n{choice}"
     )
 
 
-def _show_demo(console: Console, writer: Writer) -> tuple[dict[str, Any], bool]:
+def _show_demo(console: Console, writer: Writer, source: str) -> DemoResult:
     """Stream the output, then compare both outputs and their speed."""
     from selfspec.display import OriginStreamer, legend
     from selfspec.display.demo import run_demo, verdict
 
     streamer = None
     if not console.quiet:
-        console.print(Rule())
+        console.print(Rule(source))
         console.print(Text(writer.prompt, "dim"), end="", soft_wrap=True)
         streamer = OriginStreamer(console, writer.tokenizer)
     result = run_demo(writer, streamer, lambda: progress().status("timing"))
     console.print(Rule())
     said = verdict(len(result.plain[0].tokens), result.equal, result.exact, result.divergence)
     console.print(legend(console), said, sep="\n")
-    console.print(demo_table(result), exits_table(result))
-    return result.to_dict(), not (result.exact and not result.equal)
+    return result
 
 
-def demo_table(result: DemoResult) -> Table:
-    """The demo's figures."""
-    figures = result.figures()
-    table = _table(len(result.plain))
+def demo_table(results: Mapping[str, DemoResult]) -> Table:
+    """The demo's figures, two columns for each text."""
+    first = next(iter(results.values()))
+    table = _table(
+        f"medians of {len(first.plain)} interleaved runs; drafting alone: over selfspec's own loop "
+        "without drafts, on the same kernels"
+    )
     table.add_column()
-    table.add_column("plain", justify="right")
-    table.add_column("self-speculation", justify="right")
+    for name, column in ((name, column) for name in results for column in _COLUMNS):
+        table.add_column(f"{name}\n{column}".strip(), justify="right")
+    every = [result.figures() for result in results.values()]
     for label, key, form in ROWS:
-        plain = figures.get(f"plain_{key}")
-        ours = form.format(figures[key])
-        table.add_row(label, "" if plain is None else form.format(plain), ours)
+        pairs = ((figures.get(f"plain_{key}"), figures[key]) for figures in every)
+        cells = ["" if value is None else form.format(value) for pair in pairs for value in pair]
+        table.add_row(label, *cells)
     return table
 
 
-def exits_table(result: DemoResult) -> Table:
+def exits_table(exits: Sequence[ExitAgreement]) -> Table:
     """How often each exit predicts the target's own token."""
-    table = _table()
+    table = _table("on the passages in the package; `shared` needs no fitting")
     for column in ("exit head", "after layer", "agrees with the target"):
         table.add_column(column, justify="left" if column == "exit head" else "right")
-    for each in result.exits:
+    for each in exits:
         table.add_row(each.head, str(each.exit_layer), f"{each.share:.3f}")
-    table.caption = "on the passages in the package; `shared` needs no fitting"
     return table
 
 
-def _table(runs: int | None = None) -> Table:
-    caption = runs and f"medians of {runs} interleaved runs"
-    return Table(caption=caption or None, caption_justify="left", box=box.SIMPLE_HEAD)
+def _table(caption: str) -> Table:
+    return Table(caption=caption, caption_justify="left", box=box.SIMPLE_HEAD)

@@ -20,6 +20,7 @@ from selfspec.cli.common import complain
 from selfspec.cli.demo import demo
 from selfspec.cli.examples import examples
 from selfspec.cli.export import export
+from selfspec.cli.fit import fit, measure, regenerate
 from selfspec.cli.generate import generate
 from selfspec.cli.import_heads import import_
 from selfspec.cli.info import info
@@ -84,8 +85,11 @@ commands.command(epilog=examples("bench"))(bench)
 commands.command(epilog=examples("chat"))(chat)
 commands.command(epilog=examples("check"))(check)
 commands.command(epilog=examples("demo"))(demo)
+commands.command(epilog=examples("fit"))(fit)
 commands.command(epilog=examples("generate"))(generate)
 commands.command(epilog=examples("info"))(info)
+commands.command(epilog=examples("measure"))(measure)
+commands.command(epilog=examples("regenerate"))(regenerate)
 commands.command(epilog=examples("tune"))(tune)
 commands.add_typer(export, name="export")
 commands.add_typer(import_, name="import")

@@ -10,6 +10,7 @@ EXAMPLES = {
     "bench": (
         "selfspec bench max_new_tokens=64 repeats=3",
         "selfspec bench --config configs/bench.yaml --output outputs/bench",
+        "selfspec bench --shape Llama-3.2-1B --acceptance 0.6,0.8 batch_sizes='[1, 8]'",
     ),
     "chat": (
         "selfspec chat",
@@ -21,6 +22,11 @@ EXAMPLES = {
         "selfspec check --model path/to/model --file prompts.jsonl --samples 0",
     ),
     "demo": ("selfspec demo --domain code --draft exit_layer=4 --draft num_draft_tokens=3",),
+    "fit": (
+        "selfspec fit",
+        "selfspec fit path/to/model --text 'texts/*.txt' --output outputs/mine",
+        "selfspec fit path/to/model --text outputs/written/texts.jsonl loop.steps=2000",
+    ),
     "generate": (
         "selfspec generate 'It was a dark and stormy night' --format trace",
         "selfspec generate --file prompts.jsonl --config run.yaml --draft drafter=auto --json",
@@ -31,6 +37,10 @@ EXAMPLES = {
         "selfspec info --model path/to/model --heads path/to/heads --context 4096",
     ),
     "import heads": ("selfspec import heads path/to/medusa path/to/medusa-safetensors",),
+    "measure": ("selfspec measure outputs/mine measure.prompts=16",),
+    "regenerate": (
+        "selfspec regenerate path/to/model --text 'texts/*.txt' --output outputs/written",
+    ),
     "tune": (
         "selfspec tune",
         "selfspec tune --text mine.txt --set batch=4 --set temperature=1",

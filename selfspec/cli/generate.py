@@ -30,6 +30,7 @@ class Format(str, Enum):
     text = "text"
     jsonl = "jsonl"
     trace = "trace"
+    svg = "svg"
 
 
 PromptText = Annotated[
@@ -76,7 +77,7 @@ FormatOption = Annotated[
     typer.Option(
         "--format",
         help="text: the continuation. jsonl: an object per prompt. trace: the continuation "
-        "with accepted, corrected and bonus tokens marked.",
+        "with accepted, corrected and bonus tokens marked. svg: the same as a picture.",
     ),
 ]
 
@@ -187,6 +188,14 @@ class _Writer:
             console.file.write("\n")
         stats = self.target.spec.last_stats
         assert stats is not None
+        if form is Format.svg:
+            from selfspec.display import trace_svg
+
+            title = (
+                f"{stats.acceptance_rate:.0%} of the drafts accepted, "
+                f"{stats.mean_accepted_length:.2f} tokens a round"
+            )
+            console.file.write(trace_svg(trace, self.target.tokenizer, result["prompt"], title))
         Console(stderr=True, highlight=False).print(summary(stats), style="dim")
 
 

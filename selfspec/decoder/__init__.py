@@ -14,6 +14,7 @@ from selfspec.decoder.decoder import Decoder, held
 from selfspec.decoder.devices import Ranks, at_hand, bare_copy, device_of, weight_of, weights
 from selfspec.decoder.families import find_layers
 from selfspec.decoder.masks import Packing
+from selfspec.decoder.mixers import is_mixer
 from selfspec.decoder.passes import OwnLayer, Pass, Skips, Span, StandaloneLayer
 from selfspec.decoder.quantized import is_quantized
 
@@ -31,6 +32,7 @@ __all__ = [
     "device_of",
     "find_layers",
     "held",
+    "is_mixer",
     "is_quantized",
     "weight_of",
     "weights",

@@ -17,6 +17,7 @@ from selfspec.config import Kernels, KVCacheDtype
 from selfspec.decoder.cache import RoundedCache, SlotCache, StepCache
 from selfspec.decoder.devices import bare_copy, device_of
 from selfspec.decoder.families import (
+    attention_layers,
     find_layers,
     layer_windows,
     plain_weight,
@@ -53,6 +54,7 @@ class Inputs:
         self._takes = set(inspect.signature(body.forward).parameters)
         self._limit = learned_positions
         self._takes_masks = takes_masks
+        self._own_cache = body.__name__ == "MiniMaxModel"
 
     def __call__(
         self,
@@ -60,6 +62,7 @@ class Inputs:
         slots: SlotCache | None,
         positions: Tensor,
         masks: dict[int | None, Tensor],
+        embeds: Tensor | None = None,
     ) -> dict[str, Any]:
         """Arguments of the body's `forward`.
 
@@ -68,11 +71,13 @@ class Inputs:
             slots: the KV cache, if there is one.
             positions: `[rows, width]` of the tokens.
             masks: by sliding window; empty where the family's own masks are used.
+            embeds: `[rows, width, hidden]` embeddings, in place of the tokens'.
         """
         inputs: dict[str, Any] = {
-            "input_ids": tokens,
+            **({"input_ids": tokens} if embeds is None else {"inputs_embeds": embeds}),
             "past_key_values": slots,
-            "use_cache": slots is not None,
+            # MiniMax refuses other caches than its own if this is set; its layers do not.
+            "use_cache": slots is not None and not self._own_cache,
         }
         if "return_dict" in self._takes:
             inputs["return_dict"] = True
@@ -104,6 +109,8 @@ class Decoder:
         layers: the decoder layers.
         depth: number of decoder layers.
         windows: per layer, the sliding window in tokens, or `None`.
+        attention_layers: indices of the layers that attend and have no recurrent state.
+        recurrent_layers: indices of the layers with a recurrent state.
         counts_keys: whether attention is biased by the index of a key in the cache (ALiBi), not by
             the position of its token.
         max_positions: positions that the model was made for; `None` where its config names none.
@@ -128,8 +135,12 @@ class Decoder:
         refuse_unsupported(self.causal_lm)
         self.base, name, self.layers = find_layers(self.causal_lm, self.config.num_hidden_layers)
         self.windows = layer_windows(self.config, len(self.layers))
+        self.attention_layers = attention_layers(self.config, len(self.layers))
         self.gates = Gates(self.causal_lm, self.base, name, self.layers, self.windows, kernels)
         self.depth = self.gates.depth
+        self.recurrent_layers = [index for _, index in self.gates.mixers.found]
+        # The KV cache of the last call, and dtype and devices of its layers then.
+        self._spare: tuple[SlotCache | None, tuple[Any, ...] | None] = (None, None)
         self._runner = Runner(self.causal_lm, self.base, self.gates)
         self._masks = Masks(self.gates, self.windows)
         kind = self.config.model_type
@@ -208,9 +219,27 @@ class Decoder:
         return trainable(self.copy(self.layers[index]), self.dtype)
 
     def check_layer(self, index: int) -> None:
-        """Raise ValueError unless there is a layer `index`."""
+        """Raise ValueError unless a head can have a layer like `index` of its own."""
         if not 0 <= index < self.depth:
             raise ValueError(f"place must be a layer in [0, {self.depth - 1}], got {index}")
+        if index not in self.attention_layers:
+            others = f"; place may be {self.attention_layers}" if self.attention_layers else ""
+            raise ValueError(
+                f"layer {index} of {type(self.causal_lm).__name__} does not attend, or has a "
+                f"recurrent state, so that a head cannot have one like it{others}; or use a "
+                "shared, lens, lora or eagle3 head"
+            )
+
+    def layer_for(self, exit_layer: int) -> int:
+        """The layer that a head at an exit copies: the next that attends, else the last.
+
+        Raises:
+            ValueError: every layer that attends has a recurrent state, too.
+        """
+        if not self.attention_layers:
+            self.check_layer(exit_layer)
+        above = [index for index in self.attention_layers if index >= exit_layer]
+        return above[0] if above else self.attention_layers[-1]
 
     def check_skips(self, skips: Skips) -> None:
         """Raise ValueError unless these sublayers exist, can be skipped, and leave something."""
@@ -228,9 +257,24 @@ class Decoder:
             return bare_copy(module)
 
     def new_slots(self, rows: int, capacity: int = 0) -> SlotCache:
-        """An empty KV cache for `rows` rows."""
+        """An empty KV cache for `rows` rows; the one given back, if it fits."""
         page = 1 if self.gates.graphs is None else self.gates.graphs.page
-        return SlotCache(self.windows, rows, capacity, self.device, self.kv_cache_dtype, page)
+        (spare, place), self._spare = self._spare, (None, None)
+        if spare is not None and place == self._place and spare.fits(rows, capacity, page):
+            return spare
+        kind, recurrent = self.kv_cache_dtype, self.recurrent_layers
+        return SlotCache(self.windows, rows, capacity, self.device, kind, page, recurrent)
+
+    def give_back(self, slots: SlotCache) -> None:
+        """Keep a call's KV cache for the next call, if graphs were recorded that read it."""
+        if self.gates.graphs is not None and self.gates.graphs.problem is None:
+            slots.recycle()
+            self._spare = slots, self._place
+
+    @property
+    def _place(self) -> tuple[Any, ...]:
+        """Dtype and devices of the layers' states."""
+        return self.dtype, *map(device_of, self.layers)
 
     def own_cache(self) -> Cache | None:
         """A cache with which the model's own `generate` rounds KV as `new_slots` does.
@@ -262,6 +306,7 @@ class Decoder:
         own: OwnLayer | None = None,
         tree: Tree | None = None,
         skips: Skips | None = None,
+        embeds: Tensor | None = None,
     ) -> Pass:
         """Run `span` over `tokens`, writing its KV after each row's committed tokens.
 
@@ -279,12 +324,13 @@ class Decoder:
             tree: the token tree of the block that `tokens` are part of; `offset` is then the index
                 of the first of them in the block.
             skips: sublayers to skip, which write no KV (`check_skips`).
+            embeds: `[rows, width, hidden]` what `embed` returns, or replaces it.
         """
         if span.start > 0 and hidden is None and own is None:
             raise ValueError(f"a span from layer {span.start} needs the hidden states below it")
         gates = self.gates
         if not gates.entered or gates.owner != threading.get_ident():
-            rest = hidden, offset, unembed, keep, own, tree, skips
+            rest = hidden, offset, unembed, keep, own, tree, skips, embeds
             with self:
                 return Decoder.run(self, tokens, span, slots, *rest)
         window = slots.window(tokens.shape[1], offset, tree)
@@ -294,10 +340,10 @@ class Decoder:
             active = ActivePass(span, window, hidden, masks, self._alibi, tuple(keep), own)
             if own is not None and isinstance(own.layer, StandaloneLayer):
                 return self._run_standalone(own, active, tokens, window.positions, slots)
-            if (span.start > 0 or skips is not None) and gates.returns_tuple is None:
+            if (span.start > 0 or skips is not None) and gates.returned_values is None:
                 raise RuntimeError("run all layers once before a pass that leaves some of them out")
             active.skips = skips
-            inputs = self._inputs(tokens, slots, window.positions, masks)
+            inputs = self._inputs(tokens, slots, window.positions, masks, embeds)
             return self._runner.run(active, inputs, unembed)
         finally:
             slots.turn(*outer)
@@ -312,6 +358,7 @@ class Decoder:
         own: OwnLayer | None = None,
         memory: StepCache | None = None,
         step: int = 0,
+        embeds: Tensor | None = None,
     ) -> Pass:
         """Run `span` over packed documents with gradients and without a KV cache.
 
@@ -322,15 +369,17 @@ class Decoder:
             hidden: `[rows, width, hidden]` hidden states to start from.
             keep: hidden states to keep, by the number of layers below.
             own: a head's own layer, run in place of the span's last layer.
-            memory: keys and values of that layer in earlier draft steps over the same tokens.
+            memory: keys and values of the layers in earlier draft steps over the same tokens.
             step: number of earlier draft steps.
+            embeds: `[rows, width, hidden]` what `embed` returns, or replaces it.
         """
         with self:
             masks = self._masks.of_packing(packing, hidden, step, bool(own and own.skips_first))
             active = ActivePass(span, None, hidden, masks, self._alibi, tuple(keep), own)
+            active.documents = packing.lengths if self.recurrent_layers else None
             if own is not None and isinstance(own.layer, StandaloneLayer):
                 return self._run_standalone(own, active, tokens, packing.positions, memory)
-            inputs = self._inputs(tokens, memory, packing.positions, masks)
+            inputs = self._inputs(tokens, memory, packing.positions, masks, embeds)
             return self._runner.run(active, inputs, unembed=False)
 
     def _run_standalone(
@@ -361,13 +410,15 @@ class Decoder:
         """Embeddings `[rows, width, hidden]` of tokens, without position embeddings."""
         return self.causal_lm.get_input_embeddings()(tokens)
 
-    def check_trees(self) -> None:
-        """Raise ValueError if the target cannot run token trees."""
+    def check_trees(self, instead: str = "use a drafter that makes chains") -> None:
+        """Raise ValueError, which says what to do `instead`, if the target cannot run trees."""
+        name, why = type(self.causal_lm).__name__, None
         if self.counts_keys:
-            raise ValueError(
-                f"{type(self.causal_lm).__name__} biases attention by the index of a key, so "
-                "siblings cannot have one position; use a drafter that makes chains"
-            )
+            why = "biases attention by the index of a key, so siblings cannot have one position"
+        if self.recurrent_layers:
+            why = "has recurrent layers, whose state has no branches"
+        if why is not None:
+            raise ValueError(f"{name} {why}; {instead}")
 
     def unembed(self, normed: Tensor, readout: nn.Module | None = None) -> Tensor:
         """Logits `[rows, width, vocab]` of final-norm outputs, by the model's own LM head.

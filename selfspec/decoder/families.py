@@ -14,6 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 from selfspec.config import Kernels, KVCacheDtype
 from selfspec.decoder.cache import SlicedViews, Window
 from selfspec.decoder.devices import weight_of
+from selfspec.decoder.mixers import is_mixer, unknown_mixers
 from selfspec.decoder.passes import Skips
 from selfspec.decoder.quantized import is_quantized
 
@@ -66,20 +67,45 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
             f"{name} is split into {stages} pipeline stages, none of which has all layers; load it "
             "with tensor parallelism (DistributedConfig(tp_size=...)) or with device_map"
         )
-    if model._is_stateful or not hasattr(config, "num_hidden_layers"):
-        raise ValueError(
-            f"{name} keeps a recurrent state, which cannot take rejected tokens back; "
-            "selfspec runs models whose layers attend to a KV cache"
-        )
     if attention not in ("sdpa", "eager"):
         raise ValueError(
             f"{name} uses attention {attention!r}, which takes no mask per row; "
             "load it with attn_implementation='sdpa' (or 'eager')"
         )
-    kinds = {type(layer).__name__ for layer in DynamicCache(config=config).layers}
-    strange = kinds - {"DynamicLayer", "DynamicSlidingWindowLayer"}
+    _refuse_caches(model, config)
+
+
+# What transformers caches for layers that selfspec runs. Layers without attention have a dummy.
+_ATTENDING = {
+    "DynamicLayer",
+    "DynamicSlidingWindowLayer",
+    "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer",
+}
+_OTHERS = {"LinearAttentionLayer", "DummyLayer"}
+
+
+def _refuse_caches(model: PreTrainedModel, config: Any) -> None:
+    """Raise ValueError unless each layer has KV of its own, a known recurrent state, or nothing."""
+    name, sized = type(model).__name__, hasattr(config, "num_hidden_layers")
+    kinds = (
+        {type(layer).__name__ for layer in DynamicCache(config=config).layers} if sized else set()
+    )
+    mixers = {type(module).__name__ for module in model.modules() if is_mixer(module)}
+    if model._is_stateful and not (kinds & _ATTENDING and mixers):
+        raise ValueError(
+            f"{name} keeps nothing but recurrent states, or keeps them outside transformers' "
+            "cache; selfspec runs models that attend to a KV cache in some of their layers"
+        )
+    unknown = sorted(unknown_mixers(model))
+    if unknown:
+        raise ValueError(
+            f"{name} has recurrent layers with a {unknown[0]}, whose kernel selfspec does not "
+            "know: it could not take rejected tokens back"
+        )
+    strange = kinds - _ATTENDING - (_OTHERS if mixers else set())
     chunked = getattr(config, "attention_chunk_size", None) is not None
-    if strange or chunked:
+    if strange or chunked or not sized:
         what = "attends in chunks" if chunked else f"caches {', '.join(sorted(strange))}"
         raise ValueError(
             f"{name} {what}; selfspec runs models whose every layer has full or "
@@ -107,6 +133,13 @@ def layer_windows(config: Any, depth: int) -> list[int | None]:
     layers = DynamicCache(config=config).layers
     windows = [getattr(layer, "sliding_window", None) for layer in layers]
     return windows or [None] * depth
+
+
+def attention_layers(config: Any, depth: int) -> list[int]:
+    """Indices of the layers that attend and have no recurrent state."""
+    kinds = [type(layer).__name__ for layer in DynamicCache(config=config).layers]
+    plain = {"DynamicLayer", "DynamicSlidingWindowLayer"}
+    return [index for index in range(depth) if not kinds or kinds[index] in plain]
 
 
 def causal_tables(layers: nn.Module) -> list[nn.Module]:

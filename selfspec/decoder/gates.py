@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -33,6 +33,7 @@ from selfspec.decoder.families import (
 from selfspec.decoder.kernels.compiled import CompiledLayers
 from selfspec.decoder.kernels.graphs import GraphedLayers
 from selfspec.decoder.kernels.prepacked import PrepackedLinears
+from selfspec.decoder.mixers import Mixers
 from selfspec.decoder.passes import MASK, ActivePass, OwnLayer, Stretch
 
 
@@ -92,7 +93,7 @@ class Gate:
         return output
 
     def _through(self, hidden_states: Tensor) -> Any:
-        return (hidden_states,) if self.gates.returns_tuple else hidden_states
+        return self.gates.returned(hidden_states)
 
     def _input(self, active: ActivePass, hidden_states: Tensor) -> Tensor:
         """The layer's input, which is kept if the caller asked for it."""
@@ -119,8 +120,8 @@ class Gate:
                 with gates.skipping(self.layer, skipped):
                     return self.layer(hidden_states, *args, **kwargs)
         output = gates.call(self.layer, self.index, hidden_states, args, kwargs)
-        if gates.returns_tuple is None:
-            gates.returns_tuple = isinstance(output, tuple)
+        if gates.returned_values is None:
+            gates.returned_values = len(output) if isinstance(output, tuple) else 0
         return output
 
     def _defer(
@@ -202,9 +203,11 @@ class Gates:
         depth: number of layers.
         active: the pass in progress.
         owner: the thread whose passes are gated; other threads use the model as it is.
-        returns_tuple: whether layers return tuples; `None` before the first one has run.
+        returned_values: size of the tuples that layers return; 0 if they return tensors, `None`
+            before the first one has run.
         final_norm: the norm between the last layer and the LM head, if there is one.
         sublayers: the sublayers that passes may skip.
+        mixers: the recurrent mixers.
         entered: number of open `with gates:` blocks.
         compiled: calls compiled layers; `None` with other kernels.
         graphs: runs layers as CUDA graphs; `None` with other kernels.
@@ -227,10 +230,11 @@ class Gates:
         self.layers_name, self.windows = layers_name, windows
         self.active: ActivePass | None = None
         self.owner: int | None = None
-        self.returns_tuple: bool | None = None
+        self.returned_values: int | None = None
         self.sublayers = Sublayers(layers)
         self._rotary = [module for module in base.children() if is_static(module)]
         self.own_masks = causal_tables(layers)
+        self.mixers = Mixers(layers)
         norms = [m for m in base.children() if "norm" in type(m).__name__.lower()]
         self.final_norm: nn.Module | None = norms[-1] if norms else None
         self.lock = _LOCKS.setdefault(model, threading.RLock())
@@ -240,6 +244,8 @@ class Gates:
         for special in (self.compiled, self.graphs):
             if special is not None and self.own_masks:
                 special.give_up("attention masks that are tables of its own")
+            if special is not None and self.mixers.found:
+                special.give_up("recurrent layers")
         packs = kernels == "prepacked"
         self.prepacked = PrepackedLinears(type(model).__name__) if packs else None
         self.others: list[nn.Module] = []
@@ -268,6 +274,11 @@ class Gates:
         if self.prepacked is not None:
             for module, forward in self.prepacked.forwards(self.model, *self.others):
                 self.shadow(module.__dict__, "forward", forward)
+        for mixer, index in self.mixers.found:
+            hooked = "_old_forward" in mixer.__dict__  # by accelerate, whose hook calls it
+            name = "_old_forward" if hooked else "forward"
+            mixed = self._mixed(mixer, index, getattr(mixer, name))
+            self.shadow(mixer.__dict__, name, mixed)
         if self.compiled is None:  # torch.compile looks for modules
             for parent, name, child in shortcuts([*self.layers, *self.others]):
                 self.shadow(parent.__dict__, name, child)
@@ -333,6 +344,14 @@ class Gates:
 
         return either
 
+    def _mixed(self, mixer: nn.Module, index: int, own: Callable[..., Any]) -> Callable[..., Any]:
+        def mixed(*args: Any, **kwargs: Any) -> Any:
+            if not self.gated or self.active is None:
+                return own(*args, **kwargs)
+            return self.mixers.run(mixer, index, self.active, args, kwargs)
+
+        return mixed
+
     def shadow(self, attributes: dict[str, Any], name: str, value: Any) -> None:
         """Replace an attribute until `unshadow`."""
         # It may be replaced already: by device hooks, or by an outer call of another wrapper.
@@ -375,7 +394,7 @@ class Gates:
             stretch.add(index, layer, args, kwargs)
             output = self.graphs.run(active, stretch, hidden_states)
             if output is not None:
-                return (output,) if self.returns_tuple else output
+                return self.returned(output)
         return self.call(layer, index, hidden_states, args, kwargs)
 
     def run_stretch(self, active: ActivePass, stretch: Stretch, hidden: Tensor) -> Tensor:
@@ -390,6 +409,11 @@ class Gates:
             hidden = first_of(layer(hidden, *args, **kwargs))
         return hidden
 
+    def returned(self, hidden_states: Tensor) -> Any:
+        """What a layer would return that does nothing else than to return `hidden_states`."""
+        count = self.returned_values
+        return (hidden_states, *[None] * (count - 1)) if count else hidden_states
+
     @property
     def gated(self) -> bool:
         """Whether the calling thread is inside a pass."""
@@ -397,7 +421,12 @@ class Gates:
 
     def _lean(self, module: nn.Module) -> Callable[..., Any]:
         whole, lean = module.forward, partial(lean_forward(type(module).forward), module)
-        return lambda *args, **kwargs: (lean if self.gated else whole)(*args, **kwargs)
+
+        @wraps(whole)  # transformers compares the arguments of `generate` with the signature
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return (lean if self.gated else whole)(*args, **kwargs)
+
+        return forward
 
     def _norm(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """The final norm, the head's norm in its place, or nothing if its output is not used."""

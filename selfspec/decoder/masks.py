@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -38,6 +39,14 @@ class Packing(NamedTuple):
         starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
         positions = places - (places * starts).cummax(-1).values
         return cls(starts.cumsum(-1), positions, whole or not bool(starts[:, 1:].any()))
+
+    @property
+    def lengths(self) -> list[int] | None:
+        """Tokens of each document, row after row; `None` if every row is one document."""
+        if self.whole:
+            return None
+        starts = (self.positions == 0).flatten().nonzero()[:, 0].tolist()
+        return [end - start for start, end in pairwise([*starts, self.positions.numel()])]
 
     def mask(
         self, window: int | None, dtype: torch.dtype, step: int = 0, skips_first: bool = False

@@ -179,6 +179,7 @@ class ActivePass:
         stretch: collects the layers' calls, to be run together; `None`: each layer runs at once.
         kept: the hidden states that were kept, by the number of layers below.
         result: hidden states after the span, once computed.
+        documents: lengths of packed documents, in order; `None` if each row is one.
         began: when the first layer began.
         layer_seconds: wall time inside layers so far.
         head_seconds: wall time inside a head's own layer, the final norm and the LM head so far.
@@ -196,6 +197,7 @@ class ActivePass:
     stretch: Stretch | None = None
     kept: dict[int, Tensor] = field(default_factory=dict)
     result: Tensor | None = None
+    documents: Sequence[int] | None = None
     began: float = 0.0
     layer_seconds: float = 0.0
     head_seconds: float = 0.0

@@ -41,7 +41,7 @@ class Tail:
         """Logits of a pass through body and tail, on the tokens' device."""
         if "output_router_logits" in self.takes:
             inputs["output_router_logits"] = False
-        return self.causal_lm(**inputs).logits.to(inputs["input_ids"].device)
+        return self.causal_lm(**inputs).logits.to(_device_of_inputs(inputs))
 
     def unembed(self, normed: Tensor, readout: nn.Module | None) -> Tensor:
         """Logits `[rows, width, vocab]` of `normed`, with the body (and the LM head) replaced."""
@@ -104,7 +104,7 @@ class Runner:
         if gates.own_masks:
             gates.open_masks(active)
         try:
-            if graphs is not None and gates.returns_tuple is not None and graphs.takes(active):
+            if graphs is not None and gates.returned_values is not None and graphs.takes(active):
                 return self._run_deferred(graphs, active, inputs, unembed)
             return self._run_once(active, inputs, unembed)
         finally:
@@ -145,7 +145,12 @@ class Runner:
         if not unembed:
             return active.done(output[0])
         logits = self.tail.unembed(output[0], None)  # the LM head's gate knows what an `own` reads
-        return active.done(logits.to(inputs["input_ids"].device))
+        return active.done(logits.to(_device_of_inputs(inputs)))
+
+
+def _device_of_inputs(inputs: dict[str, Any]) -> torch.device:
+    given = inputs.get("input_ids")
+    return (inputs["inputs_embeds"] if given is None else given).device
 
 
 def _are_equal(one: Pass, other: Pass) -> bool:

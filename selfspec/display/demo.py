@@ -16,7 +16,14 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 from pydantic import Field
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from selfspec import DEMO_MODEL
@@ -24,6 +31,8 @@ from selfspec.config import DraftConfig, StrictConfig
 from selfspec.heads import ExitHead, head_class
 from selfspec.heads.teacher_forcing import draft_states, target_states
 from selfspec.model import SelfSpecModel
+from selfspec.sampling import COUPLED
+from selfspec.sampling.coupled_noise import Noise
 from selfspec.schedule.stats import Stats
 
 WARM_UP_TOKENS = 8
@@ -67,11 +76,16 @@ class DemoOptions(StrictConfig):
     repeats: int = Field(default=3, ge=1)
 
     @property
+    def coupled(self) -> bool:
+        """Whether the noise of a seed chooses every sampled token, whoever drafts it."""
+        return self.temperature > 0 and self.draft.rule == COUPLED
+
+    @property
     def generation(self) -> dict[str, Any]:
         """Options of transformers' `generate`, the same for both methods."""
         options: dict[str, Any] = {"do_sample": self.temperature > 0}
-        if self.temperature > 0:
-            options["temperature"] = self.temperature
+        if self.temperature > 0:  # from the whole distribution, whatever the checkpoint asks for
+            options |= {"temperature": self.temperature, "top_k": 0, "top_p": 1.0}
         if self.no_repeat_ngram_size:
             options["no_repeat_ngram_size"] = self.no_repeat_ngram_size
         return options
@@ -88,6 +102,27 @@ class Run(NamedTuple):
     def rate(self) -> float:
         """Tokens per second of the whole call."""
         return len(self.tokens) / self.seconds
+
+
+class CoupledChoice(LogitsProcessor):
+    """Lets the model's own greedy `generate` sample by the noise of `rule="coupled"`.
+
+    Args:
+        temperature: sampling temperature.
+        width: tokens of the prompt.
+        device: device of the scores.
+        seed: seed of the noise.
+    """
+
+    def __init__(self, temperature: float, width: int, device: torch.device, seed: int):
+        self.warper = TemperatureLogitsWarper(temperature)
+        self.noise = Noise([width], device, torch.Generator(device).manual_seed(seed))
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores `[1, vocab]`, the largest of which is the sampled token."""
+        length, vocab = input_ids.shape[1], scores.shape[1]
+        noise = self.noise.ahead([0], {0: length}, 1, vocab)[:, 0]
+        return self.warper(input_ids, scores.float()) + noise  # pyright: ignore
 
 
 class Writer:
@@ -113,14 +148,30 @@ class Writer:
         self.inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
 
     @property
+    def comparable(self) -> bool:
+        """Whether both methods generate the same tokens, but for rounding."""
+        return not self.options.temperature or self.options.coupled
+
+    @property
     def exact(self) -> bool:
         """Whether both methods must generate the same tokens.
 
         Passes of different width round differently. In float32 that is too little to change a
-        greedy choice, in half precision it is not.
+        choice, in half precision it is not.
         """
         wide = self.spec.engine.decoder.dtype in (torch.float32, torch.float64)
-        return wide and not self.options.temperature
+        return wide and self.comparable
+
+    @property
+    def choice(self) -> LogitsProcessorList:
+        """What turns logits into the scores, the largest of which is chosen, one after another."""
+        if not self.options.coupled:
+            return LogitsProcessorList()
+        width, device = self.inputs["input_ids"].shape[1], self.spec.engine.decoder.device
+        options = self.options
+        return LogitsProcessorList(
+            [CoupledChoice(options.temperature, width, device, options.seed)]
+        )
 
     def plain(
         self,
@@ -131,6 +182,10 @@ class Writer:
         """The model's own `generate`."""
 
         def write(options: dict[str, Any]) -> Any:
+            if self.options.coupled:
+                for name in ("temperature", "top_k", "top_p"):
+                    del options[name]
+                options |= {"do_sample": False, "logits_processor": self.choice}
             with torch.random.fork_rng():
                 torch.manual_seed(self.options.seed)
                 return self.spec.model.generate(  # pyright: ignore
@@ -248,7 +303,7 @@ class Divergence(NamedTuple):
         position: index of the first token that differs.
         plain: the token of the model's own `generate`.
         speculative: the token of selfspec's.
-        margin: difference of their logits.
+        margin: difference of their scores: logits, or what sampling adds noise to.
     """
 
     position: int
@@ -264,15 +319,25 @@ def first_divergence(writer: Writer, plain: list[int], other: list[int]) -> Dive
     pairs = zip(plain, other, strict=False)
     shorter = min(len(plain), len(other))
     position = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
-    prompt = writer.inputs["input_ids"]
-    prefix = torch.cat([prompt, prompt.new_tensor([plain[:position]])], dim=1)
-    with torch.inference_mode():
-        logits = writer.spec.model(prefix).logits[0, -1].float()
+    scores = _scores(writer, plain[:position])
     # After the end of the shorter text there is nothing to compare.
     tokens = [text[position] if position < len(text) else None for text in (plain, other)]
     words = ["" if token is None else str(writer.tokenizer.decode([token])) for token in tokens]
-    a, b = (float("-inf") if token is None else float(logits[token]) for token in tokens)
+    a, b = (float("-inf") if token is None else float(scores[token]) for token in tokens)
     return Divergence(position, *words, margin=abs(a - b))
+
+
+def _scores(writer: Writer, tokens: list[int]) -> Tensor:
+    """`[vocab]` the scores of the choice after some tokens of the output."""
+    prompt, choice = writer.inputs["input_ids"], writer.choice
+    prefix = torch.cat([prompt, prompt.new_tensor([tokens])], dim=1)
+    with torch.inference_mode():
+        logits = writer.spec.model(prefix).logits[0, prompt.shape[1] - 1 :].float()
+    scores = logits[-1]
+    for place in range(len(logits)):  # noise is drawn position by position
+        before = prefix[:, : prompt.shape[1] + place]
+        scores = choice(before, logits[place, None])[0]  # pyright: ignore
+    return scores
 
 
 def verdict(count: int, equal: bool | None, exact: bool, divergence: Divergence | None) -> str:
@@ -280,7 +345,7 @@ def verdict(count: int, equal: bool | None, exact: bool, divergence: Divergence 
 
     Args:
         count: tokens of the model's own output.
-        equal: whether they are equal; `None` if sampled.
+        equal: whether they are equal; `None` if sampled with another rule than `coupled`.
         exact: whether they must be equal.
         divergence: their first difference, if any.
     """
@@ -290,7 +355,7 @@ def verdict(count: int, equal: bool | None, exact: bool, divergence: Divergence 
         return f"both outputs are equal, all {count} tokens"
     wrote = (
         f"the outputs differ at token {divergence.position}: plain {divergence.plain!r}, "
-        f"self-speculation {divergence.speculative!r}, their logits {divergence.margin:.4f} apart"
+        f"self-speculation {divergence.speculative!r}, their scores {divergence.margin:.4f} apart"
     )
     if exact:
         return f"NOT EQUAL: {wrote}"
@@ -302,22 +367,24 @@ class DemoResult:
     """Results of a demo.
 
     Attributes:
+        prompt: the prompt.
         text: the continuation.
-        equal: whether both methods generated the same tokens; `None` if sampled.
+        equal: whether both methods generated the same tokens; `None` if sampled, unless coupled.
         exact: whether they must.
         divergence: their first difference, if any.
         plain: runs of the model's own `generate`.
-        speculative: runs of selfspec's.
-        exits: agreement of every exit with the target, the best first.
+        undrafted: runs of selfspec's without drafts, on the same kernels.
+        speculative: runs of selfspec's with drafts.
     """
 
+    prompt: str
     text: str
     equal: bool | None
     exact: bool
     divergence: Divergence | None
     plain: list[Run]
+    undrafted: list[Run]
     speculative: list[Run]
-    exits: list[ExitAgreement]
 
     @property
     def stats(self) -> Stats:
@@ -334,6 +401,7 @@ class DemoResult:
             "plain_tokens_per_second": rate(self.plain),
             "tokens_per_second": rate(self.speculative),
             "speedup": ratio(self.speculative, self.plain),
+            "drafting_speedup": ratio(self.speculative, self.undrafted),
             "acceptance_rate": self.stats.acceptance_rate,
             "first_draft_acceptance": next(iter(self.stats.acceptance_by_position), 0.0),
             "mean_accepted_length": self.stats.mean_accepted_length,
@@ -343,11 +411,11 @@ class DemoResult:
     def to_dict(self) -> dict[str, Any]:
         """Everything, as plain values."""
         return {
+            "prompt": self.prompt,
             "text": self.text,
             "equal": self.equal,
             "divergence": self.divergence and self.divergence._asdict(),
             **self.figures(),
-            "exits": [each._asdict() for each in self.exits],
             "repeats": len(self.plain),
             "stats": self.stats.to_dict(),
         }
@@ -358,29 +426,35 @@ def run_demo(
     streamer: BaseStreamer | None = None,
     while_timing: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> DemoResult:
-    """Generate with self-speculation, streamed; then time both methods and compare the outputs.
+    """Generate with self-speculation, streamed; then time all methods and compare the outputs.
+
+    The methods are the model's own `generate`, and selfspec's without and with drafts.
 
     Args:
         writer: the prompt and the settings.
         streamer: receives the output.
-        while_timing: entered while both methods are timed.
+        while_timing: entered while the methods are timed.
     """
     options = writer.options
+    undrafted = DraftConfig(drafter="none", rule=options.draft.rule)
     writer.plain(WARM_UP_TOKENS)
     writer.speculative(options.draft, WARM_UP_TOKENS)
     streamed = writer.speculative(options.draft, streamer=streamer)
-    methods = {"plain": writer.plain, "speculative": lambda: writer.speculative(options.draft)}
+    methods = {
+        "plain": writer.plain,
+        "undrafted": lambda: writer.speculative(undrafted),
+        "speculative": lambda: writer.speculative(options.draft),
+    }
     with while_timing():
         runs = interleaved(methods, options.repeats)
     divergence = None
-    if not options.temperature:
+    if writer.comparable:
         divergence = first_divergence(writer, runs["plain"][0].tokens, streamed.tokens)
     return DemoResult(
+        prompt=writer.prompt,
         text=str(writer.tokenizer.decode(streamed.tokens, skip_special_tokens=True)),
-        equal=None if options.temperature else divergence is None,
+        equal=divergence is None if writer.comparable else None,
         exact=writer.exact,
         divergence=divergence,
-        plain=runs["plain"],
-        speculative=runs["speculative"],
-        exits=exit_agreements(writer.spec, writer.tokenizer, [p.text for p in load_prompts()]),
+        **runs,
     )

@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from io import StringIO
 from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
+from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 from rich.text import Text
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -270,6 +272,50 @@ class OriginStreamer(RoundStreamer):
             write_piece(self.console, self.cut.flush())
         self.console.file.write("\n")
         self.console.file.flush()
+
+
+# Fills that read on white, for pictures.
+_SVG_STYLES: dict[Kind, str] = {
+    "accepted": "on #bfe7db",
+    "corrected": "on #f7dc9c",
+    "bonus": "on #b3d4ea",
+    "plain": "",
+    "rejected": "#a8a8a8 strike",
+}
+
+
+def trace_svg(
+    trace: Trace,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str = "",
+    title: str = "",
+    row: int = 0,
+    width: int = 64,
+) -> str:
+    """A row's text as a picture (SVG) with every token marked, as `trace_html` marks them.
+
+    Args:
+        trace: every round of a call (`SelfSpecModel.last_trace`).
+        tokenizer: the target's.
+        prompt: the text in front.
+        title: stands above.
+        row: the row of the call.
+        width: characters of a line.
+    """
+    shown = [piece for piece in pieces(trace, tokenizer, row, rejected=True) if piece.text]
+    text = Text().append(prompt, "#666666")
+    for piece in shown:
+        plain = piece.text.replace("\n", "↵") if piece.kind == "rejected" else piece.text
+        text.append(plain.translate(_VISIBLE), _SVG_STYLES[piece.kind])
+    present = {piece.kind for piece in shown}
+    named = [Text(kind, style) for kind, style in _SVG_STYLES.items() if kind in present]
+    paper = Console(
+        record=True, width=width, file=StringIO(), color_system="truecolor", force_terminal=True
+    )
+    paper.print(text, Text("  ").join(named), sep="\n\n")
+    svg = paper.export_svg(title=title, theme=DEFAULT_TERMINAL_THEME)
+    # rich's fonts would be fetched from elsewhere.
+    return re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
 
 
 def stats_table(stats: Stats, title: str | None = None) -> Table:

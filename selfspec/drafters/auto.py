@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from selfspec.config import DraftConfig
 from selfspec.decoder import Pass
 from selfspec.drafters.chain import ExitDrafter
 from selfspec.drafters.engine import Engine, State, Verified
-from selfspec.drafters.exit_reader import make_reader
+from selfspec.drafters.exit_reader import make_reader, pick
 from selfspec.drafters.suffix_lookup import MOST, Lookup
 from selfspec.heads import ExitHead
 from selfspec.sampling.draft import Draft, Verdict
 from selfspec.schedule import OptimalStop, Work
+
+_TRIED = 32  # tokens of the prompt at which an exit that was not fitted is tried
 
 
 class Auto(ExitDrafter):
@@ -23,6 +27,10 @@ class Auto(ExitDrafter):
     the head's calibrator and its share of the layers, and learns from every round. Uncertain times
     are taken optimistically, so that every candidate is tried. A chain ends where another draft is
     not worth its time (`OptimalStop`).
+
+    With `times="assumed"` the clock decides nothing: costs are shares of the weights, and
+    acceptance is counted in this call only. An exit without a fitted head is then compared with the
+    last layer at the end of the prompt, and drafts only if it agrees often enough.
 
     Trees are not among the candidates: where verification is expensive, as on a CPU, chains are
     faster; where it is nearly free, ask for `tree`.
@@ -36,12 +44,15 @@ class Auto(ExitDrafter):
     name = "auto"
 
     def __init__(self, engine: Engine, head: ExitHead, config: DraftConfig):
-        self.model = engine.round_model(head=head)
+        self.model = engine.round_model(head=head, times=config.times)
         stop = OptimalStop(self.model, config.most_tokens)
         super().__init__(make_reader(engine, head), config.most_tokens, stop)
         self.timer = stop.timer
         self.lookup, self._shortest = Lookup(config.lookup), config.lookup.shortest
         self.work = Work()
+        self._tried = head.is_plain and not self.model.measured
+        if self._tried:
+            self.keep = (head.exit_layer,)
 
     @classmethod
     def from_config(cls, engine: Engine, config: DraftConfig) -> Auto:
@@ -54,14 +65,40 @@ class Auto(ExitDrafter):
             longest = config.most_tokens
             others = [other for other in engine.heads if other is not head]
             head = max(
-                [head, *others], key=lambda head: engine.round_model(head=head).speedup(longest)
+                [head, *others],
+                key=lambda head: engine.round_model(head=head, times=config.times).speedup(longest),
             )
         return cls(engine, head, config)
 
     def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
         """Index the prompt, and show it to the head."""
         self.lookup.read(state.context)
+        if self._tried:
+            self._try_exit(state, block, [count - offset for count in counts])
         super().prefilled(state, block, offset, counts)
+
+    def _try_exit(self, state: State, block: Pass, ends: Sequence[int]) -> None:
+        """Learn how often the exit agrees with the last layer at the last tokens of the prompt.
+
+        Args:
+            state: the call.
+            block: a block of the prefill.
+            ends: index in the block of each row's end.
+        """
+        last, width = max(1, _TRIED // len(ends)), block.output.shape[1]
+        indices = [[end - 1 - back for back in range(last)] for end in ends]
+        places = torch.tensor(indices, device=block.output.device).clamp(min=0)
+        head, decoder, sampled = self.reader.head, self.reader.decoder, state.sampler.do_sample
+        drafts = head.logits(decoder, pick(block.kept[0], places)).float()
+        targets = decoder.unembed(pick(block.output, places)).float()
+        if sampled:
+            chances = torch.minimum(drafts.softmax(-1), targets.softmax(-1)).sum(-1)
+        else:
+            chances = (drafts.argmax(-1) == targets.argmax(-1)).float()
+        for row, agreed in zip(indices, chances.tolist(), strict=True):
+            for place, chance in zip(row, agreed, strict=True):
+                if 0 <= place < width:
+                    self.model.drafts[sampled].learn(0, chance)
 
     def propose(self, state: State, limit: int) -> Draft:
         """Draft with the strategy that is expected to be fastest in this round."""

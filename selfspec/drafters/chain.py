@@ -29,6 +29,7 @@ def draft_chain(
     acceptance: AcceptanceEstimator,
     read: Read,
     depth: int = 0,
+    trimmed: bool = False,
 ) -> Draft:
     """Draft after each row's pending token until the schedule stops.
 
@@ -39,6 +40,7 @@ def draft_chain(
         acceptance: estimates how likely a greedy draft is accepted, for schedules that use it.
         read: runs the drafting model on one more token.
         depth: layers below the hidden states that `read` returns; 0 if there are none.
+        trimmed: whether the drafting model lacks tokens of the target's vocabulary.
     """
     schedule.begin(acceptance)
     sampler, context, seconds = state.sampler, state.context, state.stats.seconds
@@ -49,7 +51,9 @@ def draft_chain(
     for step in range(limit):
         logits, left = read(token, step)
         began = time.perf_counter()
-        scores = sampler.drawable(sampler.scores(logits, context, offset=step))
+        scores = sampler.scores(logits, context, offset=step)
+        if trimmed:
+            scores = sampler.drawable(scores)
         token, drawn_from = sampler.draw(scores, context, step)
         seconds["sampling"] += time.perf_counter() - began
         if sampler.reads_prefix:
@@ -92,13 +96,16 @@ class ExitDrafter(Drafter):
 
     def propose(self, state: State, limit: int) -> Draft:
         """Draft token by token."""
+        longest = min(self.longest, limit)
+        self.reader.begin(longest)
         return draft_chain(
             state,
-            min(self.longest, limit),
+            longest,
             self.schedule,
             self.reader.acceptance(),
             lambda token, step: self.reader.read(state, token, step),
             self.reader.head.exit_layer,
+            self.reader.head.vocab_ids is not None,
         )
 
     def commit(self, state: State, draft: Draft, verified: Verified, verdict: Verdict) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from selfspec.config import DraftConfig
+from selfspec.config import DraftConfig, Times
 from selfspec.decoder import Decoder, OwnLayer, Pass, Ranks, Span
 from selfspec.decoder.cache import SlotCache
 from selfspec.drafters.draft_models import DraftModels
@@ -129,20 +129,37 @@ class Engine:
         other.draft_models = self.draft_models.beside(draft_model)
         return other
 
-    def round_model(self, *key: Any, head: ExitHead | None = None) -> RoundModel:
-        """The model of rounds with one drafter, which outlives the call.
+    @property
+    def default_draft(self) -> DraftConfig:
+        """The draft that nobody asked for.
+
+        With heads, a chain from the first one. Without, what cannot lose: lookups where the text
+        repeats itself, plain decoding elsewhere, and the shared exit where it agrees with the last
+        layer, all by the tokens alone, so that a seed gives one output.
+        """
+        if self.heads:
+            return DraftConfig()
+        if self.decoder.depth == 1:  # no exit
+            return DraftConfig(drafter="none")
+        return DraftConfig(drafter="auto", times="assumed")
+
+    def round_model(
+        self, *key: Any, head: ExitHead | None = None, times: Times = "measured"
+    ) -> RoundModel:
+        """The model of rounds with one drafter; it outlives the call if times are measured.
 
         Args:
             key: identifies a drafter without an exit head.
             head: the exit head; drafters with the same head share the model.
+            times: how the costs of a round are known.
         """
-        clock = self.ranks.clock
         if head is not None:
             key = (head.kind, head.exit_layer)
-        if key not in self._round_models:
-            new = RoundModel.of_head(self.decoder, head, clock) if head else RoundModel(clock=clock)
-            self._round_models[key] = new
-        return self._round_models[key]
+        if times == "measured" and key in self._round_models:
+            return self._round_models[key]
+        known: dict[str, Any] = {"clock": self.ranks.clock, "times": times}
+        new = RoundModel.of_head(self.decoder, head, **known) if head else RoundModel(**known)
+        return self._round_models.setdefault(key, new) if times == "measured" else new
 
     def head(self, config: DraftConfig) -> ExitHead:
         """The head that a config names; a kind that needs no fitting is made here."""
@@ -190,6 +207,7 @@ class Engine:
             `[rows, 1, vocab]` the target's logits after each row's last token.
         """
         everything = Span(0, self.decoder.depth)
+        state.slots.sure = counts
         ends = torch.tensor(counts, device=tokens.device) - 1
         last: Tensor | None = None
         width = tokens.shape[1]
@@ -215,9 +233,11 @@ class Engine:
         unembed: bool = False,
         tree: Tree | None = None,
         own: OwnLayer | None = None,
+        embeds: Tensor | None = None,
     ) -> Pass:
         """Run the layers below an exit over `tokens`, at `offset` after the committed tokens.
 
+        The `embeds` `[rows, width, hidden]`, if given, take the place of the tokens' embeddings.
         With a head's `own` layer, the same pass also runs that layer and returns its results; the
         exit's hidden states are then kept, unless the exit is at the embeddings.
         """
@@ -227,7 +247,10 @@ class Engine:
             span = Span(0 if exit_layer else own.place, own.place + 1)
         below = [layer for layer in state.keep if layer < exit_layer] if exit_layer else []
         keep = [*below, exit_layer] if own is not None and exit_layer else below
-        left = self.decoder.run(tokens, span, state.slots, None, offset, unembed, keep, own, tree)
+        slots, hidden, skips = state.slots, None, None
+        left = self.decoder.run(
+            tokens, span, slots, hidden, offset, unembed, keep, own, tree, skips, embeds
+        )
         state.stats.seconds["shallow"] += left.layer_seconds
         state.stats.seconds["head"] += left.head_seconds
         if not below:
@@ -249,6 +272,8 @@ class Engine:
             done = hidden.shape[1]
             rest = self.shallow(state, tokens[:, done:], draft.depth, done, tree=draft.tree)
             hidden = torch.cat([hidden, rest.hidden], dim=1)
+        if tokens.shape[1] == 1:  # nothing was drafted: the pending token will be committed
+            state.slots.sure = [1] * state.rows
         span = Span(draft.depth, self.decoder.depth)
         keep = [layer for layer in state.keep if layer >= draft.depth]
         full = self.decoder.run(

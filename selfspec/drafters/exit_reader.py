@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from selfspec.decoder import OwnLayer, Pass, Span, StandaloneLayer
 from selfspec.drafters.engine import Engine, State, Verified
 from selfspec.heads import AcceptanceEstimator, Calibrator, ExitHead
+from selfspec.heads.mask import MaskToken
 from selfspec.sampling.draft import Tree
 
 
@@ -39,6 +41,9 @@ class ExitReader:
     def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
         """Called after each block of the prefill; see `Drafter.prefilled`."""
 
+    def begin(self, most: int) -> None:
+        """A round begins, which drafts at most `most` tokens in sequence."""
+
     def read(
         self,
         state: State,
@@ -59,7 +64,8 @@ class ExitReader:
 
         Returns:
             Logits `[rows, width, vocab]`, and the exit's hidden states `[rows, width, hidden]`,
-            from which verification resumes; `None` if the exit is at the embeddings.
+            from which verification resumes; `None` if the exit is at the embeddings, or if the
+            layers did not run over these tokens.
         """
         at_exit = self.engine.shallow(
             state, tokens, self.head.exit_layer, place, unembed=self.head.is_plain, tree=tree
@@ -168,6 +174,12 @@ def pick_from(states: Tensor, starts: Sequence[int], width: int = 1) -> Tensor:
     return pick(states, column(starts, states) + torch.arange(width, device=states.device))
 
 
+def _put(states: Tensor, others: Tensor, start: Tensor) -> Tensor:
+    """`[rows, n, hidden]` states with `others` `[rows, width, hidden]` from `start` `[rows, 1]`."""
+    places = start + torch.arange(others.shape[1], device=start.device)
+    return states.scatter(1, places[..., None].expand_as(others), others.to(states))
+
+
 _DEFERRED = 512  # the most tokens that a head's own layer may lag behind while others draft
 
 
@@ -189,6 +201,8 @@ class LayerReader(ExitReader):
         self._added = 0  # which of the layers added to the slots is the head's
         self._at_once = False  # whether shallow passes also run the layer
         self._leaves = False  # whether such passes also compute logits
+        self._mask = cast(MaskToken, head.mask)  # of a head that has one
+        self._ahead = 0  # masks after the pending token
         self._of_drafts = OwnLayer(self._layer)  # the layer in passes that draft
         self._before = torch.empty(0)  # [rows, width, hidden] features for the next draft
         self._hidden = torch.empty(0)  # [rows, m, hidden] exit states from position `_base` on
@@ -258,9 +272,9 @@ class LayerReader(ExitReader):
                 joined = self.head.join(verified.kept[1:])
             self._known = [self._known_before(lengths), joined]
         self._hidden, self._base = hidden, lengths
-        # The pending token's KV is final. So is that of drafts, unless the head reads features:
-        # then it was fed its own output, and runs again with the target's features.
-        seen = 1 if self._joins else max(1, drafted)
+        # The pending token's KV is final. So is that of drafts, unless the head read masks in their
+        # place, or its own output in place of the target's features.
+        seen = 1 if self._joins or self.head.drafts_at_once else max(1, drafted)
         self._right = [length + seen for length in lengths]
 
     def _take_in(self) -> None:
@@ -350,13 +364,15 @@ class LayerReader(ExitReader):
 
         Args:
             enter: from the exit to what the layer starts from.
-            ends: where to read logits, one position a row; `None`: everywhere.
+            ends: each row's pending token, where and after which to read logits; `None`:
+                everywhere.
         """
         embed = partial(self.head.embed, self.decoder)
         own = OwnLayer(self._layer, enter, self._added, place=self.head.place, embed=embed)
         if not self._leaves:
             return own
-        at = None if ends is None else partial(pick_from, starts=ends)
+        width = 1 + self._ahead
+        at = None if ends is None else partial(pick_from, starts=ends, width=width)
         return own._replace(leave=self.head, at=at, readout=self.head.lm_head)
 
     def _in_one_pass(self, state: State) -> bool:
@@ -371,24 +387,49 @@ class LayerReader(ExitReader):
         )
 
     def _catch_up(self, state: State, pending: Tensor) -> Tensor:
-        """Run the layer up to the pending token; `[rows, 1, hidden]` what it left there."""
-        return pick(*self._looked_at(state, pending))
+        """Run the layer up to the pending token (and masks).
+
+        Returns:
+            `[rows, width, hidden]` its output there.
+        """
+        left, end = self._looked_at(state, pending)
+        return pick(left, end + torch.arange(pending.shape[1], device=end.device))
 
     def _catch_up_at_once(self, state: State) -> Pass:
         """`_catch_up` of a head at the embedding, which needs no states: tokens are enough.
 
         Returns:
-            What the pass left, logits of each row's pending token among it where it `_leaves`.
+            Results of the pass; where it `_leaves`, with logits of each row's pending token (and
+            masks).
         """
         starts, ends = self._behind(state)
         block, features = self._unseen(state, starts, ends), None
         if self._joins:
             features = self._known_before(starts, block.shape[1])
+            if self._ahead:
+                features = self._before_masks(features, self._mask.features, ends)
+        block, embeds = self._with_masks(block, ends)
         offsets = [-end for end in ends]
         own = self._own(partial(self.head.enter, features=features), ends)
-        left = self.engine.shallow(state, block, 0, offsets, self._leaves, own=own)
-        self._last = pick_from(left.hidden, ends)
+        left = self.engine.shallow(state, block, 0, offsets, self._leaves, own=own, embeds=embeds)
+        self._last = pick_from(left.hidden, ends, 1 + self._ahead)
         return left
+
+    def _with_masks(self, tokens: Tensor, ends: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        """A block with masks after each row's pending token, and its embeddings if there are."""
+        if not self._ahead:
+            return tokens, None
+        embeds = self._before_masks(self.decoder.embed(tokens), self._mask.embedding, ends)
+        return tokens.new_zeros(embeds.shape[:2]), embeds
+
+    def _before_masks(self, states: Tensor, mask: Tensor, ends: Sequence[int]) -> Tensor:
+        """`states` up to each row's pending token, at `ends`, and then the mask's."""
+        mask = mask.to(states)
+        longer = torch.cat([states, mask.expand(len(ends), self._ahead, -1)], dim=1)
+        if ends.count(ends[0]) == len(ends):
+            return longer
+        after = torch.arange(longer.shape[1], device=states.device) > column(ends, states)
+        return torch.where(after[..., None], mask, longer)
 
     def _unseen(self, state: State, starts: Sequence[int], ends: Sequence[int]) -> Tensor:
         """`[rows, width]` each row's tokens from `starts` on, the last one again where it ends."""
@@ -415,18 +456,23 @@ class LayerReader(ExitReader):
     def _looked_at(self, state: State, pending: Tensor) -> tuple[Tensor, Tensor]:
         """Run the layer from the first token it has not seen right up to the pending one.
 
+        Args:
+            state: the call.
+            pending: `[rows, width, hidden]` states at the exit of the pending token and masks.
+
         Returns:
-            `[rows, width, hidden]` what it left, and `[rows, 1]` the place of the pending token.
+            `[rows, n, hidden]` what it left, and `[rows, 1]` the place of the pending token.
         """
         starts, ends = self._behind(state)
-        width = max(ends) + 1
-        if width == 1 and not self._joins:
+        ahead = pending.shape[1] - 1
+        if max(ends) == 0 and not self._joins:
             return self._run(state, self._enter(state, pending, None), 0), column(ends, pending)
-        at = column(self._since_base(starts), pending) + torch.arange(width, device=pending.device)
-        end = column(ends, pending)
-        hidden = pick(torch.cat([self._hidden, pending], dim=1), at)
-        hidden = hidden.scatter(1, end[..., None].expand_as(pending), pending)
+        places = torch.arange(max(ends) + 1 + ahead, device=pending.device)
+        at, end = column(self._since_base(starts), pending) + places, column(ends, pending)
+        hidden = _put(pick(torch.cat([self._hidden, pending[:, :1]], dim=1), at), pending, end)
         features = pick(torch.cat(self._known, dim=1), at) if self._joins else None
+        if features is not None and ahead:
+            features = _put(features, self._mask.features.expand(len(ends), ahead, -1), end + 1)
         offsets = [-end for end in ends]
         return self._run(state, self._enter(state, hidden, features), offsets), end
 
@@ -457,6 +503,64 @@ class LayerReader(ExitReader):
         if not self._joins:
             return None
         return torch.cat([*self._known, self._join(block)[:, :-1]], dim=1)
+
+
+class ParallelReader(LayerReader):
+    """Draft logits of a head that makes all drafts of a round in one pass over masks.
+
+    The layers run over the pending token and a mask for each further draft. What masks leave in the
+    KV cache is after the committed tokens, so that it is never seen and overwritten later; the
+    exit's hidden states are kept of the pending token only.
+    """
+
+    def __init__(self, engine: Engine, head: ExitHead):
+        super().__init__(engine, head)
+        self._drafts: tuple[Tensor, ...] = ()  # [rows, 1, n] each, the logits of the round
+        self._gates: tuple[Tensor, ...] = ()  # [rows, 1, rank] each, what states add to the bias
+        self._codes = torch.empty(0)  # [vocab, rank] what tokens add to it
+        self._level = 0  # index of the next draft
+
+    def begin(self, most: int) -> None:
+        """Take as many masks as the round has further drafts."""
+        self._ahead = most - 1
+
+    def read(
+        self,
+        state: State,
+        tokens: Tensor,
+        place: int,
+        tree: Tree | None = None,
+        parents: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits of the next draft, which depend on the token before it by a bias only."""
+        if not place:
+            self._level, at_exit = 0, self._draft_all(state, tokens)
+            return self._spread(self._drafts[0]), at_exit
+        self._level += 1
+        logits = self._drafts[self._level]
+        if not self._mask.rank:
+            return self._spread(logits.expand(-1, tokens.shape[1], -1)), None
+        with state.stats.clock("head"):
+            code = embedding(tokens.to(self._codes.device), self._codes)
+            return self._spread(logits + self._mask.bias(self._gates[self._level], code)), None
+
+    def _draft_all(self, state: State, pending: Tensor) -> Tensor | None:
+        """Run the head over the pending token and the masks; returns the exit's hidden state."""
+        head, at_exit, logits = self.head, None, None
+        if head.exit_layer:
+            block, embeds = self._with_masks(pending, [0] * state.rows)
+            shallow = self.engine.shallow(state, block, head.exit_layer, 0, embeds=embeds)
+            self._last, at_exit = self._catch_up(state, shallow.hidden), shallow.hidden[:, :1]
+        else:
+            left = self._catch_up_at_once(state)
+            logits = left.output if self._leaves else None
+        with state.stats.clock("head"):
+            logits = head.logits(self.decoder, self._last) if logits is None else logits
+            self._drafts = logits.split(1, dim=1)
+            if self._mask.rank and self._ahead:
+                self._codes = self._mask.codes(self.decoder)
+                self._gates = self._mask.of_state(head(self._last)).split(1, dim=1)
+        return at_exit
 
 
 class OnePassReader(ExitReader):
@@ -521,6 +625,6 @@ class OnePassReader(ExitReader):
 
 def make_reader(engine: Engine, head: ExitHead) -> ExitReader:
     """The reader that a head needs."""
-    if head.drafts_at_once:
-        return OnePassReader(engine, head)
-    return (ExitReader if head.layer is None else LayerReader)(engine, head)
+    if head.layer is None:
+        return (OnePassReader if head.drafts_at_once else ExitReader)(engine, head)
+    return (ParallelReader if head.drafts_at_once else LayerReader)(engine, head)

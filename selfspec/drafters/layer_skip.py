@@ -71,12 +71,7 @@ class ClaspSkips(FixedSkips):
                 f"skip.layers must be below the model's {depth} layers, got {self.count}; "
                 "at least one has to draft"
             )
-        if decoder.counts_keys:
-            raise ValueError(
-                f"{type(decoder.causal_lm).__name__} biases attention by the index of a key, so "
-                "skip.search='clasp' cannot compare states at one position; name the sublayers to "
-                "skip in skip.attention and skip.mlp"
-            )
+        decoder.check_trees("name the sublayers to skip in skip.attention and skip.mlp")
         super().__init__(_whole(middle_layers(depth, self.count)))
         self._states: list[Tensor] = []
         self._due = 0  # tokens of the longest row at the next search
@@ -232,7 +227,9 @@ class SkipLayers(Drafter):
             ValueError: the set skips everything, names missing sublayers, or cannot be searched.
         """
         chooser = make_skips(engine.decoder, config.skip)
-        schedule = make_schedule(config, engine.round_model(cls.name, config.skip))
+        schedule = make_schedule(
+            config, engine.round_model(cls.name, config.skip, times=config.times)
+        )
         return cls(engine, chooser, config.most_tokens, schedule)
 
     def propose(self, state: State, limit: int) -> Draft:

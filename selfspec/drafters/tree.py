@@ -85,7 +85,9 @@ class TreeExpansion:
         """Expand the tree level by level."""
         partial, depth = _PartialTree.of(state.pending), self.reader.head.exit_layer
         tokens, parents, tree = state.pending, None, None
-        for width in self.widths[:limit]:
+        widths = self.widths[:limit]
+        self.reader.begin(len(widths))
+        for width in widths:
             logits, at_exit = self.reader.read(state, tokens, partial.last, tree, parents)
             if at_exit is not None:
                 partial.hidden.append(at_exit)

@@ -51,7 +51,8 @@ class TwoModel(Drafter):
             ValueError: no model is named, or one that cannot draft for the target.
         """
         decoder = engine.draft_models.chosen(config)
-        model = engine.round_model(cls.name, decoder.causal_lm.name_or_path, decoder.depth)
+        name = decoder.causal_lm.name_or_path
+        model = engine.round_model(cls.name, name, decoder.depth, times=config.times)
         return cls(decoder, config.most_tokens, make_schedule(config, model))
 
     def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:

@@ -156,6 +156,12 @@ def fold(decoder: Decoder, head: ExitHead) -> PreTrainedModel:
     check_foldable(head)
     _check_plain(decoder)
     layers = [*range(head.exit_layer), *([] if head.layer is None else [head.place])]
+    if decoder.attention_layers and not set(layers) & set(decoder.attention_layers):
+        raise ValueError(
+            f"a {type(decoder.causal_lm).__name__} needs a layer with attention, and the layers "
+            f"below exit_layer {head.exit_layer} have none; choose an exit_layer above "
+            f"{decoder.attention_layers[0]}"
+        )
     lm_head = _folded_lm_head(decoder, head)
     config = _with_layers(decoder.causal_lm.config, layers)
     text = config.get_text_config(decoder=True)
@@ -222,7 +228,10 @@ def _load(draft: PreTrainedModel, weights: dict[str, Tensor], head: ExitHead) ->
         draft.load_state_dict(weights, assign=True)
     except RuntimeError as error:
         if head.layer is None:
-            raise
+            raise ValueError(
+                f"a {type(draft).__name__} of {head.exit_layer} layers has other weights than the "
+                "first layers of the target, so that no exit of it can be folded"
+            ) from error
         raise ValueError(
             f"layer {head.exit_layer} of a {type(draft).__name__} is built unlike layer "
             f"{head.place}, of which the {head.kind} head has a copy; fit the head with "
@@ -233,7 +242,9 @@ def _load(draft: PreTrainedModel, weights: dict[str, Tensor], head: ExitHead) ->
 
 # The config of a model with only some of the layers
 
-_LAYER_INDICES = ("mlp_only_layers", "moe_layers")  # config fields that list layers by index
+# Config fields that list layers by index, and lists that may be as long as there are layers.
+_LAYER_INDICES = ("mlp_only_layers", "moe_layers", "attn_layer_indices", "hybrid_layer_ids")
+_OTHER_LISTS = ("architectures", "ssm_multipliers", "mlp_multipliers")
 
 
 def _with_layers(config: PreTrainedConfig, layers: Sequence[int]) -> PreTrainedConfig:
@@ -255,7 +266,7 @@ def _per_layer(fields: dict[str, Any], depth: int, layers: Sequence[int]) -> dic
             continue
         if name in _LAYER_INDICES:
             cut[name] = [new for new, old in enumerate(layers) if old in value]
-        elif len(value) == depth and "token" not in name and name != "architectures":
+        elif len(value) == depth and "token" not in name and name not in _OTHER_LISTS:
             cut[name] = [value[layer] for layer in layers]
     if "attention_types" in fields:  # GPT-Neo run-length encodes its list
         cut["attention_types"] = [[[kind], 1] for kind in cut["attention_layers"]]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
+from selfspec.decoder import Decoder
 from selfspec.decoder.cache import RowStates, SlotCache, join_rows, take_row
 from selfspec.drafters.engine import Engine
 from selfspec.sampling.sampler import Context
@@ -44,7 +45,7 @@ class Prompt:
         mask = torch.ones_like(tokens) if mask is None else mask
         self.lengths = _real_lengths(tokens, mask)
         self.known = _known_lengths(cache, self.rows, padded=bool((mask == 0).any()))
-        _check_layers(cache, engine.decoder.depth)
+        _check_layers(cache, engine.decoder)
         self.given = self.width if mask.shape[1] == self.width else None
         self._check(engine)
 
@@ -76,8 +77,7 @@ class Prompt:
     def slots(self, room: int) -> SlotCache:
         """The KV cache before prefill, with space for `room` more tokens."""
         if isinstance(self.cache, SlotCache):
-            self.cache.drop_added()
-            return self.cache
+            return self.cache.fork()
         slots = self.engine.decoder.new_slots(self.rows, max(self.lengths) + room)
         if isinstance(self.cache, DynamicCache) and self.known[0]:
             slots.load(self.cache)
@@ -104,15 +104,15 @@ class Prompt:
     def final_cache(self, slots: SlotCache) -> Cache | None:
         """The cache to return: the one that the caller passed, or a `SlotCache`."""
         if not self.keep_cache:
+            self.engine.decoder.give_back(slots)
             return None
         slots.drop_added()
         if isinstance(self.cache, DynamicCache):
             slots.store(self.cache, self.known[0])
             return self.cache
-        if self.rows == 1:
-            return slots
-        states = [self.retired[row] for row in range(self.rows)]
-        whole = join_rows(states, slots)
+        whole = slots
+        if self.rows > 1:
+            whole = join_rows([self.retired[row] for row in range(self.rows)], slots)
         if isinstance(self.cache, SlotCache):
             self.cache.take(whole)
             return self.cache
@@ -154,19 +154,28 @@ def _known_lengths(cache: Cache | None, rows: int, padded: bool) -> list[int]:
             "a SlotCache (out.past_key_values of its own calls) for any batch, or from a "
             "DynamicCache for one row without padding"
         )
-    held = {keys.shape[0] for keys, _, _ in cache if keys is not None}
+    keys = [getattr(layer, "keys", None) for layer in cache.layers]
+    held = {part.shape[0] for part in keys if part is not None}
     if held - {rows}:
         raise ValueError(f"the cache holds {max(held)} rows, the prompt has {rows} rows")
     return [cache.get_seq_length()]
 
 
-def _check_layers(cache: Cache | None, depth: int) -> None:
-    """Raise ValueError if the cache belongs to a model with another number of layers."""
+def _check_layers(cache: Cache | None, decoder: Decoder) -> None:
+    """Raise ValueError if the cache belongs to a model with other layers."""
+    depth, recurrent = decoder.depth, decoder.recurrent_layers
     held = cache.depth if isinstance(cache, SlotCache) else len(cache.layers) if cache else 0
     if held not in (0, depth):
         raise ValueError(
             f"the cache holds {held} layers, the model has {depth}; past_key_values must come from "
             "this model"
+        )
+    if not recurrent or type(cache) is not DynamicCache:
+        return
+    if recurrent != [i for i, layer in enumerate(cache.layers) if hasattr(layer, "conv_states")]:
+        raise ValueError(
+            "past_key_values has no place for the states of the model's recurrent layers; make it "
+            "with DynamicCache(config=model.config)"
         )
 
 

@@ -77,8 +77,7 @@ def read_rounds(draft: Draft, verdict: Verdict, broken: Tensor) -> list[RowRound
         parts += [(places > 0).sum(-1), (tree.parents >= 0).sum(-1), places]
     elif draft.counts is not None:
         parts.append(draft.counts)
-    here = parts[0].device.type == "cpu"
-    kept, blocks, drafted, breaks, *more = list(map(Tensor.tolist, parts)) if here else fetch(parts)
+    kept, blocks, drafted, breaks, *more = on_host(parts)
     verdict.kept = kept
     if places is not None:
         counts, proposed, branches = more
@@ -98,6 +97,12 @@ def read_rounds(draft: Draft, verdict: Verdict, broken: Tensor) -> list[RowRound
             kept, drafted, blocks, counts, branches, proposed, breaks, strict=True
         )
     ]
+
+
+def on_host(parts: Sequence[Tensor]) -> list[list[Any]]:
+    """Tensors as lists; joining them first is worth its time only where reading is a transfer."""
+    here = parts[0].device.type == "cpu"
+    return list(map(Tensor.tolist, parts)) if here else fetch(parts)
 
 
 def fetch(parts: Sequence[Tensor]) -> list[list[Any]]:

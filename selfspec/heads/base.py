@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from selfspec.config import unknown_name
 from selfspec.decoder import Decoder, weight_of
+from selfspec.heads.mask import MaskToken
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -46,7 +47,9 @@ class ExitHead(nn.Module):
             decoding; empty until they are fitted.
         skips_first: whether the head's layer has no key for the first token of a sequence, which
             has no token before it that features could come from.
-        drafts_at_once: whether one call (`all_logits`) makes all drafts of a round.
+        drafts_at_once: whether all drafts of a round are made in one pass: with a `mask`, or by
+            `all_logits` if the head has no layer.
+        mask: the mask token of a head with a layer that `drafts_at_once`.
         longest: the most tokens that the head drafts in a round; `None` if there is no limit.
         facts: what is known about the head: its training data (`data`) and its measurements by
             domain (`held_out`). Plain values, which go into files and model cards.
@@ -56,7 +59,7 @@ class ExitHead(nn.Module):
     lowest_exit: ClassVar[int] = 1
     highest_exit: ClassVar[int | None] = None
     skips_first: ClassVar[bool] = False
-    drafts_at_once: ClassVar[bool] = False
+    drafts_at_once: bool = False
     width: int | None = None
     place: int = 0
     longest: int | None = None
@@ -68,6 +71,7 @@ class ExitHead(nn.Module):
         self.exit_layer = exit_layer
         self.register_buffer("vocab_ids", None)
         self.layer: nn.Module | None = None
+        self.mask: MaskToken | None = None
         self.calibrators = nn.ModuleDict()
         self.facts: dict[str, Any] = {}
         # In a tuple, because it shares the target's weights: it is neither stored nor trained.
@@ -178,8 +182,23 @@ class ExitHead(nn.Module):
         """
         return decoder.unembed(self(hidden), self.lm_head)
 
+    def draft_logits(self, decoder: Decoder, hidden: Tensor, depth: int, tokens: Tensor) -> Tensor:
+        """Logits of draft `depth` if the tokens before it are known.
+
+        Args:
+            decoder: the target.
+            hidden: `[rows, width, hidden]` what `forward` takes.
+            depth: index of the draft.
+            tokens: `[rows, width]` the token before each draft.
+        """
+        logits = self.logits(decoder, hidden, depth)
+        if not depth or self.mask is None or not self.mask.rank:
+            return logits
+        gate = self.mask.of_state(self(hidden))
+        return logits + self.mask.bias(gate, self.mask.code(decoder.embed(tokens)))
+
     def all_logits(self, decoder: Decoder, hidden: Tensor) -> Tensor:
-        """Logits of all drafts `[rows, longest, n]`, for a head that `drafts_at_once`.
+        """Logits of all drafts `[rows, longest, n]`, for such a head without a layer.
 
         Args:
             decoder: the target.

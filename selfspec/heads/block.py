@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from selfspec.decoder import Decoder
-from selfspec.heads.base import ExitHead, copy_final_norm, register_head
+from selfspec.heads.base import ExitHead, copy_final_norm, move_to_exit, register_head
+from selfspec.heads.mask import MaskToken
 
 
 @register_head
@@ -33,16 +34,50 @@ class BlockHead(ExitHead):
 
     @classmethod
     def build(cls, decoder: Decoder, exit_layer: int, **options: Any) -> BlockHead:
-        """A copy of the layer above the exit; the option `place` names another layer to copy."""
-        place = options.get("place", cls.check_exit(decoder, exit_layer))
+        """A copy of the next layer with attention; the option `place` names another to copy.
+
+        With `parallel` the head makes all drafts of a round in one pass over the newest token and
+        masks (`MaskToken`); `markov` is the rank of the bias by the token before.
+        """
+        at = cls.check_exit(decoder, exit_layer)
+        place = options["place"] if "place" in options else decoder.layer_for(at)
         norm = copy_final_norm(decoder)
         head = cls(exit_layer, decoder.copy_layer(place), place, norm, decoder.config.hidden_size)
+        head.add_mask(decoder, **options)
         return head.to(decoder.device_at(exit_layer))
+
+    def add_mask(self, decoder: Decoder, parallel: bool = False, markov: int = 0, **_: Any) -> None:
+        """Draft in one pass, if `parallel`.
+
+        Raises:
+            ValueError: `markov` is negative, or the head is not `parallel`; there is a recurrent
+                layer below the exit.
+        """
+        if markov < 0 or (markov and not parallel):
+            raise ValueError(
+                f"markov is the rank of a {self.kind} head's bias, at least 0, and needs "
+                f"parallel=True; got {markov=}, {parallel=}"
+            )
+        if parallel and any(index < self.exit_layer for index in decoder.recurrent_layers):
+            raise ValueError(
+                f"layer {decoder.recurrent_layers[0]} below exit_layer {self.exit_layer} is "
+                "recurrent, and does not run over a mask after every token, as fitting a parallel "
+                "head needs; leave parallel out, or take a fused head at exit_layer 0"
+            )
+        if parallel:
+            self.mask = move_to_exit(MaskToken(decoder, markov), decoder, self.exit_layer)
+            self.drafts_at_once = True
 
     @property
     def options(self) -> dict[str, Any]:
-        """The index of the layer that was copied."""
-        return {"place": self.place}
+        """The index of the layer that was copied, and how masks are read, if they are."""
+        return {"place": self.place, **({} if self.mask is None else self.mask.options)}
+
+    def trim(self, decoder: Decoder, vocab_ids: Tensor) -> None:
+        """Draft only the tokens in `vocab_ids`."""
+        super().trim(decoder, vocab_ids)
+        if self.mask is not None:
+            self.mask.trim(vocab_ids)
 
     def check(self, decoder: Decoder) -> None:
         """Raise ValueError unless exit layer, width and the copied layer fit `decoder`."""

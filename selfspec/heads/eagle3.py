@@ -205,15 +205,19 @@ class Eagle3Head(ExitHead):
 
     @torch.no_grad()
     def _start_from(self, decoder: Decoder) -> None:
-        """Copy what fits of the target's first and last layer.
+        """Copy what fits of the target's first and last layer with attention.
 
         The last layer's weights read the features, the first one's the embedding, and the features
         start as the last of their streams. From there training needs fewer steps than from random
         weights.
         """
-        if any(is_quantized(weight) for weight in decoder.layers.parameters()):
+        without = decoder.device.type == "meta"
+        if without or any(is_quantized(weight) for weight in decoder.layers.parameters()):
             return
-        first, last = (dict(decoder.copy(decoder.layers[i]).named_parameters()) for i in (0, -1))
+        ends = (
+            [decoder.attention_layers[i] for i in (0, -1)] if decoder.attention_layers else (0, -1)
+        )
+        first, last = (dict(decoder.copy(decoder.layers[i]).named_parameters()) for i in ends)
         final = None if decoder.final_norm is None else decoder.copy(decoder.final_norm)
         plain_norms = _is_plain_norm(final)
         assert isinstance(self.layer, Eagle3Layer)
@@ -222,7 +226,11 @@ class Eagle3Head(ExitHead):
             source = layer.get(name.replace("hidden_norm", "input_layernorm"))
             if source is None or ("norm" in name and not plain_norms):
                 continue
-            if source.ndim == 2 and weight.shape == (source.shape[0], 2 * source.shape[1]):
+            if (
+                source.ndim == 2
+                and name in first
+                and weight.shape == (source.shape[0], 2 * source.shape[1])
+            ):
                 source = torch.cat([first[name].to(source.device), source], dim=1)
             if source.shape == weight.shape:
                 weight.copy_(source)

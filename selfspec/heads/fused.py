@@ -67,12 +67,14 @@ class FusedHead(BlockHead):
             ValueError: `feature_layers` names residual streams that verification does not compute.
         """
         depth, width = decoder.depth, decoder.config.hidden_size
-        place = options.get("place", cls.check_exit(decoder, exit_layer))
+        at = cls.check_exit(decoder, exit_layer)
+        place = options["place"] if "place" in options else decoder.layer_for(at)
         low = exit_layer or max(1, depth // 4)
         layers = tuple(options.get("feature_layers", (low, max(low, depth // 2), depth)))
         check_feature_layers(decoder, layers, exit_layer)
         norm = copy_final_norm(decoder)
         head = cls(exit_layer, decoder.copy_layer(place), place, norm, width, layers)
+        head.add_mask(decoder, **options)
         for part in (head.feature_norms, head.fuse, head.entry_norm, head.entry):
             move_to_exit(part, decoder, exit_layer)
         return head.to(decoder.device_at(exit_layer))

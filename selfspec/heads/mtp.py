@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
-from selfspec.decoder import Decoder, find_layers
+from selfspec.decoder import Decoder, find_layers, is_mixer
 from selfspec.heads.base import ExitHead, copy_final_norm, move_to_exit, register_head
 
 
@@ -62,6 +62,8 @@ class MtpHead(ExitHead):
         self.embedding_norm = copy_final_norm(decoder)
         self.hidden_norm = copy_final_norm(decoder)
         self.projection = nn.Linear(2 * width, width, bias=self._options["bias"])
+        if not decoder.attention_layers:
+            decoder.check_layer(self.place)
         block = one_layer(decoder, self._options["sparse"])
         for module in block.modules():
             if hasattr(module, "layer_idx"):
@@ -121,9 +123,10 @@ class MtpHead(ExitHead):
 
 
 def _full_attention(decoder: Decoder) -> int:
-    """Index of the last layer with full attention, or of the last layer."""
-    full = [index for index, window in enumerate(decoder.windows) if window is None]
-    return full[-1] if full else decoder.depth - 1
+    """Index of the last layer with full attention, or of the last with attention."""
+    attending = decoder.attention_layers or [decoder.depth - 1]
+    full = [index for index in attending if decoder.windows[index] is None]
+    return (full or attending)[-1]
 
 
 def one_layer(
@@ -169,6 +172,11 @@ def one_layer(
     finally:
         logging.set_verbosity(verbosity)
     _, _, layers = find_layers(model, 1)
+    if any(map(is_mixer, layers.modules())):
+        raise ValueError(
+            f"the only layer of a {type(causal_lm).__name__} is recurrent, so that selfspec cannot "
+            "build one with attention"
+        )
     return layers[0].eval()
 
 
@@ -187,7 +195,7 @@ def _shrink(config: PreTrainedConfig, depth: int, sparse: bool) -> None:
         "moe_layer_interval": 1,
     }
     for name, value in kinds.items():
-        if getattr(config, name, None) is not None:
+        if getattr(config, name, None) is not None and name in vars(config):
             setattr(config, name, value)
     config.num_hidden_layers = 1
     config.vocab_size = 1

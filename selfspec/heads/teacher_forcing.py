@@ -9,8 +9,9 @@ Legend: rows = sequences of packed documents; width = tokens of each.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from selfspec.decoder import Decoder, OwnLayer, Packing, Span, StandaloneLayer
 from selfspec.decoder.cache import StepCache
 from selfspec.heads.base import ExitHead
+from selfspec.heads.mask import MaskToken
 
 
 @dataclass
@@ -63,7 +65,7 @@ def draft_states(
 ) -> Iterator[Tensor]:
     """Inputs of `head.logits` at every position, for each depth of a draft.
 
-    A head without feature layers drafts the same at every depth, so it gives one result.
+    A head that is not unrolled drafts the same at every depth, so it gives one result.
 
     Args:
         decoder: the target.
@@ -79,16 +81,10 @@ def draft_states(
         ValueError: more than one step for a model whose attention bias counts keys.
     """
     hidden = target.streams[head.exit_layer]
-    if head.drafts_at_once:
-        features = head.join([target.streams[layer] for layer in head.feature_layers])
-        for _ in range(min(steps, head.longest or steps)):
-            features = _of_token_before(features, target.packing)
-            yield features
-        return
     if head.layer is None:
-        yield hidden
+        yield from _moved_features(head, target, steps) if head.drafts_at_once else [hidden]
         return
-    if not head.feature_layers:
+    if not is_unrolled(head):
         yield _run_own_layer(decoder, head, hidden, target, None, 0)
         return
     if steps > 1 and decoder.counts_keys and runs_targets_layer(head):
@@ -97,35 +93,100 @@ def draft_states(
             "unrolled steps repeat; fit this head with one step"
         )
     memory = StepCache(decoder.windows, hidden.shape[0], hidden.device)
-    features = head.join([target.streams[layer] for layer in head.feature_layers])
     if isinstance(head.layer, StandaloneLayer):
         hidden = head.embed(decoder, target.tokens)
-    for step in range(steps):
+    before = None
+    if head.feature_layers:
+        joined = head.join([target.streams[layer] for layer in head.feature_layers])
+        before = _of_token_before(joined, target.packing)
+    features = _run_own_layer(decoder, head, head.enter(hidden, before), target, memory, 0)
+    yield features
+    if head.mask is not None:
+        yield from _mask_states(decoder, head, head.mask, target, memory, steps)
+        return
+    for step in range(1, steps):
         entered = head.enter(hidden, _of_token_before(features, target.packing))
         features = _run_own_layer(decoder, head, entered, target, memory, step)
         yield features
 
 
+def _moved_features(head: ExitHead, target: TargetStates, steps: int) -> Iterator[Tensor]:
+    """For each depth, the features of the token from which a head without a layer drafts all."""
+    features = head.join([target.streams[layer] for layer in head.feature_layers])
+    for _ in range(min(steps, head.longest or steps)):
+        features = _of_token_before(features, target.packing)
+        yield features
+
+
+def _mask_states(
+    decoder: Decoder,
+    head: ExitHead,
+    mask: MaskToken,
+    target: TargetStates,
+    memory: StepCache,
+    steps: int,
+) -> Iterator[Tensor]:
+    """Outputs of the head's own layer at masks 1, 2, ... after every token.
+
+    Step s has mask s at each position, after the token s positions before. `memory` holds the
+    layer's keys and values of the tokens themselves.
+    """
+    shape = (*target.tokens.shape, -1)
+    below = StepCache(decoder.windows, shape[0], target.tokens.device)
+    span = Span(0, head.exit_layer)
+    if head.exit_layer:
+        with torch.no_grad():
+            decoder.run_packed(target.tokens, span, target.packing, memory=below)
+    embeds = mask.embedding.expand(shape)
+    features = mask.features.expand(shape) if head.feature_layers else None
+    enter = partial(head.enter, features=features)
+    for step in range(1, steps):
+        if head.exit_layer:
+            left = decoder.run_packed(
+                target.tokens, span, target.packing, memory=below, step=step, embeds=embeds
+            )
+            yield _run_own_layer(decoder, head, enter(left.hidden), target, memory, step)
+        else:
+            yield _run_own_layer(decoder, head, None, target, memory, step, enter, embeds)
+
+
+def is_unrolled(head: ExitHead) -> bool:
+    """Whether a head with a layer drafts later tokens from its own output or from masks."""
+    return bool(head.feature_layers) or head.drafts_at_once
+
+
 def runs_targets_layer(head: ExitHead) -> bool:
-    """Whether a head that is fed its own output has a layer of the target's class."""
+    """Whether a head that is unrolled has a layer of the target's class."""
     own = head.layer is not None and not isinstance(head.layer, StandaloneLayer)
-    return own and bool(head.feature_layers)
+    return own and is_unrolled(head)
 
 
 def _run_own_layer(
     decoder: Decoder,
     head: ExitHead,
-    entered: Tensor,
+    entered: Tensor | None,
     target: TargetStates,
     memory: StepCache | None,
     step: int,
+    enter: Callable[[Tensor], Tensor] | None = None,
+    embeds: Tensor | None = None,
 ) -> Tensor:
-    """Output of the head's own layer at every position, in unrolled step `step`."""
+    """Output of the head's own layer at every position, in unrolled step `step`.
+
+    The layer starts from what has `entered`, or from `embeds` through `enter`.
+    """
     assert head.layer is not None
     span = Span(head.place, head.place + 1)
-    own = OwnLayer(head.layer, skips_first=head.skips_first)
+    own = OwnLayer(head.layer, enter, skips_first=head.skips_first)
     left = decoder.run_packed(
-        target.tokens, span, target.packing, entered, own=own, memory=memory, step=step
+        target.tokens,
+        span,
+        target.packing,
+        entered,
+        own=own,
+        memory=memory,
+        step=step,
+        embeds=embeds,
     )
     return left.hidden
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from selfspec.sampling.acceptance import (
@@ -15,7 +16,7 @@ from selfspec.sampling.acceptance import (
     typical_lossy,
 )
 from selfspec.sampling.draft import Draft, Tree, Verdict
-from selfspec.sampling.sampler import Sampler
+from selfspec.sampling.sampler import Sampler, draw
 
 # How a sampled chain is verified, by the name of the rule in configs.
 CHAIN_RULES = {"block": block_verify, "token": rejection_sample, "typical_lossy": typical_lossy}
@@ -34,6 +35,8 @@ def accept(draft: Draft, scores: Tensor, sampler: Sampler, rule: str = "block") 
         sampler: greedy or sampled, and the generator to draw from.
         rule: the rule for sampled chains (`CHAIN_RULES`), unless noise is coupled.
     """
+    if draft.length == 0:
+        return _plain_step(scores, sampler)
     if draft.tree is not None:
         if sampler.chooses:
             return longest_branch(draft.tokens, draft.tree, scores)
@@ -45,6 +48,12 @@ def accept(draft: Draft, scores: Tensor, sampler: Sampler, rule: str = "block") 
     draft_probs = draft.probs if draft.probs is not None else one_hot(draft.tokens, probs)
     verify = CHAIN_RULES[rule]
     return verify(draft.tokens, draft_probs, probs, sampler.generator, draft.counts)
+
+
+def _plain_step(scores: Tensor, sampler: Sampler) -> Verdict:
+    """The target's own token `[batch, 1]`, where nothing was drafted: what every rule comes to."""
+    token = scores.argmax(-1) if sampler.chooses else draw(scores.softmax(-1), sampler.generator)
+    return Verdict(torch.zeros_like(token[:, 0]), token)
 
 
 __all__ = [

@@ -3,12 +3,17 @@
 transformers calls a processor with the text of every row and the scores of its next token. A block
 of drafts has many next tokens, after texts of many lengths. The functions here do to all of them
 what the processor does to each, to the bit.
+
+Legend: wide = `[n, vocab + 1]` scores of n positions, changed in place; the last column takes what
+is written to ids that the LM head does not have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import math
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +24,7 @@ POINTWISE = (
     hf.TemperatureLogitsWarper,
     hf.TopKLogitsWarper,
     hf.TopPLogitsWarper,
+    hf.TopHLogitsWarper,
     hf.MinPLogitsWarper,
     hf.TypicalLogitsWarper,
     hf.EpsilonLogitsWarper,
@@ -30,61 +36,181 @@ POINTWISE = (
 """Processors that read only one row of scores."""
 
 
-class Prefixes(NamedTuple):
-    """The text before each of `n` positions.
+class Prefixes:
+    """The texts before `n` positions. Tensors are made when a processor reads them.
 
-    Attributes:
-        tokens: `[n, longest]` token ids, left-aligned; the size of the vocabulary behind the end.
-        lengths: `[n]` tokens of each.
+    Args:
+        rows: the row of the call that each position belongs to.
+        shortest: no text is shorter, in tokens.
+        longest: no text is longer.
+        tokens: makes `[n, longest]` token ids, left-aligned; the size of the vocabulary behind the
+            end of shorter texts.
+        lengths: makes `[n]` the tokens of each.
     """
 
-    tokens: Tensor
-    lengths: Tensor
+    def __init__(
+        self,
+        rows: Sequence[int],
+        shortest: int,
+        longest: int,
+        tokens: Callable[[], Tensor],
+        lengths: Callable[[], Tensor],
+    ):
+        self.rows, self.shortest, self.longest = rows, shortest, longest
+        self._tokens, self._lengths = tokens, lengths
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """`[n, longest]` token ids."""
+        return self._tokens()
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """`[n]` the tokens of each text."""
+        return self._lengths()
+
+    @cached_property
+    def unread(self) -> Tensor:
+        """`[n, 0]` in place of the tokens, for processors that do not read them."""
+        return torch.empty(len(self.rows), 0, dtype=torch.long)
+
+    @property
+    def alike(self) -> bool:
+        """Whether all texts are of one length."""
+        return self.shortest == self.longest
+
+    def last(self, count: int) -> Tensor:
+        """`[n, count]` the last tokens of each text; undefined where there are fewer."""
+        if self.alike:
+            return self.tokens.narrow(1, self.longest - count, count)
+        back = torch.arange(count, 0, -1, device=self.lengths.device)
+        return self.tokens.gather(1, (self.lengths[:, None] - back).clamp_(min=0))
+
+    def within(self, low: int, high: float) -> Tensor | bool:
+        """Whether each text has from `low` to `high` tokens: `[n, 1]`, or one answer for all."""
+        if high < self.shortest or self.longest < low:
+            return False
+        if low <= self.shortest and self.longest <= high:
+            return True
+        return ((self.lengths >= low) & (self.lengths <= high))[:, None]
 
 
-def _min_length(processor: Any, before: Prefixes, scores: Tensor) -> Tensor:
-    return _without_end(processor, scores, before.lengths < processor.min_length)
+def _fill(wide: Tensor, ids: Tensor, where: Tensor | bool) -> None:
+    """Forbid tokens at some positions."""
+    if where is True:
+        wide.index_fill_(1, ids, -math.inf)
+    elif where is not False:
+        kept = wide.index_select(1, ids)
+        wide.index_copy_(1, ids, kept.masked_fill_(where, -math.inf))
 
 
-def _min_new_tokens(processor: Any, before: Prefixes, scores: Tensor) -> Tensor:
-    new = before.lengths - processor.prompt_length_to_skip
-    return _without_end(processor, scores, new < processor.min_new_tokens)
+def _force(wide: Tensor, ids: Tensor, where: Tensor | bool) -> None:
+    """Forbid everything but some tokens at some positions."""
+    if where is not False:
+        forced = torch.full_like(wide, -math.inf).index_fill_(1, ids, 0.0)
+        wide.copy_(forced if where is True else torch.where(where, forced, wide))
 
 
-def _without_end(processor: Any, scores: Tensor, where: Tensor) -> Tensor:
-    ids = torch.arange(scores.shape[-1], device=scores.device)
-    ends = torch.isin(ids, processor.eos_token_id.to(scores.device))
-    return scores.masked_fill(where.to(scores.device)[:, None] & ends, -torch.inf)
+def _min_length(processor: Any, before: Prefixes, wide: Tensor) -> None:
+    where = before.within(0, processor.min_length - 1)
+    _fill(wide, processor.eos_token_id.to(wide.device), where)
 
 
-def _repetition(processor: Any, before: Prefixes, scores: Tensor) -> Tensor:
-    vocab = scores.shape[-1]
-    # A column for what is behind the end, and for ids that the LM head does not have.
-    tokens = before.tokens[:, processor.prompt_ignore_length or 0 :].clamp(max=vocab)
-    wider = torch.nn.functional.pad(scores, (0, 1))
-    seen = wider.gather(1, tokens)
-    seen = torch.where(seen < 0, seen * processor.penalty, seen / processor.penalty)
-    return wider.scatter(1, tokens, seen)[:, :vocab]
+def _min_new_tokens(processor: Any, before: Prefixes, wide: Tensor) -> None:
+    least = processor.prompt_length_to_skip + processor.min_new_tokens
+    _fill(wide, processor.eos_token_id.to(wide.device), before.within(0, least - 1))
 
 
-def _no_repeat_ngram(processor: Any, before: Prefixes, scores: Tensor) -> Tensor:
-    size, vocab = processor.ngram_size, scores.shape[-1]
-    if before.tokens.shape[1] < size:
-        return scores
-    windows = before.tokens.unfold(1, size, 1)
-    last = before.lengths[:, None] - torch.arange(size - 1, 0, -1, device=before.lengths.device)
-    suffix = before.tokens.gather(1, last.clamp(min=0))
-    matches = (windows[..., :-1] == suffix[:, None]).all(-1) & (before.lengths >= size)[:, None]
-    banned = scores.new_zeros((len(scores), vocab + 1), dtype=torch.bool)
-    banned.scatter_(1, torch.where(matches, windows[..., -1].clamp(max=vocab), vocab), True)
-    return scores.masked_fill(banned[:, :vocab], -torch.inf)
+def _suppress_at_begin(processor: Any, before: Prefixes, wide: Tensor) -> None:
+    begin = processor.begin_index
+    ids = processor.begin_suppress_tokens.to(wide.device)
+    _fill(wide, ids, before.within(begin, begin))
 
 
-_IN_BLOCKS: dict[type[LogitsProcessor], Callable[[Any, Prefixes, Tensor], Tensor]] = {
+def _forced_bos(processor: Any, before: Prefixes, wide: Tensor) -> None:
+    ids = torch.tensor([processor.bos_token_id], device=wide.device)
+    _force(wide, ids, before.within(1, 1))
+
+
+def _forced_eos(processor: Any, before: Prefixes, wide: Tensor) -> None:
+    last = processor.max_length - 1
+    _force(wide, processor.eos_token_id.to(wide.device), before.within(last, last))
+
+
+def _exponential_decay(processor: Any, before: Prefixes, wide: Tensor) -> None:
+    start, base = processor.regulation_start, processor.regulation_factor
+    if before.longest <= start:
+        return
+    # In Python's numbers, as transformers has them, and rounded to float32 only then.
+    factors = [
+        pow(base, length - start) - 1 if length > start else 0.0
+        for length in range(before.shortest, before.longest + 1)
+    ]
+    ids = processor.eos_token_id.to(wide.device)
+    scores = wide.index_select(1, ids)
+    factor: Any = factors[0]
+    if not before.alike:
+        table = torch.tensor(factors, device=wide.device)
+        factor = table[before.lengths - before.shortest][:, None]
+    penalty = (scores.abs() * factor).masked_fill_(~scores.isfinite(), 0.0)
+    wide.index_copy_(1, ids, scores + penalty)
+
+
+def _repetition(processor: Any, before: Prefixes, wide: Tensor) -> None:
+    tokens, ignored = before.tokens, processor.prompt_ignore_length
+    if isinstance(ignored, Tensor):  # the padding of each row
+        starts = ignored.to(tokens.device)[torch.tensor(before.rows, device=tokens.device)]
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        tokens = tokens.masked_fill(places < starts[:, None], wide.shape[1] - 1)
+    elif ignored:
+        tokens = tokens[:, ignored:]
+    tokens = tokens.clamp(max=wide.shape[1] - 1)
+    seen, penalty = wide.gather(1, tokens), processor.penalty
+    # Scores below 0 are multiplied, others divided: the smaller of the two, or the larger.
+    harsher = torch.minimum if penalty > 1 else torch.maximum
+    wide.scatter_(1, tokens, harsher(seen * penalty, seen / penalty))
+
+
+def _no_repeat_ngram(processor: Any, before: Prefixes, wide: Tensor) -> None:
+    size, nothing = processor.ngram_size, wide.shape[1] - 1
+    if before.longest < size:
+        return
+    # An n-gram that reaches beyond the end of its text has nothing as its last token.
+    count, suffix = before.longest - size + 1, before.last(size - 1)
+    banned = before.tokens.narrow(1, size - 1, count).clamp(max=nothing)
+    for at in range(size - 1):
+        others = before.tokens.narrow(1, at, count) != suffix.narrow(1, at, 1)
+        banned.masked_fill_(others, nothing)
+    if before.shortest < size:
+        banned.masked_fill_((before.lengths < size)[:, None], nothing)
+    wide.scatter_(1, banned, -math.inf)
+
+
+def _sequence_bias(processor: Any, before: Prefixes, wide: Tensor) -> None:
+    scores = wide[:, :-1]
+    if not processor.prepared_bias_variables:
+        processor._prepare_bias_variables(scores)
+    bias = torch.zeros_like(scores).add_(processor.length_1_bias)
+    for prefixes, last_tokens, biases in processor.multi_token_biases:
+        size = prefixes.shape[1]
+        fits = before.within(size, math.inf)
+        if fits is not False:
+            matches = (before.last(size)[:, None] == prefixes).all(-1) & fits
+            bias.index_add_(1, last_tokens, torch.where(matches, biases, 0.0))
+    scores.add_(bias)
+
+
+_IN_BLOCKS: dict[type[LogitsProcessor], Callable[[Any, Prefixes, Tensor], None]] = {
+    hf.ExponentialDecayLengthPenalty: _exponential_decay,
+    hf.ForcedBOSTokenLogitsProcessor: _forced_bos,
+    hf.ForcedEOSTokenLogitsProcessor: _forced_eos,
     hf.MinLengthLogitsProcessor: _min_length,
     hf.MinNewTokensLengthLogitsProcessor: _min_new_tokens,
+    hf.NoBadWordsLogitsProcessor: _sequence_bias,
     hf.NoRepeatNGramLogitsProcessor: _no_repeat_ngram,
     hf.RepetitionPenaltyLogitsProcessor: _repetition,
+    hf.SequenceBiasLogitsProcessor: _sequence_bias,
+    hf.SuppressTokensAtBeginLogitsProcessor: _suppress_at_begin,
 }
 
 
@@ -93,14 +219,26 @@ def runs_in_blocks(processor: LogitsProcessor) -> bool:
 
     A subclass may do anything, so only the classes themselves are known.
     """
-    if isinstance(getattr(processor, "prompt_ignore_length", None), Tensor):  # it counts rows
-        return False
     return type(processor) in (*POINTWISE, *_IN_BLOCKS)
 
 
-def process(processor: Any, before: Prefixes, scores: Tensor) -> Tensor:
-    """Scores `[n, vocab]` of `n` positions after a processor that `runs_in_blocks`."""
-    in_blocks = _IN_BLOCKS.get(type(processor))
-    if in_blocks is None:
-        return processor(before.tokens, scores)
-    return in_blocks(processor, before, scores)
+def process(processors: Sequence[Any], before: Prefixes, logits: Tensor) -> Tensor:
+    """Scores `[n, vocab]` in float32 after processors that `runs_in_blocks`.
+
+    Args:
+        processors: the processors, in order.
+        before: the text before each position.
+        logits: `[n, vocab]` the logits, which are not changed.
+    """
+    wide, scores = None, logits
+    for processor in processors:
+        in_blocks = _IN_BLOCKS.get(type(processor))
+        if in_blocks is None:
+            wide, scores = None, processor(before.unread, scores.float())
+            continue
+        if wide is None:
+            count, vocab = scores.shape
+            wide = scores.new_empty(count, vocab + 1, dtype=torch.float32)
+            scores = wide.narrow(1, 0, vocab).copy_(scores)
+        in_blocks(processor, before, wide)
+    return scores

@@ -38,7 +38,7 @@ class Context:
     ):
         self.lengths, self.text = dict(enumerate(lengths)), dict(enumerate(text))  # by row
         self.rows = rows
-        self._tokens, self._filled = tokens, list(lengths)
+        self._tokens, self._filled = tokens, dict(self.lengths)
 
     @property
     def device(self) -> torch.device:
@@ -46,15 +46,19 @@ class Context:
         return self._tokens.device
 
     @property
-    @torch.inference_mode()  # the loop's tensors can be changed in inference mode only
     def tokens(self) -> Tensor:
         """`[batch, capacity]` the prompt, the emitted tokens, and space for drafts."""
+        if self._filled != self.lengths:
+            self._fill()
+        return self._tokens
+
+    @torch.inference_mode()  # the loop's tensors can be changed in inference mode only
+    def _fill(self) -> None:
         for row, length in self.lengths.items():
             missing = length - self._filled[row]
             if missing:
                 self._put(row, length - missing, torch.tensor(self.text[row][-missing:]))
                 self._filled[row] = length
-        return self._tokens
 
     def reserve(self, width: int) -> None:
         """Reserve space for rows of `width` tokens."""
@@ -100,13 +104,23 @@ class Context:
                 between have been written.
             filler: stands behind the end of shorter texts.
         """
-        counts = [self.lengths[row] for row in self.rows]
-        longest = max(counts) + offset + width - 1
-        ahead = torch.arange(offset, offset + width, device=self.device)
-        lengths = torch.tensor(counts, device=self.device)[:, None] + ahead
-        behind = torch.arange(longest, device=self.device) >= lengths[..., None]
-        tokens = self.tokens[self.rows, :longest][:, None].masked_fill(behind, filler)
-        return Prefixes(tokens.flatten(0, 1), lengths.flatten())
+        counts = [self.lengths[row] + offset for row in self.rows]
+        shortest, longest = min(counts), max(counts) + width - 1
+
+        def lengths() -> Tensor:
+            ahead = torch.arange(width, device=self.device)
+            return (torch.tensor(counts, device=self.device)[:, None] + ahead).flatten()
+
+        def tokens() -> Tensor:
+            text = self._of_rows(longest)
+            if shortest == longest:
+                return text
+            behind = torch.arange(longest, device=self.device) >= before.lengths[:, None]
+            return text.repeat_interleave(width, 0).masked_fill_(behind, filler)
+
+        rows = [row for row in self.rows for _ in range(width)]
+        before = Prefixes(rows, shortest, longest, tokens, lengths)
+        return before
 
     def branches(self, drafts: Tensor, above: Tensor, filler: int) -> Prefixes:
         """The texts before positions of a tree of every unfinished row, row by row.
@@ -119,15 +133,26 @@ class Context:
         counts = [self.lengths[row] for row in self.rows]
         committed = torch.tensor(counts, device=self.device)[:, None]
         longest, room = max(counts), drafts.shape[1]
-        behind = torch.arange(longest, device=self.device) >= committed
-        tokens = self.tokens[self.rows, :longest].masked_fill(behind, filler)
-        tokens = torch.nn.functional.pad(tokens, (0, room + 1), value=filler)
-        tokens = tokens[:, None].repeat(1, above.shape[1], 1)
-        # What is on another branch goes to a column that is dropped.
-        places = torch.where(above, committed[..., None] + above.cumsum(-1) - 1, longest + room)
-        tokens.scatter_(2, places, drafts[:, None].expand_as(above))
-        lengths = committed + above.sum(-1)
-        return Prefixes(tokens[..., :-1].flatten(0, 1), lengths.flatten())
+
+        def tokens() -> Tensor:
+            behind = torch.arange(longest, device=self.device) >= committed
+            text = self._of_rows(longest).masked_fill(behind, filler)
+            text = torch.nn.functional.pad(text, (0, room + 1), value=filler)
+            text = text[:, None].repeat(1, above.shape[1], 1)
+            # What is on another branch goes to a column that is dropped.
+            places = torch.where(above, committed[..., None] + above.cumsum(-1) - 1, longest + room)
+            text.scatter_(2, places, drafts[:, None].expand_as(above))
+            return text[..., :-1].flatten(0, 1)
+
+        rows = [row for row in self.rows for _ in range(above.shape[1])]
+        lengths = (committed + above.sum(-1)).flatten()
+        return Prefixes(rows, min(counts), longest + room, tokens, lambda: lengths)
+
+    def _of_rows(self, width: int) -> Tensor:
+        """`[rows, width]` the first tokens of unfinished rows."""
+        if self.rows == list(range(len(self.lengths))):
+            return self.tokens[:, :width]
+        return self.tokens[self.rows, :width]
 
     def by_length(self) -> Iterator[tuple[int, list[int], list[int]]]:
         """Unfinished rows of equal length: (length, their positions among `rows`, their rows)."""
@@ -176,13 +201,13 @@ class Sampler:
         batch, width, vocab = logits.shape
         if not self.processors:
             return logits.float()
+        if self.reads_prefix and self._in_blocks:
+            return self._process_block(context.prefixes(width, offset, vocab), logits)
         scores = logits.to(torch.float32, copy=True)
         if not self.reads_prefix:
             # Pointwise processors read nothing of the tokens but their number of rows.
             rows = torch.zeros(batch * width, 1, dtype=torch.long, device=context.device)
             return self._process(rows, scores.view(-1, vocab)).view(batch, width, vocab)
-        if self._in_blocks:
-            return self._process_block(context.prefixes(width, offset, vocab), scores)
         for length, places, rows in context.by_length():
             for position in range(width):
                 prefix = context.tokens[:, : length + offset + position]
@@ -205,10 +230,10 @@ class Sampler:
         """
         if not self.reads_prefix:
             return self.scores(logits, context)
-        scores = logits.to(torch.float32, copy=True)
         if self._in_blocks:
             above = tree.ancestors[:, first : first + logits.shape[1], 1:]
-            return self._process_block(context.branches(tokens, above, logits.shape[-1]), scores)
+            return self._process_block(context.branches(tokens, above, logits.shape[-1]), logits)
+        scores = logits.to(torch.float32, copy=True)
         depths = tree.ancestors[..., 1:].sum(-1).T.tolist()
         for position in range(scores.shape[1]):
             ways, of_rows = tree.ancestors[:, first + position, 1:], depths[first + position]
@@ -231,12 +256,9 @@ class Sampler:
         every_row[rows] = scores
         return self._process(prefix, every_row)[rows]
 
-    def _process_block(self, before: Prefixes, scores: Tensor) -> Tensor:
-        """Process `scores` `[batch, n, vocab]` of positions with the texts `before` them."""
-        flat = scores.flatten(0, 1)
-        for processor in self.processors:
-            flat = process(processor, before, flat)
-        return flat.view_as(scores)
+    def _process_block(self, before: Prefixes, logits: Tensor) -> Tensor:
+        """Scores of `logits` `[batch, n, vocab]` at positions with the texts `before` them."""
+        return process(self.processors, before, logits.flatten(0, 1)).view(logits.shape)
 
     def _process(self, tokens: Tensor, scores: Tensor) -> Tensor:
         if self.reads_prefix:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from selfspec.config import Times
 from selfspec.decoder import Decoder
 from selfspec.heads import ExitHead
 
@@ -27,6 +28,9 @@ _DOUBT = 0.5  # standard deviation of the prior of a time, relative to it
 _DRIFT = 0.1  # relative change of the machine's speed from one round to the next
 _NOISE = 0.15  # relative standard deviation of the seconds of equal rounds
 _OUTLIER = 1.0  # longer rounds are cut at so many standard deviations
+# Assumed time of verifying several tokens instead of one, in plain steps: float32 on a CPU, the
+# most expensive case that was measured, has .5 to .8; half precision and GPUs have nearly none.
+_WIDE = 0.5
 NEUTRAL = 0.5  # prior acceptance rate, and cost of a draft in plain steps, where nothing is known
 
 
@@ -34,7 +38,7 @@ class Work(NamedTuple):
     """What a round does beyond a plain decoding step.
 
     Attributes:
-        drafts: tokens that an exit head drafts, one after the other.
+        drafts: tokens that an exit head drafts.
         copies: tokens that are looked up.
     """
 
@@ -52,11 +56,13 @@ class RoundTimes:
 
     Args:
         draft_cost: prior time of a draft, in plain steps.
+        at_once: whether one pass makes all drafts of a round, so that it is paid once.
     """
 
-    def __init__(self, draft_cost: float):
+    def __init__(self, draft_cost: float, at_once: bool = False):
         # In plain steps until the first round was timed.
-        self.times = [1.0, _DOUBT * draft_cost, draft_cost, _GROWTH]
+        once, each = (draft_cost, 0.0) if at_once else (_DOUBT * draft_cost, draft_cost)
+        self.times = [1.0, once, each, _GROWTH]
         self._rounds = 0
         # Of the times relative to each other, in plain steps; the machine's speed is common to all.
         self._doubts = [0.0, _DOUBT * draft_cost, _DOUBT * draft_cost, 2 * _GROWTH]
@@ -139,6 +145,37 @@ class RoundTimes:
         return [_dot(row, features) for row in self._variance]
 
 
+class AssumedTimes(RoundTimes):
+    """Times in plain steps that nothing is learned about, so that no decision depends on the clock.
+
+    A draft costs its share of the weights. Verifying more than one token is assumed to be
+    expensive, so that drafts are made only where they pay on every device.
+
+    Args:
+        draft_cost: time of a draft, in plain steps.
+        rows: rows of the batch.
+        at_once: whether one pass makes all drafts of a round.
+    """
+
+    def __init__(self, draft_cost: float, rows: int, at_once: bool = False):
+        super().__init__(draft_cost, at_once)
+        self.times[3] *= rows / (1 + _GROWTH * (rows - 1))
+
+    def seconds(self, work: Work) -> float:
+        """Assumed plain steps of a round."""
+        return super().seconds(work) + (_WIDE if work.drafts or work.copies else 0.0)
+
+    def deviation(self, work: Work) -> float:
+        """None."""
+        return 0.0
+
+    def learn(self, work: Work, seconds: float) -> None:
+        """Learn nothing."""
+
+    def learn_draft(self, seconds: float) -> None:
+        """Learn nothing."""
+
+
 class AcceptanceRates:
     """Acceptance rates by position, given that all tokens before are accepted; they forget."""
 
@@ -155,8 +192,8 @@ class AcceptanceRates:
         accepted = self.accepted.get(position, 0.0) + _PRIOR_WEIGHT * self.prior(position)
         return accepted / (self.seen.get(position, 0.0) + _PRIOR_WEIGHT)
 
-    def learn(self, position: int, accepted: bool) -> None:
-        """Learn from a token whose predecessors were all accepted."""
+    def learn(self, position: int, accepted: float) -> None:
+        """Learn from a token whose predecessors were all accepted, or its chance to be accepted."""
         self.accepted[position] += accepted
         self.seen[position] += 1
 
@@ -252,6 +289,8 @@ class RoundModel:
         draft_cost: prior time of a draft, in plain steps.
         acceptance: prior acceptance rates of greedy and of sampled drafts.
         clock: returns seconds, the same in all processes of one model.
+        times: whether times are learned from the clock, or `AssumedTimes`.
+        at_once: whether one pass makes all drafts of a round.
     """
 
     def __init__(
@@ -259,15 +298,24 @@ class RoundModel:
         draft_cost: float = NEUTRAL,
         acceptance: tuple[float, float] = (NEUTRAL, NEUTRAL),
         clock: Callable[[], float] | None = None,
+        times: Times = "measured",
+        at_once: bool = False,
     ):
-        self.clock = clock or time.perf_counter
+        self.measured = times == "measured"
+        self.clock = (clock or time.perf_counter) if self.measured else float
         self.drafts = {sampled: DraftRates(acceptance[sampled]) for sampled in (False, True)}
         self.copies = {sampled: CopyRates() for sampled in (False, True)}
-        self._draft_cost = draft_cost
+        self._draft_cost, self._at_once = draft_cost, at_once
         self._times: dict[int, RoundTimes] = {}
 
     @classmethod
-    def of_head(cls, decoder: Decoder, head: ExitHead, clock: Callable[[], float]) -> RoundModel:
+    def of_head(
+        cls,
+        decoder: Decoder,
+        head: ExitHead,
+        clock: Callable[[], float] | None = None,
+        times: Times = "measured",
+    ) -> RoundModel:
         """Priors of an exit head: its share of the weights, its calibrators' mean acceptance."""
         layer = _size(decoder.layers[0])
         readout = _size(head.lm_head or decoder.lm_head)
@@ -279,13 +327,15 @@ class RoundModel:
             float(known[name].bias.float().sigmoid()) if name in known else NEUTRAL  # pyright: ignore
             for name in ("greedy", "sampled")
         ]
-        return cls(cost, (acceptance[0], acceptance[1]), clock)
+        return cls(cost, (acceptance[0], acceptance[1]), clock, times, head.drafts_at_once)
 
     def times(self, rows: int) -> RoundTimes:
         """Times of rounds with that many rows; new ones start from the nearest known batch size."""
         if rows not in self._times:
-            new = RoundTimes(self._draft_cost)
-            if self._times:
+            new = RoundTimes(self._draft_cost, self._at_once)
+            if not self.measured:
+                new = AssumedTimes(self._draft_cost, rows, self._at_once)
+            elif self._times:
                 nearest = min(self._times, key=lambda known: abs(known - rows))
                 new = self._times[nearest].like(rows, nearest)
             self._times[rows] = new
@@ -311,8 +361,9 @@ class RoundModel:
             tokens += reach
             work = Work(drafts=position + 1)
             speed = tokens / seconds(rows, work)
-            if speed > best.rate:
-                best = Choice(work, speed)
+            if speed < best.rate:
+                break
+            best = Choice(work, speed)
         return best
 
     def best_lookup(self, sampled: bool, matches: Sequence[int], longest: int) -> Choice:

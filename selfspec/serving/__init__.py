@@ -3,6 +3,7 @@
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+import os
 from typing import Any
 
 SCHEME = "selfspec:"
@@ -43,6 +44,8 @@ def register() -> None:
         from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
         DraftModelProposer.__new__ = _make_proposer
+        if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
+            _register_runner_v2()
 
 
 def tried(version: str) -> bool:
@@ -50,10 +53,27 @@ def tried(version: str) -> bool:
     return ".".join(version.split(".")[:2]) in TRIED
 
 
+def _register_runner_v2() -> None:
+    from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
+
+    from selfspec.serving.vllm_runner_v2 import EarlyExitSpeculator, hand_out_streams
+
+    def make(cls: type, vllm_config: Any, *_: Any) -> Any:
+        exits = _names_an_exit(vllm_config)
+        return object.__new__(EarlyExitSpeculator if exits else cls)
+
+    StandaloneARSpeculator.__new__ = make
+    hand_out_streams()
+
+
 def _make_proposer(cls: type, vllm_config: Any, *_: Any, **__: Any) -> Any:
     """`__new__` of vLLM's proposer for draft models."""
-    if not hasattr(vllm_config.speculative_config.draft_model_config.hf_config, "selfspec"):
+    if not _names_an_exit(vllm_config):
         return object.__new__(cls)
     from selfspec.serving.vllm_plugin import EarlyExitProposer
 
     return object.__new__(EarlyExitProposer)
+
+
+def _names_an_exit(vllm_config: Any) -> bool:
+    return hasattr(vllm_config.speculative_config.draft_model_config.hf_config, "selfspec")

@@ -2,6 +2,7 @@
 
 For `"model": "selfspec:..."` in the speculative config, the config takes the target as its draft
 model and keeps what was asked for (`Exit`), and the draft model's proposer is `EarlyExitProposer`.
+vLLM's second model runner has a class of its own (`vllm_runner_v2`).
 
 Drafting writes KV of the shallow layers at positions beyond the verified tokens. Verification runs
 all layers over the same positions and writes them again, so rejected drafts leave nothing behind.
@@ -12,14 +13,11 @@ from __future__ import annotations
 
 import copy
 import os
-import re
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 from vllm.compilation.backends import set_model_tag
 from vllm.config import SpeculativeConfig, VllmConfig, get_layers_from_vllm_config
 from vllm.forward_context import set_forward_context
@@ -33,46 +31,17 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
-from selfspec.config import DraftConfig
 from selfspec.decoder import Decoder
-from selfspec.drafters.engine import Engine
-from selfspec.heads import (
-    CONFIG_NAME,
-    CheckpointFiles,
-    ExitHead,
-    LoraHead,
-    find_heads,
-    load_heads,
+from selfspec.heads import ExitHead
+from selfspec.serving.exits import (
+    Exit,
+    Join,
+    body_of,
+    draft_logits,
+    layers_name,
+    load_head,
+    norm_name,
 )
-from selfspec.serving import SCHEME
-
-KINDS = ("shared", "lens", "lora", "block", "fused")
-"""Kinds of heads that draft in place. vLLM has methods of its own for the others."""
-_FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm")
-
-
-class Exit(NamedTuple):
-    """What a speculative config asks for.
-
-    Attributes:
-        heads: folder or hub id of the heads; empty: those beside the target, if there are any.
-        kind: the head's kind; `None`: the one fitted at the exit, else `shared`.
-        exit_layer: layers below the exit; `None`: that of the first head.
-    """
-
-    heads: str
-    kind: str | None
-    exit_layer: int | None
-
-    @classmethod
-    def parse(cls, name: str) -> Exit:
-        """Read `selfspec:[HEADS][@[KIND:]EXIT]`."""
-        name = name.removeprefix(SCHEME)
-        place = re.search(r"@(?:(\w+):)?(\d+)$", name)
-        if place is None:
-            return cls(name, None, None)
-        return cls(name[: place.start()], place[1], int(place[2]))
-
 
 # The configuration
 
@@ -99,10 +68,10 @@ def configure_exit(
     target = config.target_model_config
     config.method, config.model = "draft_model", target.model
     config.revision, config.quantization = target.revision, target.quantization
-    # The proposer is one for vLLM's first model runner.
+    # Its second model runner drafts, too (`vllm_runner_v2`), but that has not run on a GPU.
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     configure(config)
-    _, head = load_head(target, wanted)
+    _, head = _load_head(target, wanted)
     # Worker processes find there what is asked for.
     hf_config = copy.copy(config.draft_model_config.hf_config)
     hf_config.selfspec = wanted._asdict()
@@ -111,42 +80,18 @@ def configure_exit(
     config.draft_model_config.hf_config = hf_config
 
 
-def load_head(target: Any, wanted: Exit, norm: nn.Module | None = None) -> tuple[Decoder, ExitHead]:
-    """The head that a config names, and the target without weights that it was made for.
-
-    Args:
-        target: vLLM's config of the target.
-        wanted: what the speculative config asks for.
-        norm: vLLM's final norm of the target, if the head is going to be used.
-
-    Raises:
-        FileNotFoundError: there are no such heads.
-        ValueError: the heads belong to another target, or do not draft in place.
-    """
-    code = {"trust_remote_code": target.trust_remote_code}
-    config = AutoConfig.from_pretrained(target.model, revision=target.revision, **code)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=target.dtype, **code)
-    decoder = Decoder(model)
-    if norm is not None and decoder.final_norm is not None:
-        decoder.final_norm.load_state_dict(norm.state_dict(), assign=True)
-    heads: Sequence[ExitHead] = ()
-    if wanted.heads or (Path(target.model) / CONFIG_NAME).is_file():
-        folder = find_heads(wanted.heads or target.model)
-        if not (folder / CONFIG_NAME).is_file():
-            raise ValueError(
-                f"no {CONFIG_NAME} in {folder}; heads that others published are drafted with by "
-                "vLLM's own methods (eagle, eagle3, medusa)"
-            )
-        files = CheckpointFiles(target.model, revision=target.revision)
-        heads = load_heads(decoder, folder, files)
-    head = Engine(decoder, heads).head(DraftConfig(exit_layer=wanted.exit_layer, head=wanted.kind))
-    if head.kind not in KINDS:
-        raise ValueError(
-            f"a {head.kind} head does not draft in place in vLLM, these kinds do: "
-            f"{', '.join(KINDS)}; for the others vLLM has methods of its own, see docs/serving.md"
-        )
-    return decoder, head
+def _load_head(
+    target: Any, wanted: Exit, norm: nn.Module | None = None
+) -> tuple[Decoder, ExitHead]:
+    """`load_head` for vLLM's config of a target."""
+    return load_head(
+        target.model,
+        wanted,
+        dtype=target.dtype,
+        norm=norm,
+        revision=target.revision,
+        trust_remote_code=target.trust_remote_code,
+    )
 
 
 # The draft model
@@ -207,45 +152,7 @@ class EarlyExitModel(nn.Module):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Draft logits `[tokens, vocabulary]`; -inf for tokens that the head cannot draft."""
         logits = self._target[0].compute_logits(hidden)  # pyright: ignore[reportCallIssue]
-        ids = self.head.vocab_ids
-        drafted = logits if ids is None else logits[:, ids]
-        if isinstance(self.head, LoraHead):
-            drafted = drafted + self.head.adapt(hidden)
-        if ids is None:
-            return drafted
-        return torch.full_like(logits, float("-inf")).index_copy_(1, ids, drafted)
-
-
-class _Join(nn.Module):
-    """In the place of a final norm: hands on the residual stream as it is."""
-
-    def forward(self, hidden: Tensor, residual: Tensor | None = None) -> Any:
-        return hidden if residual is None else (hidden + residual, residual)
-
-
-def _body(model: nn.Module) -> nn.Module:
-    """The part of a causal LM of vLLM that owns the layers.
-
-    Raises:
-        ValueError: the model is built in another way.
-    """
-    for body in (getattr(model, name, None) for name in ("model", "transformer")):
-        if isinstance(body, nn.Module) and _layers_name(body) and _norm_name(body):
-            return body
-    raise ValueError(
-        f"{type(model).__name__} of vLLM has no list of decoder layers with a final norm behind "
-        "it, so its first layers cannot draft; serve an exported draft model instead"
-    )
-
-
-def _layers_name(body: nn.Module) -> str | None:
-    lists = [name for name, part in body.named_children() if isinstance(part, nn.ModuleList)]
-    return next((name for name in ("layers", "h") if name in lists), None)
-
-
-def _norm_name(body: nn.Module) -> str | None:
-    parts = dict(body.named_children())
-    return next((name for name in _FINAL_NORMS if name in parts), None)
+        return draft_logits(self.head, hidden, logits)
 
 
 def build_model(vllm_config: VllmConfig, target: nn.Module, device: torch.device) -> EarlyExitModel:
@@ -259,10 +166,12 @@ def build_model(vllm_config: VllmConfig, target: nn.Module, device: torch.device
     Raises:
         ValueError: the target is built in another way than as a list of layers.
     """
+    if hasattr(target, "get_language_model"):
+        target = target.get_language_model()  # pyright: ignore[reportCallIssue]
     wanted = Exit(**vllm_config.speculative_config.draft_model_config.hf_config.selfspec)
-    body = _body(target)
-    norm = getattr(body, _norm_name(body) or "")
-    decoder, head = load_head(vllm_config.model_config, wanted, norm)
+    body = body_of(target)
+    norm = getattr(body, norm_name(body) or "")
+    decoder, head = _load_head(vllm_config.model_config, wanted, norm)
     if head.layer is not None and not supports_eagle3(target):
         raise ValueError(
             f"a {head.kind} head reads hidden states that {type(target).__name__} of vLLM does not "
@@ -274,6 +183,16 @@ def build_model(vllm_config: VllmConfig, target: nn.Module, device: torch.device
     head.layer = None  # its weights are in `own`
     dtype = vllm_config.model_config.dtype
     return EarlyExitModel(target, head.to(device, dtype), shallow, own)
+
+
+def attention_layers(vllm_config: VllmConfig, model: EarlyExitModel) -> set[str]:
+    """Names of the attention layers that a draft model runs."""
+    layers = get_layers_from_vllm_config(
+        vllm_config,
+        AttentionLayerBase,  # pyright: ignore[reportArgumentType]
+    )
+    used = set(model.modules())
+    return {name for name, part in layers.items() if part in used}
 
 
 class _Builder:
@@ -292,7 +211,7 @@ class _Builder:
         for name in registered.keys() - before:  # these layers are replaced at once
             del registered[name]
         del experts[experts_before:]
-        layers = getattr(_body(self.target), _layers_name(_body(self.target)) or "")
+        layers = getattr(body_of(self.target), layers_name(body_of(self.target)) or "")
         return self._share(model, list(layers)[:exit_layer])
 
     def own(self, decoder: Decoder, head: ExitHead) -> nn.Module:
@@ -305,8 +224,8 @@ class _Builder:
         assert head.layer is not None
         weights = ((f"{root}.0.{name}", w) for name, w in head.layer.state_dict().items())
         model.load_weights(weights)  # pyright: ignore[reportCallIssue]
-        body = _body(model)
-        (layer,) = getattr(body, _layers_name(body) or "")
+        body = body_of(model)
+        (layer,) = getattr(body, layers_name(body) or "")
         process_weights_after_loading(layer, self.vllm_config.model_config, self.device)
         return self._share(model, [layer])
 
@@ -327,7 +246,7 @@ class _Builder:
 
     def _share(self, model: nn.Module, layers: list[nn.Module]) -> nn.Module:
         """Give a model the target's own parts around these layers, without a final norm."""
-        body, of_target = _body(model), _body(self.target)
+        body, of_target = body_of(model), body_of(self.target)
         for parts, source, kept in (
             (model, self.target, (body,)),
             (body, of_target, ()),
@@ -337,12 +256,60 @@ class _Builder:
                     setattr(parts, name, getattr(source, name))
             for name, buffer in list(source.named_buffers(recurse=False)):
                 setattr(parts, name, buffer)
-        setattr(body, _layers_name(of_target) or "", nn.ModuleList(layers))
-        setattr(body, _norm_name(of_target) or "", _Join())
+        setattr(body, layers_name(of_target) or "", nn.ModuleList(layers))
+        setattr(body, norm_name(of_target) or "", Join())
         return model
 
 
-# The proposer
+class Features:
+    """Features of verified tokens, for a head that reads those of the token before.
+
+    Attributes:
+        last: `[requests, hidden]` features of every request's last verified token; `None` for a
+            head that reads none.
+    """
+
+    last: Tensor | None = None
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+
+    def read(
+        self,
+        head: ExitHead,
+        streams: Mapping[int, Tensor],
+        starts: Tensor,
+        last: Tensor,
+        requests: Sequence[str],
+        slots: Tensor,
+    ) -> Tensor | None:
+        """Features `[tokens, hidden]` of the token before each token of the target's pass.
+
+        Args:
+            head: the head.
+            streams: `[tokens, hidden]` residual streams of the pass, by the layers below.
+            starts: `[requests]` index of every request's first token.
+            last: `[requests]` index of its last verified token.
+            requests: their ids.
+            slots: `[tokens]` slots of the pass; those whose keys must stay are taken out.
+        """
+        if not head.feature_layers:
+            return None
+        features = head.join([streams[layer] for layer in head.feature_layers])
+        features = features.to(streams[head.exit_layer].dtype)
+        # The features of a request's first token are those of a token of its last pass. The first
+        # draft of the last round has written the key with them; a request that was not in that
+        # round, or begins, has none.
+        before = torch.cat([torch.zeros_like(features[:1]), features[:-1]])
+        before[starts] = 0
+        self.last = features[last]
+        going_on = [request in self._seen for request in requests]
+        self._seen = set(requests)
+        slots[starts[torch.tensor(going_on, device=starts.device)]] = PADDING_SLOT_ID
+        return before
+
+
+# The proposer of the first model runner
 
 
 class EarlyExitProposer(DraftModelProposer):
@@ -360,8 +327,7 @@ class EarlyExitProposer(DraftModelProposer):
         self.supports_mm_inputs = False
         self._runner = runner
         self._rejected: Tensor | None = None
-        self._features: Tensor | None = None
-        self._seen: set[str] = set()
+        self._features = Features()
         streams = getattr(self.draft_model_config.hf_config, "eagle_aux_hidden_state_layer_ids", ())
         self._streams: tuple[int, ...] = tuple(streams)
         if streams:
@@ -369,16 +335,9 @@ class EarlyExitProposer(DraftModelProposer):
 
     def load_model(self, target_model: nn.Module) -> None:
         """Make the draft model of the target's own modules."""
-        if hasattr(target_model, "get_language_model"):
-            target_model = target_model.get_language_model()  # pyright: ignore[reportCallIssue]
         self.model = build_model(self.vllm_config, target_model, self.device)
         self.pass_hidden_states_to_model = bool(self.model.head.feature_layers)
-        layers = get_layers_from_vllm_config(
-            self.vllm_config,
-            AttentionLayerBase,  # pyright: ignore[reportArgumentType]
-        )
-        used = set(self.model.modules())
-        self._draft_attn_layer_names = {name for name, part in layers.items() if part in used}
+        self._draft_attn_layer_names = attention_layers(self.vllm_config, self.model)
 
     def model_returns_tuple(self) -> bool:
         """Whether the model also returns what is fed back."""
@@ -446,8 +405,8 @@ class EarlyExitProposer(DraftModelProposer):
         slots = torch.where(length < self.max_model_len, slots, PADDING_SLOT_ID)
         self.input_ids[:requests] = next_token_ids.int()
         self._set_positions(requests, length.clamp(max=self.max_model_len - 1).long())
-        if self._features is not None:
-            self.hidden_states[:requests] = self._features
+        if self._features.last is not None:
+            self.hidden_states[:requests] = self._features.last
         longest = cad.seq_lens_cpu_upper_bound
         metadata = cad.replace(
             query_start_loc=self.arange[: requests + 1],
@@ -472,23 +431,10 @@ class EarlyExitProposer(DraftModelProposer):
         head, count = self.model.head, cad.num_actual_tokens
         by_layer = dict(zip(self._streams, streams.chunk(len(self._streams), -1), strict=True))
         starts, ends = cad.query_start_loc[:-1].long(), cad.query_start_loc[1:].long() - 1
+        last = ends if self._rejected is None else ends - self._rejected.long()
         slots = cad.slot_mapping[:count].clone()
-        before: Tensor | None = None
-        if head.feature_layers:
-            features = head.join([by_layer[layer] for layer in head.feature_layers])
-            features = features.to(self.dtype)
-            # The features of a token are those of the token before. For the first token of this
-            # pass, the first draft of the last round has written the key with these features; a
-            # request that was not in that round, or begins, has none.
-            before = torch.cat([torch.zeros_like(features[:1]), features[:-1]])
-            before[starts] = 0
-            last = ends if self._rejected is None else ends - self._rejected.long()
-            self._features = features[last]
-            requests = self._runner.input_batch.req_ids
-            going_on = [request in self._seen for request in requests]
-            self._seen = set(requests)
-            skipped = starts[torch.tensor(going_on, device=starts.device)]
-            slots[skipped] = PADDING_SLOT_ID
+        requests = self._runner.input_batch.req_ids
+        before = self._features.read(head, by_layer, starts, last, requests, slots)
         _, metadata = self.build_per_group_and_layer_attn_metadata(cad.replace(slot_mapping=slots))
         mode, padded, across = self._determine_batch_execution_and_padding(count)
         self._set_positions(count, positions)

@@ -65,9 +65,11 @@ def assisted(prompts, folder):
 def counted_as_vllm_does(spec, prompts, new_tokens, drafts, **draft):
     """Tokens, drafts, and drafts accepted at each position, in rounds of the full number.
 
-    An engine drafts and counts the full number even where fewer tokens are left to write.
+    An engine drafts and counts the full number even where fewer tokens are left to write, and where
+    a text ends before its last draft.
     """
     texts, drafted, accepted = [], 0, [0] * drafts
+    end = spec.model.generation_config.eos_token_id
     for prompt in prompts:
         output = spec.generate(
             torch.tensor([prompt]),
@@ -76,10 +78,11 @@ def counted_as_vllm_does(spec, prompts, new_tokens, drafts, **draft):
             do_sample=False,
             eos_token_id=None,
         )
-        texts.append(output[0, len(prompt) :][:new_tokens].tolist())
+        text = output[0, len(prompt) :][:new_tokens].tolist()
+        texts.append(text[: text.index(end) + 1] if end in text else text)
         written = 0
         for round_ in spec.last_trace.rows[0]:
-            if written >= new_tokens:
+            if written >= len(texts[-1]):
                 break
             drafted += len(round_.drafted)
             accepted = [n + (at < round_.accepted) for at, n in enumerate(accepted)]

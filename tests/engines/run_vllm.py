@@ -2,12 +2,14 @@
 
     python run_vllm.py FOLDER DRAFT_MODEL NUM_DRAFTS PROMPTS_JSON [SAMPLING_JSON]
 
-`DRAFT_MODEL` "" is the target alone.
+`DRAFT_MODEL` "" is the target alone. With VLLM_USE_V2_MODEL_RUNNER=1 the second model runner does
+it, whose Triton kernels are interpreted.
 """
 
 import json
 import os
 import sys
+from types import SimpleNamespace
 
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # so that the draft model can be looked at
@@ -16,18 +18,24 @@ os.environ |= {
 }
 
 
+def interpret_triton() -> None:
+    """Let vLLM find a Triton for the CPU: its interpreter."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    from triton.backends import backends
+
+    backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
+
+
 def main(folder: str, draft_model: str, drafts: str, prompts: str, sampling: str = "{}") -> None:
     """Write tokens, counts, KV blocks and the parameters that the draft model adds."""
+    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
+        interpret_triton()
     from vllm import LLM, SamplingParams
 
     options = {"temperature": 0, "max_tokens": 32, "ignore_eos": True, "detokenize": False}
     options |= json.loads(sampling)
-    speculative = {
-        "method": "draft_model",
-        "model": draft_model,
-        "num_speculative_tokens": int(drafts),
-        "draft_sample_method": options.pop("draft_sample_method", "greedy"),
-    }
+    speculative = {"method": "draft_model", "model": draft_model}
+    speculative |= {"num_speculative_tokens": int(drafts), **options.pop("speculative", {})}
     llm = LLM(
         model=folder,
         dtype="float32",
@@ -45,7 +53,8 @@ def main(folder: str, draft_model: str, drafts: str, prompts: str, sampling: str
     engine = llm.llm_engine
     runner = engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     own = {id(parameter) for parameter in runner.model.parameters()}
-    drafter = getattr(getattr(runner, "drafter", None), "model", None)
+    drafter = getattr(runner, "drafter", getattr(runner, "speculator", None))
+    drafter = getattr(drafter, "model", None)
     added = [p for p in drafter.parameters() if id(p) not in own] if drafter else []
     shared = {parameter.data_ptr() for parameter in runner.model.parameters()}
     answer = {

@@ -5,9 +5,12 @@ twice. Tiny targets run in a process of their own (`run_vllm.py`), the demo targ
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.request import Request, urlopen
 
@@ -99,7 +102,7 @@ def counter(address, name):
 
 
 def test_requests_of_many_sorts_at_once(prompts, plain):
-    """Stop strings, lengths, penalties and streams, each as without drafts."""
+    """Stop strings, lengths, penalties and streams in one batch, each as without drafts."""
     odd = [
         {"max_tokens": 5},
         {"stop": [" the"]},
@@ -110,8 +113,9 @@ def test_requests_of_many_sorts_at_once(prompts, plain):
     ]
     answers = []
     for command in (f"vllm serve {DEMO_MODEL}", line("selfspec:")):
-        with serving(command) as address:
-            answers.append([completed(address, prompts[at], more) for at, more in enumerate(odd)])
+        with serving(command) as address, ThreadPoolExecutor(len(odd)) as pool:
+            asked_at_once = pool.map(completed, [address] * len(odd), prompts, odd)
+            answers.append(list(asked_at_once))
     assert answers[0] == answers[1]
     assert len(set(answers[0])) == len(odd)
 
@@ -131,11 +135,12 @@ def completed(address, prompt, more):
 # Tiny targets
 
 
-def run(folder, draft_model, prompts=PROMPTS, drafts=3, **sampling):
+def run(folder, draft_model, prompts=PROMPTS, drafts=3, *, runner=1, **sampling):
     """What `run_vllm.py` prints."""
     words = [str(folder), draft_model, str(drafts), json.dumps(prompts), json.dumps(sampling)]
     command = [sys.executable, str(SCRIPT), *words]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    chosen = {**os.environ, "VLLM_USE_V2_MODEL_RUNNER": str(runner - 1)}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=900, env=chosen)
     results = re.findall(r"^RESULT (.*)$", ended.stdout, re.MULTILINE)
     assert results, ended.stderr[-3000:]
     return json.loads(results[0])
@@ -170,28 +175,62 @@ def test_every_architecture(name, tmp_path):
     assert drafted["added"] == 0
 
 
-@pytest.mark.parametrize("trimmed", [False, True], ids=["whole", "trimmed"])
-@pytest.mark.parametrize(
-    ("kind", "exit_layer"),
-    [("shared", 1), ("lens", 2), ("lora", 2), ("block", 2), ("fused", 0), ("fused", 1)],
-)
-def test_every_kind_of_head(kind, exit_layer, trimmed, tmp_path):
-    folder = family("qwen3", tmp_path / "target", loud=min(exit_layer, DEPTH // 2))
+def with_head(kind, exit_layer, tmp_path, trimmed=False, name="qwen3"):
+    """A target, a head for it, the draft model that names it, and what selfspec writes with it."""
+    folder = family(name, tmp_path / "target", loud=min(exit_layer, DEPTH // 2))
     spec = SelfSpecModel.from_pretrained(folder, dtype=torch.float32)
     decoder = spec.engine.decoder
     head = own_head(decoder, kind, exit_layer, trimmed=trimmed, noise=0.02)
     save_heads([head], decoder, tmp_path / "heads")
     spec = SelfSpecModel.from_pretrained(folder, tmp_path / "heads", dtype=torch.float32)
     own = counted_as_vllm_does(spec, PROMPTS, 32, 3, exit_layer=exit_layer, head=kind)
-    alone, drafted = run(folder, ""), run(folder, f"selfspec:{tmp_path / 'heads'}")
+    assert sum(own.accepted_at) > 0
+    return folder, head, f"selfspec:{tmp_path / 'heads'}", own
+
+
+@pytest.mark.parametrize("trimmed", [False, True], ids=["whole", "trimmed"])
+@pytest.mark.parametrize(
+    ("kind", "exit_layer"),
+    [("shared", 1), ("lens", 2), ("lora", 2), ("block", 2), ("fused", 0), ("fused", 1)],
+)
+def test_every_kind_of_head(kind, exit_layer, trimmed, tmp_path):
+    folder, head, draft_model, own = with_head(kind, exit_layer, tmp_path, trimmed)
+    alone, drafted = run(folder, ""), run(folder, draft_model)
     assert drafted["tokens"] == alone["tokens"] == own.tokens
     assert drafted["drafted"] == own.drafted
     assert drafted["accepted_at"] == own.accepted_at
-    assert sum(own.accepted_at) > 0
     layers = DEPTH if head.layer is None else DEPTH + 1
     assert drafted["blocks"] == alone["blocks"] * DEPTH // layers
     if head.layer is None:  # on a CPU, vLLM keeps the weights of a layer in a form of its own
         assert drafted["added"] == sum(weight.numel() for weight in head.parameters())
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="no Triton, which this runner needs")
+@pytest.mark.parametrize(
+    ("kind", "exit_layer"), [("shared", 1), ("lora", 2), ("block", 2), ("fused", 0), ("fused", 1)]
+)
+def test_the_second_model_runner_drafts_the_same(kind, exit_layer, tmp_path):
+    """On a CPU, with its Triton kernels interpreted."""
+    folder, head, draft_model, own = with_head(kind, exit_layer, tmp_path)
+    drafted = run(folder, draft_model, runner=2)
+    assert drafted["tokens"] == own.tokens
+    assert drafted["drafted"] == own.drafted
+    assert drafted["accepted_at"] == own.accepted_at
+    assert head.layer is not None or drafted["added"] == sum(w.numel() for w in head.parameters())
+
+
+def test_fewer_drafts_under_load(tmp_path):
+    """By vLLM's schedule: inclusive ranges of requests, and drafts for each."""
+    schedule = {"num_speculative_tokens_per_batch_size": [[1, 2, 3], [3, 8, 1]]}
+    folder = family("qwen3", tmp_path)
+    alone, always = run(folder, ""), run(folder, "selfspec:@2")
+    scheduled = run(folder, "selfspec:@2", speculative=schedule)
+    assert alone["tokens"] == always["tokens"] == scheduled["tokens"]
+    rounds = 3 * 32 - sum(scheduled["accepted_at"])
+    assert scheduled["drafted"] < 2 * rounds
+    one = run(folder, "selfspec:@2", PROMPTS[:1], speculative=schedule)
+    assert one["tokens"] == alone["tokens"][:1]
+    assert one["drafted"] % 3 == 0 < one["accepted_at"][2]
 
 
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
@@ -202,9 +241,8 @@ def test_sampled_tokens_follow_the_target(method, tmp_path):
     model.save_pretrained(tmp_path)
     warped = {"temperature": 1.2, "top_k": 0}
     requests = [[7, 7, 1]] * 6000
-    written = run(
-        tmp_path, "selfspec:@2", requests, 2, max_tokens=4, draft_sample_method=method, **warped
-    )
+    drawn = {"draft_sample_method": method}
+    written = run(tmp_path, "selfspec:@2", requests, 2, max_tokens=4, speculative=drawn, **warped)
     assert 0.2 < sum(written["accepted_at"]) / written["drafted"] < 0.97
     cells = torch.tensor(written["tokens"]) @ 12 ** torch.arange(3, -1, -1)
     counts = torch.bincount(cells, minlength=12**4).double().view([12] * 4)
@@ -229,6 +267,11 @@ def test_a_mistake_is_told_at_the_start(draft_model, says, tmp_path):
     tiny_llama("sometimes", dtype=torch.float32, hidden_size=128).save_pretrained(tmp_path)
     with pytest.raises((ValueError, FileNotFoundError), match=says):
         configured(tmp_path, draft_model)
+
+
+def test_a_head_that_vllm_has_a_method_for_is_refused():
+    with pytest.raises(ValueError, match="of the kind eagle3 do not draft in place"):
+        configured(DEMO_MODEL, "selfspec:@eagle3:0")
 
 
 def test_heads_of_the_same_shape_and_other_weights_are_refused(tmp_path):

@@ -1,8 +1,8 @@
 """Text to blocks of tokens."""
 
-from training.data.blocks import Batch, Blocks, collate, pack
-from training.data.mixture import Mixture
-from training.data.sources import Document, SourceConfig, read_texts, tokenize
+from .blocks import Batch, Blocks, collate, pack
+from .mixture import Mixture
+from .sources import Document, SourceConfig, read_texts, tokenize
 
 __all__ = [
     "Batch",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from training.data.sources import Document
+from .sources import Document
 
 
 @dataclass
@@ -80,6 +80,14 @@ class Blocks:
         return Batch(
             self.tokens[None, cut].long(), self.documents[None, cut], self.trained[None, cut]
         )
+
+    def split(self, count: int) -> tuple[Blocks, Blocks]:
+        """The first blocks and the last `count`."""
+        place = (len(self) - count) * self.block_size
+        return self._cut(slice(place)), self._cut(slice(place, None))
+
+    def _cut(self, part: slice) -> Blocks:
+        return Blocks(self.tokens[part], self.documents[part], self.trained[part], self.block_size)
 
 
 def pack(documents: Iterable[Document], block_size: int, source: str) -> Blocks:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from training.data.blocks import Batch, Blocks, collate, pack
-from training.data.sources import SourceConfig, tokenize
+from .blocks import Batch, Blocks, collate, pack
+from .sources import SourceConfig, tokenize
 
 
 class Mixture:
@@ -45,6 +46,22 @@ class Mixture:
         """
         blocks = [pack(tokenize(source, tokenizer), block_size, source.name) for source in sources]
         return cls(blocks, [source.weight for source in sources], seed)
+
+    def without_ends(self, share: float) -> tuple[Mixture, list[Blocks]]:
+        """The mixture without the last blocks of every source, and those blocks.
+
+        Raises:
+            ValueError: a source has a single block.
+        """
+        small = next((blocks for blocks in self.sources if len(blocks) < 2), None)
+        if small is not None:
+            raise ValueError(
+                f"a source has {len(small)} block of {small.block_size} tokens, so that none can "
+                "be held out; give more text, a smaller block_size, or held_out"
+            )
+        parts = [blocks.split(math.ceil(share * len(blocks))) for blocks in self.sources]
+        kept, ends = zip(*parts, strict=True)
+        return Mixture(kept, self.shares.tolist(), self.seed), list(ends)
 
     @property
     def tokens(self) -> int:

@@ -10,8 +10,9 @@ from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
 from selfspec.config import StrictConfig
-from training.data import SourceConfig, read_texts
-from training.data.sources import is_chat, read_chats, render_chat
+
+from . import SourceConfig, read_texts
+from .sources import is_chat, read_chats, render_chat
 
 _WINDOW = 16  # batches among which prompts are sorted by length
 

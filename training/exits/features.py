@@ -23,10 +23,11 @@ from selfspec.decoder import Decoder, Packing
 from selfspec.heads import ExitHead
 from selfspec.heads.files import replacing
 from selfspec.heads.teacher_forcing import TargetStates, target_states
-from training.data import Batch, Blocks, collate
-from training.loop.checkpoint import changes, digest, read_facts, target_facts, write_facts
-from training.loop.metrics import Display
-from training.loop.parallel import processes
+
+from ..data import Batch, Blocks, collate
+from ..loop.checkpoint import changes, digest, read_facts, target_facts, write_facts
+from ..loop.metrics import Display
+from ..loop.parallel import processes
 
 MANIFEST_NAME = "features.json"
 _FORMAT = 1

@@ -16,13 +16,14 @@ from selfspec.config import StrictConfig
 from selfspec.decoder import Decoder
 from selfspec.heads import CARD_NAME, ExitHead, heads_card, load_heads, save_heads
 from selfspec.heads.hub import DEMO
-from training.data import Blocks, SourceConfig, pack, tokenize
-from training.exits.features import FeaturesConfig
-from training.exits.measure import MeasureConfig
-from training.exits.task import DraftLossConfig, HeadConfig, new_head
-from training.loop.checkpoint import write_folder
-from training.loop.loop import LoopConfig
-from training.loop.optim import OptimizerConfig
+
+from ..data import Blocks, Mixture, SourceConfig, pack, tokenize
+from ..loop.checkpoint import write_folder
+from ..loop.loop import LoopConfig
+from ..loop.optim import OptimizerConfig
+from .features import FeaturesConfig
+from .measure import MeasureConfig
+from .task import DraftLossConfig, HeadConfig, new_head
 
 FIT_NAME = "fit.yaml"
 
@@ -43,6 +44,7 @@ class FitConfig(StrictConfig):
         optimizer: the optimizer.
         loop: length, batches and checkpoints.
         held_out: text for calibration and figures, by domain; never trained on.
+        held_out_share: without such text, the share of every source, at its end, that is held out.
         measure: what is measured on it.
     """
 
@@ -56,7 +58,8 @@ class FitConfig(StrictConfig):
     loss: DraftLossConfig = DraftLossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     loop: LoopConfig = LoopConfig()
-    held_out: dict[str, SourceConfig] = Field(min_length=1)
+    held_out: dict[str, SourceConfig] = Field(default_factory=dict)
+    held_out_share: float = Field(default=0.05, gt=0, lt=1)
     measure: MeasureConfig = MeasureConfig()
 
     @field_validator("heads")
@@ -92,13 +95,31 @@ class FitConfig(StrictConfig):
         total = sum(source.weight for source in self.data)
         return [f"{source.name} ({source.weight / total:.0%})" for source in self.data]
 
+    @property
+    def code(self) -> str:
+        """The line of Python that loads the heads."""
+        target = "selfspec.DEMO_MODEL" if self.target == DEMO else repr(self.target)
+        arguments = f"{target}, heads={str(self.folder)!r}"
+        return f"import selfspec; spec = selfspec.SelfSpecModel.from_pretrained({arguments})"
+
     def load_target(self) -> tuple[SelfSpecModel, PreTrainedTokenizerBase]:
         """The frozen target in float32, without heads, and its tokenizer."""
         model = AutoModelForCausalLM.from_pretrained(self.source, dtype=torch.float32)
         return SelfSpecModel(model.eval()), AutoTokenizer.from_pretrained(self.source)
 
+    def read_text(self, tokenizer: PreTrainedTokenizerBase) -> tuple[Mixture, dict[str, Blocks]]:
+        """The training text, and the held-out blocks of each domain."""
+        data = Mixture.read(self.data, tokenizer, self.block_size, self.loop.seed)
+        if self.held_out:
+            return data, self.read_held_out(tokenizer)
+        data, ends = data.without_ends(self.held_out_share)
+        names = ["held out"] if len(ends) == 1 else [f"source {n + 1}" for n in range(len(ends))]
+        return data, dict(zip(names, ends, strict=True))
+
     def read_held_out(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Blocks]:
         """The held-out blocks of each domain."""
+        if not self.held_out:
+            return self.read_text(tokenizer)[1]
         return {
             name: pack(tokenize(source, tokenizer), self.block_size, source.name)
             for name, source in self.held_out.items()
@@ -111,7 +132,7 @@ def go_on_from(heads: Sequence[ExitHead], decoder: Decoder, folder: str) -> None
     Raises:
         FileNotFoundError: there are no heads.
         ValueError: they were fitted to another target, none of them is among `heads`, or one has
-            other options or a trimmed vocabulary.
+            other options (a mask may be new) or a trimmed vocabulary.
     """
     saved = {(head.kind, head.exit_layer): head for head in load_heads(decoder, folder)}
     known = [head for head in heads if (head.kind, head.exit_layer) in saved]
@@ -119,14 +140,16 @@ def go_on_from(heads: Sequence[ExitHead], decoder: Decoder, folder: str) -> None
         raise ValueError(f"start: none of the heads to fit is among {sorted(saved)} in {folder}")
     for head in known:
         before = saved[head.kind, head.exit_layer]
-        if before.vocab_ids is not None or before.options != head.options:
+        new = {} if before.mask or not head.mask else head.mask.options
+        if before.vocab_ids is not None or before.options | new != head.options:
             raise ValueError(
                 f"start: {folder} has {head.kind}@{head.exit_layer} with options {before.options}"
                 f"{' and a trimmed vocabulary' if before.vocab_ids is not None else ''}; a fit "
                 f"goes on from the same options ({head.options}) and all tokens"
             )
-        weights = before.state_dict()
-        head.load_state_dict({name: weights[name] for name in head.state_dict()})
+        known_weights = before.state_dict()
+        weights = {name: known_weights.get(name, own) for name, own in head.state_dict().items()}
+        head.load_state_dict(weights)
 
 
 def write_heads(

@@ -16,10 +16,11 @@ from selfspec import SelfSpecModel
 from selfspec.config import DraftConfig, StrictConfig
 from selfspec.decoder import Decoder
 from selfspec.heads import ExitHead
-from training.data import Blocks
-from training.exits.calibrate import Bin, Calibration, calibration, fit_calibrator
-from training.exits.report import ExitFigures
-from training.exits.task import Drafts, HeldOutDrafts
+
+from ..data import Blocks
+from .calibrate import Bin, Calibration, calibration, fit_calibrator
+from .report import ExitFigures
+from .task import Drafts, HeldOutDrafts
 
 
 def take_prompts(blocks: Blocks, count: int, tokens: int) -> list[Tensor]:

@@ -1,7 +1,8 @@
-"""Reports of a fit: JSON and plots."""
+"""Reports of a fit: JSON, and a page with plots."""
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from selfspec.display.report import HTMLReport
 from selfspec.heads.files import replacing
-from training.exits.calibrate import Bin
+
+from .calibrate import Bin
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,45 +31,48 @@ _MARKERS = "osD^vP"
 _READABLE = 60
 
 
-def write_plots(
-    folder: Path,
-    figures: Sequence[ExitFigures],
+def draw_plots(
+    figures: Mapping[str, Sequence[ExitFigures]],
     history: Sequence[Mapping[str, Any]],
     reliability: Mapping[str, Sequence[Bin]],
-) -> list[Path]:
-    """Write the plots as PNG files, and return them.
+) -> Iterator[tuple[str, bytes]]:
+    """The plots that there is something to show in, as PNG.
 
     Args:
-        folder: their folder.
-        figures: figures of each exit.
+        figures: figures of each exit, by domain.
         history: entries of `metrics.jsonl`; every value with "loss" in its name is a curve.
         reliability: bins of each exit's calibrator, by the exit's name.
+
+    Yields:
+        What a plot shows, and its bytes.
 
     Raises:
         ImportError: matplotlib is missing.
     """
+    for domain, exits in figures.items():
+        if len({exit.exit_layer for exit in exits}) > 1:
+            yield _drawn(f"Acceptance of the first drafted token: {domain}", _draw_by_exit, exits)
+        if exits:
+            yield _drawn(f"Acceptance along the draft: {domain}", _draw_by_depth, exits)
+    if curves := _loss_curves(history):
+        yield _drawn("Loss", _draw_losses, curves)
+    if reliability:
+        yield _drawn("Reliability of the calibrators", _draw_reliability, reliability)
+
+
+def _drawn(title: str, draw: Callable[[Figure, Any], None], content: Any) -> tuple[str, bytes]:
     # Not pyplot, which would keep every figure in memory.
     from matplotlib.figure import Figure
 
-    plots: list[tuple[str, Any, Callable[[Figure, Any], None]]] = [
-        ("acceptance_by_exit", figures, _draw_by_exit),
-        ("acceptance_by_depth", figures, _draw_by_depth),
-        ("loss", _loss_curves(history), _draw_losses),
-        ("reliability", reliability, _draw_reliability),
-    ]
-    files: list[Path] = []
-    for name, content, draw in plots:
-        if content:
-            sheet = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
-            draw(sheet, content)
-            files.append(folder / f"{name}.png")
-            with replacing(files[-1]) as scratch:
-                sheet.savefig(scratch, format="png")
-    return files
+    sheet, file = Figure(figsize=(7, 4), dpi=150, layout="constrained"), io.BytesIO()
+    sheet.suptitle(title)
+    draw(sheet, content)
+    sheet.savefig(file, format="png")
+    return title, file.getvalue()
 
 
 def _draw_by_exit(sheet: Figure, figures: Sequence[ExitFigures]) -> None:
-    axes = _axes(sheet, "Acceptance of the first drafted token, on held-out text")
+    axes = _axes(sheet)
     kinds = dict.fromkeys(exit.kind for exit in figures)
     for kind, style in _styled(kinds):
         exits = sorted((e for e in figures if e.kind == kind), key=lambda e: e.exit_layer)
@@ -79,7 +85,7 @@ def _draw_by_exit(sheet: Figure, figures: Sequence[ExitFigures]) -> None:
 
 
 def _draw_by_depth(sheet: Figure, figures: Sequence[ExitFigures]) -> None:
-    axes = _axes(sheet, "Acceptance along the draft, on held-out text")
+    axes = _axes(sheet)
     for exit, (_, style) in zip(figures, _styled(figures), strict=True):
         _draw_pair(axes, range(1, len(exit.alpha) + 1), exit.alpha, exit.agreement, style)
     axes.set(xlabel="drafted token")
@@ -88,7 +94,7 @@ def _draw_by_depth(sheet: Figure, figures: Sequence[ExitFigures]) -> None:
 
 
 def _draw_losses(sheet: Figure, curves: Mapping[str, tuple[list[int], list[float]]]) -> None:
-    axes = _axes(sheet, "Loss")
+    axes = _axes(sheet)
     for name, style in _styled(curves):
         steps, values = curves[name]
         colour, window = style["color"], -(-len(values) // _READABLE)
@@ -103,8 +109,8 @@ def _draw_losses(sheet: Figure, curves: Mapping[str, tuple[list[int], list[float
 
 
 def _draw_reliability(sheet: Figure, reliability: Mapping[str, Sequence[Bin]]) -> None:
-    axes = _axes(sheet, "Reliability, on drafts not fitted to", (1, 2, 1))
-    shares = _axes(sheet, "How often each was predicted", (1, 2, 2))
+    axes = _axes(sheet, (1, 2, 1), "on drafts not fitted to")
+    shares = _axes(sheet, (1, 2, 2), "how often each was predicted")
     axes.plot([0, 1], [0, 1], color="0.6", linestyle=":", label="perfect")
     for name, style in _styled(reliability):
         bins = reliability[name]
@@ -118,7 +124,7 @@ def _draw_reliability(sheet: Figure, reliability: Mapping[str, Sequence[Bin]]) -
     sheet.legend(loc="outside lower center", ncols=4, frameon=False)
 
 
-def _axes(sheet: Figure, title: str, place: tuple[int, int, int] = (1, 1, 1)) -> Axes:
+def _axes(sheet: Figure, place: tuple[int, int, int] = (1, 1, 1), title: str = "") -> Axes:
     axes = sheet.add_subplot(*place)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
@@ -161,13 +167,15 @@ def _finish_acceptance(
 def _loss_curves(
     history: Sequence[Mapping[str, Any]],
 ) -> dict[str, tuple[list[int], list[float]]]:
-    """Steps and values of everything that has "loss" in its name."""
+    """Steps and values of everything that has "loss" in its name; of equal curves the first."""
     names = dict.fromkeys(name for entry in history for name in entry if "loss" in name)
-    found = {name: [entry for entry in history if name in entry] for name in names}
-    return {
-        name: ([entry["step"] for entry in entries], [entry[name] for entry in entries])
-        for name, entries in found.items()
-    }
+    curves: dict[str, tuple[list[int], list[float]]] = {}
+    for name in names:
+        points = [(entry["step"], entry[name]) for entry in history if name in entry]
+        curve = [step for step, _ in points], [value for _, value in points]
+        if curve not in curves.values():  # the loss of a single head is the whole loss
+            curves[name] = curve
+    return curves
 
 
 def _running_mean(values: Sequence[float], window: int) -> list[float]:
@@ -177,7 +185,14 @@ def _running_mean(values: Sequence[float], window: int) -> list[float]:
     return [(sums[stop] - sums[start]) / (stop - start) for start, stop in spans]
 
 
-REPORT_NAME = "report.json"
+REPORT_NAME, PAGE_NAME = "report.json", "report.html"
+_NOTES = (
+    "agreement: how often the head's most likely token is the model's; α: the probability that a "
+    "draft sampled at temperature 1 is accepted; both at the first → last depth of a draft. "
+    "tokens: of a round, with the one that the model adds. speedup: of greedy decoding over plain "
+    "decoding, predicted from agreement and measured times. ECE: expected calibration error of the "
+    "predicted acceptance."
+)
 
 
 @dataclass(frozen=True)
@@ -223,6 +238,9 @@ class ExitFigures:
         return asdict(self)
 
 
+_CAPTION = "agreement, α: first→last draft depth; tokens: a round"
+
+
 def figures_table(figures: Sequence[ExitFigures], title: str | None = None) -> Table:
     """One line per exit; acceptance at the first and the last draft depth.
 
@@ -230,15 +248,22 @@ def figures_table(figures: Sequence[ExitFigures], title: str | None = None) -> T
         figures: the exits, in the order of the lines.
         title: title of the table.
     """
-    modes = list(dict.fromkeys(mode for exit in figures for mode in exit.accepted_length))
-    caption = "agreement, α: first→last draft depth; tokens: a round" if modes else None
-    table = Table(title=title, caption=caption)
-    table.add_column("head", style="bold")
-    names = ["exit", "agreement", "α", *(f"tokens\n{m}" for m in modes), "speedup", "ECE"]
-    for name in names:
+    columns, rows = _cells(figures)
+    table = Table(title=title, caption=_CAPTION if len(columns) > 6 else None)
+    table.add_column(columns[0], style="bold")
+    for name in columns[1:]:
         table.add_column(name, justify="right")
-    for exit in figures:
-        table.add_row(
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _cells(figures: Sequence[ExitFigures]) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows; modes of decoding have columns if there are any."""
+    modes = list(dict.fromkeys(mode for exit in figures for mode in exit.accepted_length))
+    columns = ["head", "exit", "agreement", "α", *(f"tokens\n{m}" for m in modes)]
+    rows = [
+        [
             exit.kind,
             str(exit.exit_layer),
             _first_to_last(exit.agreement),
@@ -246,8 +271,10 @@ def figures_table(figures: Sequence[ExitFigures], title: str | None = None) -> T
             *(_number(exit.accepted_length.get(mode), ".2f") for mode in modes),
             _number(exit.predicted_speedup, ".2f", "×"),
             _number(exit.ece, ".3f"),
-        )
-    return table
+        ]
+        for exit in figures
+    ]
+    return [*columns, "speedup", "ECE"], rows
 
 
 def _first_to_last(values: Sequence[float]) -> str:
@@ -261,36 +288,45 @@ def _number(value: float | None, form: str, unit: str = "") -> str:
 
 def write_report(
     folder: Path,
-    figures: Sequence[ExitFigures],
+    figures: Mapping[str, Sequence[ExitFigures]],
     history: Sequence[Mapping[str, Any]] = (),
     reliability: Mapping[str, Sequence[Bin]] | None = None,
+    facts: Mapping[str, Any] | None = None,
     say: Callable[[str], object] | None = None,
 ) -> list[Path]:
-    """Write `report.json` and, if matplotlib is installed, plots.
+    """Write `report.json` and `report.html`, which has plots if matplotlib is installed.
 
     Args:
         folder: created if it does not exist.
-        figures: figures of each exit.
+        figures: figures of each exit, by domain.
         history: entries of the run's `metrics.jsonl`, each with its step.
         reliability: bins of each exit's calibrator, by the exit's name.
+        facts: what the page tells of the fit at its top.
         say: receives the message that plots need matplotlib; `None` prints it.
 
     Returns:
-        The files, `report.json` first.
+        The files.
     """
     folder.mkdir(parents=True, exist_ok=True)
     bins = reliability or {}
     content = {
-        "exits": [exit.to_dict() for exit in figures],
+        "domains": {name: [exit.to_dict() for exit in some] for name, some in figures.items()},
         "reliability": {name: [b._asdict() for b in some] for name, some in bins.items()},
     }
     report = folder / REPORT_NAME
     with replacing(report) as scratch:
         scratch.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    page = HTMLReport("Fit of exit heads")
+    page.facts(facts or {})
+    for domain, exits in figures.items():
+        page.heading(f"Held-out text: {domain}")
+        page.table(*_cells(exits))
+    page.text(_NOTES)
     try:
-        return [report, *write_plots(folder, figures, history, bins)]
+        for shows, png in draw_plots(figures, history, bins):
+            page.picture(png, shows)
     except ImportError:
-        (say or Console().print)(
-            "plots were left out: they need matplotlib (pip install matplotlib)"
-        )
-        return [report]
+        message = "plots were left out: they need matplotlib (pip install matplotlib)"
+        page.text(message)
+        (say or Console().print)(message)
+    return [report, page.write(folder / PAGE_NAME)]

@@ -14,11 +14,17 @@ from typing_extensions import Self
 from selfspec.config import StrictConfig
 from selfspec.decoder import Decoder
 from selfspec.heads import Calibrator, ExitHead, build_head, check_distinct, head_class
-from selfspec.heads.teacher_forcing import TargetStates, draft_states, runs_targets_layer
-from training.data import Batch, Blocks, collate
-from training.exits.features import Reader, TargetReader, streams_of
-from training.exits.losses import NO_TOKEN, LossSchedule, acceptance_rate, agreement, draft_losses
-from training.loop.loop import Task
+from selfspec.heads.teacher_forcing import (
+    TargetStates,
+    draft_states,
+    is_unrolled,
+    runs_targets_layer,
+)
+
+from ..data import Batch, Blocks, collate
+from ..loop.loop import Task
+from .features import Reader, TargetReader, streams_of
+from .losses import NO_TOKEN, LossSchedule, acceptance_rate, agreement, draft_losses
 
 
 class Lesson(NamedTuple):
@@ -45,18 +51,28 @@ class Lesson(NamedTuple):
         return cls(reading, learned, target_logits, batch.targets[learned])
 
     def drafts(
-        self, decoder: Decoder, head: ExitHead, depths: int
+        self, decoder: Decoder, head: ExitHead, depths: int, share: float = 1.0
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """A head's drafts at these positions, by depth; one depth if it is not unrolled.
 
+        Args:
+            decoder: the target.
+            head: the exit head.
+            depths: number of depths.
+            share: of the positions at one depth that are looked at at the next, by chance.
+
         Yields:
-            Draft logits `[n, head's vocabulary]`, and `[n]` whether they are valid: the document
-            must have as many tokens before the position as the draft is deep.
+            Draft logits `[m, head's vocabulary]`, and `[n]` which positions they belong to: those
+            whose document has as many tokens before them as the draft is deep.
         """
+        tokens = self.reading.tokens[self.learned]
         positions = self.reading.packing.positions[self.learned]
         for depth, state in enumerate(draft_states(decoder, head, self.reading, depths)):
-            known = positions >= depth + head.skips_first
-            yield head.logits(decoder, state[self.learned][None], depth)[0], known
+            there = positions >= depth + head.skips_first
+            if share < 1 and depth:
+                there &= torch.rand(there.shape, device=there.device) < share**depth
+            state = state[self.learned][there][None]
+            yield head.draft_logits(decoder, state, depth, tokens[there][None])[0], there
 
 
 @dataclass
@@ -158,7 +174,7 @@ class HeldOutDrafts:
     def _look(self, lesson: Lesson, head: ExitHead, with_features: bool) -> Iterator[_Seen]:
         drafts = lesson.drafts(self.decoder, head, self.depths)
         for depth, (logits, there) in enumerate(drafts):
-            target_logits, logits = lesson.target_logits[there], logits[there]
+            target_logits = lesson.target_logits[there]
             features = Calibrator.features(logits, depth) if with_features else logits[:, :0]
             yield _Seen(
                 agreement(target_logits, logits, head.vocab_ids).float().cpu(),
@@ -218,13 +234,16 @@ class DraftLossConfig(StrictConfig):
 
     Attributes:
         schedule: which loss is used when.
-        depths: unrolled draft steps, for heads that use their own output.
+        depths: unrolled draft steps, for heads that use their own output or masks.
         depth_weights: weight of each depth; empty for equal weights.
+        share: of the positions at one depth that are trained at the next, chosen by chance, as in
+            P-EAGLE; less than 1 saves memory and time.
     """
 
     schedule: LossSchedule = LossSchedule()
     depths: int = Field(default=1, ge=1)
     depth_weights: list[float] = Field(default_factory=list)
+    share: float = Field(default=1.0, gt=0, le=1)
 
     @model_validator(mode="after")
     def _one_weight_a_depth(self) -> Self:
@@ -358,15 +377,16 @@ class ExitTask(Task):
 
     def _loss(self, head: ExitHead, lesson: Lesson, names: Mapping[str, float]) -> Tensor:
         """The loss of one head, summed over positions; `names` are the losses and their weights."""
-        weights = self.config.weights[: head.longest] if head.feature_layers else [1.0]
-        drafts = lesson.drafts(self.decoder, head, len(weights))
+        weights = self.config.weights[: head.longest] if is_unrolled(head) else [1.0]
+        share = self.config.share
+        drafts = lesson.drafts(self.decoder, head, len(weights), share)
         total = lesson.target_logits.new_zeros((), dtype=torch.float32)
-        for (logits, there), weight in zip(drafts, weights, strict=True):
+        for depth, ((logits, there), weight) in enumerate(zip(drafts, weights, strict=True)):
             losses = draft_losses(
-                names, lesson.target_logits, logits, lesson.following, head.vocab_ids
+                names, lesson.target_logits[there], logits, lesson.following[there], head.vocab_ids
             )
-            mixed = sum(share * losses[name] for name, share in names.items())
-            total = total + weight * (mixed * there).sum()
+            mixed = sum(part * losses[name].sum() for name, part in names.items())
+            total = total + weight / share**depth * mixed
         return total
 
     def evaluate(self) -> dict[str, float]:

@@ -17,10 +17,11 @@ from transformers import PreTrainedModel
 
 from selfspec.config import StrictConfig
 from selfspec.decoder.families import find_layers, refuse_unsupported
-from training.data import Batch
-from training.language.task import LanguageModelling, Windows, model_inputs
-from training.loop.loop import LoopConfig
-from training.loop.parallel import processes
+
+from ..data import Batch
+from ..loop.loop import LoopConfig
+from ..loop.parallel import processes
+from .task import LanguageModelling, Windows, model_inputs
 
 
 class LayerSkipConfig(StrictConfig):

@@ -13,8 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfspec.config import StrictConfig
-from training.data import Batch, SourceConfig, read_texts
-from training.loop.loop import Task
+
+from ..data import Batch, SourceConfig, read_texts
+from ..loop.loop import Task
 
 
 class LanguageModelling(Task):

@@ -12,8 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from selfspec.config import StrictConfig
-from training.data import SourceConfig, read_texts
-from training.loop.checkpoint import write_folder
+
+from ..data import SourceConfig, read_texts
+from ..loop.checkpoint import write_folder
 
 END = "<|endoftext|>"
 

@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 from selfspec.decoder import Decoder
 from selfspec.heads.files import replacing
 from selfspec.heads.store import fingerprint
-from training.loop.parallel import placed, whole
+
+from .parallel import placed, whole
 
 
 def target_facts(decoder: Decoder) -> dict[str, Any]:

@@ -21,11 +21,12 @@ from torch.optim import Optimizer
 from typing_extensions import Self
 
 from selfspec.config import StrictConfig
-from training.data import Batch, Mixture
-from training.loop.checkpoint import Checkpoints, gather_state, restore_state
-from training.loop.metrics import Display, MetricsLog, check_trackers
-from training.loop.optim import OptimizerConfig, make_optimizers, rate_scale, set_rate
-from training.loop.parallel import make_accelerator, shard, whole_root
+
+from ..data import Batch, Mixture
+from .checkpoint import Checkpoints, gather_state, restore_state
+from .metrics import Display, MetricsLog, check_trackers
+from .optim import OptimizerConfig, make_optimizers, rate_scale, set_rate
+from .parallel import make_accelerator, shard, whole_root
 
 
 class Task(nn.Module):

@@ -15,14 +15,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfspec.config import ConfigT, StrictConfig, load_config
 from selfspec.heads.files import replacing
-from training.loop.checkpoint import Checkpoints, write_folder
-from training.loop.parallel import processes
+
+from .checkpoint import Checkpoints, write_folder
+from .parallel import processes
 
 CONFIG_NAME = "config.yaml"
 
 
 def run_script(main: Callable[[ConfigT], object], config: type[ConfigT], usage: str | None) -> None:
     """Run a script on its command line: `--config file.yaml [section.field=value ...]`.
+
+    It prints its complete config first.
 
     Expected errors are one line on stderr: exit code 2 for wrong arguments, 1 for errors at run
     time (bad text, a loss that is not finite, a full disk). `python -X dev` shows the traceback.
@@ -33,6 +36,8 @@ def run_script(main: Callable[[ConfigT], object], config: type[ConfigT], usage: 
         usage: text of `--help`.
     """
     settings = _read_arguments(config, usage)
+    if processes().is_main_process:
+        Console(highlight=False).print(as_yaml(settings), markup=False, soft_wrap=True)
     try:
         main(settings)
     except (ValueError, OSError, FloatingPointError, ImportError) as error:
@@ -65,7 +70,7 @@ def _end(message: str, code: int) -> NoReturn:
 def start_output(
     config: StrictConfig, output: Path, identity: Mapping[str, Any] | None = None
 ) -> Path:
-    """Make the run's folder; print and save the complete config.
+    """Make the run's folder; save the complete config in it.
 
     Args:
         config: the run's.
@@ -78,11 +83,14 @@ def start_output(
     Checkpoints(output).check_identity(identity or {})
     if processes().is_main_process:
         output.mkdir(parents=True, exist_ok=True)
-        text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
         with replacing(output / CONFIG_NAME) as scratch:
-            scratch.write_text(text, encoding="utf-8")
-        Console(highlight=False).print(text, markup=False, soft_wrap=True)
+            scratch.write_text(as_yaml(config), encoding="utf-8")
     return output
+
+
+def as_yaml(config: StrictConfig) -> str:
+    """The complete config as text."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def finish_folder(

@@ -11,10 +11,14 @@ from selfspec.decoder.cache.cache import (
 from selfspec.decoder.cache.int8 import RoundedCache
 from selfspec.decoder.cache.layer import SlicedViews, SlotLayer, Window
 from selfspec.decoder.cache.masks import WIDEST
+from selfspec.decoder.cache.recurrent import Inputs, KernelCall, RecurrentLayer
 
 __all__ = [
     "WIDEST",
+    "Inputs",
+    "KernelCall",
     "LayerKV",
+    "RecurrentLayer",
     "RoundedCache",
     "RowStates",
     "SlicedViews",

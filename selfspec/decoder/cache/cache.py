@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin
 
 from selfspec.config import KVCacheDtype
 from selfspec.decoder.cache.int8 import Int8Layer
 from selfspec.decoder.cache.layer import SlicedViews, SlotLayer, Window
 from selfspec.decoder.cache.masks import WIDEST, Stairs, hide, tree_mask
+from selfspec.decoder.cache.recurrent import RecurrentLayer
 from selfspec.sampling.draft import Tree
 
 
@@ -56,9 +59,12 @@ class SlotCache(Cache):
         device: where positions and masks are made.
         kv_cache_dtype: dtype of keys and values.
         page: narrow passes see a multiple of so many slots.
+        recurrent: indices of the layers with a recurrent state.
 
     Attributes:
         lengths: committed tokens of each row.
+        recurrent: the states of these layers, by index.
+        sure: per row, tokens after the committed ones that are sure to be committed next.
         added_from: per row, the first slot that the added layers hold.
     """
 
@@ -70,6 +76,7 @@ class SlotCache(Cache):
         device: torch.device | str = "cpu",
         kv_cache_dtype: KVCacheDtype = "auto",
         page: int = 1,
+        recurrent: Sequence[int] = (),
     ):
         self._layer_class = Int8Layer if kv_cache_dtype == "int8" else SlotLayer
         super().__init__(layers=[self._layer_class(window) for window in windows])
@@ -78,14 +85,18 @@ class SlotCache(Cache):
         self._kv_cache_dtype: KVCacheDtype = kv_cache_dtype
         self._page = page
         self.lengths = [0] * rows
+        self._on_device: tuple[list[int], Tensor | None] = ([], None)
         self.added_from = [0] * rows
+        self.recurrent = {index: RecurrentLayer() for index in recurrent}
+        self.sure: Sequence[int] = [0] * rows
         self.depth = len(windows)
         self.device = torch.device(device)
-        self._reserved = capacity
+        self._reserved = -(-capacity // page) * page
         self._sliding = [window is not None for window in windows]
         self._never = [False] * len(windows)
         self._window: Window | None = None
         self._to_added: Mapping[int, int] = {}
+        self._free: list[SlotLayer] = []  # added layers of an earlier call
         self._counted = SlicedViews(torch.arange(0, device=self.device)[None], dim=1)
         self._stairs = Stairs(self.device)
 
@@ -100,8 +111,10 @@ class SlotCache(Cache):
             tree: the token tree, if the pass runs over one; `offset` is then the index of the first
                 token in the block.
         """
+        rows = None
         if isinstance(offset, int):
             place, starts = offset, [length + offset for length in self.lengths]
+            rows = partial(self._from_lengths, offset)
         else:
             place, starts = 0, [n + more for n, more in zip(self.lengths, offset, strict=True)]
         page = self._page if width <= WIDEST else 1
@@ -109,7 +122,19 @@ class SlotCache(Cache):
         if self._counted.length < end:  # extend 0, 1, 2, …
             counted = torch.arange(max(2 * end, _GROWTH), device=self.device)
             self._counted = SlicedViews(counted[None], dim=1)
-        return Window(starts, width, self._counted, tree, place, page)
+        return Window(starts, width, self._counted, tree, place, page, rows)
+
+    @property
+    def committed(self) -> Tensor:
+        """`[rows]` the lengths on the device, copied there once after they have changed."""
+        held, there = self._on_device
+        if there is None or held != self.lengths:
+            there = torch.tensor(self.lengths, device=self.device)
+            self._on_device = list(self.lengths), there
+        return there
+
+    def _from_lengths(self, offset: int) -> Tensor:
+        return self.committed + offset if offset else self.committed
 
     def turn(
         self, window: Window | None, added: Mapping[int, int]
@@ -157,7 +182,7 @@ class SlotCache(Cache):
         if active.tree is None:
             mask = hide(slots, active.positions, window, dtype)
         else:
-            mask = tree_mask(active, active.tree, slots, self.lengths, window, dtype)
+            mask = tree_mask(active, active.tree, slots, self.committed, window, dtype)
         if partial:
             first = torch.tensor(self.added_from, device=self.device)[:, None, None]
             mask = mask.masked_fill(slots < first, torch.finfo(dtype).min)
@@ -205,7 +230,7 @@ class SlotCache(Cache):
 
     @property
     def is_linear(self) -> list[bool]:
-        """No layer is recurrent."""
+        """No layer asks this cache for a recurrent state; mixers get theirs themselves."""
         return self._never
 
     @property
@@ -223,6 +248,9 @@ class SlotCache(Cache):
 
     def commit(self, counts: Sequence[int]) -> None:
         """Commit `counts` more tokens in each row; everything after them is rejected."""
+        for layer in self.recurrent.values():
+            layer.commit(counts)
+        self.sure = [0] * self.rows
         self.lengths = [have + new for have, new in zip(self.lengths, counts, strict=True)]
 
     def gather(self, branch: Tensor) -> None:
@@ -232,7 +260,7 @@ class SlotCache(Cache):
             branch: `[rows, n]` rising offsets from each row's length; nodes of a tree are stored in
                 the order in which they were drafted.
         """
-        starts = torch.tensor(self.lengths, device=self.device)[:, None]
+        starts = self.committed[:, None]
         target = starts + torch.arange(branch.shape[1], device=self.device)
         # Added layers have not run over leaves, and do not need their states.
         capacity = max(layer.capacity for layer in self.layers)
@@ -249,7 +277,10 @@ class SlotCache(Cache):
         Returns:
             Its number among the added layers, from 1.
         """
-        self.layers.append(self._layer_class(window))
+        free = next((layer for layer in self._free if layer.window == window), None)
+        if free is not None:
+            self._free.remove(free)
+        self.layers.append(free or self._layer_class(window))
         self.added_from = list(self.lengths)
         return len(self.layers) - self.depth
 
@@ -258,10 +289,23 @@ class SlotCache(Cache):
         del self.layers[self.depth :]
         self.added_from = [0] * self.rows
 
+    def recycle(self) -> None:
+        """Forget every token and the added layers, but keep all buffers for another call."""
+        self._free = self.layers[self.depth :]
+        self.drop_added()
+        self.reset()
+
+    def fits(self, rows: int, capacity: int, page: int) -> bool:
+        """Whether a call with so many rows, slots and slots a page can use the buffers."""
+        reserved = max(layer.capacity for layer in self.layers)
+        return (self.rows, self._page) == (rows, page) and reserved >= capacity
+
     def select(self, rows: Sequence[int]) -> None:
         """Keep only some rows, in the given order."""
         self.lengths = [self.lengths[row] for row in rows]
         self.added_from = [self.added_from[row] for row in rows]
+        self.sure = [0] * self.rows
+        self.recurrent = {index: layer.part(rows) for index, layer in self.recurrent.items()}
         for layer in self.layers:
             layer.select(rows)
 
@@ -280,16 +324,22 @@ class SlotCache(Cache):
             layer.join(other.layers.pop(0), rows, length, length + room)
         self.lengths = self.lengths + other.lengths
         self.added_from = self.added_from + other.added_from
+        self.recurrent = {
+            index: RecurrentLayer.join([layer, other.recurrent[index]])
+            for index, layer in self.recurrent.items()
+        }
+        self.sure = [0] * self.rows
 
     def empty(self, rows: int) -> SlotCache:
         """A cache like this one, for other rows."""
-        kept_in, page = self._kv_cache_dtype, self._page
-        return SlotCache(self._windows, rows, 0, self.device, kept_in, page)
+        kept_in, page, recurrent = self._kv_cache_dtype, self._page, list(self.recurrent)
+        return SlotCache(self._windows, rows, 0, self.device, kept_in, page, recurrent)
 
     def take(self, other: SlotCache) -> None:
         """Take over the content of another cache."""
         self.layers, self.lengths = other.layers, other.lengths
-        self.added_from = other.added_from
+        self.added_from, self.recurrent = other.added_from, other.recurrent
+        self.sure = [0] * self.rows
 
     @property
     def rows(self) -> int:
@@ -298,8 +348,16 @@ class SlotCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(layer.nbytes for layer in self.layers)
+        """Bytes of all buffers and states."""
+        layers = *self.layers, *self.recurrent.values()
+        return sum(layer.nbytes for layer in layers)
+
+    @property
+    def state_bytes(self) -> tuple[int, int]:
+        """Bytes of one row's recurrent states, and of what they keep of uncommitted tokens."""
+        layers, rows = self.recurrent.values(), self.rows
+        kept = sum(layer.nbytes for layer in layers), sum(layer.pending_nbytes for layer in layers)
+        return kept[0] // rows, kept[1] // rows
 
     @property
     def token_bytes(self) -> list[int]:
@@ -310,6 +368,7 @@ class SlotCache(Cache):
     def reset(self) -> None:
         """Forget every token; buffers stay."""
         self.lengths = [0] * self.rows
+        self.recurrent = {index: RecurrentLayer() for index in self.recurrent}
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens of each row; as in transformers, their number negated."""
@@ -317,43 +376,84 @@ class SlotCache(Cache):
             raise ValueError(
                 f"crop takes the number of tokens to remove, negated, got {tokens_to_remove}"
             )
+        if tokens_to_remove and self.recurrent:
+            raise ValueError(
+                "committed tokens cannot be removed from recurrent layers, which have no state of "
+                "an earlier position; begin with an empty cache"
+            )
         self.lengths = [max(length - abs(tokens_to_remove), 0) for length in self.lengths]
 
     def load(self, cache: DynamicCache) -> None:
-        """Copy the KV of a one-row `DynamicCache` into this empty cache."""
+        """Copy the KV and states of a one-row `DynamicCache` into this empty cache."""
         length = cache.get_seq_length()
-        for index, (keys, values, _) in enumerate(cache):
-            assert keys is not None and values is not None
-            kept = keys.shape[2]
-            with self.writing(kept, length - kept):
-                self.update(keys, values, index)
+        for index, layer in enumerate(cache.layers):
+            keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                self.recurrent[index] = RecurrentLayer.load(layer)
+            if keys is not None and values is not None:
+                kept = keys.shape[2]
+                with self.writing(kept, length - kept):
+                    self.update(keys, values, index)
         self.lengths = [length]
 
     def store(self, cache: DynamicCache, beyond: int) -> None:
         """Append the one row's tokens from position `beyond` on to a `DynamicCache`."""
         for index, layer in enumerate(self.layers):
-            keys, values = layer.seen(self.lengths[0])
-            cache.update(keys[:, :, beyond:], values[:, :, beyond:], index)
+            if index in self.recurrent:
+                theirs = cache.layers[index]
+                assert isinstance(theirs, LinearAttentionCacheLayerMixin)  # others are refused
+                self.recurrent[index].store(theirs)
+            if layer.is_initialized:
+                keys, values = layer.seen(self.lengths[0])
+                cache.update(keys[:, :, beyond:], values[:, :, beyond:], index)
+
+    def fork(self) -> SlotCache:
+        """A cache with the same content, whose changes do not show in this one.
+
+        Keys and values of the committed tokens are shared: they are never overwritten.
+        """
+        other = self.empty(self.rows)
+        other.layers = [copy.copy(layer) for layer in self.layers[: self.depth]]
+        other.lengths = list(self.lengths)
+        everyone = range(self.rows)
+        other.recurrent = {index: layer.part(everyone) for index, layer in self.recurrent.items()}
+        return other
 
 
-# For each layer, the row's part of each buffer, `[heads, length, any]`.
-RowStates = list[list[Tensor]]
+class RowStates(list[list[Tensor]]):
+    """For each layer, one row's part of each buffer, `[heads, length, any]`.
+
+    Attributes:
+        length: committed tokens.
+        recurrent: the row's recurrent states, by the index of the layer.
+    """
+
+    length: int
+    recurrent: dict[int, RecurrentLayer]
 
 
 def take_row(slots: SlotCache, index: int) -> RowStates:
     """Copies of one row's committed states."""
     length = slots.lengths[index]
     layers = slots.layers[: slots.depth]
-    return [[buffer[index, :, :length].clone() for buffer in layer.buffers] for layer in layers]
+    states = RowStates(
+        [buffer[index, :, :length].clone() for buffer in layer.buffers] for layer in layers
+    )
+    states.length = length
+    states.recurrent = {number: layer.part([index]) for number, layer in slots.recurrent.items()}
+    return states
 
 
 def join_rows(states: Sequence[RowStates], like: SlotCache) -> SlotCache:
     """A cache of rows as `take_row` returns them, taken from caches like this one."""
     slots = like.empty(len(states))
-    slots.lengths = [row[0][0].shape[1] for row in states]
+    slots.lengths = [row.length for row in states]
     for index, layer in enumerate(slots.layers):
-        parts = zip(*(row[index] for row in states), strict=True)
-        layer.hold([_stack(part, max(slots.lengths)) for part in parts])
+        if states[0][index]:  # not a layer without attention
+            parts = zip(*(row[index] for row in states), strict=True)
+            layer.hold([_stack(part, max(slots.lengths)) for part in parts])
+    for index in slots.recurrent:
+        slots.recurrent[index] = RecurrentLayer.join([row.recurrent[index] for row in states])
     return slots
 
 
@@ -364,7 +464,7 @@ def _stack(states: Sequence[Tensor], length: int) -> Tensor:
 
 
 class StepCache(SlotCache):
-    """Keys and values of one layer that is unrolled over several draft steps in training.
+    """Keys and values of layers that are unrolled over several draft steps in training.
 
     Nothing is written in place, so gradients flow through every step.
 
@@ -376,17 +476,18 @@ class StepCache(SlotCache):
 
     def __init__(self, windows: Sequence[int | None], rows: int, device: torch.device):
         super().__init__(windows, rows, device=device)
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
+        self._states: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
     ) -> tuple[Tensor, Tensor]:
         """Add a step's states; returns those of all steps, concatenated."""
-        self._keys.append(key_states)
-        self._values.append(value_states)
-        return torch.cat(self._keys, dim=2), torch.cat(self._values, dim=2)
+        steps = self._states.setdefault(layer_idx, [])
+        steps.append((key_states, value_states))
+        keys, values = zip(*steps, strict=True)
+        return torch.cat(keys, dim=2), torch.cat(values, dim=2)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens of the steps before this one."""
-        return sum(keys.shape[2] for keys in self._keys)
+        steps = min(self._states.values(), key=len, default=[])
+        return sum(keys.shape[2] for keys, _ in steps)

@@ -4,8 +4,9 @@ A GPU finishes small operations faster than Python launches them. A CUDA graph l
 kernels at once, on fixed addresses and shapes. Inputs are copied to where the graph reads them, and
 the visible part of the KV cache grows in pages, so that shapes change once in `PAGE` tokens.
 
-Every recording is compared with the layers once, bit by bit, and is dropped when its call of
-`generate` ends, so changes that a user makes to the model between calls cannot make it stale.
+Every recording is compared with the layers once in every call of `generate`, bit by bit, so changes
+that a user makes to the model between calls cannot make it stale. It lasts as long as the keys and
+values that it reads: `Decoder.new_slots` hands those of the last call out again.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaRecorder
 
 
 PAGE = 256  # the visible KV cache grows in steps of so many slots
-MOST = 64  # graphs of one call of `generate`
+MOST = 64  # graphs of a model
 _KNOWN = (Tensor, SlotCache, torch.dtype, bool, int, float, str, type(None))  # argument types
 _PATIENCE = 2  # passes of a shape that run eagerly before one is recorded
 
@@ -112,6 +113,10 @@ class _Recording:
         leaves: the flattened inputs: hidden states, slots, then the layers' arguments.
         spec: how to unflatten them.
         layer_kvs: keys, values, slots and `seen` of each layer.
+
+    Attributes:
+        addresses: where the weights of each layer are, which recorded kernels read.
+        trusted: whether it was compared with the layers in this call of `generate`.
     """
 
     def __init__(
@@ -145,6 +150,8 @@ class _Recording:
 
         self._run: Callable[[], list[Tensor]] | None = run
         self._tape: Tape | None = None
+        self.addresses: list[list[int] | None] = []
+        self.trusted = True
 
     def record(self, recorder: Recorder) -> str | None:
         """Record the layers and compare a replay with them.
@@ -155,6 +162,7 @@ class _Recording:
         run, self._run = self._run, None  # it holds keys and values
         assert run is not None
         expected = run()
+        self.addresses = list(map(_addresses, self.layers))
         self._tape = recorder(run)
         for output in self._tape.outputs:
             output.zero_()
@@ -162,6 +170,12 @@ class _Recording:
         if all(map(torch.equal, self._tape.outputs, expected)):
             return None
         return "a replay differs from the layers' own output"
+
+    def agrees(self, leaves: Sequence[Any], layers: _Recording) -> bool:
+        """Whether it still does what the layers do, which another, unrecorded one runs."""
+        assert layers._run is not None
+        self.trusted = all(map(torch.equal, self.replay(leaves), layers._run()))
+        return self.trusted
 
     @property
     def is_dead(self) -> bool:
@@ -209,7 +223,15 @@ class GraphedLayers(FallbackKernel):
         return PAGE if self.problem is None else 1
 
     def begin(self, layers: Iterable[nn.Module]) -> None:
-        """Check the layers again: they may have moved or got hooks since the last call."""
+        """Check layers and recordings again: much may have changed since the last call."""
+        recordings = list(self._recordings.items())
+        used = {layer for _, recording in recordings for layer in recording.layers}
+        now = {layer: _addresses(layer) for layer in used}
+        for key, recording in recordings:
+            recording.trusted = False
+            there = [now[layer] for layer in recording.layers]
+            if recording.is_dead or None in there or there != recording.addresses:
+                del self._recordings[key], self._passes[key]
         for layer in layers if self.problem is None else ():
             devices = {weight.device for weight in layer.parameters()}
             strange = sorted({device.type for device in devices} - RECORDERS.keys())
@@ -222,10 +244,9 @@ class GraphedLayers(FallbackKernel):
                 return self.give_up(f"hooks on {part}")
 
     def end(self) -> None:
-        """Forget all recordings."""
+        """Forget what was seen in a call, except recordings."""
         self.checked.clear()
-        self._recordings.clear()
-        self._passes.clear()
+        self._passes = Counter({key: self._passes[key] for key in self._recordings})
 
     def takes(self, active: ActivePass) -> bool:
         """Whether layers of a pass may be recorded."""
@@ -266,7 +287,12 @@ class GraphedLayers(FallbackKernel):
         # Caches that are used in turn have recordings of their own.
         key = which, id(layer_kvs[0][0]), window.end, tuple(map(_shape_of, leaves))
         recording = self._recordings.pop(key, None)
-        if recording is None or not recording.fits(spec, _buffers_of(layer_kvs)):
+        if recording is not None and not recording.fits(spec, _buffers_of(layer_kvs)):
+            recording = None
+        if recording is not None and not recording.trusted:
+            layers = _Recording(stretch, leaves, spec, layer_kvs)
+            recording = recording if recording.agrees(leaves, layers) else None
+        if recording is None:
             recording = self._record(key, stretch, leaves, spec, layer_kvs)
         if recording is None:
             return None
@@ -306,8 +332,17 @@ class GraphedLayers(FallbackKernel):
 
     def give_up(self, problem: str) -> None:
         """Run layers as they are from now on, and say why."""
+        self._recordings.clear()
         self.end()
         super().give_up(problem)
+
+
+def _addresses(layer: nn.Module) -> list[int] | None:
+    """Where a layer's weights are; `None` if they do not tell."""
+    try:
+        return [tensor.data_ptr() for tensor in (*layer.parameters(), *layer.buffers())]
+    except RuntimeError:  # of some tensor subclasses
+        return None
 
 
 def _clone(tensor: Tensor) -> Tensor:

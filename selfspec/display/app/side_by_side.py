@@ -323,7 +323,7 @@ class _Job:
     def run(self) -> Ending | None:
         """Generate both; returns their comparison, unless it was stopped."""
         writer = self.writer
-        draft, sampled = writer.options.draft, bool(writer.options.temperature)
+        draft = writer.options.draft
         # Drafting first: an invalid draft is refused before anything is shown.
         writer.speculative(draft, WARM_UP_TOKENS, stop=self.asked)
         writer.plain(WARM_UP_TOKENS, stop=self.asked)
@@ -331,8 +331,8 @@ class _Job:
         ours = self._generate("speculative", self.speculative, partial(writer.speculative, draft))
         if self.asked.said:
             return None
-        divergence = None if sampled else first_divergence(writer, plain, ours)
-        equal = None if sampled else divergence is None
+        divergence = first_divergence(writer, plain, ours) if writer.comparable else None
+        equal = divergence is None if writer.comparable else None
         line = verdict(len(plain), equal, writer.exact, divergence)
         return Ending(line, equal, writer.exact)
 

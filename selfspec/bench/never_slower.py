@@ -1,0 +1,100 @@
+"""Checkpoints without heads, each in a fresh process, against their own `generate`.
+
+`python -m selfspec.bench.never_slower`, from a checkout: five tiny random families in float32, and
+the model in the package without its heads, in both dtypes. One line for each mode and prompt set;
+the exit code is 1 if the default is slower than .98 of `generate` in any of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from selfspec import DEMO_MODEL
+
+FAMILIES = ("llama", "gpt2", "qwen3", "gemma3_text", "gpt_neox")
+BAR = 0.98
+# Families that call these otherwise translate them.
+_TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+
+
+def write_targets(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Write the checkpoints; yields the folder and the dtype of each."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    for family in FAMILIES:
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(family, vocab_size=len(tokenizer), **_TINY)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / family)
+        tokenizer.save_pretrained(folder / family)
+        yield folder / family, "float32"
+    AutoModelForCausalLM.from_pretrained(DEMO_MODEL).save_pretrained(folder / "demo")
+    tokenizer.save_pretrained(folder / "demo")
+    yield folder / "demo", "float32"
+    yield folder / "demo", "bfloat16"
+
+
+def measure(target: Path, dtype: str, config: str, output: Path) -> list[dict[str, Any]]:
+    """Rows of `selfspec bench` on a target, run in a process of its own."""
+    command = [sys.executable, "-m", "selfspec.cli", "bench", "--config", config]
+    command += ["--output", str(output), f"target={target}", f"dtype={dtype}"]
+    subprocess.run(command, check=True, capture_output=True)
+    return json.loads((output / "results.json").read_text(encoding="utf-8"))["rows"]
+
+
+def lines(rows: list[dict[str, Any]]) -> Iterator[tuple[float, str]]:
+    """Speed of the default over `generate` in each mode and prompt set, and the same in words."""
+    by_place = {(row["mode"], row["prompts"], row["method"]): row for row in rows}
+    for mode, prompts, method in by_place:
+        if method == "default":
+            ours, plain = (by_place[mode, prompts, name] for name in (method, "none"))
+            speed, accepted = ours["speedup"]["value"], ours["acceptance_rate"]
+            share = "none" if accepted is None else f"{accepted:.2f}"
+            yield (
+                speed,
+                (
+                    f"{mode}, {prompts}: {speed:.2f}x (without drafts "
+                    f"{plain['speedup']['value']:.2f}x; accepted of drafted: {share})"
+                ),
+            )
+
+
+def main() -> int:
+    """Run it; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", default="configs/never_slower.yaml")
+    arguments = parser.parse_args()
+    console, speeds = Console(soft_wrap=True), []
+    with tempfile.TemporaryDirectory() as folder:
+        for target, dtype in write_targets(Path(folder)):
+            console.print(f"{target.name}, {dtype}")
+            output = Path(folder) / "bench" / f"{target.name}-{dtype}"
+            for speed, line in lines(measure(target, dtype, arguments.config, output)):
+                speeds.append(speed)
+                console.print(f"  {line}", markup=False)
+    console.print(f"slowest: {min(speeds):.2f}x of generate; the bar is {BAR}")
+    return int(min(speeds) < BAR)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""`selfspec fit`, `measure` and `regenerate`: exit heads, and text to fit them to."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from selfspec.cli import options as opt
+from selfspec.cli.common import print_json, quiet_transformers, reporting, resolve
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[MODEL] [KEY=VALUE]...",
+        help="Folder or Hugging Face id of a causal language model; and keys of the config, such "
+        "as loop.steps=500, with YAML values.",
+        show_default="the small model in the package",
+    ),
+]
+Text = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--text",
+        "-t",
+        metavar="FILES",
+        help="Text files, JSON lines with a `text` or `messages` each, or a quoted pattern such as "
+        "'texts/*.txt'; may be repeated.",
+        show_default="for the model in the package, a novel",
+    ),
+]
+ConfigFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="YAML file with any of the config's keys.")
+]
+Output = Annotated[
+    str | None, typer.Option("--output", "-o", metavar="DIR", help="Folder of the run.")
+]
+
+
+def fit(
+    words: Words = None,
+    text: Text = None,
+    held_out: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILES",
+            help="Text to measure on, never trained on; as --text.",
+            show_default="the last twentieth of the text",
+        ),
+    ] = None,
+    output: Output = None,
+    config: ConfigFile = None,
+    as_json: opt.AsJson = False,
+) -> None:
+    """Fit an exit head to a frozen model, measure it on held-out text, and save it.
+
+    Kind and exit, steps and batch are chosen by the model, the size of the text and the memory at
+    hand; any key of the config overrides them. A killed run resumes with the same command.
+    """
+    given = _given(words, text, output, config)
+    if held_out:
+        given["held_out"] = {"held out": {"files": held_out}}
+    with reporting(as_json) as console:
+        quiet_transformers()
+        settings = _training("exits.defaults").complete(given, str(config or "fit"))
+        head, loop = settings.heads[0], settings.loop
+        console.print(
+            f"{head.kind} head, exit {head.exit_layer}, for {settings.target}: {loop.steps} steps "
+            f"of {loop.batch_size * settings.block_size:,} tokens; config in {settings.output}"
+        )
+        _training("fit_heads").fit(settings)
+    if as_json:
+        print_json(_result(settings))
+
+
+def measure(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[DIR] [KEY=VALUE]...",
+            help="Folder of the fit; and keys of its config, such as measure.prompts=16.",
+            show_default="outputs/fit",
+        ),
+    ] = None,
+    as_json: opt.AsJson = False,
+) -> None:
+    """Calibrate and measure fitted heads anew, and write their report."""
+    from selfspec.config import load_config
+
+    folder, fields = _split(words, "folder")
+    folder = Path(folder or "outputs/fit")
+    config = _training("exits.fitting").FitConfig
+    settings = load_config(config, folder / "config.yaml", [f"output={folder}", *fields])
+    with reporting(as_json):
+        quiet_transformers()
+        _training("measure_heads").measure_heads(settings)
+    if as_json:
+        print_json(_result(settings))
+
+
+def regenerate(
+    words: Words = None,
+    text: Text = None,
+    output: Output = None,
+    config: ConfigFile = None,
+    as_json: opt.AsJson = False,
+) -> None:
+    """Have a model continue prompts cut from a text: the best text to fit its heads to.
+
+    Drafts with the heads it has, so it is sooner done. A killed run resumes with the same command.
+    """
+    from selfspec.config import parse
+
+    module = _training("regenerate")
+    given = {"output": "outputs/regenerated", **_given(words, text, output, config)}
+    given.setdefault("data", _training("exits.defaults").default_text(given).get("data"))
+    settings = parse(module.RegenerateConfig, given, str(config or "regenerate"))
+    with reporting(as_json):
+        quiet_transformers()
+        path = module.regenerate(settings)
+    if as_json:
+        print_json({"texts": str(path)})
+
+
+def _split(words: list[str] | None, what: str) -> tuple[str | None, list[str]]:
+    """The one word without a value, if there is one, and the keys with values."""
+    names = [word for word in words or () if "=" not in word]
+    if len(names) > 1:
+        raise typer.BadParameter(
+            f"give one {what}, got {', '.join(names)}; texts go behind a --text each, or in a "
+            "quoted pattern: --text 'texts/*.txt'"
+        )
+    return next(iter(names), None), [word for word in words or () if "=" in word]
+
+
+def _training(module: str) -> Any:
+    """A module of the training code, which a wheel has inside the package."""
+    package = "selfspec.training" if find_spec("selfspec.training") else "training"
+    return import_module(f"{package}.{module}")
+
+
+def _given(
+    words: list[str] | None, text: list[str] | None, output: str | None, config: Path | None
+) -> dict[str, Any]:
+    """The keys of a config that the command line and its file give."""
+    from selfspec.config import read_config
+
+    model, fields = _split(words, "model")
+    given = read_config(config, fields)
+    if model is not None:
+        given["target"] = str(resolve(model)[1])
+    if text:
+        given["data"] = [{"files": text}]
+    if output is not None:
+        given["output"] = output
+    return given
+
+
+def _result(settings: Any) -> dict[str, Any]:
+    """Where the heads are, how they are loaded, and what was measured."""
+    report = json.loads((Path(settings.output) / "report.json").read_text(encoding="utf-8"))
+    return {"heads": str(settings.folder), "code": settings.code, "domains": report["domains"]}

@@ -1,0 +1,264 @@
+"""The state of a recurrent layer, which can take rejected tokens back.
+
+The state after the committed tokens is kept, and with it what the recurrence has read since: the
+inputs of its kernel. When a round is committed, the kernel runs again over the accepted tokens,
+from that state. The layer's weights are not read for that, and where all drafts were accepted
+nothing runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+Inputs = Mapping[int | str, Tensor]
+
+
+class KernelCall(NamedTuple):
+    """A call of a recurrence's kernel.
+
+    Attributes:
+        run: continues over some inputs from a state, `None` for an empty one; returns the output
+            and the new state. A kernel of one token may overwrite the state it is given.
+        inputs: what the kernel reads of each token, by its own names.
+        time: dimension of the tokens in inputs and output; `None` if the kernel takes one token and
+            has no such dimension. Rows are dimension 0.
+    """
+
+    run: Callable[[Tensor | None, Inputs], tuple[Tensor, Tensor]]
+    inputs: Inputs
+    time: int | None
+
+    @property
+    def width(self) -> int:
+        """Number of tokens."""
+        return 1 if self.time is None else next(iter(self.inputs.values())).shape[self.time]
+
+    def part(self, state: Tensor | None, count: int, rows: list[int]) -> tuple[Tensor, Tensor]:
+        """Run over the first `count` tokens of some rows."""
+        return self.run(state, {name: self._cut(x, count, rows) for name, x in self.inputs.items()})
+
+    def _cut(self, values: Tensor, count: int, rows: list[int]) -> Tensor:
+        if len(rows) < values.shape[0]:
+            values = values[rows]
+        return values if self.time is None else values.narrow(self.time, 0, count)
+
+
+def by_count(counts: Sequence[int]) -> dict[int, list[int]]:
+    """The rows of each count."""
+    groups: dict[int, list[int]] = {}
+    for row, count in enumerate(counts):
+        groups.setdefault(count, []).append(row)
+    return groups
+
+
+class RecurrentLayer:
+    """The recurrent part of a layer; its mixer takes it for a transformers cache.
+
+    A pass over tokens that are sure to be committed moves the state itself. Any other pass leaves
+    it as it is, until `commit`.
+
+    Attributes:
+        convs: by number, `[rows, channels, kernel]` the last committed inputs of a convolution.
+        state: `[rows, ...]` the recurrence's state after the committed tokens; `None` before the
+            first one, and in layers that only convolve.
+    """
+
+    def __init__(self, convs: Mapping[int, Tensor] | None = None, state: Tensor | None = None):
+        self.convs, self.state = dict(convs or {}), state
+        self._begin_round()
+
+    def _begin_round(self) -> None:
+        self._read: dict[int, Tensor] = {}  # `convs`, followed by the inputs since
+        self._calls: list[KernelCall] = []
+        self._ahead: Tensor | None = None  # the state after these calls
+        self._done = 0  # tokens since the last commit
+        self._width = 0  # tokens of the pass
+        self._sure: list[int] | None = None  # of them, per row, those that move the state itself
+
+    def begin(self, offset: int, width: int, sure: Sequence[int]) -> None:
+        """Begin a pass; one at offset 0 forgets the passes since the last commit.
+
+        Args:
+            offset: tokens between the last committed one and the first of the pass.
+            width: tokens of the pass.
+            sure: per row, tokens after the committed ones that are sure to be committed; all 0
+                where nothing is known.
+        """
+        if offset == 0:
+            self._begin_round()
+        if offset != self._done:
+            raise RuntimeError(
+                f"a recurrent layer has run {self._done} tokens since the last commit; the pass "
+                f"begins {offset} after it"
+            )
+        self._width, self._done = width, offset + width
+        self._sure = [min(max(n - offset, 0), width) for n in sure] if any(sure) else None
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether the tokens of the pass will be committed."""
+        return self._sure is not None
+
+    # What a mixer asks its cache
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Whether a single token, too, goes through `update_conv_state`."""
+        return self._sure is None or self._width > 1 or 0 in self._sure
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The inputs of a convolution before the pass, `None` if there are none."""
+        return self._read.get(state_idx, self.convs.get(state_idx))
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, *, conv_kernel_size: int
+    ) -> Tensor:
+        """Append inputs `[rows, channels, width]`; returns them after those that they may see."""
+        before = self.get_conv_state(layer_idx, state_idx)
+        if before is None:
+            before = conv_states.new_zeros(*conv_states.shape[:-1], conv_kernel_size)
+        whole = torch.cat([before, conv_states], dim=-1)
+        if self._sure is None:
+            self._read[state_idx] = whole
+        else:
+            self.convs[state_idx] = _windows(whole, self._sure, conv_kernel_size)
+        return whole[..., -conv_kernel_size - self._width :]
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The recurrence's state before the pass; `None` if it is empty."""
+        return self._ahead if self._calls else self.state
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, **kwargs: Any
+    ) -> Tensor:
+        """Do nothing: `run` has kept the state."""
+        return recurrent_states
+
+    def run(self, call: KernelCall) -> Tensor:
+        """Run a kernel from the state before the pass; returns its output."""
+        if self._sure is not None:
+            return self._run_sure(call, self._sure)
+        state = self._ahead if self._calls else self.state
+        if state is self.state and state is not None and call.time is None:
+            state = state.clone()
+        output, self._ahead = call.run(state, call.inputs)
+        self._calls.append(call)
+        return output
+
+    def _run_sure(self, call: KernelCall, counts: Sequence[int]) -> Tensor:
+        """Run a kernel over each row's sure tokens; its output is 0 at the others."""
+        groups = by_count(counts)
+        if groups.keys() == {call.width}:
+            output, self.state = call.run(self.state, call.inputs)
+            return output
+        whole: Tensor | None = None
+        states: list[tuple[Tensor | None, list[int]]] = []
+        for count, rows in groups.items():
+            state = _of(self.state, rows)
+            if count:
+                output, state = call.part(state, count, rows)
+                if whole is None:
+                    shape = [len(counts), *output.shape[1:]]
+                    if call.time is not None:
+                        shape[call.time] = call.width
+                    whole = output.new_zeros(shape)
+                (whole if call.time is None else whole.narrow(call.time, 0, count))[rows] = output
+            states.append((state, rows))
+        self.state = _joined(states, len(counts))
+        assert whole is not None
+        return whole
+
+    # What the cache asks all its layers
+
+    def commit(self, counts: Sequence[int]) -> None:
+        """Commit `counts` more tokens in each row; those after them are rejected."""
+        if self._done and self._sure is None:
+            for number, whole in self._read.items():
+                self.convs[number] = _windows(whole, counts, whole.shape[-1] - self._done)
+            groups = by_count(counts)
+            if groups.keys() == {self._done}:
+                self.state = self._ahead
+            elif self._calls:
+                states = [(self._after(count, rows), rows) for count, rows in groups.items()]
+                self.state = _joined(states, len(counts))
+        self._begin_round()
+
+    def _after(self, count: int, rows: list[int]) -> Tensor | None:
+        """The state of some rows after `count` of the tokens since the last commit."""
+        state = _of(self.state, rows)
+        for call in self._calls:
+            if count:
+                ran = min(count, call.width)
+                _, state = call.part(state, ran, rows)
+                count -= ran
+        return state
+
+    def part(self, rows: Sequence[int]) -> RecurrentLayer:
+        """A copy with some rows, in the given order, between rounds."""
+        convs = {number: conv[list(rows)] for number, conv in self.convs.items()}
+        return RecurrentLayer(convs, None if self.state is None else self.state[list(rows)])
+
+    @classmethod
+    def join(cls, parts: Sequence[RecurrentLayer]) -> RecurrentLayer:
+        """One layer with the rows of several; one without states has no rows."""
+        states = [part.state for part in parts if part.state is not None]
+        numbers = {number for part in parts for number in part.convs}
+        convs = {n: torch.cat([p.convs[n] for p in parts if n in p.convs]) for n in numbers}
+        return cls(convs, torch.cat(states) if states else None)
+
+    @classmethod
+    def load(cls, layer: LinearAttentionCacheLayerMixin) -> RecurrentLayer:
+        """A copy of the states of a transformers cache."""
+        convs = {n: conv.clone() for n, conv in layer.conv_states.items() if conv is not None}
+        state = layer.recurrent_states[0]
+        return cls(convs, None if state is None else state.clone())
+
+    def store(self, layer: LinearAttentionCacheLayerMixin) -> None:
+        """Replace the states of a transformers cache."""
+        for number, conv in self.convs.items():
+            layer.update_conv_state(conv, number)
+        if self.state is not None:
+            layer.update_recurrent_state(self.state)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the committed states."""
+        state = 0 if self.state is None else self.state.nbytes
+        return state + sum(conv.nbytes for conv in self.convs.values())
+
+    @property
+    def pending_nbytes(self) -> int:
+        """Bytes of what is kept of the tokens since the last commit."""
+        read = sum(whole[..., -self._done :].nbytes for whole in self._read.values())
+        return read + sum(x.nbytes for call in self._calls for x in call.inputs.values())
+
+
+def _of(state: Tensor | None, rows: list[int]) -> Tensor | None:
+    """A copy of the state of some rows."""
+    return None if state is None else state[rows]
+
+
+def _joined(states: Sequence[tuple[Tensor | None, list[int]]], rows: int) -> Tensor | None:
+    """The states of all rows, 0 where there is none."""
+    if len(states) == 1:
+        return states[0][0]
+    some = next((state for state, _ in states if state is not None), None)
+    if some is None:
+        return None
+    whole = some.new_zeros(rows, *some.shape[1:])
+    for state, at in states:
+        if state is not None:
+            whole[at] = state
+    return whole
+
+
+def _windows(inputs: Tensor, starts: Sequence[int], width: int) -> Tensor:
+    """`[rows, channels, width]` a copy of each row's inputs from its start on."""
+    if min(starts) == max(starts):
+        return inputs[..., starts[0] : starts[0] + width].clone()
+    cut = [row[..., at : at + width] for row, at in zip(inputs, starts, strict=True)]
+    return torch.stack(cut)

@@ -1,0 +1,84 @@
+"""The mask token, with which a head drafts all positions of a round in one pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm, silu
+
+from selfspec.decoder import Decoder
+
+_EPS = 1e-6
+_AT_ONCE = 8192  # tokens whose embeddings are in memory together
+
+
+class MaskToken(nn.Module):
+    """What a head reads in place of drafts that are not made yet (ParallelSpec, P-EAGLE, PARD).
+
+    The layers run over [newest token, mask, mask, ...] at consecutive positions, and each state
+    drafts the token after its own. So that a draft may depend on the token that was drawn before
+    it, its logits get a low-rank bias from that token and its own state, W3 SiLU(W1 e + W2 s): a
+    gated form of the Markov bias of DSpark.
+
+    Args:
+        decoder: the target.
+        rank: rank of the bias; 0 for none.
+
+    Attributes:
+        embedding: `[hidden]` in place of the token's embedding.
+        features: `[hidden]` in place of the features of the token before.
+    """
+
+    def __init__(self, decoder: Decoder, rank: int):
+        super().__init__()
+        self.rank, width = rank, decoder.config.hidden_size
+        std = getattr(decoder.config, "initializer_range", 0.02)
+        self.embedding = nn.Parameter(torch.randn(width) * std)
+        self.features = nn.Parameter(torch.randn(width))
+        if rank:
+            self.of_token = nn.Linear(width, rank, bias=False)
+            self.of_state = nn.Linear(width, rank, bias=False)
+            self.readout = nn.Linear(rank, decoder.vocab_size, bias=False)
+            nn.init.zeros_(self.readout.weight)
+        self._codes: tuple[tuple[Any, ...], Tensor] | None = None
+
+    @property
+    def options(self) -> dict[str, int | bool]:
+        """The options of a head that has such a mask."""
+        return {"parallel": True, "markov": self.rank}
+
+    def code(self, embedded: Tensor) -> Tensor:
+        """`[rows, width, rank]` W1 e of tokens, from their embeddings `[rows, width, hidden]`."""
+        embedded = embedded.to(self.of_token.weight)
+        return self.of_token(rms_norm(embedded, embedded.shape[-1:], eps=_EPS))
+
+    def bias(self, gate: Tensor, code: Tensor) -> Tensor:
+        """`[rows, width, n]` to add to the logits.
+
+        Args:
+            gate: `[rows, width, rank]` what `of_state` made of the inputs of the LM head.
+            code: `[rows, width, rank]` of the token before each draft.
+        """
+        return self.readout(silu(code + gate))
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def codes(self, decoder: Decoder) -> Tensor:
+        """`[vocab, rank]` the codes of all tokens, kept until the weights change."""
+        weight = self.of_token.weight
+        version = None if weight.is_inference() else weight._version
+        state = (weight.dtype, weight.device, version)
+        if self._codes is None or self._codes[0] != state:
+            every = torch.arange(decoder.vocab_size, device=decoder.device)
+            parts = [self.code(decoder.embed(ids)) for ids in every.split(_AT_ONCE)]
+            self._codes = state, torch.cat(parts)
+        return self._codes[1]
+
+    @torch.no_grad()
+    def trim(self, vocab_ids: Tensor) -> None:
+        """Keep the bias of these tokens only."""
+        if self.rank:
+            ids = vocab_ids.to(self.readout.weight.device)
+            self.readout.weight = nn.Parameter(self.readout.weight[ids])

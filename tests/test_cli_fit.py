@@ -1,0 +1,186 @@
+"""`selfspec fit`, `measure` and `regenerate`: what is not given is chosen, the rest is kept."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from cli_tools import call, one_object
+from families import FAMILIES, build
+from fit_tools import WORDS, write_target
+
+from selfspec import SelfSpecModel
+from selfspec.cli.fit import _training
+from training.data import Mixture
+from training.exits import defaults
+from training.exits.task import build_heads
+
+QUICK = (
+    *("loop.steps=3", "loop.precision='no'", "loop.batch_size=2", "block_size=32", "loss.depths=2"),
+    *("measure.depths=2", "measure.prompts=1", "measure.new_tokens=4", "measure.prompt_tokens=8"),
+    "measure.timed_drafts=[1]",
+    "held_out_share=0.3",
+)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A folder with a target and its text."""
+    folder = tmp_path_factory.mktemp("made")
+    write_target(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fitted(made):
+    """What `fit` tells of a run of three steps."""
+    options = ("--text", made / "*.txt", "--output", made / "run", "--json")
+    return one_object(call("fit", made / "target", *options, *QUICK))
+
+
+# The commands
+
+
+def test_the_line_that_is_printed_loads_the_heads(made, fitted):
+    names = {}
+    exec(fitted["code"], names)
+    assert isinstance(names["spec"], SelfSpecModel)
+    assert [(head.kind, head.exit_layer) for head in names["spec"].heads] == [("fused", 1)]
+    shown = call("measure", made / "run", "measure.prompts=0").stdout.strip().splitlines()
+    assert shown[-1] == fitted["code"]
+
+
+def test_a_part_of_the_text_is_held_out_where_no_other_is_given(fitted):
+    (domain,) = fitted["domains"]
+    (head,) = fitted["domains"][domain]
+    assert domain == "held out" and len(head["alpha"]) == 2
+
+
+def test_measuring_again_gives_the_same_figures(made, fitted):
+    again = one_object(call("measure", made / "run", "--json"))
+    for before, after in zip(*(f["domains"]["held out"] for f in (fitted, again)), strict=True):
+        assert before["alpha"] == after["alpha"]
+        assert before["accepted_length"] == after["accepted_length"]
+    assert again["code"] == fitted["code"]
+
+
+def test_what_a_model_writes_is_text_to_fit_to(made):
+    options = ("--text", made / "*.txt", "--output", made / "written", "new_tokens=24")
+    told = one_object(call("regenerate", made / "target", *options, "prompts.count=6", "--json"))
+    lines = list(map(json.loads, Path(told["texts"]).read_text().splitlines()))
+    assert len(lines) == 6 and all(line["new_tokens"] <= 24 for line in lines)
+    config = defaults.complete(
+        {"target": str(made / "target"), "data": [{"files": [told["texts"]]}]}, "test"
+    )
+    assert config.loop.steps == 100  # little text
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "code"),
+    [
+        (["a", "b.txt", "loop.steps=3"], "give one model, got a, b.txt; texts go behind", 2),
+        (["no/such/model", "--text", "x"], "no model folder at no/such/model", 1),
+        (["{target}"], "there is no text for", 1),
+        (["{target}", "--text", "none.txt"], "no file matches none.txt", 1),
+        (["{target}", "--text", "{text}", "lop.steps=3"], "did you mean 'loop'", 1),
+    ],
+)
+def test_mistakes_are_one_line(made, words, message, code):
+    words = [word.format(target=made / "target", text=made / "text.txt") for word in words]
+    assert message in call("fit", *words, code=code).output
+
+
+def test_an_installed_package_has_the_training_code_inside(monkeypatch):
+    asked = []
+    monkeypatch.setattr("selfspec.cli.fit.find_spec", lambda name: name)
+    monkeypatch.setattr("selfspec.cli.fit.import_module", asked.append)
+    _training("fit_heads")
+    assert asked == ["selfspec.training.fit_heads"]
+
+
+# What is chosen
+
+
+def test_given_keys_are_kept_and_the_rest_of_their_sections_is_chosen(made):
+    given = {
+        "target": str(made / "target"),
+        "data": [{"files": [str(made / "text.txt")]}],
+        "loop": {"steps": 7, "batch_size": 6},
+        "optimizer": {"lr": 0.5},
+    }
+    config = defaults.complete(given, "test")
+    assert (config.loop.steps, config.loop.batch_size, config.optimizer.lr) == (7, 6, 0.5)
+    assert config.loop.batch_size % config.loop.micro_batch_size == 0
+    assert config.optimizer.decay == 0.8 and config.output == "outputs/fit"
+
+
+def test_the_demo_target_has_text_of_its_own():
+    config = defaults.complete({}, "test")
+    assert [*config.held_out] == ["novels"]
+    assert (config.heads[0].kind, config.heads[0].exit_layer) == ("fused", 4)
+    assert 100 < config.loop.steps < 130
+
+
+def test_steps_grow_with_the_text_up_to_a_most(made, monkeypatch):
+    given = {"target": str(made / "target"), "data": [{"files": [str(made / "text.txt")]}]}
+    given |= {"block_size": 8, "loop": {"batch_size": 1}}
+    found = []
+    for fewest, most in ((1, 10**9), (1, 50), (10**6, 10**9)):
+        monkeypatch.setattr(defaults, "_FEWEST", fewest)
+        monkeypatch.setattr(defaults, "_MOST", most)
+        found.append(defaults.complete(given, "test"))
+    steps = [config.loop.steps for config in found]
+    tokenizer = found[0].load_target()[1]
+    tokens = len(Mixture.read(found[0].data, tokenizer, 8, 0).sources[0].tokens)
+    assert steps == [-(-2 * tokens // 8), 50, 10**6]
+    # A long run pays for a head at the embeddings, whose drafts cost one layer.
+    assert [config.heads[0].exit_layer for config in found] == [1, 1, 0]
+
+
+def test_the_batch_of_one_pass_fits_the_memory(made, monkeypatch):
+    given = {"target": str(made / "target"), "data": [{"files": [str(made / "text.txt")]}]}
+    given |= {"loop": {"batch_size": 12}}
+    parts = []
+    for free in (0, 2**25, 2**26, 2**40):
+        monkeypatch.setattr(defaults, "_free_bytes", lambda free=free: free)
+        parts.append(defaults.complete(given, "test").loop.micro_batch_size)
+    assert parts[0] == 1 and parts[-1] == 12
+    assert parts == sorted(parts) and len(set(parts)) > 2
+    assert all(12 % part == 0 for part in parts)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_gets_a_head_that_it_can_have(family):
+    decoder = build(family, "eager")
+    decoder = SelfSpecModel(decoder).engine.decoder
+    chosen = defaults._of_target(decoder)
+    config = defaults.parse(
+        defaults.FitConfig, {**chosen, "output": "x", "data": [{"files": ["x"]}]}, family
+    )
+    (head,) = build_heads(decoder, config.heads)
+    assert head.exit_layer == decoder.depth // 4
+    assert config.loss.depths == (1 if decoder.counts_keys else 3)
+
+
+def test_a_large_vocabulary_is_trimmed_and_a_wide_model_learns_slower(monkeypatch):
+    decoder = SelfSpecModel(build("llama", "eager")).engine.decoder
+    narrow = defaults._of_target(decoder)
+    assert "vocab_size" not in narrow["heads"][0]
+    monkeypatch.setattr(decoder.config, "vocab_size", 150_000)
+    monkeypatch.setattr(decoder.config, "hidden_size", 1024)
+    wide = defaults._of_target(decoder)
+    assert wide["heads"][0]["vocab_size"] == 32_000
+    assert wide["optimizer"]["lr"] == narrow["optimizer"]["lr"] / 4
+
+
+def test_blocks_are_split_without_loss(made):
+    config = defaults.complete(
+        {"target": str(made / "target"), "data": [{"files": [str(made / "text.txt")]}]}, "test"
+    )
+    whole = Mixture.read(config.data, config.load_target()[1], 16, 0)
+    kept, (end,) = whole.without_ends(0.05)
+    assert len(end) == -(-len(whole.sources[0]) // 20)
+    joined = torch.cat([kept.sources[0].tokens, end.tokens])
+    assert torch.equal(joined, whole.sources[0].tokens)
+    assert len(kept.sources[0]) + len(end) == len(whole.sources[0])
+    assert int(joined.max()) < WORDS

@@ -1,0 +1,157 @@
+"""The keys of a fit that nobody gave: chosen by the target, the text and the memory at hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from selfspec import DEMO_MODEL
+from selfspec.config import parse
+from selfspec.decoder import Decoder
+from selfspec.heads import head_class
+from selfspec.heads.hub import DEMO
+
+from ..data import tokenize
+from .fitting import FitConfig
+from .task import new_head
+
+TEXT = Path(__file__).parents[1] / "text"
+_DEMO_TEXT = {
+    "data": [{"files": [str(TEXT / "garden.txt")], "clean": "prose"}],
+    "held_out": {"novels": {"files": [str(TEXT / "hound.txt")], "clean": "prose"}},
+}
+_PASSES = 2  # over the text
+_FEWEST, _MOST = 100, 10_000  # steps
+_VOCABULARY = 32_000  # the most tokens that a head drafts
+_KEPT = 2**25  # bytes: larger tensors on a CPU are given back and paged in anew at every use
+_LONG = 2_000_000  # trained tokens from which on a head at the embeddings drafts well
+_RATE, _WIDTH = 0.006, 256  # the learning rate of heads of this width
+
+
+def complete(given: Mapping[str, Any], source: str) -> FitConfig:
+    """A config with every key that `given` lacks.
+
+    Args:
+        given: keys of `FitConfig`, nested; only the demo target has text of its own.
+        source: where they are from, for errors.
+
+    Raises:
+        FileNotFoundError: the text has no files.
+        ValueError: a key is unknown or has a bad value, or there is no text.
+    """
+    text = default_text(given)
+    target = given.get("target", DEMO)
+    decoder = _without_weights(DEMO_MODEL if target == DEMO else target)
+    chosen = {"output": "outputs/fit", **text, **_of_target(decoder)}
+    config = parse(FitConfig, _filled(given, chosen), source)
+    chosen["loop"] = loop = _of_size(config, decoder, given.get("loop", {}))
+    if loop["steps"] * loop["batch_size"] * config.block_size >= _LONG:
+        chosen["heads"][0]["exit_layer"] = head_class(chosen["heads"][0]["kind"]).lowest_exit
+    return parse(FitConfig, _filled(given, chosen), source)
+
+
+def default_text(given: Mapping[str, Any]) -> dict[str, Any]:
+    """`data` and `held_out` where `given` has no text: those of the demo target.
+
+    Raises:
+        ValueError: the target is another one.
+    """
+    target = given.get("target", DEMO)
+    if "data" in given:
+        return {}
+    if target != DEMO:
+        raise ValueError(
+            f"there is no text for {target}; give --text FILES: best what the model writes itself "
+            "(selfspec regenerate makes it from prompts), or text like that which it will write"
+        )
+    return _DEMO_TEXT
+
+
+def _filled(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """`given`, and of `defaults` what it lacks, section by section."""
+    both = {
+        key: _filled(given[key], defaults[key])
+        for key in given.keys() & defaults.keys()
+        if isinstance(given[key], Mapping) and isinstance(defaults[key], Mapping)
+    }
+    return {**defaults, **given, **both}
+
+
+def _without_weights(source: str | Path) -> Decoder:
+    """The target on the meta device."""
+    config = AutoConfig.from_pretrained(source)
+    with torch.device("meta"):
+        return Decoder(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+
+
+def _of_target(decoder: Decoder) -> dict[str, Any]:
+    """The head, its loss and rate, and what is measured."""
+    # A layer of a target that counts keys cannot be unrolled over its own drafts.
+    kind, depths = ("block", 1) if decoder.counts_keys else ("fused", 3)
+    head: dict[str, Any] = {"kind": kind, "exit_layer": max(1, decoder.depth // 4)}
+    if decoder.vocab_size > 2 * _VOCABULARY:  # the LM head would cost more than the head's layer
+        head["vocab_size"] = _VOCABULARY
+    # Adam's rate for matrices falls with their width (Yang et al. 2022).
+    rate = _RATE * min(1.0, _WIDTH / decoder.config.hidden_size)
+    return {
+        "heads": [head],
+        "loss": {"depths": depths},
+        "optimizer": {"lr": rate, "warmup": 0.05, "decay": 0.8},
+        "measure": {"depths": depths, "blocks": 48, "prompts": 4, "new_tokens": 64},
+    }
+
+
+def _of_size(config: FitConfig, decoder: Decoder, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Steps by the size of the text, batches by the device and its memory."""
+    batch = given.get("batch_size", 32 if torch.accelerator.is_available() else 8)
+    steps = given.get("steps") or _steps(config, batch * config.block_size)
+    fitting = _rows_that_fit(config, decoder)
+    parts = [part for part in range(1, batch + 1) if batch % part == 0 and part <= fitting]
+    fifth = max(1, steps // 5)
+    return {
+        "steps": steps,
+        "batch_size": batch,
+        "micro_batch_size": parts[-1] if parts else 1,
+        "eval_every": fifth,
+        "save_every": fifth,
+    }
+
+
+def _steps(config: FitConfig, tokens_a_step: int) -> int:
+    """Steps for some passes over the text; tokens are counted no further than to the most."""
+    tokenizer = AutoTokenizer.from_pretrained(config.source)
+    tokens = 0
+    for source in config.data:
+        for document in tokenize(source, tokenizer):
+            tokens += len(document.tokens)
+            if tokens * _PASSES >= _MOST * tokens_a_step:
+                return _MOST
+    return max(_FEWEST, math.ceil(tokens * _PASSES / tokens_a_step))
+
+
+def _rows_that_fit(config: FitConfig, decoder: Decoder) -> int:
+    """Blocks of one pass that take half of the memory that is free beside the weights."""
+    heads = [new_head(decoder, head) for head in config.heads]
+    fitted = sum(p.numel() for head in heads for p in head.parameters())
+    weights = sum(p.numel() for p in decoder.causal_lm.parameters())
+    depths, vocab, width = config.loss.depths, decoder.vocab_size, decoder.config.hidden_size
+    # In float32: logits, their logarithms and gradients of target and drafts, and what a layer
+    # keeps for its backward pass; weights of heads with gradients and Adam's two means.
+    position = 4 * ((2 + 3 * depths) * vocab + 40 * depths * width)
+    left = _free_bytes() - 4 * weights - 16 * fitted
+    rows = int(left / 2 / (position * config.block_size))
+    if torch.accelerator.is_available():
+        return rows
+    return min(rows, _KEPT // (4 * vocab * config.block_size))
+
+
+def _free_bytes() -> int:
+    if torch.cuda.is_available():
+        return torch.cuda.mem_get_info()[0]
+    return psutil.virtual_memory().available
