@@ -7,6 +7,7 @@
 #                   along, so without a GPU the CPU build of PyTorch's own index is preferred.
 #   VLLM            the version of vLLM, in a build for the CPU:       make test-engines VLLM=0.32.0
 #   VLLM_TORCH      the version of torch that it was built for
+#   SGLANG          the version of SGLang; its kernels are not needed
 #   SPECULATORS     the version of the speculators library that heads are compared with
 #   GPU_PYTHON      the interpreter of `make gpu`, with its own torch: .venv, or else the machine's
 #   DEVICE, SHAPE   where `make gpu` runs, and which sizes:            make gpu SHAPE=tiny DEVICE=cpu
@@ -15,6 +16,7 @@ PYTHON ?= python3
 WORKERS ?= 2
 VLLM ?= 0.32.0
 VLLM_TORCH ?= 2.13.0
+SGLANG ?= 0.5.23
 SPECULATORS ?= 0.9.0
 
 # With an NVIDIA GPU pip's default build is the right one; without, one tested version.
@@ -87,7 +89,7 @@ test-wheel: dist ## install the wheel in an environment of its own, run the demo
 	  assert 'site-packages' in selfspec.__file__ and Path(selfspec.__file__).with_name('py.typed').is_file()"
 
 # Apart from `make test`: vLLM is gigabytes, and it decides itself which transformers it takes.
-test-engines: $(ENGINES_READY) ## exits and heads in vLLM, alone and tensor parallel
+test-engines: $(ENGINES_READY) ## exits and heads in vLLM and SGLang, alone and tensor parallel
 	$(TEST_ENV) $(ENGINES)/bin/python -m pytest -s -m engines tests/engines
 
 # Apart from `make test`: Gradio wants older versions of packages that `dev` has. The browser is the
@@ -130,7 +132,7 @@ $(DOCS_READY): $(READY)
 # What vLLM asks for to see and to hear is of no use to text on a CPU, and PyPI has it built for CUDA.
 # Triton stays: its interpreter runs vLLM's second model runner. vLLM's command looks itself up as
 # "vllm", under which name, and with "cpu" in the version, this build is not known to Python.
-# Of what speculators asks for, only what its models import: the rest is for training on GPUs.
+# Of what SGLang and speculators ask for, only what is imported: the rest is for GPUs.
 $(ENGINES_READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else \
 	  "vLLM needs Python 3.11 or newer, got %d.%d; name another: make PYTHON=python3.12" % v[:2])'
@@ -146,6 +148,7 @@ $(ENGINES_READY): pyproject.toml
 	@$(ENGINES_PIP) install --quiet --editable . pytest pytest-timeout scipy
 	@$(ENGINES_PIP) install --quiet --no-deps 'speculators==$(SPECULATORS)' 'hs-connectors==$(SPECULATORS)'
 	@$(ENGINES_PIP) install --quiet datasets loguru pydantic-settings
+	@$(ENGINES_PIP) install --quiet --no-deps 'sglang==$(SGLANG)' gguf ipython orjson pybase64 traitlets
 	@touch $@
 
 $(APP_READY): pyproject.toml

@@ -176,18 +176,8 @@ class SelfSpecModel:
 
     @property
     def default_draft(self) -> DraftConfig:
-        """The draft of `generate` without `draft=`.
-
-        The profile's, if there is one; with heads, that of the first one; without either, what
-        cannot lose: `auto` with assumed times, which decides by the tokens alone.
-        """
-        if self.profile is not None:
-            return self.profile.draft
-        if self.heads:
-            return DraftConfig()
-        if self.engine.decoder.depth == 1:  # no exit
-            return DraftConfig(drafter="none")
-        return DraftConfig(drafter="auto", times="assumed")
+        """The draft of `generate` without `draft=`: the profile's, else `Engine.default_draft`."""
+        return self.engine.default_draft if self.profile is None else self.profile.draft
 
     def save_pretrained(self, folder: str | Path, **kwargs: Any) -> None:
         """Write the model (`PreTrainedModel.save_pretrained`) and its heads to `folder`."""

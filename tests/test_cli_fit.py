@@ -159,7 +159,7 @@ def test_every_family_gets_a_head_that_it_can_have(family):
     )
     (head,) = build_heads(decoder, config.heads)
     assert head.exit_layer == decoder.depth // 4
-    assert config.loss.depths == (1 if decoder.counts_keys else 4)
+    assert config.loss.depths == (1 if decoder.counts_keys else 3)
 
 
 def test_a_large_vocabulary_is_trimmed_and_a_wide_model_learns_slower(monkeypatch):

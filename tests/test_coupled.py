@@ -28,7 +28,8 @@ class Added(LogitsProcessor):
         self.noise = Noise([ids.shape[1]] * len(ids), ids.device, source)
 
     def __call__(self, input_ids, scores):
-        rows, lengths = range(len(input_ids)), [input_ids.shape[1]] * len(input_ids)
+        rows = range(len(input_ids))
+        lengths = dict.fromkeys(rows, input_ids.shape[1])
         return scores + self.noise.ahead(rows, lengths, 1, scores.shape[-1])[:, 0]
 
 
@@ -120,7 +121,7 @@ def test_scores_are_those_of_the_target_without_noise():
 def test_places_have_the_same_noise_however_many_are_asked_for():
     def ahead(*asked):
         noise, device = Noise([4], torch.device("cpu"), torch.Generator().manual_seed(1)), "cpu"
-        return [noise.ahead([0], [length], width, 7)[0].to(device) for length, width in asked]
+        return [noise.ahead([0], {0: length}, width, 7)[0].to(device) for length, width in asked]
 
     (long,) = ahead((4, 30))
     for asked in ([(4, 1), (5, 3), (9, 12)], [(4, 20), (4, 2), (20, 9)]):

@@ -4,7 +4,9 @@ import importlib.util
 import re
 import runpy
 import sys
+from base64 import b64decode
 
+import nbformat
 import pytest
 import torch
 import transformers
@@ -29,7 +31,12 @@ SMALL = {
     "bench": (f"prompts={_QUESTION}", "max_new_tokens=4", "warm_up=2", "repeats=1"),
     "check": ("--max-new-tokens", "4", "--samples", "32"),
     "demo": ("--max-new-tokens", "8", "--repeats", "1"),
+    "fit": (
+        *("loop.steps=1", "loop.batch_size=1", "loss.depths=1"),
+        *("measure.depths=1", "measure.blocks=2", "measure.prompts=0"),
+    ),
     "generate": ("--max-new-tokens", "8"),
+    "regenerate": ("new_tokens=8", "prompts.count=48", "batch_size=48"),
     "tune": tuple(word for field in _QUICK_TUNE for word in ("--set", field)),
 }
 # They measure, or start processes, which takes a while even on little work.
@@ -41,6 +48,10 @@ MEASURING = (
     "docs/performance.md",
 )
 SERVING = ("app",)  # until Ctrl-C; tests/app runs it
+# A transparent PNG of one pixel.
+_PIXEL = (
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwCAAAAC0lEQVR42mNk+A8AAQUBAScY42YAAAAASUVORK5CYII="
+)
 # Packages that a page's Python needs and the tests do not.
 NEEDS = {"docs/models.md": "torchao"}
 pages = pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -237,6 +248,30 @@ def test_the_page_on_commands_gets_every_command():
     listed = ("app", "bench", "check", "demo", "generate", "info", "tune", "export hf-draft")
     for command in listed:
         assert f"## `selfspec {command}`\n" in text
+
+
+def test_the_site_shows_what_a_notebook_puts_out(tmp_path, monkeypatch):
+    notebooks, cell = hook("notebooks"), nbformat.v4.new_code_cell
+    png = "from base64 import b64decode; from IPython.display import Image"
+    cells = [
+        nbformat.v4.new_markdown_cell("# A picture"),
+        cell("import sys; print(6 * 7, file=sys.stdout); print('a bar', file=sys.stderr)"),
+        cell(f"{png}; Image(b64decode('{_PIXEL}'))"),
+    ]
+    path = tmp_path / "seen.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+    monkeypatch.setattr(notebooks, "_KEPT", tmp_path / "kept")
+    pages = [dict(notebooks.page(notebooks.executed(path), "seen")) for _ in range(2)]
+    assert pages[0] == pages[1] and len([*(tmp_path / "kept").iterdir()]) == 1
+    (picture,) = pages[0].keys() - {"seen.md"}
+    text = pages[0]["seen.md"]
+    assert text.startswith("# A picture") and "\n    42" in text and "\n    a bar" not in text
+    assert f"]({picture})" in text and pages[0][picture] == b64decode(_PIXEL)
+
+
+def test_the_site_leads_to_every_notebook():
+    listed = re.findall(r"notebooks/(\w+)\.md", (ROOT / "mkdocs.yml").read_text())
+    assert listed == sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
 
 
 def hook(name):

@@ -82,7 +82,7 @@ def test_every_head_goes_on_with_rows_that_join(kind, drafter, monkeypatch):
     head = own_head(Decoder(model), kind, EXIT)
     spec, prompts, lengths = SelfSpecModel(model, [head]), some_prompts(9), some_lengths(9)
     readings = record(monkeypatch)
-    draft = {"drafter": drafter, "head": kind, "exit_layer": head.exit_layer}
+    draft = {"drafter": drafter, "head": head.kind, "exit_layer": head.exit_layer}
     outputs = spec.generate_batch(
         prompts, draft=draft, batch_size=3, max_new_tokens=lengths, do_sample=False
     )

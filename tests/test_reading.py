@@ -99,3 +99,16 @@ def test_a_round_without_drafts_leaves_no_gap(monkeypatch, kind):
     )
     spec.generate(IDS, attention_mask=MASK, max_new_tokens=20, draft={"head": head.kind})
     assert_reads_as_forced(decoder, head, seen, close_in_double)
+
+
+def test_what_tokens_add_to_drafts_follows_the_weights(monkeypatch):
+    """It is computed once for all tokens, and anew when they were trained further."""
+    model = tiny_llama("sometimes")
+    decoder = Decoder(model)
+    head = own_head(decoder, "fused parallel", EXIT)
+    spec, seen = SelfSpecModel(model, heads=[head]), record(monkeypatch)
+    spec.generate(ONE, max_new_tokens=8)
+    head.mask.of_token.weight.mul_(-2)
+    seen.clear()
+    spec.generate(ONE, max_new_tokens=8)
+    assert_reads_as_forced(decoder, head, seen, close_in_double)

@@ -98,7 +98,7 @@ def test_the_page_has_its_pictures_inside_and_loads_nothing(tmp_path):
         assert head == "data:image/png;base64"
         png = b64decode(data)
         assert png.startswith(b"\x89PNG")
-        assert struct.unpack(">II", png[16:24]) == (1200, 675)
+        assert struct.unpack(">II", png[16:24]) == (1050, 600)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["report.html", "report.json"]
 
 

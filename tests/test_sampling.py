@@ -147,6 +147,19 @@ def test_a_tree_is_processed_as_plain_decoding_would(name, rows):
             assert torch.equal(scores[place, position], expected)
 
 
+@pytest.mark.parametrize("lengths", [(1, 3), (1, 1)], ids=str)
+@pytest.mark.parametrize("name", PREFIX)
+def test_short_texts_are_processed_as_plain_decoding_would(name, lengths):
+    """N-grams and biased sequences may be longer than the text, and the first token forced."""
+    tokens, rows = text()[:, :3], [0, 1]
+    here, again = (Context(tokens.clone(), [*lengths, 2], rows) for _ in range(2))
+    drafts, logits = block(2, 3)
+    here.write(drafts)
+    processors = LogitsProcessorList(PREFIX[name])
+    expected = plain(processors, again, drafts, logits)
+    assert torch.equal(Sampler(processors).scores(logits, here), expected)
+
+
 @pytest.mark.parametrize("name", POINTWISE)
 def test_pointwise_and_prefix_paths_agree(name):
     """A processor that reads nothing, put among others, takes the slow way to the same scores."""
@@ -229,7 +242,7 @@ def test_scores_are_float32_as_in_plain_decoding(dtype):
 def test_a_write_is_not_settled_until_it_is_counted():
     here = context((2, 0))
     here.write(torch.tensor([[1, 2], [3, 4]]))
-    assert here.lengths == LENGTHS
+    assert list(here.lengths.values()) == list(LENGTHS)
     assert here.tokens[2, 7:9].tolist() == [1, 2] and here.tokens[0, 6:8].tolist() == [3, 4]
     assert here.padded(9)[0].tolist() == [*text()[0, :6].tolist(), 9]
     assert torch.equal(here.tokens[1, :4], text()[1, :4])
@@ -265,7 +278,7 @@ def test_what_is_settled_is_there_when_somebody_reads_it(written):
         for row, count, tokens in zip((0, 2), counts, block.tolist(), strict=True):
             here.commit(row, tokens[:count], written)
             emitted[row] += tokens[:count]
-    assert here.lengths == [10, 3, 8] and here.text[1] == [4]
+    assert list(here.lengths.values()) == [10, 3, 8] and here.text[1] == [4]
     for row, tokens in emitted.items():
         assert here.tokens[row, 3 : here.lengths[row]].tolist() == tokens
         assert here.new(row, 5) == tokens[2:] and not here.new(row, here.lengths[row])

@@ -15,10 +15,10 @@ from selfspec.bench.planted import GreedyTexts, generate_planted, planted_ranks
 from selfspec.bench.prompts import Batch
 from selfspec.bench.shapes import (
     ShapeBench,
+    add_heads,
     bytes_a_round,
     count_parameters,
     default_methods,
-    heads_of,
     random_model,
     read_shape,
     size_of,
@@ -40,6 +40,7 @@ PUBLISHED = {
 CHAINS = {
     "fused 0": {"exit_layer": 0, "head": "fused"},
     "fused 2": {"exit_layer": 2, "head": "fused"},
+    "fused 1 in one pass": {"exit_layer": 1, "head": "fused"},
     "block": {"exit_layer": 1, "head": "block"},
     "shared": {"exit_layer": 2, "head": "shared"},
     "medusa": {"exit_layer": 0, "head": "medusa"},
@@ -51,8 +52,8 @@ def spec_of(dtype=torch.float32, tied=True):
     config = read_shape("tiny")
     config.tie_word_embeddings = tied
     spec = SelfSpecModel(random_model(config, dtype, CPU))
-    for kind, exit_layer in [*heads_of(default_methods(8, (0.5,))), ("fused", 2)]:
-        spec.engine.add(build_head(spec.engine.decoder, kind, exit_layer, {}))
+    add_heads(spec.engine, default_methods(8, (0.5,)))
+    spec.engine.add(build_head(spec.engine.decoder, "fused", 2, {}))
     return spec
 
 
@@ -192,6 +193,8 @@ def test_a_drafting_round_reads_what_its_passes_read(spec):
     assert read(exit_layer=1, head="block") == 11 * (layer + kv) + 3 * (own + kv) + 4 * lm_head
     medusa = size_of(next(head for head in engine.heads if head.kind == "medusa"))
     assert read(exit_layer=0, head="medusa") == 8 * (layer + kv) + medusa + 2 * lm_head
+    own = size_of(next(h for h in engine.heads if h.kind == "fused" and h.exit_layer == 1))
+    assert read(exit_layer=1, head="fused") == 9 * (layer + kv) + own + kv + 2 * lm_head
     assert read(drafter="prompt_lookup") is None
 
 

@@ -322,6 +322,38 @@ def test_reset_and_crop_forget_tokens():
     assert slots.lengths == [0, 0, 0] and slots.get_seq_length() == 0
 
 
+def test_lengths_are_copied_to_the_device_once_after_they_have_changed():
+    slots = ragged()
+    for change in (
+        lambda: slots.commit([1, 0, 2]),
+        lambda: slots.select([2, 0]),
+        lambda: slots.crop(-1),
+        slots.reset,
+    ):
+        before = slots.committed
+        assert slots.committed is before
+        change()
+        assert slots.committed is not before and slots.committed.tolist() == slots.lengths
+
+
+def test_a_recycled_cache_holds_nothing_but_has_its_buffers():
+    slots = ragged()
+    added = slots.add_layer(None)
+    with slots.writing(1, added={1: added}):
+        slots.update(states([7], [8], [9]), states([7], [8], [9]), 1)
+    buffers = [buffer for layer in slots.layers for buffer in layer.buffers]
+    slots.recycle()
+    assert (slots.lengths, slots.added_from, len(slots.layers)) == ([0] * 3, [0] * 3, 2)
+    room = slots.layers[0].capacity
+    assert slots.fits(3, room, 1)
+    assert not any(slots.fits(*other) for other in ((2, room, 1), (3, room + 1, 1), (3, room, 2)))
+    slots.add_layer(None)
+    now = [buffer for layer in slots.layers for buffer in layer.buffers]
+    assert all(a is b for a, b in zip(now, buffers, strict=True))
+    slots.add_layer(None)
+    assert not slots.layers[-1].is_initialized
+
+
 def test_crop_refuses_what_a_cache_of_transformers_refuses():
     """A positive number once meant the length to keep."""
     with pytest.raises(ValueError):

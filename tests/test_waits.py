@@ -117,11 +117,13 @@ DRAFTS = {
     "shared": {"head": "shared", "exit_layer": EXIT},
     "block": {"head": "block", "exit_layer": EXIT},
     "fused": {"head": "fused", "exit_layer": 0},
+    "parallel": {"head": "fused", "exit_layer": 1},
     "lookup": {"drafter": "prompt_lookup", "lookup": {"shortest": 1}},
     "cascade": {"drafter": "cascade", "head": "block", "exit_layer": EXIT},
     "tree, shared": {"drafter": "tree", "head": "shared", "exit_layer": EXIT},
     "tree, block": {"drafter": "tree", "head": "block", "exit_layer": EXIT},
     "tree, fused": {"drafter": "tree", "head": "fused", "exit_layer": 0},
+    "tree, parallel": {"drafter": "tree", "head": "fused", "exit_layer": 1},
     "coupled": {"head": "block", "exit_layer": EXIT, "rule": "coupled"},
     "unfitted": None,  # what `generate` does without heads
 }
@@ -145,7 +147,10 @@ PROCESSORS = {
 def specs():
     model = tiny_llama("sometimes", dtype=torch.float32)
     bare = SelfSpecModel(model)
-    heads = [own_head(bare.engine.decoder, *at) for at in (("block", EXIT), ("fused", 0))]
+    heads = [
+        own_head(bare.engine.decoder, *at)
+        for at in (("block", EXIT), ("fused", 0), ("fused parallel", 1))
+    ]
     return {True: SelfSpecModel(model, heads), False: bare}
 
 

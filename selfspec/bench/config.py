@@ -108,6 +108,7 @@ class MethodConfig(StrictConfig):
     Attributes:
         name: what reports call it.
         draft: how selfspec drafts.
+        head_options: of a shape, options of the untrained head that the draft names.
         acceptance: plants drafts: whatever the head has learned, a draft after right ones is right
             with this probability. For greedy `early_exit` and `tree`.
         peer: `plain` is the model's own `generate`, `static_cache` the same with a static cache,
@@ -120,6 +121,7 @@ class MethodConfig(StrictConfig):
 
     name: str
     draft: DraftConfig | None = None
+    head_options: dict[str, Any] = Field(default_factory=dict)
     acceptance: float | None = Field(default=None, gt=0, lt=1)
     peer: Peer | None = None
     options: dict[str, Any] = Field(default_factory=dict)
@@ -151,6 +153,8 @@ class ModeConfig(StrictConfig):
         top_k: sample from the likeliest; 0 from all.
         top_p: sample from that much probability.
         repetition_penalty: as in transformers; 1 is none.
+        no_repeat_ngram_size: as in transformers; 0 is none.
+        min_new_tokens: as in transformers; 0 is none.
     """
 
     name: str
@@ -158,6 +162,8 @@ class ModeConfig(StrictConfig):
     top_k: int = Field(default=0, ge=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
     repetition_penalty: float = Field(default=1.0, gt=0)
+    no_repeat_ngram_size: int = Field(default=0, ge=0)
+    min_new_tokens: int = Field(default=0, ge=0)
 
     @property
     def greedy(self) -> bool:
@@ -170,7 +176,8 @@ class ModeConfig(StrictConfig):
         options: dict[str, Any] = {"do_sample": not self.greedy}
         if not self.greedy:
             options |= {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
-        return {**options, "repetition_penalty": self.repetition_penalty}
+        prefix = {"repetition_penalty", "no_repeat_ngram_size", "min_new_tokens"}
+        return {**options, **self.model_dump(include=prefix)}
 
 
 # Modes that a config may name. Small models go in circles under greedy decoding, which makes any

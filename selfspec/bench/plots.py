@@ -78,7 +78,7 @@ def write_picture(path: Path, title: str, draw: Callable[[Axes], None], rows: in
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("plots need matplotlib; pip install 'selfspec[bench]'") from error
-    figure = Figure(figsize=(8, 1.6 + 0.34 * rows), layout="constrained")
+    figure = Figure(figsize=(7, 1.6 + 0.34 * rows), layout="constrained")
     ax = figure.subplots()
     draw(ax)
     ax.set_title(title, loc="left")
@@ -96,7 +96,7 @@ def _names(rows: Sequence[Row]) -> list[str]:
 
 
 def _name_bars(ax: Axes, rows: list[Row]) -> None:
-    ax.set_yticks(range(len(rows)), _names(rows), fontsize=8)
+    ax.set_yticks(range(len(rows)), _names(rows), fontsize=9)
     ax.set_ylim(len(rows) - 0.4, -0.6)  # downwards
 
 

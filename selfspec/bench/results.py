@@ -119,6 +119,7 @@ class Row:
         bytes_a_round: bytes of weights and KV that the passes of a round read, where the bandwidth
             was measured.
         limit: tokens/s if a round took only the time to read these.
+        sampling_ms: processors, draws and acceptance in one round; median over outputs.
         memory: memory of the warm-up call.
         equality: equality of greedy outputs.
     """
@@ -143,6 +144,7 @@ class Row:
     time_split: dict[str, float] = field(default_factory=dict)
     bytes_a_round: int | None = None
     limit: float | None = None
+    sampling_ms: float | None = None
     memory: Memory | None = None
     equality: Equality | None = None
 
@@ -295,6 +297,7 @@ def _drafts(runs: Sequence[Run]) -> dict[str, Any]:
         return found
     drafted, accepted = (sum(s[name] for s in stats) for name in ("drafted", "accepted"))
     at = [_columns([s[name] for s in stats]) for name in ("accepted_at", "drafted_at")]
+    per_round = [1000 * s["seconds"]["sampling"] / s["rounds"] for s in stats if s["rounds"]]
     seconds = {part: sum(s["seconds"][part] for s in stats) for part in stats[0]["seconds"]}
     decoding = seconds["total"] - seconds["prefill"]
     shares = {part: seconds[part] / decoding for part in PARTS} if decoding > 0 else {}
@@ -302,6 +305,7 @@ def _drafts(runs: Sequence[Run]) -> dict[str, Any]:
         **found,
         "acceptance_rate": accepted / drafted if drafted else None,
         "acceptance_by_position": [kept / all_ for kept, all_ in zip(*at, strict=True)],
+        "sampling_ms": median(per_round) if per_round else None,
         "time_split": {**shares, "rest": 1 - sum(shares.values())} if shares else {},
     }
 
@@ -471,7 +475,13 @@ SHEETS = (
         },
         wraps=["accepted, by position", "rounds, by accepted drafts (0, 1, …)"],
     ),
-    Sheet("share of decode time", {part: _part(part) for part in (*PARTS, "rest")}),
+    Sheet(
+        "share of decode time",
+        {
+            **{part: _part(part) for part in (*PARTS, "rest")},
+            "sampling, ms/round": lambda row: number(row.sampling_ms, 3),
+        },
+    ),
     LIMIT,
     Sheet(
         "loops",

@@ -92,6 +92,8 @@ def random_model(
                 weight.mul_(_ATTENTION)
             elif not wide and weight is not words and weight.shape[-2] == width:
                 weight.mul_(quiet)
+        else:
+            weight.fill_(0 if name.endswith("bias") else 1)
     if not wide and head is not words:
         head.copy_(words.roll(1, 0))
     model.generation_config.eos_token_id = None
@@ -116,30 +118,33 @@ def default_methods(depth: int, acceptances: Sequence[float]) -> tuple[MethodCon
         acceptances: the acceptance rates to plant.
     """
     low, middle = max(1, depth // 8), max(2, depth // 4)
-    exits = (("fused", 0), ("fused", low), ("block", low), ("shared", low), ("shared", middle))
-    drafts = {
-        f"{head} {exit_layer}": DraftConfig(
-            exit_layer=exit_layer, head=head, num_draft_tokens=_DRAFTS
-        )
-        for head, exit_layer in (*exits, ("medusa", 0))
+    parallel = {"parallel": True}
+    drafts: dict[str, tuple[DraftConfig, dict[str, Any]]] = {
+        "fused 0": (_early_exit("fused", 0), {}),
+        f"fused {low} in one pass": (_early_exit("fused", low), parallel),
+        f"block {low}": (_early_exit("block", low), {}),
+        f"shared {low}": (_early_exit("shared", low), {}),
+        f"shared {middle}": (_early_exit("shared", middle), {}),
+        "medusa 0": (_early_exit("medusa", 0), {}),
+        f"fused 0, tree of {_NODES}": (
+            _early_exit("fused", 0, drafter="tree", tree=TreeConfig(nodes=_NODES)),
+            {},
+        ),
     }
-    drafts[f"fused 0, tree of {_NODES}"] = DraftConfig(
-        drafter="tree",
-        exit_layer=0,
-        head="fused",
-        num_draft_tokens=_DRAFTS,
-        tree=TreeConfig(nodes=_NODES),
-    )
     return (
         MethodConfig(name="generate, static cache", peer="static_cache"),
         MethodConfig(name="generate_batch", peer="continuous_batching"),
         MethodConfig(name="selfspec plain", draft=DraftConfig(drafter="none")),
         *(
-            MethodConfig(name=f"{name}, {rate:g}", draft=draft, acceptance=rate)
-            for name, draft in drafts.items()
+            MethodConfig(name=f"{name}, {rate:g}", draft=draft, head_options=own, acceptance=rate)
+            for name, (draft, own) in drafts.items()
             for rate in acceptances
         ),
     )
+
+
+def _early_exit(head: str, exit_layer: int, **fields: Any) -> DraftConfig:
+    return DraftConfig(head=head, exit_layer=exit_layer, num_draft_tokens=_DRAFTS, **fields)
 
 
 def with_defaults(config: BenchConfig, depth: int, device: torch.device) -> BenchConfig:
@@ -169,12 +174,20 @@ def with_defaults(config: BenchConfig, depth: int, device: torch.device) -> Benc
     return BenchConfig(**{**chosen, **given})
 
 
-def heads_of(methods: Sequence[MethodConfig]) -> list[tuple[str, int]]:
-    """Kind and exit of every head that the methods draft with and that has to be built."""
-    drafts = [method.draft for method in methods if method.draft is not None]
-    wanted = [(draft.head, draft.exit_layer) for draft in drafts]
-    known = [(kind, exit_layer) for kind, exit_layer in wanted if kind and exit_layer is not None]
-    return list(dict.fromkeys(pair for pair in known if pair[0] != "shared"))
+def add_heads(engine: Engine, methods: Sequence[MethodConfig]) -> None:
+    """Build every head that the methods draft with, untrained.
+
+    Raises:
+        ValueError: a head cannot be built.
+    """
+    wanted = {
+        (method.draft.head, method.draft.exit_layer): method.head_options
+        for method in methods
+        if method.draft is not None
+    }
+    for (kind, exit_layer), options in wanted.items():
+        if kind not in (None, "shared") and exit_layer is not None:
+            engine.add(build_head(engine.decoder, kind, exit_layer, options))
 
 
 class ShapeBench(Bench):
@@ -200,8 +213,7 @@ class ShapeBench(Bench):
         dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
         model = random_model(shape, dtype, device, config.seed)
         spec = SelfSpecModel(model, kernels=config.kernels, kv_cache_dtype=config.kv_cache_dtype)
-        for kind, exit_layer in heads_of(config.methods):
-            spec.engine.add(build_head(spec.engine.decoder, kind, exit_layer, {}))
+        add_heads(spec.engine, config.methods)
         super().__init__(spec, numbers_tokenizer(text.vocab_size), config)
         self.bandwidth = read_bandwidth(device)
         self.measured = {
@@ -284,7 +296,7 @@ def bytes_a_round(engine: Engine, draft: DraftConfig | None, tokens: int) -> int
 
     A chain or tree of k levels from an exit after E of L layers: k + 1 passes over the first E
     layers (k drafts, and the last draft before it is verified), k over the head and the LM head,
-    and one over the other layers and the LM head. A head that drafts all tokens at once runs once.
+    and one over the other layers and the LM head. Where a head drafts all tokens at once, k is 1.
 
     Args:
         engine: the target with its heads.
@@ -304,7 +316,7 @@ def bytes_a_round(engine: Engine, draft: DraftConfig | None, tokens: int) -> int
     drafting = 1 if head.drafts_at_once else levels
     below, above = layers[: head.exit_layer], layers[head.exit_layer :]
     own = size_of(head) + (kv if head.layer is not None else 0)
-    return (levels + 1) * sum(below) + sum(above) + drafting * (own + unembed) + unembed
+    return (drafting + 1) * sum(below) + sum(above) + drafting * (own + unembed) + unembed
 
 
 def read_bandwidth(device: torch.device, repeats: int = 5) -> float:
@@ -324,5 +336,5 @@ def usable_memory(device: torch.device) -> float:
     """Bytes that a benchmark may fill, weights included."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return _USABLE * (free + torch.cuda.memory_allocated(device))
+        return _USABLE * (free + torch.cuda.memory_reserved(device))
     return _USABLE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

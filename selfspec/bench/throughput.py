@@ -2,7 +2,8 @@
 
 Static batches of transformers, its continuous batching, and selfspec's `generate_batch` continue
 the same prompts greedily in turn, in one process, so that changes of the machine's speed meet all
-of them. Every answer is compared with its own single call of the target's `generate`.
+of them. Every answer is compared with that of the static batches and, where they differ, with that
+of a single call: padding may round two nearly equal scores differently.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -26,7 +28,7 @@ from selfspec import DEMO_MODEL, SelfSpecModel
 from selfspec.bench.config import PromptSetConfig
 from selfspec.bench.prompts import padded, read_prompts
 from selfspec.bench.results import mebibytes
-from selfspec.bench.run import peak_memory
+from selfspec.bench.run import Memory, peak_memory
 
 _PAGE = 64  # slots of a page of transformers' continuous batching
 _SETS = ("text", "gsm8k", "humaneval", "mbpp")
@@ -40,15 +42,17 @@ class Way:
         name: what the table calls it.
         run: continues the prompts, some at a time.
         seconds: of every run.
-        equal: answers that are those of single calls, in the last run.
-        growth: bytes by which a run's peak memory exceeds the memory before it.
+        busy: seconds of CPU time of every run, which other processes do not change.
+        equal: answers of the last run that are those of the static batches or of single calls.
+        memory: of the run whose peak was highest.
     """
 
     name: str
     run: Callable[[int], list[list[int]]]
     seconds: list[float] = field(default_factory=list)
+    busy: list[float] = field(default_factory=list)
     equal: int = 0
-    growth: int | None = None
+    memory: Memory | None = None
 
 
 class Lengths(StoppingCriteria):
@@ -57,7 +61,7 @@ class Lengths(StoppingCriteria):
     def __init__(self, start: int, lengths: Sequence[int]):
         self.ends = start + torch.tensor(lengths)
 
-    def __call__(self, input_ids: Tensor, scores: object, **kwargs: object) -> Tensor:
+    def __call__(self, input_ids: Tensor, scores: object, **kwargs: object) -> Any:
         """`[batch]` whether the row has its tokens."""
         return input_ids.shape[1] >= self.ends.to(input_ids.device)
 
@@ -73,14 +77,15 @@ def main() -> None:
     spec.causal_lm.generation_config.eos_token_id = None  # lengths are given
     spec.causal_lm.config.eos_token_id = None
     prompts, lengths = _requests(arguments)
-    expected = [
-        _greedy(spec.causal_lm, [prompt], [length])[0]
-        for prompt, length in zip(prompts, lengths, strict=True)
-    ]
+
+    @cache
+    def alone(index: int) -> list[int]:
+        return _greedy(spec.causal_lm, [prompts[index]], [lengths[index]])[0]
+
     console = Console()
     for rows in arguments.rows:
         ways = _ways(spec, prompts, lengths, arguments.draft)
-        _measure(ways, rows, expected, arguments.repeats, spec.engine.decoder.device)
+        _measure(ways, rows, arguments.repeats, alone, spec.causal_lm.device)
         console.print(_table(ways, rows, sum(lengths), len(prompts), arguments))
 
 
@@ -148,7 +153,8 @@ def _greedy(
     """Answers of one batch of the target's `generate`."""
     tokens, mask = padded([torch.tensor(prompt) for prompt in prompts], target.device)
     start = tokens.shape[1]
-    output = target.generate(
+    run: Any = target.generate
+    output = run(
         tokens,
         attention_mask=mask,
         do_sample=False,
@@ -176,12 +182,8 @@ def _continuous(
         num_blocks=rows * -(-longest // _PAGE),
     )
     answers: dict[str, list[int]] = {}
-    with (
-        torch.no_grad(),
-        target.continuous_batching_context_manager(
-            config, continuous_batching_config=limits
-        ) as manager,
-    ):
+    begin: Any = target.continuous_batching_context_manager
+    with torch.no_grad(), begin(config, continuous_batching_config=limits) as manager:
         names = [
             manager.add_request(prompt, max_new_tokens=length)
             for prompt, length in zip(prompts, lengths, strict=True)
@@ -196,20 +198,29 @@ def _continuous(
 
 
 def _measure(
-    ways: Sequence[Way], rows: int, expected: list[list[int]], repeats: int, device: torch.device
+    ways: Sequence[Way],
+    rows: int,
+    repeats: int,
+    alone: Callable[[int], list[int]],
+    device: torch.device,
 ) -> None:
-    """Fill in what the ways take."""
+    """Fill in what the ways take; `alone` gives the answer of a single call."""
+    expected: list[list[int]] = []
 
     def timed(way: Way) -> None:
-        start = time.perf_counter()
+        start, busy = time.perf_counter(), time.process_time()
         texts = way.run(rows)
         way.seconds.append(time.perf_counter() - start)
-        way.equal = sum(a == b for a, b in zip(texts, expected, strict=True))
+        way.busy.append(time.process_time() - busy)
+        if not expected:
+            expected.extend(texts)
+        pairs = enumerate(zip(texts, expected, strict=True))
+        way.equal = sum(own == static or own == alone(at) for at, (own, static) in pairs)
 
     for _ in range(repeats):
         for way in ways:
             memory = peak_memory(partial(timed, way), device)
-            way.growth = max(way.growth or 0, memory.growth) if memory else None
+            way.memory = max(filter(None, (way.memory, memory)), default=None)
 
 
 def _table(
@@ -221,7 +232,14 @@ def _table(
         f"{arguments.dtype}, greedy; medians of {arguments.repeats} interleaved runs"
     )
     table.add_column("")
-    for name in ("tokens/s", "to static", "to generate_batch", "equal", "memory grown by"):
+    for name in (
+        "tokens/s",
+        "to static",
+        "to its generate_batch",
+        "CPU time",
+        "equal",
+        "peak MiB (grown)",
+    ):
         table.add_column(name, justify="right")
     for way in ways:
         ratios = [
@@ -232,8 +250,11 @@ def _table(
             way.name,
             f"{tokens / statistics.median(way.seconds):.0f}",
             *(f"{ratio:.2f}x" for ratio in ratios),
+            f"{statistics.median(way.busy):.1f} s",
             f"{way.equal}/{prompts}",
-            "-" if way.growth is None else f"{mebibytes(way.growth)} MiB",
+            "-"
+            if way.memory is None
+            else f"{mebibytes(way.memory.peak)} ({mebibytes(way.memory.growth)})",
         )
     return table
 

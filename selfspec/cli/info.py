@@ -114,16 +114,13 @@ def cache_bytes(decoder: Decoder) -> CacheBytes:
 
 def describe(engine: Engine, context: int | None) -> dict[str, Any]:
     """A target's facts as plain values."""
-    from selfspec.config import DraftConfig
-
-    decoder = engine.decoder
+    decoder, draft = engine.decoder, engine.default_draft
     config, model = decoder.config, decoder.causal_lm
     context = context or decoder.max_positions or 4096
     sizes = cache_bytes(decoder)
     per_token, attending = sum(sizes.token), len([size for size in sizes.token if size])
     windows = Counter(window for window in decoder.windows if window is not None)
-    draft = DraftConfig()
-    head = engine.head(draft)
+    head = None if draft.drafter == "none" else engine.head(draft)
     return {
         "architecture": type(model).__name__,
         "layers": decoder.depth,
@@ -154,12 +151,29 @@ def describe(engine: Engine, context: int | None) -> dict[str, Any]:
             for head in engine.heads
         ],
         "default_draft": {
-            **draft.model_dump(include={"drafter", "schedule"}),
+            **draft.model_dump(include={"drafter", "schedule", "times"}),
             "num_draft_tokens": draft.most_tokens,
-            "exit_layer": head.exit_layer,
-            "head": head.kind,
+            "exit_layer": head and head.exit_layer,
+            "head": head and head.kind,
         },
+        "fitting": {} if engine.heads else expected_of_fitting(decoder),
     }
+
+
+def expected_of_fitting(decoder: Decoder) -> dict[str, Any]:
+    """Cost of a draft from a head on the embeddings, and speedups by acceptance rate.
+
+    The speedup is over plain decoding, by the prior of the model of a round: four drafts at most.
+    """
+    from selfspec.schedule import RoundModel
+
+    layer, readout = (
+        sum(p.numel() for p in module.parameters())
+        for module in (decoder.layers[0], decoder.lm_head)
+    )
+    cost = (layer + readout) / (decoder.depth * layer + readout)
+    speedups = {rate: RoundModel(cost, (rate, rate)).speedup(4) for rate in (0.5, 0.6, 0.7, 0.8)}
+    return {"draft_cost": cost, "speedups": speedups}
 
 
 def info_table(facts: dict[str, Any]) -> Table:
@@ -174,7 +188,6 @@ def info_table(facts: dict[str, Any]) -> Table:
         f"{in_units(head['parameters'])} parameters, {in_units(head['bytes'], 'B')}"
         for head in facts["exit_heads"]
     ]
-    draft = facts["default_draft"]
     rows = {
         "model": f"{facts['model']} ({facts['architecture']})",
         "layers": f"{facts['layers']}, width {facts['hidden_size']}",
@@ -189,12 +202,41 @@ def info_table(facts: dict[str, Any]) -> Table:
         "recurrent states": f"{in_units(facts['state_bytes'], 'B')} a row, and "
         f"{in_units(facts['state_bytes_per_draft'], 'B')} a token of a round, in "
         f"{facts['recurrent_layers']} layers",
-        "exit heads": "\n".join(heads) or "none fitted; the shared head needs no fitting",
-        "default draft": f"{draft['drafter']}: exit after layer {draft['exit_layer']} "
-        f"({draft['head']} head), {draft['num_draft_tokens']} tokens a round",
+        "exit heads": "\n".join(heads) or "none fitted",
+        "default draft": _default_draft(facts["default_draft"]),
     }
     if not facts["recurrent_layers"]:
         del rows["recurrent states"]
+    if facts["fitting"]:
+        rows["with a head"] = _fitting(facts["model"], facts["fitting"])
     for name, value in rows.items():
         table.add_row(name, value)
     return table
+
+
+def _default_draft(draft: dict[str, Any]) -> str:
+    """What drafts unasked, in words."""
+    if draft["drafter"] == "none":
+        return "none: the model has one layer"
+    if draft["drafter"] == "auto":
+        return (
+            "auto: lookup where the text repeats itself, plain decoding elsewhere;\nthe exit after "
+            f"layer {draft['exit_layer']} ({draft['head']} head) only if it agrees with the last "
+            "layer"
+        )
+    return (
+        f"{draft['drafter']}: exit after layer {draft['exit_layer']} ({draft['head']} head), "
+        f"{draft['num_draft_tokens']} tokens a round"
+    )
+
+
+def _fitting(model: str, fitting: dict[str, Any]) -> str:
+    """What a fitted head would bring, and how to fit one."""
+    rates = ", ".join(
+        f"{gain:.1f}x at .{rate * 10:.0f}" for rate, gain in fitting["speedups"].items()
+    )
+    return (
+        f"a draft from the embeddings would cost {fitting['draft_cost']:.2f} of a step;\nexpected "
+        f"over plain decoding, by acceptance rate: {rates}\n"
+        f"fit one: selfspec fit {model} --text FILES"
+    )

@@ -121,7 +121,7 @@ class CoupledChoice(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores `[1, vocab]`, the largest of which is the sampled token."""
         length, vocab = input_ids.shape[1], scores.shape[1]
-        noise = self.noise.ahead([0], [length], 1, vocab)[:, 0]
+        noise = self.noise.ahead([0], {0: length}, 1, vocab)[:, 0]
         return self.warper(input_ids, scores.float()) + noise  # pyright: ignore
 
 
@@ -333,8 +333,10 @@ def _scores(writer: Writer, tokens: list[int]) -> Tensor:
     prefix = torch.cat([prompt, prompt.new_tensor([tokens])], dim=1)
     with torch.inference_mode():
         logits = writer.spec.model(prefix).logits[0, prompt.shape[1] - 1 :].float()
-    for place, scores in enumerate(logits):  # noise is drawn position by position
-        scores = choice(prefix[:, : prompt.shape[1] + place], scores[None])[0]  # pyright: ignore
+    scores = logits[-1]
+    for place in range(len(logits)):  # noise is drawn position by position
+        before = prefix[:, : prompt.shape[1] + place]
+        scores = choice(before, logits[place, None])[0]  # pyright: ignore
     return scores
 
 

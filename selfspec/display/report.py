@@ -27,9 +27,10 @@ th, td {{ padding: .3rem .7rem; text-align: right; white-space: nowrap; }}
 th:first-child, td:first-child {{ text-align: left; padding-left: 0; }}
 tr + tr > td {{ border-top: 1px solid #8884; }}
 th {{ border-bottom: 1px solid #888; }}
-.facts td {{ white-space: normal; text-align: left; vertical-align: top; overflow-wrap: anywhere; }}
+.facts td {{ text-align: left; vertical-align: top; }}
+.facts td:last-child {{ white-space: normal; overflow-wrap: anywhere; }}
 pre {{ background: #8882; padding: .75rem; overflow-x: auto; font-size: .85rem; }}
-img {{ background: white; width: 100%; min-width: 36rem; display: block; }}
+img {{ background: white; width: 100%; margin: .75rem 0; }}
 </style>
 <h1>{title}</h1>
 {body}
@@ -73,8 +74,7 @@ class HTMLReport:
     def picture(self, png: bytes, shows: str) -> None:
         """Add a PNG picture; `shows` is for those who cannot see it."""
         source = f"data:image/png;base64,{b64encode(png).decode('ascii')}"
-        image = f'<img src="{source}" alt="{escape(shows)}">'
-        self._parts.append(f'<div class="wide">{image}</div>')
+        self._parts.append(f'<img src="{source}" alt="{escape(shows)}">')
 
     def write(self, path: Path) -> Path:
         """Write the file, atomically."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from typing_extensions import Self
 
 from selfspec.config import DraftConfig
 from selfspec.decoder import Pass
@@ -132,7 +132,7 @@ class Auto(ExitDrafter):
         self.timer.end(state.rows, Work(copies=draft.length))
         self.model.drafts[state.sampler.do_sample].fade()  # so that drafts are tried again
 
-    def join(self, other: Self) -> None:
+    def join(self, other: Any) -> None:
         """Go on with the rows of another drafter, too."""
         super().join(other)
         self.lookup.join(other.lookup)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
-
-from typing_extensions import Self
+from typing import Any, ClassVar
 
 from selfspec.config import DraftConfig
 from selfspec.decoder import Decoder, Pass
@@ -66,7 +64,7 @@ class Drafter(ABC):
     def select(self, rows: Sequence[int]) -> None:  # noqa: B027 - optional
         """Keep only some rows. A drafter that keeps nothing per row need not override this."""
 
-    def join(self, other: Self) -> None:  # noqa: B027 - optional
+    def join(self, other: Any) -> None:  # noqa: B027 - optional
         """Append the rows of another drafter of the same config, between two rounds.
 
         A drafter that overrides `select` has to override this, too.

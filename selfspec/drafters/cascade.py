@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from typing_extensions import Self
+from typing import Any
 
 from selfspec.config import DraftConfig
 from selfspec.decoder import Pass
@@ -85,7 +84,7 @@ class Cascade(ExitDrafter):
         else:
             super().commit(state, draft, verified, verdict)
 
-    def join(self, other: Self) -> None:
+    def join(self, other: Any) -> None:
         """Go on with the rows of another drafter, too."""
         super().join(other)
         self.lookup.join(other.lookup)

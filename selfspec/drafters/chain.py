@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from selfspec.decoder import Pass
 from selfspec.drafters.base import Drafter
@@ -118,7 +118,7 @@ class ExitDrafter(Drafter):
         """Go on with some rows only."""
         self.reader.select(rows)
 
-    def join(self, other: Self) -> None:
+    def join(self, other: Any) -> None:
         """Go on with the rows of another drafter, too."""
         self.reader.join(other.reader)
 

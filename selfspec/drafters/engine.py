@@ -129,6 +129,20 @@ class Engine:
         other.draft_models = self.draft_models.beside(draft_model)
         return other
 
+    @property
+    def default_draft(self) -> DraftConfig:
+        """The draft that nobody asked for.
+
+        With heads, a chain from the first one. Without, what cannot lose: lookups where the text
+        repeats itself, plain decoding elsewhere, and the shared exit where it agrees with the last
+        layer, all by the tokens alone, so that a seed gives one output.
+        """
+        if self.heads:
+            return DraftConfig()
+        if self.decoder.depth == 1:  # no exit
+            return DraftConfig(drafter="none")
+        return DraftConfig(drafter="auto", times="assumed")
+
     def round_model(
         self, *key: Any, head: ExitHead | None = None, times: Times = "measured"
     ) -> RoundModel:

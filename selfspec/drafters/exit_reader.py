@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
+from torch.nn.functional import embedding
 
 from selfspec.decoder import OwnLayer, Pass, Span, StandaloneLayer
 from selfspec.drafters.engine import Engine, State, Verified
@@ -107,7 +107,7 @@ class ExitReader:
     def select(self, rows: Sequence[int]) -> None:
         """Go on with some rows only."""
 
-    def join(self, other: Self) -> None:
+    def join(self, other: Any) -> None:
         """Go on with the rows of another reader of the same head, too."""
 
 
@@ -313,7 +313,7 @@ class LayerReader(ExitReader):
             for lengths, streams in self._seen
         ]
 
-    def join(self, other: Self) -> None:
+    def join(self, other: Any) -> None:
         """Go on with the rows of another reader."""
         self._take_in()
         self._hidden = stacked(self._hidden, other._hidden)
@@ -515,8 +515,9 @@ class ParallelReader(LayerReader):
 
     def __init__(self, engine: Engine, head: ExitHead):
         super().__init__(engine, head)
-        self._drafts = torch.empty(0)  # [rows, 1 + ahead, n] the logits of the round
-        self._gate = torch.empty(0)  # [rows, 1 + ahead, rank] what the states add to the bias
+        self._drafts: tuple[Tensor, ...] = ()  # [rows, 1, n] each, the logits of the round
+        self._gates: tuple[Tensor, ...] = ()  # [rows, 1, rank] each, what states add to the bias
+        self._codes = torch.empty(0)  # [vocab, rank] what tokens add to it
         self._level = 0  # index of the next draft
 
     def begin(self, most: int) -> None:
@@ -534,15 +535,14 @@ class ParallelReader(LayerReader):
         """Logits of the next draft, which depend on the token before it by a bias only."""
         if not place:
             self._level, at_exit = 0, self._draft_all(state, tokens)
-            return self._spread(self._drafts[:, :1]), at_exit
+            return self._spread(self._drafts[0]), at_exit
         self._level += 1
-        level = slice(self._level, self._level + 1)
-        logits = self._drafts[:, level]
+        logits = self._drafts[self._level]
         if not self._mask.rank:
             return self._spread(logits.expand(-1, tokens.shape[1], -1)), None
         with state.stats.clock("head"):
-            bias = self._mask.bias(self._gate[:, level], self.decoder.embed(tokens))
-            return self._spread(logits + bias), None
+            code = embedding(tokens.to(self._codes.device), self._codes)
+            return self._spread(logits + self._mask.bias(self._gates[self._level], code)), None
 
     def _draft_all(self, state: State, pending: Tensor) -> Tensor | None:
         """Run the head over the pending token and the masks; returns the exit's hidden state."""
@@ -555,9 +555,11 @@ class ParallelReader(LayerReader):
             left = self._catch_up_at_once(state)
             logits = left.output if self._leaves else None
         with state.stats.clock("head"):
-            self._drafts = head.logits(self.decoder, self._last) if logits is None else logits
+            logits = head.logits(self.decoder, self._last) if logits is None else logits
+            self._drafts = logits.split(1, dim=1)
             if self._mask.rank and self._ahead:
-                self._gate = self._mask.of_state(head(self._last))
+                self._codes = self._mask.codes(self.decoder)
+                self._gates = self._mask.of_state(head(self._last)).split(1, dim=1)
         return at_exit
 
 
@@ -612,7 +614,7 @@ class OnePassReader(ExitReader):
         self._known = self._known[list(rows)]
         self._base = [self._base[row] for row in rows]
 
-    def join(self, other: Self) -> None:
+    def join(self, other: Any) -> None:
         """Go on with the rows of another reader."""
         self._known, self._base = stacked(self._known, other._known), self._base + other._base
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from typing_extensions import Self
+from typing import Any
 
 from selfspec.config import DraftConfig
 from selfspec.decoder import Pass
@@ -42,6 +41,6 @@ class PromptLookup(Drafter):
         """Copy what followed each row's match; rows without one draft nothing."""
         return self.lookup.draft(state.context, limit)
 
-    def join(self, other: Self) -> None:
+    def join(self, other: Any) -> None:
         """Go on with the rows of another drafter, too."""
         self.lookup.join(other.lookup)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from selfspec.config import DraftConfig
 from selfspec.decoder import Decoder, Pass
@@ -111,7 +111,7 @@ class TwoModel(Drafter):
         """Go on with some rows only."""
         self.slots.select(rows)
 
-    def join(self, other: Self) -> None:
+    def join(self, other: Any) -> None:
         """Go on with the rows of another drafter, too."""
         self.slots.join(other.slots)
 

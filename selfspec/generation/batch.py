@@ -8,7 +8,7 @@ only. A group of new requests is prefilled, and then joins those that run.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -58,11 +58,10 @@ class RequestOutput:
     @property
     def stats(self) -> Stats:
         """Counters of the request; seconds are not known per request."""
-        first, *rounds = self.trace.rows[0] or [None]
-        stats = Stats()
-        for step in rounds:
+        stats, rounds = Stats(), self.trace.rows[0]
+        for step in rounds[1:]:
             stats.count(step)
-        stats.prefilled = len(first.tokens) if first is not None else 0
+        stats.prefilled = sum(len(first.tokens) for first in rounds[:1])
         stats.emitted += stats.prefilled
         return stats
 
@@ -102,10 +101,10 @@ class JoinedContext(Context):
     """The texts of requests, each of which is the only row of a context of its own."""
 
     def __init__(self, requests: Requests, device: torch.device):
-        texts = {row: request.context.text[0] for row, request in requests.items()}
         super().__init__(torch.empty(0, device=device), [], list(requests))
-        self.requests, self.text = requests, texts
-        self.lengths = {row: request.context.lengths[0] for row, request in requests.items()}
+        self.requests = requests
+        for row, request in requests.items():
+            self.lengths[row], self.text[row] = request.context.lengths[0], request.context.text[0]
 
     def write(self, block: Tensor, offset: int = 0) -> None:
         """Write `block` `[rows, n]` at `offset` after the committed tokens of unfinished rows."""
@@ -130,11 +129,12 @@ class JoinedNoise(Noise):
     def __init__(self, requests: Requests):
         self.requests = requests
 
-    def ahead(self, rows: Sequence[int], lengths: dict[int, int], width: int, vocab: int) -> Tensor:
+    def ahead(
+        self, rows: Sequence[int], lengths: Mapping[int, int], width: int, vocab: int
+    ) -> Tensor:
         """`[n, width, vocab]` the noise of the next positions of n rows."""
-        noises = [self.requests[row].session.sampler.noise for row in rows]
-        pairs = zip(noises, rows, strict=True)
-        return torch.cat([n.ahead([0], [lengths[row]], width, vocab) for n, row in pairs if n])
+        noises = [(self.requests[row].session.sampler.noise, lengths[row]) for row in rows]
+        return torch.cat([n.ahead([0], {0: length}, width, vocab) for n, length in noises if n])
 
 
 class JoinedSampler(Sampler):
@@ -273,15 +273,15 @@ class Group(Session):
         state.slots.join(new.slots, other.room)
         self.drafter.join(other.drafter)
         self.requests.update(other.requests)
-        state.context.join(new.context)
+        self.context.join(other.context)
         state.pending, state.emitted = torch.cat([state.pending, new.pending]), None
 
     def state(self) -> State:
         """The state before the prefill; rows that will join others need space for it alone."""
-        context = JoinedContext(self.requests, self.prompt.tokens.device)
+        self.context = JoinedContext(self.requests, self.prompt.tokens.device)
         slots = self.prompt.slots(0 if self._joins else self.room)
         pending, keep = self.prompt.tokens[:, -1:], self.drafter.keep
-        return State(slots, context, pending, self.sampler, self.stats, keep)
+        return State(slots, self.context, pending, self.sampler, self.stats, keep)
 
     def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
         """Called after each pass of the prefill."""
@@ -320,6 +320,7 @@ class Group(Session):
         super()._leave(state, stay)
         for row in before:
             if row not in state.context.rows:
+                del self.context.lengths[row], self.context.text[row]
                 output = self.requests.pop(row).output
                 output.generated_tokens = output.trace.tokens()
                 self.done.append(output)

@@ -56,7 +56,7 @@ class Stream:
             return
         going = [row for row in context.rows if row not in finished]
         lengths = context.lengths
-        ready = min((lengths[row] for row in going), default=max(lengths))
+        ready = min((lengths[row] for row in going), default=max(lengths.values()))
         new = [context.new(row, self.shown) for row in range(len(lengths))]
         for step in range(ready - self.shown):
             column = [row[step] if step < len(row) else self.padding for row in new]

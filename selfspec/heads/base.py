@@ -195,7 +195,7 @@ class ExitHead(nn.Module):
         if not depth or self.mask is None or not self.mask.rank:
             return logits
         gate = self.mask.of_state(self(hidden))
-        return logits + self.mask.bias(gate, decoder.embed(tokens))
+        return logits + self.mask.bias(gate, self.mask.code(decoder.embed(tokens)))
 
     def all_logits(self, decoder: Decoder, hidden: Tensor) -> Tensor:
         """Logits of all drafts `[rows, longest, n]`, for such a head without a layer.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
@@ -9,6 +11,7 @@ from torch.nn.functional import rms_norm, silu
 from selfspec.decoder import Decoder
 
 _EPS = 1e-6
+_AT_ONCE = 8192  # tokens whose embeddings are in memory together
 
 
 class MaskToken(nn.Module):
@@ -39,21 +42,39 @@ class MaskToken(nn.Module):
             self.of_state = nn.Linear(width, rank, bias=False)
             self.readout = nn.Linear(rank, decoder.vocab_size, bias=False)
             nn.init.zeros_(self.readout.weight)
+        self._codes: tuple[tuple[Any, ...], Tensor] | None = None
 
     @property
     def options(self) -> dict[str, int | bool]:
         """The options of a head that has such a mask."""
         return {"parallel": True, "markov": self.rank}
 
-    def bias(self, gate: Tensor, embedded: Tensor) -> Tensor:
+    def code(self, embedded: Tensor) -> Tensor:
+        """`[rows, width, rank]` W1 e of tokens, from their embeddings `[rows, width, hidden]`."""
+        embedded = embedded.to(self.of_token.weight)
+        return self.of_token(rms_norm(embedded, embedded.shape[-1:], eps=_EPS))
+
+    def bias(self, gate: Tensor, code: Tensor) -> Tensor:
         """`[rows, width, n]` to add to the logits.
 
         Args:
             gate: `[rows, width, rank]` what `of_state` made of the inputs of the LM head.
-            embedded: `[rows, width, hidden]` embeddings of the token before each draft.
+            code: `[rows, width, rank]` of the token before each draft.
         """
-        embedded = rms_norm(embedded.to(gate), embedded.shape[-1:], eps=_EPS)
-        return self.readout(silu(self.of_token(embedded) + gate))
+        return self.readout(silu(code + gate))
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def codes(self, decoder: Decoder) -> Tensor:
+        """`[vocab, rank]` the codes of all tokens, kept until the weights change."""
+        weight = self.of_token.weight
+        version = None if weight.is_inference() else weight._version
+        state = (weight.dtype, weight.device, version)
+        if self._codes is None or self._codes[0] != state:
+            every = torch.arange(decoder.vocab_size, device=decoder.device)
+            parts = [self.code(decoder.embed(ids)) for ids in every.split(_AT_ONCE)]
+            self._codes = state, torch.cat(parts)
+        return self._codes[1]
 
     @torch.no_grad()
     def trim(self, vocab_ids: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -34,7 +34,9 @@ class Noise:
         # float64 keeps the chance of the rarest token; some devices do not have it.
         self._dtype = torch.float32 if device.type == "mps" else torch.float64
 
-    def ahead(self, rows: Sequence[int], lengths: Sequence[int], width: int, vocab: int) -> Tensor:
+    def ahead(
+        self, rows: Sequence[int], lengths: Mapping[int, int], width: int, vocab: int
+    ) -> Tensor:
         """`[n, width, vocab]` the noise of the next positions of n rows.
 
         Args:

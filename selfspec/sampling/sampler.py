@@ -36,11 +36,9 @@ class Context:
         rows: list[int],
         text: Sequence[list[int]] = (),
     ):
-        # By row; `JoinedContext` has rows of any numbers.
-        self.lengths: list[int] | dict[int, int] = lengths
-        self.text: Sequence[list[int]] | dict[int, list[int]] = text
+        self.lengths, self.text = dict(enumerate(lengths)), dict(enumerate(text))  # by row
         self.rows = rows
-        self._tokens, self._filled = tokens, list(lengths)
+        self._tokens, self._filled = tokens, dict(self.lengths)
 
     @property
     def device(self) -> torch.device:
@@ -56,7 +54,7 @@ class Context:
 
     @torch.inference_mode()  # the loop's tensors can be changed in inference mode only
     def _fill(self) -> None:
-        for row, length in enumerate(self.lengths):
+        for row, length in self.lengths.items():
             missing = length - self._filled[row]
             if missing:
                 self._put(row, length - missing, torch.tensor(self.text[row][-missing:]))
@@ -92,8 +90,8 @@ class Context:
 
     def padded(self, padding: int) -> Tensor:
         """`[batch, longest]` committed tokens of every row, `padding` after the shorter ones."""
-        longest = max(self.lengths)
-        lengths = torch.tensor(self.lengths, device=self.device)[:, None]
+        longest = max(self.lengths.values())
+        lengths = torch.tensor(list(self.lengths.values()), device=self.device)[:, None]
         behind = torch.arange(longest, device=self.device) >= lengths
         return self.tokens[:, :longest].masked_fill(behind, padding)
 

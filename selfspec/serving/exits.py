@@ -97,7 +97,7 @@ def load_head(
     head = Engine(decoder, heads).head(DraftConfig(exit_layer=wanted.exit_layer, head=wanted.kind))
     if head.kind not in KINDS:
         raise ValueError(
-            f"a {head.kind} head does not draft in place, these kinds do: {', '.join(KINDS)}; "
+            f"heads of the kind {head.kind} do not draft in place, these do: {', '.join(KINDS)}; "
             "for the others engines have methods of their own, see docs/serving.md"
         )
     if head.drafts_at_once:

@@ -224,5 +224,5 @@ def _shallow(body: nn.Module, exit_layer: int) -> nn.Module:
     assert layers is not None and norm is not None
     setattr(shallow, layers, nn.ModuleList(list(getattr(body, layers))[:exit_layer]))
     setattr(shallow, norm, Join())
-    shallow.end_layer = exit_layer
+    shallow.end_layer = exit_layer  # pyright: ignore[reportArgumentType]
     return shallow

@@ -36,7 +36,8 @@ class EarlyExitSpeculator(StandaloneARSpeculator):
     def __init__(self, vllm_config: VllmConfig, device: torch.device):
         super().__init__(vllm_config, device)
         hf_config = self.draft_model_config.hf_config
-        self.streams = tuple(getattr(hf_config, "eagle_aux_hidden_state_layer_ids", ()))
+        streams = getattr(hf_config, "eagle_aux_hidden_state_layer_ids", ())
+        self.streams: tuple[int, ...] = tuple(streams)
         self._features = Features()
         shape = (self.max_num_reqs, self.hidden_size)
         self._fed_back = torch.zeros(shape, dtype=self.dtype, device=device)

@@ -175,9 +175,9 @@ def test_every_architecture(name, tmp_path):
     assert drafted["added"] == 0
 
 
-def with_head(kind, exit_layer, tmp_path, trimmed=False):
+def with_head(kind, exit_layer, tmp_path, trimmed=False, name="qwen3"):
     """A target, a head for it, the draft model that names it, and what selfspec writes with it."""
-    folder = family("qwen3", tmp_path / "target", loud=min(exit_layer, DEPTH // 2))
+    folder = family(name, tmp_path / "target", loud=min(exit_layer, DEPTH // 2))
     spec = SelfSpecModel.from_pretrained(folder, dtype=torch.float32)
     decoder = spec.engine.decoder
     head = own_head(decoder, kind, exit_layer, trimmed=trimmed, noise=0.02)
@@ -227,9 +227,10 @@ def test_fewer_drafts_under_load(tmp_path):
     scheduled = run(folder, "selfspec:@2", speculative=schedule)
     assert alone["tokens"] == always["tokens"] == scheduled["tokens"]
     rounds = 3 * 32 - sum(scheduled["accepted_at"])
-    assert rounds <= scheduled["drafted"] + 3
     assert scheduled["drafted"] < 2 * rounds
-    assert scheduled["accepted_at"][1] > 0  # drafts of the requests that are left
+    one = run(folder, "selfspec:@2", PROMPTS[:1], speculative=schedule)
+    assert one["tokens"] == alone["tokens"][:1]
+    assert one["drafted"] % 3 == 0 < one["accepted_at"][2]
 
 
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
@@ -266,6 +267,11 @@ def test_a_mistake_is_told_at_the_start(draft_model, says, tmp_path):
     tiny_llama("sometimes", dtype=torch.float32, hidden_size=128).save_pretrained(tmp_path)
     with pytest.raises((ValueError, FileNotFoundError), match=says):
         configured(tmp_path, draft_model)
+
+
+def test_a_head_that_vllm_has_a_method_for_is_refused():
+    with pytest.raises(ValueError, match="of the kind eagle3 do not draft in place"):
+        configured(DEMO_MODEL, "selfspec:@eagle3:0")
 
 
 def test_heads_of_the_same_shape_and_other_weights_are_refused(tmp_path):

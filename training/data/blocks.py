@@ -84,9 +84,10 @@ class Blocks:
     def split(self, count: int) -> tuple[Blocks, Blocks]:
         """The first blocks and the last `count`."""
         place = (len(self) - count) * self.block_size
-        parts = self.tokens, self.documents, self.trained
-        before, after = zip(*((part[:place], part[place:]) for part in parts), strict=True)
-        return Blocks(*before, self.block_size), Blocks(*after, self.block_size)
+        return self._cut(slice(place)), self._cut(slice(place, None))
+
+    def _cut(self, part: slice) -> Blocks:
+        return Blocks(self.tokens[part], self.documents[part], self.trained[part], self.block_size)
 
 
 def pack(documents: Iterable[Document], block_size: int, source: str) -> Blocks:

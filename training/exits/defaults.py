@@ -29,6 +29,7 @@ _DEMO_TEXT = {
 _PASSES = 2  # over the text
 _FEWEST, _MOST = 100, 10_000  # steps
 _VOCABULARY = 32_000  # the most tokens that a head drafts
+_KEPT = 2**25  # bytes: larger tensors on a CPU are given back and paged in anew at every use
 _LONG = 2_000_000  # trained tokens from which on a head at the embeddings drafts well
 _RATE, _WIDTH = 0.006, 256  # the learning rate of heads of this width
 
@@ -92,7 +93,7 @@ def _without_weights(source: str | Path) -> Decoder:
 def _of_target(decoder: Decoder) -> dict[str, Any]:
     """The head, its loss and rate, and what is measured."""
     # A layer of a target that counts keys cannot be unrolled over its own drafts.
-    kind, depths = ("block", 1) if decoder.counts_keys else ("fused", 4)
+    kind, depths = ("block", 1) if decoder.counts_keys else ("fused", 3)
     head: dict[str, Any] = {"kind": kind, "exit_layer": max(1, decoder.depth // 4)}
     if decoder.vocab_size > 2 * _VOCABULARY:  # the LM head would cost more than the head's layer
         head["vocab_size"] = _VOCABULARY
@@ -144,7 +145,10 @@ def _rows_that_fit(config: FitConfig, decoder: Decoder) -> int:
     # keeps for its backward pass; weights of heads with gradients and Adam's two means.
     position = 4 * ((2 + 3 * depths) * vocab + 40 * depths * width)
     left = _free_bytes() - 4 * weights - 16 * fitted
-    return int(left / 2 / (position * config.block_size))
+    rows = int(left / 2 / (position * config.block_size))
+    if torch.accelerator.is_available():
+        return rows
+    return min(rows, _KEPT // (4 * vocab * config.block_size))
 
 
 def _free_bytes() -> int:

@@ -64,7 +64,7 @@ def _drawn(title: str, draw: Callable[[Figure, Any], None], content: Any) -> tup
     # Not pyplot, which would keep every figure in memory.
     from matplotlib.figure import Figure
 
-    sheet, file = Figure(figsize=(8, 4.5), dpi=150, layout="constrained"), io.BytesIO()
+    sheet, file = Figure(figsize=(7, 4), dpi=150, layout="constrained"), io.BytesIO()
     sheet.suptitle(title)
     draw(sheet, content)
     sheet.savefig(file, format="png")
@@ -167,13 +167,15 @@ def _finish_acceptance(
 def _loss_curves(
     history: Sequence[Mapping[str, Any]],
 ) -> dict[str, tuple[list[int], list[float]]]:
-    """Steps and values of everything that has "loss" in its name."""
+    """Steps and values of everything that has "loss" in its name; of equal curves the first."""
     names = dict.fromkeys(name for entry in history for name in entry if "loss" in name)
-    found = {name: [entry for entry in history if name in entry] for name in names}
-    return {
-        name: ([entry["step"] for entry in entries], [entry[name] for entry in entries])
-        for name, entries in found.items()
-    }
+    curves: dict[str, tuple[list[int], list[float]]] = {}
+    for name in names:
+        points = [(entry["step"], entry[name]) for entry in history if name in entry]
+        curve = [step for step, _ in points], [value for _, value in points]
+        if curve not in curves.values():  # the loss of a single head is the whole loss
+            curves[name] = curve
+    return curves
 
 
 def _running_mean(values: Sequence[float], window: int) -> list[float]:

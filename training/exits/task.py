@@ -234,7 +234,7 @@ class DraftLossConfig(StrictConfig):
 
     Attributes:
         schedule: which loss is used when.
-        depths: unrolled draft steps, for heads that use their own output.
+        depths: unrolled draft steps, for heads that use their own output or masks.
         depth_weights: weight of each depth; empty for equal weights.
         share: of the positions at one depth that are trained at the next, chosen by chance, as in
             P-EAGLE; less than 1 saves memory and time.

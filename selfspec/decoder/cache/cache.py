@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -84,6 +85,7 @@ class SlotCache(Cache):
         self._kv_cache_dtype: KVCacheDtype = kv_cache_dtype
         self._page = page
         self.lengths = [0] * rows
+        self._on_device: tuple[list[int], Tensor | None] = ([], None)
         self.added_from = [0] * rows
         self.recurrent = {index: RecurrentLayer() for index in recurrent}
         self.sure: Sequence[int] = [0] * rows
@@ -109,8 +111,10 @@ class SlotCache(Cache):
             tree: the token tree, if the pass runs over one; `offset` is then the index of the first
                 token in the block.
         """
+        rows = None
         if isinstance(offset, int):
             place, starts = offset, [length + offset for length in self.lengths]
+            rows = partial(self._from_lengths, offset)
         else:
             place, starts = 0, [n + more for n, more in zip(self.lengths, offset, strict=True)]
         page = self._page if width <= WIDEST else 1
@@ -118,7 +122,19 @@ class SlotCache(Cache):
         if self._counted.length < end:  # extend 0, 1, 2, …
             counted = torch.arange(max(2 * end, _GROWTH), device=self.device)
             self._counted = SlicedViews(counted[None], dim=1)
-        return Window(starts, width, self._counted, tree, place, page)
+        return Window(starts, width, self._counted, tree, place, page, rows)
+
+    @property
+    def committed(self) -> Tensor:
+        """`[rows]` the lengths on the device, copied there once after they have changed."""
+        held, there = self._on_device
+        if there is None or held != self.lengths:
+            there = torch.tensor(self.lengths, device=self.device)
+            self._on_device = list(self.lengths), there
+        return there
+
+    def _from_lengths(self, offset: int) -> Tensor:
+        return self.committed + offset if offset else self.committed
 
     def turn(
         self, window: Window | None, added: Mapping[int, int]
@@ -166,7 +182,7 @@ class SlotCache(Cache):
         if active.tree is None:
             mask = hide(slots, active.positions, window, dtype)
         else:
-            mask = tree_mask(active, active.tree, slots, self.lengths, window, dtype)
+            mask = tree_mask(active, active.tree, slots, self.committed, window, dtype)
         if partial:
             first = torch.tensor(self.added_from, device=self.device)[:, None, None]
             mask = mask.masked_fill(slots < first, torch.finfo(dtype).min)
@@ -244,7 +260,7 @@ class SlotCache(Cache):
             branch: `[rows, n]` rising offsets from each row's length; nodes of a tree are stored in
                 the order in which they were drafted.
         """
-        starts = torch.tensor(self.lengths, device=self.device)[:, None]
+        starts = self.committed[:, None]
         target = starts + torch.arange(branch.shape[1], device=self.device)
         # Added layers have not run over leaves, and do not need their states.
         capacity = max(layer.capacity for layer in self.layers)
@@ -281,7 +297,7 @@ class SlotCache(Cache):
 
     def fits(self, rows: int, capacity: int, page: int) -> bool:
         """Whether a call with so many rows, slots and slots a page can use the buffers."""
-        reserved = self.layers[0].capacity
+        reserved = max(layer.capacity for layer in self.layers)
         return (self.rows, self._page) == (rows, page) and reserved >= capacity
 
     def select(self, rows: Sequence[int]) -> None:

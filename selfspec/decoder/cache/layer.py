@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -51,6 +51,15 @@ _GROWTH = 256  # smallest step by which a buffer grows, in slots
 class Window:
     """The slots that one pass writes: `width` of them after `starts` in each row.
 
+    Args:
+        starts: first slot written, per row.
+        width: tokens of the pass, per row.
+        counted: 0, 1, 2, … as `[1, n]` on the device.
+        tree: the token tree; `None` for a sequence.
+        place: index of the first token in the tree's block.
+        page: `end` is a multiple of so many slots.
+        rows: gives `starts` as a tensor, where that is on the device already.
+
     Attributes:
         starts: first slot written, per row.
         width: tokens of the pass, per row.
@@ -72,6 +81,7 @@ class Window:
         tree: Tree | None = None,
         place: int = 0,
         page: int = 1,
+        rows: Callable[[], Tensor] | None = None,
     ):
         self.starts, self.width, self.tree, self.place = starts, width, tree, place
         first, last, (numbers,) = min(starts), max(starts), counted.wholes
@@ -82,8 +92,8 @@ class Window:
             (slots,) = counted.view(first, width)
             self.slots = slots if len(starts) == 1 else slots.expand(len(starts), -1)
         else:
-            rows = torch.tensor(starts, device=numbers.device)
-            self.slots = rows[:, None] + numbers[:, :width]
+            firsts = rows() if rows else torch.tensor(starts, device=numbers.device)
+            self.slots = firsts[:, None] + numbers[:, :width]
         self.even = self.uniform and tree is None
         self.positions = self.slots
         if tree is not None:

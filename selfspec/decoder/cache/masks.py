@@ -5,8 +5,6 @@ Legend: rows = rows of the cache; width = tokens of the pass; end = slots that i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -30,7 +28,7 @@ def tree_mask(
     active: Window,
     tree: Tree,
     slots: Tensor,
-    lengths: Sequence[int],
+    lengths: Tensor,
     window: int | None,
     dtype: torch.dtype,
 ) -> Tensor:
@@ -40,11 +38,11 @@ def tree_mask(
         active: the pass.
         tree: the token tree.
         slots: `[end]` 0, 1, 2, …
-        lengths: committed tokens of each row.
+        lengths: `[rows]` committed tokens.
         window: the sliding window in positions, or `None`.
         dtype: of the mask.
     """
-    committed = torch.tensor(lengths, device=slots.device)[:, None]
+    committed = lengths[:, None]
     places = slots - committed  # index in the block; negative for committed tokens
     last = tree.depths.shape[1] - 1
     inside = places.clamp(0, last)
