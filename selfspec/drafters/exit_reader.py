@@ -517,7 +517,8 @@ class ParallelReader(LayerReader):
         super().__init__(engine, head)
         self._drafts: tuple[Tensor, ...] = ()  # [rows, 1, n] each, the logits of the round
         self._gates: tuple[Tensor, ...] = ()  # [rows, 1, rank] each, what states add to the bias
-        self._codes = torch.empty(0)  # [vocab, rank] what tokens add to it
+        rank = self._mask.rank
+        self._codes = self._mask.codes(self.decoder) if rank else None  # [vocab, rank] of tokens
         self._level = 0  # index of the next draft
 
     def begin(self, most: int) -> None:
@@ -538,7 +539,7 @@ class ParallelReader(LayerReader):
             return self._spread(self._drafts[0]), at_exit
         self._level += 1
         logits = self._drafts[self._level]
-        if not self._mask.rank:
+        if self._codes is None:
             return self._spread(logits.expand(-1, tokens.shape[1], -1)), None
         with state.stats.clock("head"):
             code = embedding(tokens.to(self._codes.device), self._codes)
@@ -557,8 +558,7 @@ class ParallelReader(LayerReader):
         with state.stats.clock("head"):
             logits = head.logits(self.decoder, self._last) if logits is None else logits
             self._drafts = logits.split(1, dim=1)
-            if self._mask.rank and self._ahead:
-                self._codes = self._mask.codes(self.decoder)
+            if self._codes is not None and self._ahead:
                 self._gates = self._mask.of_state(head(self._last)).split(1, dim=1)
         return at_exit
 
