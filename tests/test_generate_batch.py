@@ -8,9 +8,11 @@ import pytest
 import torch
 from conftest import AGREEMENT, EXIT, VOCAB, greedy, tiny_llama
 from families import VOCAB as FAMILY_VOCAB
+from families import build
 from head_tools import KINDS, WITH_LAYER, assert_reads_as_forced, close_in_double, own_head, record
 from test_drafters import FAMILIES, SKIP, TREES
 from test_families import CASES_BY_FAMILY, model_of
+from test_hybrid import KINDS as RECURRENT
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria
 
 from selfspec import SelfSpecModel
@@ -73,6 +75,14 @@ def test_every_request_is_as_alone_on_any_family(draft, name, rows):
         pytest.skip("no trees")
     model, prompts, lengths = family(name)
     assert_as_alone(model, prompts, lengths, draft, rows)
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("draft", ["early_exit", "prompt_lookup", "none"])
+def test_every_request_is_as_alone_with_recurrent_layers(draft, name):
+    model = build(name, "sdpa")
+    prompts, lengths = some_prompts(6, vocab=FAMILY_VOCAB), some_lengths(6, high=8)
+    assert_as_alone(model, prompts, lengths, draft, 3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -415,7 +425,8 @@ def test_a_rewrapped_model_has_its_stats(agreement):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_thousand_prompts():
     model = tiny_llama(dtype=torch.float32)
-    prompts, lengths = some_prompts(1000), some_lengths(1000, 1, 24)
+    prompts, lengths = some_prompts(1000), some_lengths(1000)
     assert_as_alone(model, prompts, lengths, "early_exit", 8)

@@ -145,6 +145,8 @@ class Mixers:
             # The kernels of one token, with which the model itself decodes, do not clamp dt.
             given.pop("dt_limit", None)
         inputs = {name: given[name] for name in kernel.inputs if given.get(name) is not None}
+        if not layer.is_sure and kernel.time == 1 and given[0].device.type == "cpu":
+            given["chunk_size"] = given[0].shape[1]  # else a few tokens are padded to a whole chunk
         one_token = named.get("mamba_selective_state_update", own)
         run = partial(_run_kernel, kernel, own, given, one_token)
         output = layer.run(KernelCall(run, inputs, kernel.time))

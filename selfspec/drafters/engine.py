@@ -27,7 +27,7 @@ class State:
     """A call in progress, for its unfinished rows.
 
     Between rounds each row has one *pending* token: it is emitted, but has no KV yet. Every layer
-    has KV of all tokens before it.
+    has KV, or a recurrent state, of all tokens before it.
 
     Attributes:
         slots: the KV cache.
