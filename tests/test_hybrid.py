@@ -241,7 +241,7 @@ def committed_states(model: Any, count: int, tolerance: float) -> None:
     texts = [[source.randrange(1, VOCAB) for _ in range(count + 20)] for _ in range(2)]
     slots, prompt = decoder.new_slots(2), [5, 9]
     with decoder:
-        slots.sure = prompt
+        slots.will_commit = prompt
         block = torch.tensor([text[:9] for text in texts])
         decoder.run(block, Span(0, LAYERS), slots)
         slots.commit(prompt)

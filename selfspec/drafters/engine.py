@@ -207,7 +207,7 @@ class Engine:
             `[rows, 1, vocab]` the target's logits after each row's last token.
         """
         everything = Span(0, self.decoder.depth)
-        state.slots.sure = counts
+        state.slots.will_commit = counts
         ends = torch.tensor(counts, device=tokens.device) - 1
         last: Tensor | None = None
         width = tokens.shape[1]
@@ -273,7 +273,7 @@ class Engine:
             rest = self.shallow(state, tokens[:, done:], draft.depth, done, tree=draft.tree)
             hidden = torch.cat([hidden, rest.hidden], dim=1)
         if tokens.shape[1] == 1:  # nothing was drafted: the pending token will be committed
-            state.slots.sure = [1] * state.rows
+            state.slots.will_commit = [1] * state.rows
         span = Span(draft.depth, self.decoder.depth)
         keep = [layer for layer in state.keep if layer >= draft.depth]
         full = self.decoder.run(

@@ -64,7 +64,7 @@ class SlotCache(Cache):
     Attributes:
         lengths: committed tokens of each row.
         recurrent: the states of these layers, by index.
-        sure: per row, tokens after the committed ones that are sure to be committed next.
+        will_commit: per row, how many of the next tokens are known to be committed later.
         added_from: per row, the first slot that the added layers hold.
     """
 
@@ -88,7 +88,7 @@ class SlotCache(Cache):
         self._on_device: tuple[list[int], Tensor | None] = ([], None)
         self.added_from = [0] * rows
         self.recurrent = {index: RecurrentLayer() for index in recurrent}
-        self.sure: Sequence[int] = [0] * rows
+        self.will_commit: Sequence[int] = [0] * rows
         self.depth = len(windows)
         self.device = torch.device(device)
         self._reserved = -(-capacity // page) * page
@@ -250,7 +250,7 @@ class SlotCache(Cache):
         """Commit `counts` more tokens in each row; everything after them is rejected."""
         for layer in self.recurrent.values():
             layer.commit(counts)
-        self.sure = [0] * self.rows
+        self.will_commit = [0] * self.rows
         self.lengths = [have + new for have, new in zip(self.lengths, counts, strict=True)]
 
     def gather(self, branch: Tensor) -> None:
@@ -304,7 +304,7 @@ class SlotCache(Cache):
         """Keep only some rows, in the given order."""
         self.lengths = [self.lengths[row] for row in rows]
         self.added_from = [self.added_from[row] for row in rows]
-        self.sure = [0] * self.rows
+        self.will_commit = [0] * self.rows
         self.recurrent = {index: layer.part(rows) for index, layer in self.recurrent.items()}
         for layer in self.layers:
             layer.select(rows)
@@ -328,7 +328,7 @@ class SlotCache(Cache):
             index: RecurrentLayer.join([layer, other.recurrent[index]])
             for index, layer in self.recurrent.items()
         }
-        self.sure = [0] * self.rows
+        self.will_commit = [0] * self.rows
 
     def empty(self, rows: int) -> SlotCache:
         """A cache like this one, for other rows."""
@@ -339,7 +339,7 @@ class SlotCache(Cache):
         """Take over the content of another cache."""
         self.layers, self.lengths = other.layers, other.lengths
         self.added_from, self.recurrent = other.added_from, other.recurrent
-        self.sure = [0] * self.rows
+        self.will_commit = [0] * self.rows
 
     @property
     def rows(self) -> int:
