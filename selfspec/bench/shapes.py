@@ -1,7 +1,7 @@
-"""Real sizes without weights: a model of a published shape, and what a benchmark of it compares.
+"""Benchmarks of published model sizes with random weights.
 
-Weights are random. Acceptance, which they cannot have, is planted (`planted.py`), so that time and
-memory are real while acceptance is given.
+A head on random weights predicts nothing, so acceptance is planted (`planted.py`): time and memory
+are measured, and acceptance is given.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ SHAPES = sorted(path.stem for path in _FOLDER.glob("*.json"))
 
 _DRAFTS = 4  # drafts of a round in the default methods
 _NODES = 12  # of a tree, on as many levels
-# Of what attention writes in random models: means over the prompt, alike in all tokens, would else
-# outweigh the tokens from layer to layer.
+# Scale of attention's outputs in random models. They are means over the prompt and similar at all
+# positions, so at full scale they would outweigh the tokens after a few layers.
 _ATTENTION = 0.3
-_CHUNK = 2048  # prompt tokens of a pass: the mask of a whole long prompt would not fit
+_CHUNK = 2048  # prompt tokens of a pass: the mask of a long prompt would not fit in memory
 _USABLE = 0.8  # share of the memory that a benchmark may fill
 _CPU_PROMPTS = 256  # prompt tokens of a batch by default on a CPU: more would take minutes
 

@@ -133,6 +133,6 @@ class Auto(ExitDrafter):
         self.model.drafts[state.sampler.do_sample].fade()  # so that drafts are tried again
 
     def join(self, other: Any) -> None:
-        """Go on with the rows of another drafter, too."""
+        """Append the rows of another drafter."""
         super().join(other)
         self.lookup.join(other.lookup)

@@ -108,7 +108,7 @@ class ExitReader:
         """Go on with some rows only."""
 
     def join(self, other: Any) -> None:
-        """Go on with the rows of another reader of the same head, too."""
+        """Append the rows of another reader of the same head."""
 
 
 def stacked(one: Tensor, other: Tensor) -> Tensor:
@@ -314,7 +314,7 @@ class LayerReader(ExitReader):
         ]
 
     def join(self, other: Any) -> None:
-        """Go on with the rows of another reader."""
+        """Append the rows of another reader."""
         self._take_in()
         self._hidden = stacked(self._hidden, other._hidden)
         self._known = list(map(stacked, self._known, other._known))
@@ -615,7 +615,7 @@ class OnePassReader(ExitReader):
         self._base = [self._base[row] for row in rows]
 
     def join(self, other: Any) -> None:
-        """Go on with the rows of another reader."""
+        """Append the rows of another reader."""
         self._known, self._base = stacked(self._known, other._known), self._base + other._base
 
     def _join(self, state: State, kept: list[Tensor]) -> Tensor:

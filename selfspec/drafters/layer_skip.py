@@ -43,7 +43,7 @@ class FixedSkips:
         """Go on with some rows only."""
 
     def join(self) -> None:
-        """Go on with more rows."""
+        """Append more rows."""
 
 
 class ClaspSkips(FixedSkips):
@@ -275,9 +275,9 @@ class SkipLayers(Drafter):
         self.chooser.select(rows)
 
     def join(self, other: Any) -> None:
-        """Go on with the rows of another drafter, too."""
+        """Append the rows of another drafter."""
         self.chooser.join()
 
     def pause(self) -> None:
-        """The time of the last round ends here."""
+        """End the timing of the last round."""
         self.schedule.pause()

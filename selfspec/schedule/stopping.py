@@ -91,7 +91,7 @@ class OptimalStop(Schedule):
         self._rounds, self._made, self._further = self._rounds + 1, 0, False
 
     def pause(self) -> None:
-        """The time of the last round ends here."""
+        """End the timing of the last round."""
         self.timer.begin()
 
     def goes_on(self, scores: Tensor, tokens: Tensor, probs: Tensor | None) -> bool:
