@@ -81,8 +81,8 @@ def demo(
 ) -> None:
     """Generate with plain decoding and with self-speculation, and compare outputs and speed.
 
-    Sampled text is drawn with the rule `coupled`, by which a seed gives the same text with drafts
-    and without, so that both can be compared token by token.
+    Sampling uses the rule `coupled`, with which a seed gives the same text with and without drafts,
+    so that both can be compared token by token.
     """
     from selfspec.display.demo import DemoOptions, Writer, exit_agreements, load_prompts
 

@@ -1,4 +1,4 @@
-"""`selfspec fit`, `measure` and `regenerate`: exit heads, and text to fit them to."""
+"""`selfspec fit`, `measure` and `regenerate`: fit exit heads, and generate text to fit them to."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def fit(
 ) -> None:
     """Fit an exit head to a frozen model, measure it on held-out text, and save it.
 
-    Kind and exit, steps and batch are chosen by the model, the size of the text and the memory at
-    hand; any key of the config overrides them. A killed run resumes with the same command.
+    Defaults of kind, exit, steps and batch depend on the model, the size of the text and the
+    available memory; any key of the config can be set. The same command resumes a stopped run.
     """
     given = _given(words, text, output, config)
     if held_out:
@@ -88,7 +88,7 @@ def measure(
     ] = None,
     as_json: opt.AsJson = False,
 ) -> None:
-    """Calibrate and measure fitted heads anew, and write their report."""
+    """Calibrate and measure fitted heads again, and write their report."""
     from selfspec.config import load_config
 
     folder, fields = _split(words, "folder")
@@ -111,7 +111,7 @@ def regenerate(
 ) -> None:
     """Have a model continue prompts cut from a text: the best text to fit its heads to.
 
-    Drafts with the heads it has, so it is sooner done. A killed run resumes with the same command.
+    The model drafts with its heads, if it has any. The same command resumes a stopped run.
     """
     from selfspec.config import parse
 

@@ -89,7 +89,7 @@ class CacheBytes(NamedTuple):
     Attributes:
         token: keys and values of a token, in each layer.
         states: the recurrent states.
-        draft: what recurrent layers keep of a token until its round is over.
+        draft: inputs that recurrent layers keep of a token until its round is committed.
     """
 
     token: list[int]
@@ -98,7 +98,7 @@ class CacheBytes(NamedTuple):
 
 
 def cache_bytes(decoder: Decoder) -> CacheBytes:
-    """Run two tokens, and measure what is kept of them."""
+    """Run two tokens, and measure the size of their KV and states."""
     import torch
 
     from selfspec.decoder import Span

@@ -131,11 +131,11 @@ class Engine:
 
     @property
     def default_draft(self) -> DraftConfig:
-        """The draft that nobody asked for.
+        """The draft of a call without `draft=` and without a profile.
 
-        With heads, a chain from the first one. Without, what cannot lose: lookups where the text
-        repeats itself, plain decoding elsewhere, and the shared exit where it agrees with the last
-        layer, all by the tokens alone, so that a seed gives one output.
+        With heads: a chain from the first one. Without: lookups where the text repeats itself,
+        plain decoding elsewhere, and the shared exit if it agrees with the last layer. These
+        choices depend only on the tokens, so that a seed gives one output.
         """
         if self.heads:
             return DraftConfig()
@@ -146,12 +146,12 @@ class Engine:
     def round_model(
         self, *key: Any, head: ExitHead | None = None, times: Times = "measured"
     ) -> RoundModel:
-        """The model of rounds with one drafter; it outlives the call if times are measured.
+        """The model of rounds with one drafter, kept from call to call if times are measured.
 
         Args:
             key: identifies a drafter without an exit head.
             head: the exit head; drafters with the same head share the model.
-            times: how the costs of a round are known.
+            times: whether the costs of a round are measured or assumed.
         """
         if head is not None:
             key = (head.kind, head.exit_layer)

@@ -42,7 +42,7 @@ class ExitReader:
         """Called after each block of the prefill; see `Drafter.prefilled`."""
 
     def begin(self, most: int) -> None:
-        """A round begins, which drafts at most `most` tokens in sequence."""
+        """Begin a round that drafts at most `most` tokens in sequence."""
 
     def read(
         self,
@@ -112,7 +112,7 @@ class ExitReader:
 
 
 def stacked(one: Tensor, other: Tensor) -> Tensor:
-    """Rows `[rows, n, hidden]` of different n as one tensor, zeros behind the shorter ones."""
+    """Join rows `[rows, n, hidden]` of different n; shorter ones are padded with zeros."""
     width = max(one.shape[1], other.shape[1])
     pad = torch.nn.functional.pad
     return torch.cat([pad(each, (0, 0, 0, width - each.shape[1])) for each in (one, other)])
@@ -175,7 +175,7 @@ def pick_from(states: Tensor, starts: Sequence[int], width: int = 1) -> Tensor:
 
 
 def _put(states: Tensor, others: Tensor, start: Tensor) -> Tensor:
-    """`[rows, n, hidden]` states with `others` `[rows, width, hidden]` from `start` `[rows, 1]`."""
+    """States `[rows, n, hidden]`, from `start` `[rows, 1]` on replaced by `others`."""
     places = start + torch.arange(others.shape[1], device=start.device)
     return states.scatter(1, places[..., None].expand_as(others), others.to(states))
 

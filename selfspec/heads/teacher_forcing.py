@@ -111,7 +111,7 @@ def draft_states(
 
 
 def _moved_features(head: ExitHead, target: TargetStates, steps: int) -> Iterator[Tensor]:
-    """For each depth, the features of the token from which a head without a layer drafts all."""
+    """For each depth, the features from which a head without a layer makes all drafts."""
     features = head.join([target.streams[layer] for layer in head.feature_layers])
     for _ in range(min(steps, head.longest or steps)):
         features = _of_token_before(features, target.packing)
