@@ -480,7 +480,7 @@ def run_stages(setup: Setup, console: Console, minutes: float) -> bool:
     """Run the stages that have no file yet; returns whether all passed.
 
     Args:
-        setup: what and where.
+        setup: the settings.
         console: where progress is shown.
         minutes: no stage begins later.
 
@@ -519,7 +519,7 @@ def _ran(name: str, stage: Stage, setup: Setup, path: Path) -> dict[str, Any]:
     """Run a stage and store its results; a stage that failed is tried again next time."""
     began = time.perf_counter()
     try:
-        with _told_once():
+        with _without_fallback_warnings():
             found = stage(setup)
     except Exception as error:  # the other stages still run
         seconds = time.perf_counter() - began
@@ -547,7 +547,7 @@ def _ran(name: str, stage: Stage, setup: Setup, path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _told_once() -> Iterator[None]:
+def _without_fallback_warnings() -> Iterator[None]:
     """Hide warnings of kernels that fall back, because the tables have them."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*they run as they are")

@@ -70,7 +70,7 @@ class BlockHead(ExitHead):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The index of the layer that was copied, and how masks are read, if they are."""
+        """The index of the copied layer, and the options of the mask, if there is one."""
         return {"place": self.place, **({} if self.mask is None else self.mask.options)}
 
     def trim(self, decoder: Decoder, vocab_ids: Tensor) -> None:

@@ -245,7 +245,7 @@ class DraftRates(AcceptanceRates):
         return self._products / self._squares
 
     @property
-    def told(self) -> float:
+    def confidence_deviation(self) -> float:
         """Standard deviation of the change in chance that confidence explains."""
         return abs(self._slope) * math.sqrt(self._squares / (self._count + _PRIOR_WEIGHT))
 

@@ -126,7 +126,7 @@ class SlotCache(Cache):
 
     @property
     def committed(self) -> Tensor:
-        """`[rows]` the lengths on the device, copied there once after they have changed."""
+        """`[rows]` the lengths on the device, copied once after every change."""
         held, there = self._on_device
         if there is None or held != self.lengths:
             there = torch.tensor(self.lengths, device=self.device)
@@ -230,7 +230,7 @@ class SlotCache(Cache):
 
     @property
     def is_linear(self) -> list[bool]:
-        """No layer asks this cache for a recurrent state; mixers get theirs themselves."""
+        """False: mixers read their states from `recurrent`, not through this cache."""
         return self._never
 
     @property
@@ -290,13 +290,13 @@ class SlotCache(Cache):
         self.added_from = [0] * self.rows
 
     def recycle(self) -> None:
-        """Forget every token and the added layers, but keep all buffers for another call."""
+        """Remove all tokens and the added layers, but keep the buffers for another call."""
         self._free = self.layers[self.depth :]
         self.drop_added()
         self.reset()
 
     def fits(self, rows: int, capacity: int, page: int) -> bool:
-        """Whether a call with so many rows, slots and slots a page can use the buffers."""
+        """Whether the buffers fit a call with this number of rows, slots, and slots per page."""
         reserved = max(layer.capacity for layer in self.layers)
         return (self.rows, self._page) == (rows, page) and reserved >= capacity
 
@@ -310,7 +310,7 @@ class SlotCache(Cache):
             layer.select(rows)
 
     def join(self, other: SlotCache, room: int = 0) -> None:
-        """Append the rows of another cache of the same layers, which loses them.
+        """Move the rows of another cache of the same layers to the end of this one.
 
         They take the place of rows that were left out by `select`; memory grows only if there are
         not enough of these.
@@ -354,7 +354,7 @@ class SlotCache(Cache):
 
     @property
     def state_bytes(self) -> tuple[int, int]:
-        """Bytes of one row's recurrent states, and of what they keep of uncommitted tokens."""
+        """Bytes of one row's recurrent states, and of the inputs kept for uncommitted tokens."""
         layers, rows = self.recurrent.values(), self.rows
         kept = sum(layer.nbytes for layer in layers), sum(layer.pending_nbytes for layer in layers)
         return kept[0] // rows, kept[1] // rows
@@ -408,7 +408,7 @@ class SlotCache(Cache):
                 cache.update(keys[:, :, beyond:], values[:, :, beyond:], index)
 
     def fork(self) -> SlotCache:
-        """A cache with the same content, whose changes do not show in this one.
+        """A copy of this cache; later changes of one do not affect the other.
 
         Keys and values of the committed tokens are shared: they are never overwritten.
         """

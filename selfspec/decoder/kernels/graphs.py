@@ -23,7 +23,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from selfspec.decoder.cache import WIDEST, LayerKV, SlotCache
 from selfspec.decoder.direct import hooked_part
-from selfspec.decoder.kernels.fallback import FallbackKernel, told
+from selfspec.decoder.kernels.fallback import FallbackKernel, summarize
 from selfspec.decoder.passes import ActivePass, Bound, Span, Stretch
 
 
@@ -321,7 +321,7 @@ class GraphedLayers(FallbackKernel):
                 self._recorders[device] = RECORDERS[device.type](device)
             problem = recording.record(self._recorders[device])
         except Exception as error:  # the layers themselves may still run
-            problem = told(error)
+            problem = summarize(error)
         return recording if problem is None else self.give_up(problem)
 
     def _make_room(self) -> None:
