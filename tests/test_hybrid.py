@@ -407,7 +407,7 @@ def test_a_head_reads_while_decoding_what_it_reads_while_fitted(family, kind, mo
     if family != "nemotron_h":  # which reads a text otherwise than it writes it
         close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4)
         assert_reads_as_forced(spec.engine.decoder, head, seen[::5], close)
-    with pytest.raises(ValueError, match="recurrent, and does not run over a mask after every"):
+    with pytest.raises(ValueError, match="recurrent, so it cannot run over a mask after every"):
         own_head(decoder, "fused parallel", 2)
 
 

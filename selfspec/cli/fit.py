@@ -127,7 +127,7 @@ def regenerate(
 
 
 def _split(words: list[str] | None, what: str) -> tuple[str | None, list[str]]:
-    """The one word without a value, if there is one, and the keys with values."""
+    """Split words into the one without a value, if any, and keys with values."""
     names = [word for word in words or () if "=" not in word]
     if len(names) > 1:
         raise typer.BadParameter(
@@ -138,7 +138,7 @@ def _split(words: list[str] | None, what: str) -> tuple[str | None, list[str]]:
 
 
 def _training(module: str) -> Any:
-    """A module of the training code, which a wheel has inside the package."""
+    """Import a module of the training code, which in a wheel is inside the package."""
     package = "selfspec.training" if find_spec("selfspec.training") else "training"
     return import_module(f"{package}.{module}")
 
@@ -146,7 +146,7 @@ def _training(module: str) -> Any:
 def _given(
     words: list[str] | None, text: list[str] | None, output: str | None, config: Path | None
 ) -> dict[str, Any]:
-    """The keys of a config that the command line and its file give."""
+    """The keys of a config from the command line and its file."""
     from selfspec.config import read_config
 
     model, fields = _split(words, "model")
@@ -161,6 +161,6 @@ def _given(
 
 
 def _result(settings: Any) -> dict[str, Any]:
-    """Where the heads are, how they are loaded, and what was measured."""
+    """The folder of the heads, the code that loads them, and the measurements."""
     report = json.loads((Path(settings.output) / "report.json").read_text(encoding="utf-8"))
     return {"heads": str(settings.folder), "code": settings.code, "domains": report["domains"]}
