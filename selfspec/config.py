@@ -20,7 +20,7 @@ Kernels = Literal["eager", "prepacked", "compiled", "graphs"]
 # Dtype of the KV cache: that of the layers, or int8.
 KVCacheDtype = Literal["auto", "int8"]
 
-# How the costs of a round are known: from the clock, or assumed.
+# Whether the costs of a round are measured or assumed.
 Times = Literal["measured", "assumed"]
 
 # Default numbers of drafts: the most with the `optimal` schedule, and by drafter.
@@ -162,10 +162,10 @@ class DraftConfig(StrictConfig):
             another draft is not worth its measured time. For `early_exit`, `layer_skip`,
             `cascade` and `two_model`.
         confidence: threshold in (0, 1) of the confidence schedule.
-        times: how `auto` and the schedule `"optimal"` know what a round costs. `"measured"`: from
-            the clock, so which drafts are made, and with them a seed's sampled output, differ from
-            call to call. `"assumed"`: from the shares of the weights, and nothing is kept from
-            earlier calls, so that a seed gives the same output again.
+        times: costs of a round for `auto` and the schedule `"optimal"`. `"measured"`: measured
+            times, so drafts, and thereby a seed's sampled output, may differ from call to call.
+            `"assumed"`: shares of the weights; nothing is kept from earlier calls, so that a seed
+            gives the same output in every call.
         draft_model: folder or id of the smaller model of `two_model`.
         tree: the shape of trees.
         lookup: how `prompt_lookup`, `cascade` and `auto` look up.
@@ -250,7 +250,7 @@ def load_config(
 
 
 def read_config(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """What a YAML file and overrides say, before it is checked; raises as `load_config` does."""
+    """Read a YAML file and overrides without validation; raises as `load_config` does."""
     data: Any = {}
     if path is not None:
         file = Path(path)

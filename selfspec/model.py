@@ -283,10 +283,11 @@ class SelfSpecModel:
         generation_config: GenerationConfig | None = None,
         **options: Any,
     ) -> dict[str, RequestOutput]:
-        """Generate for many prompts, as transformers' `generate_batch` does, faster.
+        """Generate for many prompts with continuous batching, as transformers' `generate_batch`.
 
-        Rows join the batch as others leave. The output of a request does not depend on the others:
-        greedy, or sampled with the rule `"coupled"`, it is that of its own call of `generate`.
+        When a row finishes, the next prompt takes its place. The output of a request does not
+        depend on others: greedy, or sampled with the rule `"coupled"`, it equals that of a call
+        of `generate` of its own.
 
         Args:
             inputs: token ids of each prompt.
@@ -299,7 +300,7 @@ class SelfSpecModel:
 
         Raises:
             ValueError: an unsupported option, or a draft that this model cannot make; raised before
-                anything runs. What goes wrong in one request is told by its output's `error`.
+                anything runs. An error in one request is stored in the `error` of its output.
         """
         found: dict[int, RequestOutput] = {}
         try:
@@ -325,7 +326,7 @@ class SelfSpecModel:
         """`generate_batch` that yields each output as soon as its request has finished.
 
         Args:
-            inputs: token ids of each prompt; an iterator is read as rows become free.
+            inputs: token ids of each prompt; an iterator is consumed as rows become free.
             generation_config: as in transformers.
             batch_size: the most requests that run at a time.
             draft: how to draft, as in `generate`.
@@ -333,8 +334,8 @@ class SelfSpecModel:
             max_new_tokens: as in transformers, or one number per prompt.
             seed: seeds the sampling of request i with seed + i, or with its i-th number. With the
                 rule `"coupled"`, request i then equals `generate` with a generator of that seed on
-                the model's device; with other rules requests share draws. `None` takes torch's
-                global generator.
+                the model's device; with other rules requests share random draws. `None` uses
+                torch's global generator.
             stopping_criteria: as in transformers; each is called with one request at a time.
             **kwargs: every other option of transformers' `generate` that is not about tensors of a
                 batch: processors and options of the generation config.

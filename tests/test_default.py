@@ -1,4 +1,4 @@
-"""What `generate` does unasked: drafts with heads; without, what cannot lose, by tokens alone."""
+"""The default draft: a chain with heads; without, lookups and plain decoding, by tokens only."""
 
 from __future__ import annotations
 

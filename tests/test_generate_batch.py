@@ -331,7 +331,7 @@ def test_ctrl_c_leaves_what_is_finished(monkeypatch):
             {"generation_config": GenerationConfig(num_return_sequences=2, do_sample=True)},
             "as often as",
         ),
-        ({"output_scores": True}, "output_scores: generate_batch keeps tokens only"),
+        ({"output_scores": True}, "output_scores: generate_batch keeps only tokens"),
         ({"seed": [1, 2, 3]}, "seed has 3 numbers for 2 prompts"),
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"num_beams": 2}, "num_beams=2: beam search"),

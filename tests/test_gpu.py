@@ -76,7 +76,7 @@ def test_results_of_another_setup_are_not_mixed_in(ran, setup, monkeypatch):
 
 def test_no_stage_begins_when_the_time_is_over(ran):
     passed, shown = ran(minutes=-1, first=lambda setup: Found())
-    assert passed and "run the command again to go on" in shown
+    assert passed and "run the command again to continue" in shown
 
 
 # Stages

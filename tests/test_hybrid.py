@@ -241,7 +241,7 @@ def committed_states(model: Any, count: int, tolerance: float) -> None:
     texts = [[source.randrange(1, VOCAB) for _ in range(count + 20)] for _ in range(2)]
     slots, prompt = decoder.new_slots(2), [5, 9]
     with decoder:
-        slots.sure = prompt
+        slots.will_commit = prompt
         block = torch.tensor([text[:9] for text in texts])
         decoder.run(block, Span(0, LAYERS), slots)
         slots.commit(prompt)
@@ -407,7 +407,7 @@ def test_a_head_reads_while_decoding_what_it_reads_while_fitted(family, kind, mo
     if family != "nemotron_h":  # which reads a text otherwise than it writes it
         close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4)
         assert_reads_as_forced(spec.engine.decoder, head, seen[::5], close)
-    with pytest.raises(ValueError, match="recurrent, and does not run over a mask after every"):
+    with pytest.raises(ValueError, match="recurrent, so it cannot run over a mask after every"):
         own_head(decoder, "fused parallel", 2)
 
 

@@ -133,7 +133,7 @@ def wrapped(request, tmp_path_factory):
     return request.param, folder, SelfSpecModel.from_pretrained(folder)
 
 
-def test_a_checkpoint_drafts_with_its_own_layer_unasked(wrapped):
+def test_a_checkpoint_drafts_with_its_own_layer_by_default(wrapped):
     _, _, spec = wrapped
     assert [(head.kind, head.exit_layer) for head in spec.heads] == [("mtp", 0)]
     own = greedy(spec.model, IDS, MASK, max_new_tokens=10)

@@ -58,7 +58,7 @@ def measure_saved(
         head.facts = {**head.facts, "held_out": measured}
     write_heads(config, heads, spec, config.folder / FIT_NAME)
     output = Path(config.output)
-    facts = {"target": config.target, "text": "; ".join(config.told), "load": config.code}
+    facts = {"target": config.target, "text": "; ".join(config.text_summary), "load": config.code}
     history = read_metrics(output)
     files = write_report(output, figures, history, reliability, facts, console.print)
     for line in (f"heads: {config.folder}", f"report: {files[-1]}", config.code):

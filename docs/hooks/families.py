@@ -1,7 +1,7 @@
 """Puts the tables of tested families into the page on models.
 
-The families are those that the tests run over, and what a table says of each is read from a
-model of it, so neither can go stale.
+The list of families is that of the tests, and the columns are read from a model of each family,
+so the tables cannot be out of date.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Puts the notebooks on the site, executed, with their pictures.
 
 They are stored without outputs, and run when the site is built. A run is kept in build/notebooks
-and serves as long as neither the notebook nor the code has changed.
+and used again until the notebook or the code changes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def executed(path: Path) -> Any:
-    """The notebook with outputs, those of an earlier run if that would be the same.
+    """The notebook with outputs; of an earlier run if notebook and code have not changed.
 
     Raises:
         CellExecutionError: a cell fails.

@@ -36,7 +36,7 @@ _ASSISTANT = (
     "num_assistant_tokens_schedule",
     "assistant_confidence_threshold",
 )
-# What each peer can be told; the first is what transformers' `generate` calls it by, if it has one.
+# Options of each peer. The first is the option of transformers' `generate` that selects it, if any.
 PEER_OPTIONS: dict[str, tuple[str, ...]] = {
     "plain": (),
     "assistant_early_exit": ("assistant_early_exit", *_ASSISTANT),

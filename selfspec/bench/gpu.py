@@ -1,9 +1,9 @@
-"""The first ten minutes of a GPU in one command: `python -m selfspec.bench.gpu`, or `make gpu`.
+"""First measurements on a GPU in one command: `python -m selfspec.bench.gpu`, or `make gpu`.
 
-What the machine has, the tests that need a device, exactness of drafters and kernels on it, how
-often a round waits for it, real sizes beside the compiled `generate`, and a picture of one
-round. Each stage is one file; a run that was stopped goes on with the next stage. The same stages
-run on a CPU with a tiny shape.
+The stages: facts about the machine, the tests that need a GPU, exactness of drafters and kernels,
+how often a round waits for the device, published sizes beside the compiled `generate`, and a
+timeline of one round. Each stage writes one file; a run that was stopped continues with the next
+stage. With a tiny shape, the same stages run on a CPU.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _DRAFTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Setup:
-    """What is run, and where.
+    """The settings of a run.
 
     Attributes:
         device: the device.
@@ -88,7 +88,7 @@ class Setup:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether it is more than a trial of the command itself."""
+        """Whether the device is a GPU; on a CPU the run only tries the command."""
         return self.device.type == "cuda"
 
     @property
@@ -98,7 +98,7 @@ class Setup:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What results depend on; a folder holds those of one."""
+        """The settings that results depend on; a folder holds results of one such setting."""
         return {
             "device": device_name(self.device),
             "shapes": list(self.shapes),
@@ -114,7 +114,7 @@ class Found:
     Attributes:
         facts: single values.
         grids: tables.
-        passed: whether all is as it must be.
+        passed: whether all checks passed.
     """
 
     facts: dict[str, Any] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class Found:
     passed: bool = True
 
 
-# What there is
+# The machine
 
 
 def environment(setup: Setup) -> Found:
@@ -216,7 +216,7 @@ def _passages(setup: Setup) -> list[Tensor]:
 
 
 def _fell_back(spec: SelfSpecModel) -> str | None:
-    """Why layers run as they are in spite of the kernels asked for."""
+    """Why layers run eagerly although other kernels were chosen."""
     gates = spec.engine.decoder.gates
     kernels = (gates.graphs, gates.compiled)
     return next((kernel.problem for kernel in kernels if kernel and kernel.problem), None)
@@ -226,7 +226,7 @@ def _fell_back(spec: SelfSpecModel) -> str | None:
 
 
 class _HostReads(TorchDispatchMode):
-    """Counts operations that would wait for a device, as far as a CPU shows them."""
+    """Counts the operations that would wait for a device, on a CPU."""
 
     def __init__(self):
         super().__init__()
@@ -246,9 +246,9 @@ def count_waits(call: Callable[[], object], device: torch.device) -> Counter[str
     """Where a call waits for the device: how often, by line of code (on a CPU, by operation).
 
     Args:
-        call: what to count in.
-        device: on CUDA every synchronizing operation is counted. On a CPU only operations whose
-            output depends on data: `tolist` and copies are not seen there.
+        call: the function to watch.
+        device: the device. On CUDA, every synchronizing operation is counted. On a CPU, only
+            operations that need values on the host; `tolist` and copies are not seen.
     """
     if device.type != "cuda":
         with _HostReads() as reads:
@@ -266,7 +266,7 @@ def count_waits(call: Callable[[], object], device: torch.device) -> Counter[str
 
 
 def waits(setup: Setup) -> Found:
-    """Waits for the device a round: those of a long call without those of a short one."""
+    """Waits per round: the difference between a long and a short call, over the rounds between."""
     rows: list[list[str]] = []
     prompt = _passages(setup)[0]
     for kernels in setup.kernels:
@@ -315,7 +315,7 @@ def shape_config(setup: Setup, shape: str, kernels: Kernels) -> BenchConfig:
     """The benchmark of one shape with one kind of kernels: few lengths, one acceptance rate."""
     depth = read_shape(shape).get_text_config(decoder=True).num_hidden_layers
     lengths, rows, tokens = ((128, 2048), (1, 8), 64) if setup.on_gpu else ((32,), (1, 2), 12)
-    # Peers do not run with selfspec's kernels: once is enough, and compiling takes its time.
+    # Methods of transformers do not use selfspec's kernels, so they run once.
     methods = [
         method
         for method in default_methods(depth, (_PLANTED,))
@@ -480,7 +480,7 @@ def run_stages(setup: Setup, console: Console, minutes: float) -> bool:
     """Run the stages that have no file yet; returns whether all passed.
 
     Args:
-        setup: what and where.
+        setup: the settings.
         console: where progress is shown.
         minutes: no stage begins later.
 
@@ -495,7 +495,7 @@ def run_stages(setup: Setup, console: Console, minutes: float) -> bool:
         if path.is_file():
             results[name] = _held(path, setup)
         elif time.monotonic() - began > 60 * minutes:
-            console.print(f"{minutes:g} minutes are over; run the command again to go on")
+            console.print(f"{minutes:g} minutes are over; run the command again to continue")
             break
         else:
             results[name] = _ran(name, stage, setup, path)
@@ -519,7 +519,7 @@ def _ran(name: str, stage: Stage, setup: Setup, path: Path) -> dict[str, Any]:
     """Run a stage and store its results; a stage that failed is tried again next time."""
     began = time.perf_counter()
     try:
-        with _told_once():
+        with _without_fallback_warnings():
             found = stage(setup)
     except Exception as error:  # the other stages still run
         seconds = time.perf_counter() - began
@@ -547,8 +547,8 @@ def _ran(name: str, stage: Stage, setup: Setup, path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _told_once() -> Iterator[None]:
-    """Warnings of kernels that fall back stand in the tables."""
+def _without_fallback_warnings() -> Iterator[None]:
+    """Hide warnings of kernels that fall back, because the tables have them."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*they run as they are")
         yield

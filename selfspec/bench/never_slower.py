@@ -1,8 +1,9 @@
-"""Checkpoints without heads, each in a fresh process, against their own `generate`.
+"""Compares the default draft of checkpoints without heads with their own `generate`.
 
-`python -m selfspec.bench.never_slower`, from a checkout: five tiny random families in float32, and
-the model in the package without its heads, in both dtypes. One line for each mode and prompt set;
-the exit code is 1 if the default is slower than .98 of `generate` in any of them.
+Run `python -m selfspec.bench.never_slower` from a checkout. It measures five tiny random families
+in float32, and the model in the package without its heads in both dtypes, each in a fresh process.
+It prints one line for each mode and prompt set. The exit code is 1 if the default is slower than
+.98 of `generate` in any of them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from selfspec import DEMO_MODEL
 
 FAMILIES = ("llama", "gpt2", "qwen3", "gemma3_text", "gpt_neox")
 BAR = 0.98
-# Families that call these otherwise translate them.
+# Configs of families with other names for these keys translate them.
 _TINY = {
     "hidden_size": 64,
     "intermediate_size": 128,

@@ -1,8 +1,8 @@
-"""Drafts that are right with a given probability, whatever the head and the target have learned.
+"""Drafts that are right with a given probability, for models with random weights.
 
-The drafter does all its own work: its layers, its head, its LM head. Then its logits are replaced,
-so that its draft is the target's own next token with the given probability, and a wrong one else.
-Time and memory are real, acceptance is given.
+The drafter runs its layers, its head and its LM head as usual. Then its logits are replaced, so
+that its draft is the target's own next token with the given probability, else a wrong one. So time
+and memory are measured, and acceptance is given.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from selfspec.generation.loop import Call, Session, speculate
 from selfspec.model import SelfSpecModel
 from selfspec.sampling.draft import Tree
 
-_CANDIDATES = 8  # tokens of a position that may be right; more siblings than a tree has
-_SECOND_CHANCE = 0.5  # of a sibling after a wrong one, as the tree drafter expects
+_CANDIDATES = 8  # candidates of a position; more than a tree has siblings
+_SECOND_CHANCE = 0.5  # a sibling's share of the acceptance, as the tree drafter expects
 _FLOOR = -30.0  # logit of all other tokens
 
 Read = Callable[..., tuple[Tensor, Tensor | None]]
@@ -35,7 +35,7 @@ class GreedyTexts:
 
     Args:
         spec: the target.
-        options: options of `generate`, `max_new_tokens` among them.
+        options: options of `generate`, including `max_new_tokens`.
     """
 
     def __init__(self, spec: SelfSpecModel, options: dict[str, Any]):
@@ -56,11 +56,11 @@ class GreedyTexts:
 
 
 def planted_ranks(rows: int, length: int, acceptance: float, seed: int) -> Tensor:
-    """`[rows, length]` which of a position's candidates is right, from 0; `_CANDIDATES`: none.
+    """`[rows, length]` index of the right candidate at each position; `_CANDIDATES` if none is.
 
     The first is right with probability `acceptance`; each further one, if those before are wrong,
-    with half of that. One seed gives one series of coins for every method. The coins of a row are
-    spread evenly, so that the share of right drafts is right in a short text, too.
+    with half of that. A seed gives the same random numbers to every method. Those of a row are
+    spread evenly, so that the share of right drafts is close to `acceptance` in a short text, too.
     """
     again = (1 - acceptance) * _SECOND_CHANCE
     reached = acceptance * (again ** torch.arange(_CANDIDATES)).cumsum(0)
@@ -70,7 +70,7 @@ def planted_ranks(rows: int, length: int, acceptance: float, seed: int) -> Tenso
 
 
 class PlantedRead:
-    """Reads an exit head, and replaces its logits by planted ones.
+    """Calls an exit head, and replaces its logits by planted ones.
 
     Args:
         read: `ExitReader.read` of the drafter's own reader.
@@ -78,7 +78,7 @@ class PlantedRead:
         width: tokens of the prompts, padding included.
         acceptance: probability that a draft after right ones is right.
         vocab: size of the vocabulary.
-        seed: of the coins.
+        seed: seed of the random numbers.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class PlantedRead:
         order = torch.arange(_CANDIDATES, device=text.device)
         wrong = (text[..., None] + 1 + order) % vocab
         self._candidates = torch.where(order == ranks, text[..., None], wrong)
-        # A calibrator without a fit reads the margin of the first two as the chance of the first.
+        # An unfitted calibrator turns the margin of the first two scores into a probability.
         margin = max(math.log(acceptance / (1 - acceptance)), 0.01)
         self._scores = torch.where(order == 0, 0.0, 1.0 - margin - order)
         self._at = self._rows = text.new_empty(0)
@@ -115,7 +115,7 @@ class PlantedRead:
         return torch.full_like(logits, _FLOOR).scatter_(2, ids, scores), at_exit
 
     def _begin(self, state: State) -> None:
-        """Find each row's place in its text, in one copy to the device a round."""
+        """Find each row's position in its text, with one copy to the device per round."""
         context = state.context
         written = [context.lengths[row] - self._width for row in context.rows]
         both = torch.tensor([context.rows, written], device=self._candidates.device)
@@ -140,9 +140,9 @@ def generate_planted(
         batch: the prompts.
         text: `[rows, n]` the target's own continuations.
         acceptance: probability that a draft after right ones is right.
-        seed: of the coins.
-        **options: of transformers' `generate`, which must be greedy; `max_new_tokens` and a
-            streamer among them.
+        seed: seed of the random numbers.
+        **options: options of transformers' `generate`, which must be greedy, including
+            `max_new_tokens`; may include a streamer.
 
     Returns:
         The output of `generate`, and the session with its statistics.

@@ -260,11 +260,11 @@ def _times(runs: Sequence[Run], rates: Mapping[int, float]) -> dict[str, Any]:
     }
 
 
-_ONE_A_ROUND = (PLAIN, "static_cache", "continuous_batching")  # peers that do not speculate
+_ONE_A_ROUND = (PLAIN, "static_cache", "continuous_batching")  # peers that emit one token a round
 
 
 def _limit(bench: Bench, runs: Sequence[Run], length: float | None) -> dict[str, Any]:
-    """Bytes that a round reads when its prompt has just ended, and tokens/s at the bandwidth.
+    """Bytes that the first round reads, and the tokens/s that the bandwidth allows.
 
     Args:
         bench: the benchmark.
@@ -534,9 +534,9 @@ NOTES = (
     "95 % by bootstrap over batches; without loops: over batches in which no output of either "
     "loops (last 32 tokens with a period of at most 16); loops: share of outputs that do. "
     "accepted: share of drafts; length: tokens a round. ms/token: a round's time shared among its "
-    "tokens. Peak memory is that of the warm-up, on the longest prompts. Limit by bytes read: what "
-    "the passes of a round read of weights and KV, and tokens/s if that took all the time, at the "
-    "memory bandwidth that was measured."
+    "tokens. Peak memory is that of the warm-up, on the longest prompts. Limit by bytes read: "
+    "weights and KV that the passes of a round read, and tokens/s if a round took only the time to "
+    "read them at the measured memory bandwidth."
 )
 
 
@@ -572,7 +572,7 @@ class Report:
         return list(texts)
 
     def write_page(self, folder: Path, pictures: Sequence[Path]) -> str:
-        """Write report.html, the pictures inside; returns its name."""
+        """Write report.html, which contains the pictures; returns its name."""
         page = HTMLReport("Benchmark")
         page.facts({name: _plain(value) for name, value in self.head.items() if value})
         for picture in pictures:

@@ -150,8 +150,8 @@ def make_method(
     Args:
         spec: the target.
         config: the method.
-        texts: what the target continues prompts with, for planted drafts.
-        room: the most new tokens of any call, for which a static cache has room.
+        texts: the target's greedy continuations, for planted drafts.
+        room: maximum new tokens of any call, for the size of a static cache.
 
     Raises:
         OSError: there is no such assistant model.
@@ -257,7 +257,7 @@ class _Planted(_Speculation):
         spec: the target.
         draft: how to draft.
         acceptance: probability that a draft after right ones is right.
-        texts: what the target continues prompts with.
+        texts: the target's greedy continuations.
     """
 
     def __init__(
@@ -335,13 +335,13 @@ class _Own:
 
 
 class _StaticCache(_Own):
-    """The model's own `generate` with a static cache, of one length in the warm-up and after it.
+    """The model's own `generate` with a static cache of one length for all calls.
 
-    Transformers compiles the model for a static cache on a GPU, and again for another length.
+    On a GPU, transformers compiles the model for a static cache, and again if the length changes.
 
     Args:
         spec: the target.
-        room: the most new tokens of any call.
+        room: maximum new tokens of any call.
     """
 
     def __init__(self, spec: SelfSpecModel, room: int):
@@ -357,7 +357,7 @@ _PAGE = 256  # tokens of a block of KV in transformers' continuous batching
 
 
 class _ContinuousBatching:
-    """The model's own `generate_batch`, with as many blocks of KV as the batch can fill.
+    """The model's own `generate_batch`, with just enough blocks of KV for the batch.
 
     Args:
         spec: the target.

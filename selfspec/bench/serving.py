@@ -1,8 +1,8 @@
-"""Ways to serve a target in vLLM, side by side: `python -m selfspec.bench.serving --help`.
+"""Compares methods of serving a target in vLLM: `python -m selfspec.bench.serving --help`.
 
-One process per way holds an engine. All engines get the same greedy requests in turn, so that
-changes of the machine's speed meet all of them, and the tokens are compared with those of the
-target alone. Drafts are counted in vLLM and in selfspec.
+Each method has its own engine in its own process. The engines answer the same greedy requests in
+turn, so that changes of the machine's speed affect all of them. Their tokens are compared with
+those of vLLM without drafts. Accepted drafts are counted in vLLM and in selfspec.
 """
 
 # pyright: reportMissingImports=false
@@ -37,19 +37,19 @@ _SETS = ("text", "gsm8k", "humaneval", "mbpp")
 
 
 @dataclass
-class Way:
-    """One way to serve.
+class ServingMethod:
+    """One method of serving, and its results.
 
     Attributes:
-        name: what the table calls it.
+        name: its name in the table.
         speculative: vLLM's speculative config, or `None`.
-        draft: selfspec's draft of the same kind, for comparison, or `None`.
-        parameters: parameters that the draft model holds for itself.
-        blocks: KV blocks in the same memory.
-        seconds: of every run, by number of requests.
-        equal: requests with the same tokens as the target alone, of how many.
-        drafted: drafts in vLLM.
-        accepted_at: accepted drafts by position, in vLLM.
+        draft: the same draft in selfspec, for comparison, or `None`.
+        parameters: parameters of the draft model that it does not share with the target.
+        blocks: KV blocks that fit into the given memory.
+        seconds: seconds of every run, by number of requests.
+        equal: number of requests with the same tokens as without drafts, and of all requests.
+        drafted: tokens drafted in vLLM.
+        accepted_at: drafts accepted in vLLM, by position.
     """
 
     name: str
@@ -72,11 +72,15 @@ def main() -> None:
     )
     prompts = _prompts(arguments.model, max(arguments.requests))
     with tempfile.TemporaryDirectory() as scratch:
-        ways = _ways(spec, arguments, Path(scratch))
-        console.print(f"starting {len(ways)} engines of vLLM: {', '.join(w.name for w in ways)}")
-        _measure(ways, prompts, arguments, console)
-    own = {way.name: _own(spec, way, prompts, arguments) for way in ways if way.draft}
-    console.print(_table(ways, own, arguments))
+        methods = _methods(spec, arguments, Path(scratch))
+        console.print(
+            f"starting {len(methods)} engines of vLLM: {', '.join(w.name for w in methods)}"
+        )
+        _measure(methods, prompts, arguments, console)
+    own = {
+        method.name: _own(spec, method, prompts, arguments) for method in methods if method.draft
+    }
+    console.print(_table(methods, own, arguments))
 
 
 def _arguments() -> argparse.Namespace:
@@ -101,15 +105,17 @@ def _prompts(model: str, count: int) -> list[list[int]]:
     return [read[at % len(read)] for at in range(count)]
 
 
-def _ways(spec: SelfSpecModel, arguments: argparse.Namespace, scratch: Path) -> list[Way]:
-    """The target alone, its heads in place, and what can be exported of them."""
+def _methods(
+    spec: SelfSpecModel, arguments: argparse.Namespace, scratch: Path
+) -> list[ServingMethod]:
+    """Serving without drafts, with heads in place, and with exported heads."""
     decoder, count = spec.engine.decoder, arguments.num_draft_tokens
-    ways = [Way("target alone")]
+    methods = [ServingMethod("no drafts")]
 
     def add(name: str, method: str, model: str, head: ExitHead, parameters: int) -> None:
         settings = {"method": method, "model": model, "num_speculative_tokens": count}
         draft = {"head": head.kind, "exit_layer": head.exit_layer, "num_draft_tokens": count}
-        ways.append(Way(name, settings, draft, parameters))
+        methods.append(ServingMethod(name, settings, draft, parameters))
 
     heads = [
         spec.engine.head(DraftConfig(exit_layer=max(1, decoder.depth // 4), head="shared")),
@@ -130,13 +136,13 @@ def _ways(spec: SelfSpecModel, arguments: argparse.Namespace, scratch: Path) -> 
         if isinstance(head, Eagle3Head):
             written = export_eagle3(decoder, head, folder, target=arguments.model)
             add("eagle3", "eagle3", str(folder / "speculators"), head, written.parameters)
-    return ways
+    return methods
 
 
-# Engines, each in a process
+# One process per engine
 
 
-def _serve(way: Way, arguments: argparse.Namespace, asked: Connection) -> None:
+def _serve(method: ServingMethod, arguments: argparse.Namespace, asked: Connection) -> None:
     """Answer lists of prompts with tokens, seconds and counters until `None` comes."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -150,7 +156,7 @@ def _serve(way: Way, arguments: argparse.Namespace, asked: Connection) -> None:
         kv_cache_memory_bytes=arguments.kv_cache_memory_bytes,
         enable_prefix_caching=False,
         enforce_eager=arguments.enforce_eager,
-        speculative_config=way.speculative,
+        speculative_config=method.speculative,
         disable_log_stats=False,
     )
     options = SamplingParams(temperature=0, max_tokens=arguments.max_new_tokens, ignore_eos=True)
@@ -174,33 +180,33 @@ def _serve(way: Way, arguments: argparse.Namespace, asked: Connection) -> None:
 
 
 def _measure(
-    ways: Sequence[Way],
+    methods: Sequence[ServingMethod],
     prompts: list[list[int]],
     arguments: argparse.Namespace,
     console: Console,
 ) -> None:
-    """Fill in what the engines write and count."""
+    """Run the engines in turn; fill in blocks, seconds and counters of the methods."""
     context = multiprocessing.get_context("spawn")
-    engines: list[tuple[Way, Connection, Any]] = []
-    for way in ways:
+    engines: list[tuple[ServingMethod, Connection, Any]] = []
+    for method in methods:
         here, there = context.Pipe()
-        process = context.Process(target=_serve, args=(way, arguments, there), daemon=True)
+        process = context.Process(target=_serve, args=(method, arguments, there), daemon=True)
         process.start()
         there.close()
-        way.blocks = here.recv()
-        engines.append((way, here, process))
-        console.print(f"  {way.name}: {way.blocks} KV blocks")
+        method.blocks = here.recv()
+        engines.append((method, here, process))
+        console.print(f"  {method.name}: {method.blocks} KV blocks")
     for count in arguments.requests:
         for repeat in range(-1, arguments.repeats):  # the first run warms up
-            alone: list[list[int]] = []
-            for way, engine, _ in engines:
+            undrafted: list[list[int]] = []
+            for method, engine, _ in engines:
                 engine.send(prompts[:count])
-                tokens, seconds, way.drafted, way.accepted_at = engine.recv()
-                alone = alone or tokens
+                tokens, seconds, method.drafted, method.accepted_at = engine.recv()
+                undrafted = undrafted or tokens
                 if repeat >= 0:
-                    way.seconds.setdefault(count, []).append(seconds)
-                    way.equal[0] += sum(a == b for a, b in zip(tokens, alone, strict=True))
-                    way.equal[1] += count
+                    method.seconds.setdefault(count, []).append(seconds)
+                    method.equal[0] += sum(a == b for a, b in zip(tokens, undrafted, strict=True))
+                    method.equal[1] += count
         console.print(f"  {count} at a time: done")
     for _, engine, process in engines:
         engine.send(None)
@@ -211,7 +217,10 @@ def _measure(
 
 
 def _own(
-    spec: SelfSpecModel, way: Way, prompts: list[list[int]], arguments: argparse.Namespace
+    spec: SelfSpecModel,
+    method: ServingMethod,
+    prompts: list[list[int]],
+    arguments: argparse.Namespace,
 ) -> list[float]:
     """Acceptance rate at each position in selfspec."""
     drafted, accepted = 0, [0] * arguments.num_draft_tokens
@@ -221,7 +230,7 @@ def _own(
             max_new_tokens=arguments.max_new_tokens,
             min_new_tokens=arguments.max_new_tokens,
             do_sample=False,
-            draft=way.draft,
+            draft=method.draft,
         )
         for round_ in (spec.last_trace.rows[0] if spec.last_trace else ())[:-1]:
             drafted += 1
@@ -230,26 +239,28 @@ def _own(
 
 
 def _table(
-    ways: Sequence[Way], own: dict[str, list[float]], arguments: argparse.Namespace
+    methods: Sequence[ServingMethod], own: dict[str, list[float]], arguments: argparse.Namespace
 ) -> Table:
     table = Table(title=f"vLLM, {arguments.dtype}, {arguments.max_new_tokens} new tokens, greedy")
-    table.add_column("way")
+    table.add_column("method")
     for count in arguments.requests:
         table.add_column(f"{count} at a time", justify="right")
     for name in ("equal", "KV blocks", "parameters", "acceptance in vLLM", "in selfspec"):
         table.add_column(name, justify="right")
-    for way in ways:
+    for method in methods:
         speeds = []
         for count in arguments.requests:
-            pairs = zip(ways[0].seconds[count], way.seconds[count], strict=True)
-            ratios = [alone / drafted for alone, drafted in pairs]
-            rate = count * arguments.max_new_tokens / statistics.median(way.seconds[count])
+            pairs = zip(methods[0].seconds[count], method.seconds[count], strict=True)
+            ratios = [without / with_drafts for without, with_drafts in pairs]
+            rate = count * arguments.max_new_tokens / statistics.median(method.seconds[count])
             speeds.append(f"{rate:.0f} tok/s, {statistics.median(ratios):.2f}x")
-        rounds = max(1, way.drafted // arguments.num_draft_tokens)
-        here = " ".join(f"{n / rounds:.2f}" for n in way.accepted_at)
-        there = " ".join(f"{rate:.2f}" for rate in own.get(way.name, ()))
-        equal = f"{way.equal[0]}/{way.equal[1]}"
-        table.add_row(way.name, *speeds, equal, str(way.blocks), f"{way.parameters:,}", here, there)
+        rounds = max(1, method.drafted // arguments.num_draft_tokens)
+        here = " ".join(f"{n / rounds:.2f}" for n in method.accepted_at)
+        there = " ".join(f"{rate:.2f}" for rate in own.get(method.name, ()))
+        equal = f"{method.equal[0]}/{method.equal[1]}"
+        table.add_row(
+            method.name, *speeds, equal, str(method.blocks), f"{method.parameters:,}", here, there
+        )
     return table
 
 

@@ -1,7 +1,7 @@
-"""Real sizes without weights: a model of a published shape, and what a benchmark of it compares.
+"""Benchmarks of published model sizes with random weights.
 
-Weights are random. Acceptance, which they cannot have, is planted (`planted.py`), so that time and
-memory are real while acceptance is given.
+A head on random weights predicts nothing, so acceptance is planted (`planted.py`): time and memory
+are measured, and acceptance is given.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ SHAPES = sorted(path.stem for path in _FOLDER.glob("*.json"))
 
 _DRAFTS = 4  # drafts of a round in the default methods
 _NODES = 12  # of a tree, on as many levels
-# Of what attention writes in random models: means over the prompt, alike in all tokens, would else
-# outweigh the tokens from layer to layer.
+# Scale of attention's outputs in random models. They are means over the prompt and similar at all
+# positions, so at full scale they would outweigh the tokens after a few layers.
 _ATTENTION = 0.3
-_CHUNK = 2048  # prompt tokens of a pass: the mask of a whole long prompt would not fit
+_CHUNK = 2048  # prompt tokens of a pass: the mask of a long prompt would not fit in memory
 _USABLE = 0.8  # share of the memory that a benchmark may fill
 _CPU_PROMPTS = 256  # prompt tokens of a batch by default on a CPU: more would take minutes
 
@@ -70,11 +70,11 @@ def count_parameters(config: PretrainedConfig) -> int:
 def random_model(
     config: PretrainedConfig, dtype: torch.dtype, device: torch.device, seed: int = 0
 ) -> PreTrainedModel:
-    """A model with random weights that never ends a text, made where it is to run.
+    """A model on `device` with random weights and without an end token.
 
-    In float32 its text depends on everything before, so that it shows every fault of a KV cache. In
-    half precision passes of different width round differently, and near ties would swap: there the
-    layers write so little that the last token alone makes the next one clear.
+    In float32 each token depends on all tokens before it, so that faults of a KV cache change the
+    output. In half precision, passes of different width round differently, and nearly equal logits
+    would swap. There the layers' outputs are scaled down until the last token decides the next one.
     """
     with no_init_weights(), device:
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -82,7 +82,7 @@ def random_model(
     words, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     width, depth = words.shape[-1], config.get_text_config(decoder=True).num_hidden_layers
     wide = dtype.itemsize >= 4
-    quiet = 0.25 * (2 * depth * width) ** -0.5  # what all layers write: a quarter of an embedding
+    quiet = 0.25 * (2 * depth * width) ** -0.5  # all layers add a quarter of an embedding
     source = torch.Generator(device).manual_seed(seed)
     for name, weight in model.named_parameters():
         if weight.dim() > 1:
@@ -107,11 +107,11 @@ def numbers_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words))
 
 
-# What is compared
+# The methods of the benchmark
 
 
 def default_methods(depth: int, acceptances: Sequence[float]) -> tuple[MethodConfig, ...]:
-    """Peers, selfspec without drafts, and every way to draft with an exit, by acceptance.
+    """Methods of transformers, selfspec without drafts, and early exits at each acceptance rate.
 
     Args:
         depth: layers of the target.
@@ -148,12 +148,12 @@ def _early_exit(head: str, exit_layer: int, **fields: Any) -> DraftConfig:
 
 
 def with_defaults(config: BenchConfig, depth: int, device: torch.device) -> BenchConfig:
-    """The config with what a shape's benchmark compares where nothing was said.
+    """Fill in the defaults of a shape's benchmark.
 
     Args:
         config: the config as given.
         depth: layers of the target.
-        device: where it runs. A CPU gets shorter prompts, fewer rows, and float32.
+        device: the device. On a CPU, prompts are shorter, rows fewer, and the dtype is float32.
     """
     gpu = device.type != "cpu"
     lengths = (128, 2048, 8192, 32768) if gpu else (64, 256)
@@ -175,7 +175,7 @@ def with_defaults(config: BenchConfig, depth: int, device: torch.device) -> Benc
 
 
 def add_heads(engine: Engine, methods: Sequence[MethodConfig]) -> None:
-    """Build every head that the methods draft with, untrained.
+    """Build the untrained heads of the methods.
 
     Raises:
         ValueError: a head cannot be built.
@@ -225,8 +225,8 @@ class ShapeBench(Bench):
         self.facts: dict[str, Any] = {
             "shape": config.shape,
             "weights": "random",
-            "acceptance": "planted: the drafter does all its own work, then proposes the target's "
-            "own next token with the probability in the method's name, else a wrong one",
+            "acceptance": "planted: the drafter runs as usual, then proposes the target's own next "
+            "token with the probability in the method's name, else a wrong one",
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
             "layers": text.num_hidden_layers,
             "dtype": config.dtype,
@@ -237,11 +237,11 @@ class ShapeBench(Bench):
         }
 
     def _leave_out(self, usable: float, most: int | None) -> list[str]:
-        """Drop what would not fit beside the weights or takes too long; returns its names.
+        """Drop batches that do not fit in memory or take too long; returns their names.
 
         Args:
-            usable: bytes of memory.
-            most: the most prompt tokens of a batch.
+            usable: usable bytes of memory.
+            most: maximum prompt tokens of a batch; `None` for no limit.
         """
         engine = self.spec.engine
         parts = [engine.decoder.causal_lm, *engine.heads]
@@ -260,7 +260,7 @@ class ShapeBench(Bench):
                 names.append(f"batch {key[1]} of {key[0]}")
         if not self.batches:
             raise ValueError(
-                f"{weights / 1e9:.1f} GB of weights and any of the caches do not fit in "
+                f"{weights / 1e9:.1f} GB of weights and the smallest KV cache do not fit in "
                 f"{usable / 1e9:.1f} GB; choose a smaller shape, length or batch"
             )
         return names
@@ -273,7 +273,7 @@ def _device(name: str | None) -> torch.device:
     return device
 
 
-# What a round reads at least
+# Bytes that a round reads
 
 
 def size_of(module: nn.Module | None) -> int:
@@ -290,7 +290,7 @@ def kv_bytes_of_layer(engine: Engine) -> int:
 
 
 def bytes_a_round(engine: Engine, draft: DraftConfig | None, tokens: int) -> int | None:
-    """Bytes of weights and KV that the passes of one round read, each once a pass.
+    """Bytes of weights and KV that one round reads, counted once per pass.
 
     `None` for drafters other than `none`, `early_exit` and `tree`.
 
@@ -300,7 +300,7 @@ def bytes_a_round(engine: Engine, draft: DraftConfig | None, tokens: int) -> int
 
     Args:
         engine: the target with its heads.
-        draft: how drafts are made; `None`, or drafter `none`, for one token a round.
+        draft: the draft; `None`, or drafter `none`, for one token a round.
         tokens: tokens in the KV cache, all rows together.
     """
     decoder = engine.decoder

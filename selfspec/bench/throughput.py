@@ -1,9 +1,9 @@
-"""Many prompts whose answers differ in length: `python -m selfspec.bench.throughput --help`.
+"""Throughput on prompts with answers of various lengths: `python -m selfspec.bench.throughput`.
 
 Static batches of transformers, its continuous batching, and selfspec's `generate_batch` continue
-the same prompts greedily in turn, in one process, so that changes of the machine's speed meet all
-of them. Every answer is compared with that of the static batches and, where they differ, with that
-of a single call: padding may round two nearly equal scores differently.
+the same prompts greedily. They run in turn in one process, so that changes of the machine's speed
+affect all of them. Every answer is compared with that of the static batches. If they differ, it is
+compared with that of a single call, because padding can change the rounding of nearly equal scores.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _SETS = ("text", "gsm8k", "humaneval", "mbpp")
 
 
 @dataclass
-class Way:
-    """One way to continue all prompts.
+class BatchMethod:
+    """One method of continuing all prompts, and its results.
 
     Attributes:
-        name: what the table calls it.
-        run: continues the prompts, some at a time.
-        seconds: of every run.
-        busy: seconds of CPU time of every run, which other processes do not change.
-        equal: answers of the last run that are those of the static batches or of single calls.
-        memory: of the run whose peak was highest.
+        name: its name in the table.
+        run: continues the prompts, the given number at a time.
+        seconds: seconds of every run.
+        busy: CPU seconds of every run, which other processes affect less.
+        equal: answers of the last run that equal those of static batches or of single calls.
+        memory: memory of the run with the highest peak.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Lengths(StoppingCriteria):
         self.ends = start + torch.tensor(lengths)
 
     def __call__(self, input_ids: Tensor, scores: object, **kwargs: object) -> Any:
-        """`[batch]` whether the row has its tokens."""
+        """`[batch]` whether each row has all its tokens."""
         return input_ids.shape[1] >= self.ends.to(input_ids.device)
 
 
@@ -79,14 +79,14 @@ def main() -> None:
     prompts, lengths = _requests(arguments)
 
     @cache
-    def alone(index: int) -> list[int]:
+    def single(index: int) -> list[int]:
         return _greedy(spec.causal_lm, [prompts[index]], [lengths[index]])[0]
 
     console = Console()
     for rows in arguments.rows:
-        ways = _ways(spec, prompts, lengths, arguments.draft)
-        _measure(ways, rows, arguments.repeats, alone, spec.causal_lm.device)
-        console.print(_table(ways, rows, sum(lengths), len(prompts), arguments))
+        methods = _methods(spec, prompts, lengths, arguments.draft)
+        _measure(methods, rows, arguments.repeats, single, spec.causal_lm.device)
+        console.print(_table(methods, rows, sum(lengths), len(prompts), arguments))
 
 
 def _arguments() -> argparse.Namespace:
@@ -104,7 +104,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _requests(arguments: argparse.Namespace) -> tuple[list[list[int]], list[int]]:
-    """Prompts and lengths of their answers, both in random order, the same in every run."""
+    """Prompts and the lengths of their answers, in a random order that is the same in every run."""
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     count = -(-arguments.prompts // len(_SETS))
     sets = [PromptSetConfig(name=name, reader=name, count=count) for name in _SETS]
@@ -117,9 +117,9 @@ def _requests(arguments: argparse.Namespace) -> tuple[list[list[int]], list[int]
     return prompts, source.sample(lengths, len(lengths))
 
 
-def _ways(
+def _methods(
     spec: SelfSpecModel, prompts: list[list[int]], lengths: list[int], fields: list[str]
-) -> list[Way]:
+) -> list[BatchMethod]:
     target = spec.causal_lm
 
     def static(rows: int) -> list[list[int]]:
@@ -140,10 +140,10 @@ def _ways(
 
     given = dict(field.split("=", 1) for field in fields)
     return [
-        Way("transformers, static batches", static),
-        Way("transformers, generate_batch", continuous),
-        Way("selfspec without drafts", batched("none")),
-        Way("selfspec", batched(given or None)),
+        BatchMethod("transformers, static batches", static),
+        BatchMethod("transformers, generate_batch", continuous),
+        BatchMethod("selfspec without drafts", batched("none")),
+        BatchMethod("selfspec", batched(given or None)),
     ]
 
 
@@ -169,11 +169,11 @@ def _greedy(
 def _continuous(
     target: PreTrainedModel, prompts: list[list[int]], lengths: list[int], rows: int
 ) -> list[list[int]]:
-    """Answers of the loop of the target's `generate_batch`, which has one length for all."""
+    """Answers by the continuous batching of transformers, with one length per request."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
-    # By default it takes most of the memory there is.
+    # By default transformers reserves most of the memory.
     longest = max(map(len, prompts)) + max(lengths)
     limits = ContinuousBatchingConfig(
         max_requests_per_batch=rows,
@@ -198,33 +198,37 @@ def _continuous(
 
 
 def _measure(
-    ways: Sequence[Way],
+    methods: Sequence[BatchMethod],
     rows: int,
     repeats: int,
-    alone: Callable[[int], list[int]],
+    single: Callable[[int], list[int]],
     device: torch.device,
 ) -> None:
-    """Fill in what the ways take; `alone` gives the answer of a single call."""
+    """Time the methods in turn; `single` returns a prompt's answer by a single call."""
     expected: list[list[int]] = []
 
-    def timed(way: Way) -> None:
+    def timed(method: BatchMethod) -> None:
         start, busy = time.perf_counter(), time.process_time()
-        texts = way.run(rows)
-        way.seconds.append(time.perf_counter() - start)
-        way.busy.append(time.process_time() - busy)
+        texts = method.run(rows)
+        method.seconds.append(time.perf_counter() - start)
+        method.busy.append(time.process_time() - busy)
         if not expected:
             expected.extend(texts)
         pairs = enumerate(zip(texts, expected, strict=True))
-        way.equal = sum(own == static or own == alone(at) for at, (own, static) in pairs)
+        method.equal = sum(own == static or own == single(at) for at, (own, static) in pairs)
 
     for _ in range(repeats):
-        for way in ways:
-            memory = peak_memory(partial(timed, way), device)
-            way.memory = max(filter(None, (way.memory, memory)), default=None)
+        for method in methods:
+            memory = peak_memory(partial(timed, method), device)
+            method.memory = max(filter(None, (method.memory, memory)), default=None)
 
 
 def _table(
-    ways: Sequence[Way], rows: int, tokens: int, prompts: int, arguments: argparse.Namespace
+    methods: Sequence[BatchMethod],
+    rows: int,
+    tokens: int,
+    prompts: int,
+    arguments: argparse.Namespace,
 ) -> Table:
     low, high = arguments.lengths
     table = Table(
@@ -234,27 +238,27 @@ def _table(
     table.add_column("")
     for name in (
         "tokens/s",
-        "to static",
-        "to its generate_batch",
+        "over static",
+        "over its generate_batch",
         "CPU time",
         "equal",
         "peak MiB (grown)",
     ):
         table.add_column(name, justify="right")
-    for way in ways:
+    for method in methods:
         ratios = [
-            statistics.median(a / b for a, b in zip(base.seconds, way.seconds, strict=True))
-            for base in ways[:2]
+            statistics.median(a / b for a, b in zip(base.seconds, method.seconds, strict=True))
+            for base in methods[:2]
         ]
         table.add_row(
-            way.name,
-            f"{tokens / statistics.median(way.seconds):.0f}",
+            method.name,
+            f"{tokens / statistics.median(method.seconds):.0f}",
             *(f"{ratio:.2f}x" for ratio in ratios),
-            f"{statistics.median(way.busy):.1f} s",
-            f"{way.equal}/{prompts}",
+            f"{statistics.median(method.busy):.1f} s",
+            f"{method.equal}/{prompts}",
             "-"
-            if way.memory is None
-            else f"{mebibytes(way.memory.peak)} ({mebibytes(way.memory.growth)})",
+            if method.memory is None
+            else f"{mebibytes(method.memory.peak)} ({mebibytes(method.memory.growth)})",
         )
     return table
 

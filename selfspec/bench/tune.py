@@ -84,7 +84,7 @@ def tune(
         texts: texts like those that will be continued; none takes the passages in the package.
         config: what is run.
         work: file that keeps every run; runs that it holds are not made again.
-        on_progress: told how far it is.
+        on_progress: called with the progress.
 
     Raises:
         ValueError: the texts hold no token, there is no such exit, or prompts are too long for the

@@ -107,7 +107,7 @@ def run_bench(config: BenchConfig, output: Path) -> Report:
 
 
 def _pictures(report: Report, output: Path) -> tuple[list[Path], list[str]]:
-    """The plots, or why there are none."""
+    """Names of the plots, and the reason if there are none."""
     from selfspec.bench import write_plots
 
     try:
@@ -117,7 +117,7 @@ def _pictures(report: Report, output: Path) -> tuple[list[Path], list[str]]:
 
 
 def _made(config: BenchConfig) -> tuple[Bench, dict[str, Any]]:
-    """The benchmark, and what its runs depend on."""
+    """The benchmark, and the settings that its runs depend on."""
     from selfspec.bench import Bench
     from selfspec.bench.shapes import ShapeBench
 

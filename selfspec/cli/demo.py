@@ -81,8 +81,8 @@ def demo(
 ) -> None:
     """Generate with plain decoding and with self-speculation, and compare outputs and speed.
 
-    Sampled text is drawn with the rule `coupled`, by which a seed gives the same text with drafts
-    and without, so that both can be compared token by token.
+    Sampling uses the rule `coupled`, with which a seed gives the same text with and without drafts,
+    so that both can be compared token by token.
     """
     from selfspec.display.demo import DemoOptions, Writer, exit_agreements, load_prompts
 
@@ -113,7 +113,7 @@ def demo(
 
 
 def _filled_in(target: Loaded, draft: DraftConfig) -> DraftConfig:
-    """The draft with the rule and the exit that will be used, if the drafter has one."""
+    """The draft, completed by the rule and, if the drafter has one, the exit."""
     if "rule" not in draft.model_fields_set:
         draft = draft.model_copy(update={"rule": "coupled"})
     if draft.drafter not in _AT_ONE_EXIT:
@@ -124,7 +124,7 @@ def _filled_in(target: Loaded, draft: DraftConfig) -> DraftConfig:
 
 
 def _passages(prompt: str | None, domain: Domain | None, seed: int) -> dict[str, DemoPrompt]:
-    """The prompts, by the names of their columns."""
+    """The prompts, by name of their columns."""
     from selfspec.display.demo import DemoPrompt, load_prompts
 
     if prompt is not None:

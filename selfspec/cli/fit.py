@@ -1,4 +1,4 @@
-"""`selfspec fit`, `measure` and `regenerate`: exit heads, and text to fit them to."""
+"""`selfspec fit`, `measure` and `regenerate`: fit exit heads, and generate text to fit them to."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def fit(
 ) -> None:
     """Fit an exit head to a frozen model, measure it on held-out text, and save it.
 
-    Kind and exit, steps and batch are chosen by the model, the size of the text and the memory at
-    hand; any key of the config overrides them. A killed run resumes with the same command.
+    Defaults of kind, exit, steps and batch depend on the model, the size of the text and the
+    available memory; any key of the config can be set. The same command resumes a stopped run.
     """
     given = _given(words, text, output, config)
     if held_out:
@@ -88,7 +88,7 @@ def measure(
     ] = None,
     as_json: opt.AsJson = False,
 ) -> None:
-    """Calibrate and measure fitted heads anew, and write their report."""
+    """Calibrate and measure fitted heads again, and write their report."""
     from selfspec.config import load_config
 
     folder, fields = _split(words, "folder")
@@ -111,7 +111,7 @@ def regenerate(
 ) -> None:
     """Have a model continue prompts cut from a text: the best text to fit its heads to.
 
-    Drafts with the heads it has, so it is sooner done. A killed run resumes with the same command.
+    The model drafts with its heads, if it has any. The same command resumes a stopped run.
     """
     from selfspec.config import parse
 
@@ -127,7 +127,7 @@ def regenerate(
 
 
 def _split(words: list[str] | None, what: str) -> tuple[str | None, list[str]]:
-    """The one word without a value, if there is one, and the keys with values."""
+    """Split words into the one without a value, if any, and keys with values."""
     names = [word for word in words or () if "=" not in word]
     if len(names) > 1:
         raise typer.BadParameter(
@@ -138,7 +138,7 @@ def _split(words: list[str] | None, what: str) -> tuple[str | None, list[str]]:
 
 
 def _training(module: str) -> Any:
-    """A module of the training code, which a wheel has inside the package."""
+    """Import a module of the training code, which in a wheel is inside the package."""
     package = "selfspec.training" if find_spec("selfspec.training") else "training"
     return import_module(f"{package}.{module}")
 
@@ -146,7 +146,7 @@ def _training(module: str) -> Any:
 def _given(
     words: list[str] | None, text: list[str] | None, output: str | None, config: Path | None
 ) -> dict[str, Any]:
-    """The keys of a config that the command line and its file give."""
+    """The keys of a config from the command line and its file."""
     from selfspec.config import read_config
 
     model, fields = _split(words, "model")
@@ -161,6 +161,6 @@ def _given(
 
 
 def _result(settings: Any) -> dict[str, Any]:
-    """Where the heads are, how they are loaded, and what was measured."""
+    """The folder of the heads, the code that loads them, and the measurements."""
     report = json.loads((Path(settings.output) / "report.json").read_text(encoding="utf-8"))
     return {"heads": str(settings.folder), "code": settings.code, "domains": report["domains"]}

@@ -67,7 +67,7 @@ BatchSize = Annotated[
     int,
     typer.Option(
         min=1,
-        help="Prompts that run at a time; rows join as others leave.",
+        help="Prompts that run at a time; when one finishes, the next joins.",
         rich_help_panel=_JOB,
     ),
 ]
@@ -219,7 +219,7 @@ class _Job:
         """Answer all prompts into `output`."""
         from selfspec.generation.jobs import run_job
 
-        aside = ("device", "batch_size")  # they do not change the output
+        aside = ("device", "batch_size")  # keys that do not change the output
         identity = {name: str(value) for name, value in vars(self).items() if name not in aside}
         bar = Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=progress())
         with reporting(as_json) as console, bar:

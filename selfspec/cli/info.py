@@ -89,7 +89,7 @@ class CacheBytes(NamedTuple):
     Attributes:
         token: keys and values of a token, in each layer.
         states: the recurrent states.
-        draft: what recurrent layers keep of a token until its round is over.
+        draft: inputs that recurrent layers keep of a token until its round is committed.
     """
 
     token: list[int]
@@ -98,7 +98,7 @@ class CacheBytes(NamedTuple):
 
 
 def cache_bytes(decoder: Decoder) -> CacheBytes:
-    """Run two tokens, and measure what is kept of them."""
+    """Run two tokens, and measure the size of their KV and states."""
     import torch
 
     from selfspec.decoder import Span
@@ -215,7 +215,7 @@ def info_table(facts: dict[str, Any]) -> Table:
 
 
 def _default_draft(draft: dict[str, Any]) -> str:
-    """What drafts unasked, in words."""
+    """The default draft, in words."""
     if draft["drafter"] == "none":
         return "none: the model has one layer"
     if draft["drafter"] == "auto":
@@ -231,7 +231,7 @@ def _default_draft(draft: dict[str, Any]) -> str:
 
 
 def _fitting(model: str, fitting: dict[str, Any]) -> str:
-    """What a fitted head would bring, and how to fit one."""
+    """The speedup to expect from a fitted head, and how to fit one."""
     rates = ", ".join(
         f"{gain:.1f}x at .{rate * 10:.0f}" for rate, gain in fitting["speedups"].items()
     )

@@ -257,7 +257,7 @@ class Decoder:
             return bare_copy(module)
 
     def new_slots(self, rows: int, capacity: int = 0) -> SlotCache:
-        """An empty KV cache for `rows` rows; the one given back, if it fits."""
+        """An empty KV cache for `rows` rows, reusing the one of `give_back` if it fits."""
         page = 1 if self.gates.graphs is None else self.gates.graphs.page
         (spare, place), self._spare = self._spare, (None, None)
         if spare is not None and place == self._place and spare.fits(rows, capacity, page):

@@ -75,7 +75,7 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     _refuse_caches(model, config)
 
 
-# What transformers caches for layers that selfspec runs. Layers without attention have a dummy.
+# transformers' cache classes of layers that selfspec runs; layers without a cache have a dummy.
 _ATTENDING = {
     "DynamicLayer",
     "DynamicSlidingWindowLayer",
@@ -101,7 +101,7 @@ def _refuse_caches(model: PreTrainedModel, config: Any) -> None:
     if unknown:
         raise ValueError(
             f"{name} has recurrent layers with a {unknown[0]}, whose kernel selfspec does not "
-            "know: it could not take rejected tokens back"
+            "know, so rejected tokens could not be rolled back"
         )
     strange = kinds - _ATTENDING - (_OTHERS if mixers else set())
     chunked = getattr(config, "attention_chunk_size", None) is not None

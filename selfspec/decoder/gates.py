@@ -410,7 +410,7 @@ class Gates:
         return hidden
 
     def returned(self, hidden_states: Tensor) -> Any:
-        """What a layer would return that does nothing else than to return `hidden_states`."""
+        """The return value of a layer that passes `hidden_states` through unchanged."""
         count = self.returned_values
         return (hidden_states, *[None] * (count - 1)) if count else hidden_states
 

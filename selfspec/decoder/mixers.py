@@ -1,9 +1,10 @@
-"""Recurrent mixers, run from a state that rejected tokens have not touched.
+"""Recurrent mixers, run from the state after the committed tokens.
 
-A mixer asks its cache for the states of its convolutions and of its recurrence, and gives the
-latter to a kernel of transformers (or of a package such as fla). In a pass the cache that it gets
-is the `RecurrentLayer` of the slots. Its forward runs with other globals, in which kernels are
-replaced: they continue from the state of that layer, which keeps what they read.
+A mixer reads the states of its convolutions and of its recurrence from its cache, and passes the
+latter to a kernel of transformers (or of a package such as fla). In a pass, its cache is the
+`RecurrentLayer` of the slots. The mixer's forward runs with changed globals, in which the kernels
+are replaced by wrappers. A wrapper runs the kernel from the state of that layer, and the layer
+stores the kernel's inputs.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Kernel(NamedTuple):
         inputs: its arguments with an entry for each token, by position or name.
         state: the argument that takes the state; `None` if it starts from an empty one only.
         time: dimension of the tokens in inputs and output; `None` if it takes one token. Such a
-            kernel overwrites the state; the others return the output and the new state.
+            kernel overwrites the state; other kernels return the output and the new state.
     """
 
     inputs: tuple[int | str, ...]
@@ -94,7 +95,7 @@ class Mixers:
             kind: _with_globals(kind.forward, self._kernels)
             for kind in {type(mixer) for mixer, _ in self.found}
         }
-        # MiniMax's are no kernel with a mixer around it: the mixer is the kernel.
+        # MiniMax's lightning attention calls no kernel: its whole forward is treated as one.
         self._lightning = {kind for kind in self._forwards if "get_linear_cache" in _names(kind)}
         self._layer: RecurrentLayer | None = None  # of the mixer that is running
 
@@ -116,7 +117,7 @@ class Mixers:
             return _run_packed(partial(forward, **others), hidden, active.documents)
         layer: RecurrentLayer = slots.recurrent[index]
         window, committed = active.window, slots.lengths
-        layer.begin(window.starts[0] - committed[0], window.width, slots.sure)
+        layer.begin(window.starts[0] - committed[0], window.width, slots.will_commit)
         if type(mixer) in self._lightning:
             run = partial(_run_lightning, forward, others, named)
             return layer.run(KernelCall(run, {"hidden_states": hidden}, time=1)), None
@@ -127,7 +128,7 @@ class Mixers:
             self._layer = None
 
     def _kernels(self, named: Mapping[str, Any]) -> dict[str, Forward]:
-        """What replaces the kernels among a module's globals."""
+        """Replacements for the kernels among a module's globals."""
         return {
             name: partial(self._call, KERNELS[name], named[name], named)
             for name in KERNELS.keys() & named.keys()
@@ -141,12 +142,12 @@ class Mixers:
         if layer is None:  # packed documents, each of which starts from an empty state
             return own(*args, **kwargs)
         given = {**dict(enumerate(args)), **kwargs}
-        if not layer.is_sure:
-            # The kernels of one token, with which the model itself decodes, do not clamp dt.
+        if not layer.is_committing:
+            # The model decodes with the one-token kernels, which do not clamp dt.
             given.pop("dt_limit", None)
         inputs = {name: given[name] for name in kernel.inputs if given.get(name) is not None}
-        if not layer.is_sure and kernel.time == 1 and given[0].device.type == "cpu":
-            given["chunk_size"] = given[0].shape[1]  # else a few tokens are padded to a whole chunk
+        if not layer.is_committing and kernel.time == 1 and given[0].device.type == "cpu":
+            given["chunk_size"] = given[0].shape[1]  # avoids padding a few tokens to a whole chunk
         one_token = named.get("mamba_selective_state_update", own)
         run = partial(_run_kernel, kernel, own, given, one_token)
         output = layer.run(KernelCall(run, inputs, kernel.time))
@@ -161,7 +162,7 @@ def _run_kernel(
     state: Any,
     inputs: Inputs,
 ) -> tuple[Tensor, Tensor]:
-    """Output and new state of a kernel, called as with `given` but for state and inputs."""
+    """Output and new state of a kernel, called with `given` but another state and other inputs."""
     given = {**given, **inputs}
     if kernel.state is not None:
         given[kernel.state] = state
@@ -169,13 +170,13 @@ def _run_kernel(
         return _scan_on(one_token, given, state.clone())
     args = [given[name] for name in sorted(name for name in given if isinstance(name, int))]
     output = own(*args, **{name: x for name, x in given.items() if isinstance(name, str)})
-    return (output, given[0]) if kernel.time is None else output  # it has overwritten the state
+    return (output, given[0]) if kernel.time is None else output  # overwritten: the new state
 
 
 def _scan_on(
     one_token: Forward, given: Mapping[int | str, Any], state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """A selective scan from a state, token by token: its kernel starts from an empty one only."""
+    """Selective scan from a state, token by token: the fast kernel takes no initial state."""
     hidden, dt, A, B, C = (given[place] for place in range(5))
     gate, bias, softplus = given.get("z"), given.get("delta_bias"), given.get("delta_softplus")
     outputs = [
@@ -197,7 +198,7 @@ def _scan_on(
 
 
 class _LightningCache:
-    """The state of a lightning attention, as MiniMax asks its cache for it."""
+    """The state of one lightning attention, with the methods that MiniMax calls on its cache."""
 
     def __init__(self, state: Any):
         self.state = state
@@ -212,7 +213,7 @@ class _LightningCache:
 def _run_lightning(
     forward: Forward, others: Mapping[str, Any], named: str, state: Tensor | None, inputs: Inputs
 ) -> tuple[Tensor, Tensor]:
-    """Output and new state of a lightning attention, which has no kernel: the mixer is one."""
+    """Output and new state of a lightning attention, whose whole mixer is the kernel."""
     cache = _LightningCache(state)
     output, _ = forward(**{**others, named: cache, **inputs})
     return output, cache.state
@@ -231,7 +232,7 @@ def _run_packed(forward: Forward, hidden: Tensor, lengths: Sequence[int] | None)
 
 
 def _with_globals(function: Any, replaced: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Any:
-    """A copy of a function, its decorators kept, that sees other globals."""
+    """A copy of a function with some globals replaced; its decorators are kept."""
     inner = getattr(function, "__wrapped__", None)
     named, cells = function.__globals__, function.__closure__
     if inner is None:

@@ -77,7 +77,7 @@ class DemoOptions(StrictConfig):
 
     @property
     def coupled(self) -> bool:
-        """Whether the noise of a seed chooses every sampled token, whoever drafts it."""
+        """Whether a seed gives the same tokens with and without drafts."""
         return self.temperature > 0 and self.draft.rule == COUPLED
 
     @property
@@ -105,7 +105,7 @@ class Run(NamedTuple):
 
 
 class CoupledChoice(LogitsProcessor):
-    """Lets the model's own greedy `generate` sample by the noise of `rule="coupled"`.
+    """Adds the noise of `rule="coupled"`, so that the model's greedy `generate` samples by it.
 
     Args:
         temperature: sampling temperature.

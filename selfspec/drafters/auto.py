@@ -17,7 +17,7 @@ from selfspec.heads import ExitHead
 from selfspec.sampling.draft import Draft, Verdict
 from selfspec.schedule import OptimalStop, Work
 
-_TRIED = 32  # tokens of the prompt at which an exit that was not fitted is tried
+_TRIED = 32  # last tokens of the prompt at which an unfitted exit is compared with the last layer
 
 
 class Auto(ExitDrafter):
@@ -28,8 +28,8 @@ class Auto(ExitDrafter):
     are taken optimistically, so that every candidate is tried. A chain ends where another draft is
     not worth its time (`OptimalStop`).
 
-    With `times="assumed"` the clock decides nothing: costs are shares of the weights, and
-    acceptance is counted in this call only. An exit without a fitted head is then compared with the
+    With `times="assumed"` no time is measured: costs are shares of the weights, and acceptance is
+    counted in this call only. An exit without a fitted head is then compared with the
     last layer at the end of the prompt, and drafts only if it agrees often enough.
 
     Trees are not among the candidates: where verification is expensive, as on a CPU, chains are
@@ -133,6 +133,6 @@ class Auto(ExitDrafter):
         self.model.drafts[state.sampler.do_sample].fade()  # so that drafts are tried again
 
     def join(self, other: Any) -> None:
-        """Go on with the rows of another drafter, too."""
+        """Append the rows of another drafter."""
         super().join(other)
         self.lookup.join(other.lookup)

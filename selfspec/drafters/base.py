@@ -71,4 +71,4 @@ class Drafter(ABC):
         """
 
     def pause(self) -> None:  # noqa: B027 - optional
-        """Called when something else than the next round follows: time is not the round's."""
+        """Called if the next round does not follow at once, so that the round's timing ends."""

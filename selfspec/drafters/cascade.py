@@ -85,6 +85,6 @@ class Cascade(ExitDrafter):
             super().commit(state, draft, verified, verdict)
 
     def join(self, other: Any) -> None:
-        """Go on with the rows of another drafter, too."""
+        """Append the rows of another drafter."""
         super().join(other)
         self.lookup.join(other.lookup)

@@ -119,9 +119,9 @@ class ExitDrafter(Drafter):
         self.reader.select(rows)
 
     def join(self, other: Any) -> None:
-        """Go on with the rows of another drafter, too."""
+        """Append the rows of another drafter."""
         self.reader.join(other.reader)
 
     def pause(self) -> None:
-        """The time of the last round ends here."""
+        """End the timing of the last round."""
         self.schedule.pause()

@@ -131,11 +131,11 @@ class Engine:
 
     @property
     def default_draft(self) -> DraftConfig:
-        """The draft that nobody asked for.
+        """The draft of a call without `draft=` and without a profile.
 
-        With heads, a chain from the first one. Without, what cannot lose: lookups where the text
-        repeats itself, plain decoding elsewhere, and the shared exit where it agrees with the last
-        layer, all by the tokens alone, so that a seed gives one output.
+        With heads: a chain from the first one. Without: lookups where the text repeats itself,
+        plain decoding elsewhere, and the shared exit if it agrees with the last layer. These
+        choices depend only on the tokens, so that a seed gives one output.
         """
         if self.heads:
             return DraftConfig()
@@ -146,12 +146,12 @@ class Engine:
     def round_model(
         self, *key: Any, head: ExitHead | None = None, times: Times = "measured"
     ) -> RoundModel:
-        """The model of rounds with one drafter; it outlives the call if times are measured.
+        """The model of rounds with one drafter, kept from call to call if times are measured.
 
         Args:
             key: identifies a drafter without an exit head.
             head: the exit head; drafters with the same head share the model.
-            times: how the costs of a round are known.
+            times: whether the costs of a round are measured or assumed.
         """
         if head is not None:
             key = (head.kind, head.exit_layer)
@@ -207,7 +207,7 @@ class Engine:
             `[rows, 1, vocab]` the target's logits after each row's last token.
         """
         everything = Span(0, self.decoder.depth)
-        state.slots.sure = counts
+        state.slots.will_commit = counts
         ends = torch.tensor(counts, device=tokens.device) - 1
         last: Tensor | None = None
         width = tokens.shape[1]
@@ -273,7 +273,7 @@ class Engine:
             rest = self.shallow(state, tokens[:, done:], draft.depth, done, tree=draft.tree)
             hidden = torch.cat([hidden, rest.hidden], dim=1)
         if tokens.shape[1] == 1:  # nothing was drafted: the pending token will be committed
-            state.slots.sure = [1] * state.rows
+            state.slots.will_commit = [1] * state.rows
         span = Span(draft.depth, self.decoder.depth)
         keep = [layer for layer in state.keep if layer >= draft.depth]
         full = self.decoder.run(

@@ -42,7 +42,7 @@ class ExitReader:
         """Called after each block of the prefill; see `Drafter.prefilled`."""
 
     def begin(self, most: int) -> None:
-        """A round begins, which drafts at most `most` tokens in sequence."""
+        """Begin a round that drafts at most `most` tokens in sequence."""
 
     def read(
         self,
@@ -108,11 +108,11 @@ class ExitReader:
         """Go on with some rows only."""
 
     def join(self, other: Any) -> None:
-        """Go on with the rows of another reader of the same head, too."""
+        """Append the rows of another reader of the same head."""
 
 
 def stacked(one: Tensor, other: Tensor) -> Tensor:
-    """Rows `[rows, n, hidden]` of different n as one tensor, zeros behind the shorter ones."""
+    """Join rows `[rows, n, hidden]` of different n; shorter ones are padded with zeros."""
     width = max(one.shape[1], other.shape[1])
     pad = torch.nn.functional.pad
     return torch.cat([pad(each, (0, 0, 0, width - each.shape[1])) for each in (one, other)])
@@ -175,7 +175,7 @@ def pick_from(states: Tensor, starts: Sequence[int], width: int = 1) -> Tensor:
 
 
 def _put(states: Tensor, others: Tensor, start: Tensor) -> Tensor:
-    """`[rows, n, hidden]` states with `others` `[rows, width, hidden]` from `start` `[rows, 1]`."""
+    """States `[rows, n, hidden]`, from `start` `[rows, 1]` on replaced by `others`."""
     places = start + torch.arange(others.shape[1], device=start.device)
     return states.scatter(1, places[..., None].expand_as(others), others.to(states))
 
@@ -264,7 +264,7 @@ class LayerReader(ExitReader):
                 self._seen.append((lengths, verified.kept))
                 return
             if self.head.exit_layer:
-                self._looked_at(state, hidden[:, :1])
+                self._run_to_pending(state, hidden[:, :1])
             else:
                 self._catch_up_at_once(state)
         if self._joins:
@@ -277,8 +277,8 @@ class LayerReader(ExitReader):
         seen = 1 if self._joins or self.head.drafts_at_once else max(1, drafted)
         self._right = [length + seen for length in lengths]
 
-    def _take_in(self) -> None:
-        """Append states that were verified while others drafted to those the layer must read."""
+    def _merge_deferred(self) -> None:
+        """Append the states that were verified while others drafted to the kept states."""
         if not self._seen:
             return
         blocks = [kept for _, kept in self._seen]
@@ -295,7 +295,7 @@ class LayerReader(ExitReader):
 
     def _known_before(self, positions: Sequence[int], width: int = 1) -> Tensor:
         """Fused features `[rows, width, hidden]` from the token before each position on."""
-        places = self._since_base(positions)
+        places = self._index_in_kept(positions)
         first, *later = self._known
         if later and min(places) > 0:
             return pick_from(later[0], [place - 1 for place in places], width)
@@ -314,8 +314,8 @@ class LayerReader(ExitReader):
         ]
 
     def join(self, other: Any) -> None:
-        """Go on with the rows of another reader."""
-        self._take_in()
+        """Append the rows of another reader."""
+        self._merge_deferred()
         self._hidden = stacked(self._hidden, other._hidden)
         self._known = list(map(stacked, self._known, other._known))
         self._base, self._right = self._base + other._base, self._right + other._right
@@ -363,9 +363,9 @@ class LayerReader(ExitReader):
         """The layer, in the same pass as those below the exit.
 
         Args:
-            enter: from the exit to what the layer starts from.
-            ends: each row's pending token, where and after which to read logits; `None`:
-                everywhere.
+            enter: maps exit states to the inputs of the layer.
+            ends: index of each row's pending token, from which on logits are read; `None` to read
+                them everywhere.
         """
         embed = partial(self.head.embed, self.decoder)
         own = OwnLayer(self._layer, enter, self._added, place=self.head.place, embed=embed)
@@ -376,10 +376,10 @@ class LayerReader(ExitReader):
         return own._replace(leave=self.head, at=at, readout=self.head.lm_head)
 
     def _in_one_pass(self, state: State) -> bool:
-        """Whether the pass below the exit may go on through the head's layer.
+        """Whether the pass below the exit may continue through the head's layer.
 
-        What surrounds the layers is then paid once. The masks have to be the same, and the layer
-        that it replaces has to be the next.
+        This saves the overhead of a second pass. It needs the same attention mask, and the head's
+        layer has to take the place of the next layer.
         """
         head = self.head
         return not head.exit_layer or (
@@ -390,19 +390,19 @@ class LayerReader(ExitReader):
         """Run the layer up to the pending token (and masks).
 
         Returns:
-            `[rows, width, hidden]` its output there.
+            `[rows, width, hidden]` the layer's output there.
         """
-        left, end = self._looked_at(state, pending)
+        left, end = self._run_to_pending(state, pending)
         return pick(left, end + torch.arange(pending.shape[1], device=end.device))
 
     def _catch_up_at_once(self, state: State) -> Pass:
-        """`_catch_up` of a head at the embedding, which needs no states: tokens are enough.
+        """`_catch_up` of a head at the embeddings, which reads tokens instead of exit states.
 
         Returns:
-            Results of the pass; where it `_leaves`, with logits of each row's pending token (and
+            Results of the pass; if it `_leaves`, with logits at each row's pending token (and
             masks).
         """
-        starts, ends = self._behind(state)
+        starts, ends = self._missing(state)
         block, features = self._unseen(state, starts, ends), None
         if self._joins:
             features = self._known_before(starts, block.shape[1])
@@ -416,14 +416,14 @@ class LayerReader(ExitReader):
         return left
 
     def _with_masks(self, tokens: Tensor, ends: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-        """A block with masks after each row's pending token, and its embeddings if there are."""
+        """Put masks after each row's pending token; returns the block and any embeddings."""
         if not self._ahead:
             return tokens, None
         embeds = self._before_masks(self.decoder.embed(tokens), self._mask.embedding, ends)
         return tokens.new_zeros(embeds.shape[:2]), embeds
 
     def _before_masks(self, states: Tensor, mask: Tensor, ends: Sequence[int]) -> Tensor:
-        """`states` up to each row's pending token, at `ends`, and then the mask's."""
+        """`states` up to each row's pending token at `ends`, followed by the state of the mask."""
         mask = mask.to(states)
         longer = torch.cat([states, mask.expand(len(ends), self._ahead, -1)], dim=1)
         if ends.count(ends[0]) == len(ends):
@@ -432,43 +432,43 @@ class LayerReader(ExitReader):
         return torch.where(after[..., None], mask, longer)
 
     def _unseen(self, state: State, starts: Sequence[int], ends: Sequence[int]) -> Tensor:
-        """`[rows, width]` each row's tokens from `starts` on, the last one again where it ends."""
+        """`[rows, width]` each row's tokens from `starts` on, its last one repeated at the end."""
         most = max(ends)
         if state.emitted is not None and min(ends) == most == state.emitted.shape[1] - 1:
             return state.emitted  # as after most rounds
         return tokens_from(state, starts, most + 1)
 
-    def _behind(self, state: State) -> tuple[list[int], list[int]]:
-        """Of each row, the first token that the layer has not seen right, and how far back it is.
+    def _missing(self, state: State) -> tuple[list[int], list[int]]:
+        """For each row, the first token without valid KV of the layer, and its distance to the end.
 
-        What the target left while others drafted is there then, too.
+        Merges the states that were deferred while other drafters drafted.
         """
         with state.stats.clock("head"):
-            self._take_in()
+            self._merge_deferred()
         lengths = state.slots.lengths
         starts = [min(right, n) for right, n in zip(self._right, lengths, strict=True)]
         return starts, [n - start for n, start in zip(lengths, starts, strict=True)]
 
-    def _since_base(self, positions: Sequence[int]) -> list[int]:
-        """Where tokens at these positions, one a row, are in what was kept."""
+    def _index_in_kept(self, positions: Sequence[int]) -> list[int]:
+        """Index of one position per row in the kept states."""
         return [position - base for position, base in zip(positions, self._base, strict=True)]
 
-    def _looked_at(self, state: State, pending: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the layer from the first token it has not seen right up to the pending one.
+    def _run_to_pending(self, state: State, pending: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the layer from the first token without valid KV to the pending token.
 
         Args:
             state: the call.
             pending: `[rows, width, hidden]` states at the exit of the pending token and masks.
 
         Returns:
-            `[rows, n, hidden]` what it left, and `[rows, 1]` the place of the pending token.
+            `[rows, n, hidden]` output of the layer, and `[rows, 1]` index of the pending token.
         """
-        starts, ends = self._behind(state)
+        starts, ends = self._missing(state)
         ahead = pending.shape[1] - 1
         if max(ends) == 0 and not self._joins:
             return self._run(state, self._enter(state, pending, None), 0), column(ends, pending)
         places = torch.arange(max(ends) + 1 + ahead, device=pending.device)
-        at, end = column(self._since_base(starts), pending) + places, column(ends, pending)
+        at, end = column(self._index_in_kept(starts), pending) + places, column(ends, pending)
         hidden = _put(pick(torch.cat([self._hidden, pending[:, :1]], dim=1), at), pending, end)
         features = pick(torch.cat(self._known, dim=1), at) if self._joins else None
         if features is not None and ahead:
@@ -499,7 +499,7 @@ class LayerReader(ExitReader):
         return self.head.join(block.kept[1:])
 
     def _shifted(self, block: Pass) -> Tensor | None:
-        """Of each token of a block, the joined features of the token before."""
+        """For each token of a block, the joined features of the token before."""
         if not self._joins:
             return None
         return torch.cat([*self._known, self._join(block)[:, :-1]], dim=1)
@@ -508,21 +508,21 @@ class LayerReader(ExitReader):
 class ParallelReader(LayerReader):
     """Draft logits of a head that makes all drafts of a round in one pass over masks.
 
-    The layers run over the pending token and a mask for each further draft. What masks leave in the
-    KV cache is after the committed tokens, so that it is never seen and overwritten later; the
-    exit's hidden states are kept of the pending token only.
+    The layers run over the pending token and a mask for each further draft. The KV of masks is
+    stored after the committed tokens, so it is never attended to and is overwritten later. The
+    exit's hidden state is kept only for the pending token.
     """
 
     def __init__(self, engine: Engine, head: ExitHead):
         super().__init__(engine, head)
         self._drafts: tuple[Tensor, ...] = ()  # [rows, 1, n] each, the logits of the round
-        self._gates: tuple[Tensor, ...] = ()  # [rows, 1, rank] each, what states add to the bias
+        self._gates: tuple[Tensor, ...] = ()  # [rows, 1, rank] each, the states' part of the bias
         rank = self._mask.rank
         self._codes = self._mask.codes(self.decoder) if rank else None  # [vocab, rank] of tokens
         self._level = 0  # index of the next draft
 
     def begin(self, most: int) -> None:
-        """Take as many masks as the round has further drafts."""
+        """Use one mask for each draft after the first."""
         self._ahead = most - 1
 
     def read(
@@ -533,7 +533,7 @@ class ParallelReader(LayerReader):
         tree: Tree | None = None,
         parents: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits of the next draft, which depend on the token before it by a bias only."""
+        """Logits of the next draft; only a bias depends on the token before it."""
         if not place:
             self._level, at_exit = 0, self._draft_all(state, tokens)
             return self._spread(self._drafts[0]), at_exit
@@ -615,7 +615,7 @@ class OnePassReader(ExitReader):
         self._base = [self._base[row] for row in rows]
 
     def join(self, other: Any) -> None:
-        """Go on with the rows of another reader."""
+        """Append the rows of another reader."""
         self._known, self._base = stacked(self._known, other._known), self._base + other._base
 
     def _join(self, state: State, kept: list[Tensor]) -> Tensor:

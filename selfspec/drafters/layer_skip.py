@@ -43,7 +43,7 @@ class FixedSkips:
         """Go on with some rows only."""
 
     def join(self) -> None:
-        """Go on with more rows."""
+        """Append more rows."""
 
 
 class ClaspSkips(FixedSkips):
@@ -79,7 +79,7 @@ class ClaspSkips(FixedSkips):
     def begin(self, state: State) -> None:
         """Search, if the last verification kept its states."""
         length = max(state.slots.lengths)
-        self._due = min(self._due, length + self.every)  # the longest row may have left
+        self._due = min(self._due, length + self.every)  # the longest row may have been removed
         if self._states:
             with state.stats.clock("shallow"):
                 layers = similar_layers(self.decoder, state.slots, self._states, self.count)
@@ -98,7 +98,7 @@ class ClaspSkips(FixedSkips):
         self._states = [states[list(rows)] for states in self._states]
 
     def join(self) -> None:
-        """Search later: rows that have just joined have no states."""
+        """Postpone the search, because rows that have just joined have no states."""
         self._states = []
 
 
@@ -275,9 +275,9 @@ class SkipLayers(Drafter):
         self.chooser.select(rows)
 
     def join(self, other: Any) -> None:
-        """Go on with the rows of another drafter, too."""
+        """Append the rows of another drafter."""
         self.chooser.join()
 
     def pause(self) -> None:
-        """The time of the last round ends here."""
+        """End the timing of the last round."""
         self.schedule.pause()

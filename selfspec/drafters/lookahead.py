@@ -185,7 +185,7 @@ class Lookahead(Drafter):
         self._rows = [self._rows[row] for row in rows]
 
     def join(self, other: Any) -> None:
-        """Go on with the rows of another drafter, too."""
+        """Append the rows of another drafter."""
         self._rows = self._rows + other._rows
 
 

@@ -42,5 +42,5 @@ class PromptLookup(Drafter):
         return self.lookup.draft(state.context, limit)
 
     def join(self, other: Any) -> None:
-        """Go on with the rows of another drafter, too."""
+        """Append the rows of another drafter."""
         self.lookup.join(other.lookup)

@@ -176,7 +176,7 @@ class Lookup:
         return list(self._indexes.values())
 
     def join(self, other: Lookup) -> None:
-        """Take over the indexes of other rows."""
+        """Append the indexes of other rows."""
         self._indexes |= other._indexes
 
     def predicted(self, context: Context) -> list[tuple[int, int, int]]:

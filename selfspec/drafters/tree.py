@@ -202,5 +202,5 @@ class ExitTree(Drafter):
         self.reader.select(rows)
 
     def join(self, other: Any) -> None:
-        """Go on with the rows of another drafter, too."""
+        """Append the rows of another drafter."""
         self.reader.join(other.reader)

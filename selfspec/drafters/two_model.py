@@ -112,9 +112,9 @@ class TwoModel(Drafter):
         self.slots.select(rows)
 
     def join(self, other: Any) -> None:
-        """Go on with the rows of another drafter, too."""
+        """Append the rows of another drafter."""
         self.slots.join(other.slots)
 
     def pause(self) -> None:
-        """The time of the last round ends here."""
+        """End the timing of the last round."""
         self.schedule.pause()

@@ -1,8 +1,8 @@
-"""Many requests in one batch: rows join as others leave.
+"""Continuous batching: new requests join the batch as others finish.
 
-A request is opened as a call of `generate` of its own, with its own text, processors, stopping
-criteria and noise, so that its output does not depend on the rows beside it. Requests share passes
-only. A group of new requests is prefilled, and then joins those that run.
+Each request has a session as in a call of `generate` of its own, with its own text, processors,
+stopping criteria and noise, so that its output does not depend on other rows. Requests share only
+the passes of the model. New requests are prefilled as a group, which then joins the running group.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class RequestOutput:
     Attributes:
         request_id: `req_0`, `req_1`, …, in the order of the prompts.
         prompt_ids: the prompt.
-        generated_tokens: the new tokens, the one that ended the text included.
+        generated_tokens: the new tokens, including the one that ended the text.
         error: why the request failed, or `None`.
         trace: every round of the request.
     """
@@ -52,7 +52,7 @@ class RequestOutput:
 
     @property
     def number(self) -> int:
-        """The prompt's place in the call."""
+        """Index of the prompt in the call."""
         return int(self.request_id.removeprefix("req_"))
 
     @property
@@ -72,8 +72,8 @@ class Request:
 
     Attributes:
         output: its result, complete when it leaves the batch.
-        session: a session of its own, opened but not run.
-        context: its text so far.
+        session: its session, which holds its processors and criteria and is not run itself.
+        context: its tokens so far.
     """
 
     output: RequestOutput
@@ -82,7 +82,7 @@ class Request:
 
     @contextmanager
     def ends_by_error(self) -> Iterator[None]:
-        """An exception in the `with` block ends this request alone."""
+        """Make an exception in the `with` block end only this request."""
         try:
             yield
         except Exception as error:
@@ -90,15 +90,15 @@ class Request:
 
 
 def reason(error: Exception) -> str:
-    """What `RequestOutput.error` says about an exception."""
+    """The text of an exception for `RequestOutput.error`."""
     return f"{type(error).__name__}: {error}"
 
 
-Requests = dict[int, Request]  # by number, which is the row's number, too
+Requests = dict[int, Request]  # by number, which is also the row's number
 
 
 class JoinedContext(Context):
-    """The texts of requests, each of which is the only row of a context of its own."""
+    """The tokens of several requests, each of which has a context with one row."""
 
     def __init__(self, requests: Requests, device: torch.device):
         super().__init__(torch.empty(0, device=device), [], list(requests))
@@ -117,14 +117,14 @@ class JoinedContext(Context):
         self.lengths[row] += len(tokens)
 
     def join(self, other: JoinedContext) -> None:
-        """Go on with other requests, too."""
+        """Append other requests."""
         self.rows = self.rows + other.rows
         self.lengths |= other.lengths
         self.text |= other.text
 
 
 class JoinedNoise(Noise):
-    """The noise of requests."""
+    """The noise of several requests."""
 
     def __init__(self, requests: Requests):
         self.requests = requests
@@ -138,9 +138,9 @@ class JoinedNoise(Noise):
 
 
 class JoinedSampler(Sampler):
-    """Calls each request's own processors; an exception in one ends that request.
+    """Calls each request's own processors; an exception ends only that request.
 
-    Processors that read scores alone are called once for all rows.
+    Processors that read only scores are called once for all rows.
 
     Args:
         requests: the requests.
@@ -182,7 +182,7 @@ class JoinedSampler(Sampler):
     def _each(
         self, logits: Tensor, context: Context, score: Callable[[int, Request], Tensor]
     ) -> Tensor:
-        """The scores of each row by its own processors; the logits of requests that failed."""
+        """Each row's scores by its own processors; unprocessed logits if the request failed."""
         scores = []
         for index, row in enumerate(context.rows):
             request, own = self.requests[row], logits[index : index + 1].float()
@@ -194,7 +194,7 @@ class JoinedSampler(Sampler):
 
 
 class JoinedStops(Stops):
-    """Asks each request's own criteria; an exception in one ends that request."""
+    """Calls each request's own stopping criteria; an exception ends only that request."""
 
     def __init__(self, requests: Requests, like: Stops):
         self.requests, self.others = requests, like.others
@@ -223,14 +223,14 @@ class JoinedStops(Stops):
 
 
 class Group(Session):
-    """Requests that share passes.
+    """Requests whose rows share passes.
 
     Args:
         requests: the requests.
         drafter: a new drafter.
         generator: source of random numbers, except coupled noise.
         stats: counters of the whole call.
-        done: takes the results of requests that leave.
+        done: the results of finished requests are appended here.
     """
 
     def __init__(
@@ -253,11 +253,11 @@ class Group(Session):
         )
 
     def begin(self, running: Group | None, between: Callable[[], None]) -> Group:
-        """Prefill, and join the requests that run; returns the group of them all.
+        """Prefill, then join the running group; returns the group of all requests.
 
         Args:
-            running: the other requests, if there are any.
-            between: runs a round of them; called between two passes of the prefill.
+            running: the running group, if there is one.
+            between: runs a round of the running group; called between two passes of the prefill.
         """
         self._between, self._joins = between, running is not None
         self.running = self.start()
@@ -268,7 +268,7 @@ class Group(Session):
         return running
 
     def join(self, other: Group) -> None:
-        """Go on with the rows of another group, too."""
+        """Append the rows of another group."""
         state, new = self.running, other.running
         state.slots.join(new.slots, other.room)
         self.drafter.join(other.drafter)
@@ -277,7 +277,7 @@ class Group(Session):
         state.pending, state.emitted = torch.cat([state.pending, new.pending]), None
 
     def state(self) -> State:
-        """The state before the prefill; rows that will join others need space for it alone."""
+        """The state before the prefill; rows that will join a group need only space for prompts."""
         self.context = JoinedContext(self.requests, self.prompt.tokens.device)
         slots = self.prompt.slots(0 if self._joins else self.room)
         pending, keep = self.prompt.tokens[:, -1:], self.drafter.keep
@@ -290,7 +290,7 @@ class Group(Session):
             self._between()
 
     def step(self, state: State) -> None:
-        """One round, after requests that have no position left were ended."""
+        """End requests that have no position left; run one round of the others."""
         last = self.engine.decoder.learned_positions
         rows = zip(state.context.rows, state.slots.lengths, strict=True)
         full = [row for row, length in rows if last is not None and length >= last]
@@ -303,7 +303,7 @@ class Group(Session):
             super().step(state)
 
     def _read(self, state: State, draft: Draft, verdict: Verdict, broken: Tensor) -> list[RowRound]:
-        """The round on the host; broken logits end their requests."""
+        """Copy the round to the host; requests with NaN or infinite logits end with an error."""
         rounds = read_rounds(draft, verdict, broken)
         for row, step in zip(state.context.rows, rounds, strict=True):
             with self.requests[row].ends_by_error():
@@ -315,7 +315,7 @@ class Group(Session):
         self.requests[row].output.trace.rows[0].append(step)
 
     def _leave(self, state: State, stay: Sequence[int]) -> None:
-        """Remove finished rows, and hand out their results."""
+        """Remove finished rows, and append their results to `done`."""
         before = list(state.context.rows)
         super()._leave(state, stay)
         for row in before:
@@ -327,7 +327,7 @@ class Group(Session):
 
 
 class Batch:
-    """Runs requests, some at a time; iterating gives their results as they finish.
+    """Runs requests, at most `rows` at a time; iterating yields results as requests finish.
 
     Args:
         open_request: opens a session for a prompt and its number.
@@ -349,7 +349,7 @@ class Batch:
         generator: torch.Generator | None,
     ):
         self._open, self._draft, self._size, self._generator = open_request, draft, rows, generator
-        # Options that cannot work raise an error before anything runs.
+        # Options that cannot work for any request raise an error before anything runs.
         self._probe, drafter = open_request([0], 0), draft()
         _check_join(drafter)
         self._decoders = self._probe.engine.decoder, *drafter.decoders
@@ -375,7 +375,7 @@ class Batch:
 
     @torch.inference_mode()
     def _advance(self) -> bool:
-        """Run rounds until a request has finished; false if there is none."""
+        """Run rounds until a request has finished; false if no request is left."""
         with held(*self._decoders), self.stats.clock("total"):
             while not self._done:
                 self._admit()
@@ -389,7 +389,7 @@ class Batch:
             self._group.step(self._group.running)
 
     def _admit(self) -> None:
-        """Let the next requests join, if there are rows and requests."""
+        """Let the next requests join, if rows are free."""
         requests = self._next_requests(self._size - self._rows)
         if requests:
             if self._group is not None:
@@ -413,7 +413,7 @@ class Batch:
         return {request.output.number: request for request in chosen}
 
     def _opened(self) -> Request | None:
-        """The next request that can be opened; others have failed."""
+        """The next request whose session can be opened; others end with an error."""
         for number, prompt in self._prompts:
             output = RequestOutput(f"req_{number}", list(prompt))
             try:
@@ -426,7 +426,7 @@ class Batch:
 
 
 def _check_join(drafter: Drafter) -> None:
-    """Raise ValueError for a drafter that keeps states of rows and cannot take in others."""
+    """Raise ValueError for a drafter that keeps data per row but has no `join`."""
     kind = type(drafter)
     if kind.select is not Drafter.select and kind.join is Drafter.join:
         raise ValueError(

@@ -170,7 +170,7 @@ class Session:
         return verdict, broken_places(logits, verdict.branch, self.sampler.do_sample)
 
     def _read(self, state: State, draft: Draft, verdict: Verdict, broken: Tensor) -> list[RowRound]:
-        """The round on the host."""
+        """Copy the round to the host."""
         rounds = read_rounds(draft, verdict, broken)
         for step in rounds:
             self._check(step)
@@ -234,7 +234,7 @@ class Session:
         rows, last = state.context.rows, [index for index in stay if index >= len(stay)]
         leaving = {row: index for index, row in enumerate(rows) if index not in stay}
         self.prompt.retire(state.slots, leaving)
-        # The last rows move to where others left, so that few are copied.
+        # The last rows move to the places of finished rows, so that few are copied.
         going = [index if index in stay else last.pop() for index in range(len(stay))]
         state.context.rows = [rows[i] for i in going]
         if going:
@@ -244,7 +244,7 @@ class Session:
 
 
 def room_of(stops: Stops, context: Context) -> int:
-    """Slots to reserve for new tokens."""
+    """Number of slots to reserve for new tokens."""
     return min(stops.remaining(context) + 1, _FIRST_ROOM)
 
 

@@ -100,7 +100,7 @@ def read_rounds(draft: Draft, verdict: Verdict, broken: Tensor) -> list[RowRound
 
 
 def on_host(parts: Sequence[Tensor]) -> list[list[Any]]:
-    """Tensors as lists; joining them first is worth its time only where reading is a transfer."""
+    """Tensors as lists. On a GPU they are joined first, so that one transfer is enough."""
     here = parts[0].device.type == "cpu"
     return list(map(Tensor.tolist, parts)) if here else fetch(parts)
 

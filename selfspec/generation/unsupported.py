@@ -87,8 +87,8 @@ def refuse_in_batches(
     given = [name for name in _OF_TENSORS if options.get(name) is not None]
     if given:
         raise ValueError(
-            f"{', '.join(given)}: generate_batch takes lists of token ids and hands out whole "
-            "requests; call generate for it"
+            f"{', '.join(given)}: generate_batch takes lists of token ids and returns whole "
+            "requests; use generate instead"
         )
 
     def chosen(name: str) -> Any:
@@ -101,7 +101,9 @@ def refuse_in_batches(
         )
     kept = [name for name in ("output_scores", "output_logits") if chosen(name)]
     if kept:
-        raise ValueError(f"{', '.join(kept)}: generate_batch keeps tokens only; call generate")
+        raise ValueError(
+            f"{', '.join(kept)}: generate_batch keeps only tokens; use generate instead"
+        )
 
 
 def check_counts(prompts: int, **given: Any) -> None:

@@ -47,8 +47,8 @@ class ExitHead(nn.Module):
             decoding; empty until they are fitted.
         skips_first: whether the head's layer has no key for the first token of a sequence, which
             has no token before it that features could come from.
-        drafts_at_once: whether all drafts of a round are made in one pass: with a `mask`, or by
-            `all_logits` if the head has no layer.
+        drafts_at_once: whether all drafts of a round are made in one pass: over a `mask`, or, if
+            the head has no layer, by `all_logits`.
         mask: the mask token of a head with a layer that `drafts_at_once`.
         longest: the most tokens that the head drafts in a round; `None` if there is no limit.
         facts: what is known about the head: its training data (`data`) and its measurements by
@@ -187,7 +187,7 @@ class ExitHead(nn.Module):
 
         Args:
             decoder: the target.
-            hidden: `[rows, width, hidden]` what `forward` takes.
+            hidden: `[rows, width, hidden]` input of `forward`.
             depth: index of the draft.
             tokens: `[rows, width]` the token before each draft.
         """

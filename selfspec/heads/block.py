@@ -61,8 +61,8 @@ class BlockHead(ExitHead):
         if parallel and any(index < self.exit_layer for index in decoder.recurrent_layers):
             raise ValueError(
                 f"layer {decoder.recurrent_layers[0]} below exit_layer {self.exit_layer} is "
-                "recurrent, and does not run over a mask after every token, as fitting a parallel "
-                "head needs; leave parallel out, or take a fused head at exit_layer 0"
+                "recurrent, so it cannot run over a mask after every token, which fitting a "
+                "parallel head needs; leave parallel out, or take a fused head at exit_layer 0"
             )
         if parallel:
             self.mask = move_to_exit(MaskToken(decoder, markov), decoder, self.exit_layer)
@@ -70,7 +70,7 @@ class BlockHead(ExitHead):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The index of the layer that was copied, and how masks are read, if they are."""
+        """The index of the copied layer, and the options of the mask, if there is one."""
         return {"place": self.place, **({} if self.mask is None else self.mask.options)}
 
     def trim(self, decoder: Decoder, vocab_ids: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The mask token, with which a head drafts all positions of a round in one pass."""
+"""The mask token of parallel heads, which make all drafts of a round in one pass."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _AT_ONCE = 8192  # tokens whose embeddings are in memory together
 
 
 class MaskToken(nn.Module):
-    """What a head reads in place of drafts that are not made yet (ParallelSpec, P-EAGLE, PARD).
+    """Stands for tokens that are not drafted yet (ParallelSpec, P-EAGLE, PARD).
 
     The layers run over [newest token, mask, mask, ...] at consecutive positions, and each state
-    drafts the token after its own. So that a draft may depend on the token that was drawn before
-    it, its logits get a low-rank bias from that token and its own state, W3 SiLU(W1 e + W2 s): a
-    gated form of the Markov bias of DSpark.
+    drafts the token after its own. To make a draft depend on the token before it, its logits get
+    a low-rank bias W3 SiLU(W1 e + W2 s), with e the embedding of that token and s the draft's own
+    state: a gated form of the Markov bias of DSpark.
 
     Args:
         decoder: the target.
         rank: rank of the bias; 0 for none.
 
     Attributes:
-        embedding: `[hidden]` in place of the token's embedding.
-        features: `[hidden]` in place of the features of the token before.
+        embedding: `[hidden]` the embedding of the mask.
+        features: `[hidden]` the features of the mask, for heads that read features.
     """
 
     def __init__(self, decoder: Decoder, rank: int):
@@ -46,7 +46,7 @@ class MaskToken(nn.Module):
 
     @property
     def options(self) -> dict[str, int | bool]:
-        """The options of a head that has such a mask."""
+        """The head's options that build this mask."""
         return {"parallel": True, "markov": self.rank}
 
     def code(self, embedded: Tensor) -> Tensor:
@@ -55,18 +55,18 @@ class MaskToken(nn.Module):
         return self.of_token(rms_norm(embedded, embedded.shape[-1:], eps=_EPS))
 
     def bias(self, gate: Tensor, code: Tensor) -> Tensor:
-        """`[rows, width, n]` to add to the logits.
+        """The bias `[rows, width, n]` of the logits.
 
         Args:
-            gate: `[rows, width, rank]` what `of_state` made of the inputs of the LM head.
-            code: `[rows, width, rank]` of the token before each draft.
+            gate: `[rows, width, rank]` output of `of_state` for the inputs of the LM head.
+            code: `[rows, width, rank]` output of `code` for the token before each draft.
         """
         return self.readout(silu(code + gate))
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def codes(self, decoder: Decoder) -> Tensor:
-        """`[vocab, rank]` the codes of all tokens, kept until the weights change."""
+        """`[vocab, rank]` the codes of all tokens, cached until the weights change."""
         weight = self.of_token.weight
         version = None if weight.is_inference() else weight._version
         state = (weight.dtype, weight.device, version)
@@ -78,7 +78,7 @@ class MaskToken(nn.Module):
 
     @torch.no_grad()
     def trim(self, vocab_ids: Tensor) -> None:
-        """Keep the bias of these tokens only."""
+        """Keep only the bias of these tokens."""
         if self.rank:
             ids = vocab_ids.to(self.readout.weight.device)
             self.readout.weight = nn.Parameter(self.readout.weight[ids])

@@ -65,7 +65,7 @@ def draft_states(
 ) -> Iterator[Tensor]:
     """Inputs of `head.logits` at every position, for each depth of a draft.
 
-    A head that is not unrolled drafts the same at every depth, so it gives one result.
+    A head that is not unrolled drafts the same way at every depth, so it yields once.
 
     Args:
         decoder: the target.
@@ -111,7 +111,7 @@ def draft_states(
 
 
 def _moved_features(head: ExitHead, target: TargetStates, steps: int) -> Iterator[Tensor]:
-    """For each depth, the features of the token from which a head without a layer drafts all."""
+    """For each depth, the features from which a head without a layer makes all drafts."""
     features = head.join([target.streams[layer] for layer in head.feature_layers])
     for _ in range(min(steps, head.longest or steps)):
         features = _of_token_before(features, target.packing)
@@ -128,8 +128,8 @@ def _mask_states(
 ) -> Iterator[Tensor]:
     """Outputs of the head's own layer at masks 1, 2, ... after every token.
 
-    Step s has mask s at each position, after the token s positions before. `memory` holds the
-    layer's keys and values of the tokens themselves.
+    In step s, each position has the mask number s after the token s positions before. `memory`
+    holds the layer's keys and values of the tokens themselves.
     """
     shape = (*target.tokens.shape, -1)
     below = StepCache(decoder.windows, shape[0], target.tokens.device)
@@ -173,7 +173,7 @@ def _run_own_layer(
 ) -> Tensor:
     """Output of the head's own layer at every position, in unrolled step `step`.
 
-    The layer starts from what has `entered`, or from `embeds` through `enter`.
+    The input of the layer is `entered`, or `enter` of the layers below run over `embeds`.
     """
     assert head.layer is not None
     span = Span(head.place, head.place + 1)

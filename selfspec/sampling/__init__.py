@@ -51,7 +51,7 @@ def accept(draft: Draft, scores: Tensor, sampler: Sampler, rule: str = "block") 
 
 
 def _plain_step(scores: Tensor, sampler: Sampler) -> Verdict:
-    """The target's own token `[batch, 1]`, where nothing was drafted: what every rule comes to."""
+    """The target's own token `[batch, 1]` if nothing was drafted; equal for all rules."""
     token = scores.argmax(-1) if sampler.chooses else draw(scores.softmax(-1), sampler.generator)
     return Verdict(torch.zeros_like(token[:, 0]), token)
 

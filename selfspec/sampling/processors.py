@@ -37,15 +37,15 @@ POINTWISE = (
 
 
 class Prefixes:
-    """The texts before `n` positions. Tensors are made when a processor reads them.
+    """The tokens before `n` positions. Tensors are built when a processor first reads them.
 
     Args:
         rows: the row of the call that each position belongs to.
         shortest: no text is shorter, in tokens.
         longest: no text is longer.
-        tokens: makes `[n, longest]` token ids, left-aligned; the size of the vocabulary behind the
-            end of shorter texts.
-        lengths: makes `[n]` the tokens of each.
+        tokens: builds `[n, longest]` token ids, left-aligned. Shorter texts are padded with the
+            size of the vocabulary.
+        lengths: builds `[n]` the number of tokens of each text.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Prefixes:
 
     @property
     def alike(self) -> bool:
-        """Whether all texts are of one length."""
+        """Whether all texts have the same length."""
         return self.shortest == self.longest
 
     def last(self, count: int) -> Tensor:
@@ -87,7 +87,7 @@ class Prefixes:
         return self.tokens.gather(1, (self.lengths[:, None] - back).clamp_(min=0))
 
     def within(self, low: int, high: float) -> Tensor | bool:
-        """Whether each text has from `low` to `high` tokens: `[n, 1]`, or one answer for all."""
+        """Whether each text has from `low` to `high` tokens: `[n, 1]`, or one bool for all."""
         if high < self.shortest or self.longest < low:
             return False
         if low <= self.shortest and self.longest <= high:
@@ -141,7 +141,7 @@ def _exponential_decay(processor: Any, before: Prefixes, wide: Tensor) -> None:
     start, base = processor.regulation_start, processor.regulation_factor
     if before.longest <= start:
         return
-    # In Python's numbers, as transformers has them, and rounded to float32 only then.
+    # Computed in Python floats and then rounded to float32, as transformers does.
     factors = [
         pow(base, length - start) - 1 if length > start else 0.0
         for length in range(before.shortest, before.longest + 1)
@@ -166,7 +166,7 @@ def _repetition(processor: Any, before: Prefixes, wide: Tensor) -> None:
         tokens = tokens[:, ignored:]
     tokens = tokens.clamp(max=wide.shape[1] - 1)
     seen, penalty = wide.gather(1, tokens), processor.penalty
-    # Scores below 0 are multiplied, others divided: the smaller of the two, or the larger.
+    # Scores below 0 are multiplied by the penalty, others divided: the minimum or maximum of both.
     harsher = torch.minimum if penalty > 1 else torch.maximum
     wide.scatter_(1, tokens, harsher(seen * penalty, seen / penalty))
 
@@ -175,7 +175,7 @@ def _no_repeat_ngram(processor: Any, before: Prefixes, wide: Tensor) -> None:
     size, nothing = processor.ngram_size, wide.shape[1] - 1
     if before.longest < size:
         return
-    # An n-gram that reaches beyond the end of its text has nothing as its last token.
+    # An n-gram that reaches beyond the end of its text has a padding id as its last token.
     count, suffix = before.longest - size + 1, before.last(size - 1)
     banned = before.tokens.narrow(1, size - 1, count).clamp(max=nothing)
     for at in range(size - 1):

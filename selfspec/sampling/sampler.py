@@ -139,7 +139,7 @@ class Context:
             text = self._of_rows(longest).masked_fill(behind, filler)
             text = torch.nn.functional.pad(text, (0, room + 1), value=filler)
             text = text[:, None].repeat(1, above.shape[1], 1)
-            # What is on another branch goes to a column that is dropped.
+            # Tokens on other branches go to a column that is dropped.
             places = torch.where(above, committed[..., None] + above.cumsum(-1) - 1, longest + room)
             text.scatter_(2, places, drafts[:, None].expand_as(above))
             return text[..., :-1].flatten(0, 1)

@@ -56,7 +56,7 @@ class RoundTimes:
 
     Args:
         draft_cost: prior time of a draft, in plain steps.
-        at_once: whether one pass makes all drafts of a round, so that it is paid once.
+        at_once: whether one pass makes all drafts of a round, so that its time is counted once.
     """
 
     def __init__(self, draft_cost: float, at_once: bool = False):
@@ -146,7 +146,7 @@ class RoundTimes:
 
 
 class AssumedTimes(RoundTimes):
-    """Times in plain steps that nothing is learned about, so that no decision depends on the clock.
+    """Fixed times in plain steps, so that no decision depends on measured times.
 
     A draft costs its share of the weights. Verifying more than one token is assumed to be
     expensive, so that drafts are made only where they pay on every device.
@@ -166,7 +166,7 @@ class AssumedTimes(RoundTimes):
         return super().seconds(work) + (_WIDE if work.drafts or work.copies else 0.0)
 
     def deviation(self, work: Work) -> float:
-        """None."""
+        """No uncertainty."""
         return 0.0
 
     def learn(self, work: Work, seconds: float) -> None:
@@ -193,7 +193,7 @@ class AcceptanceRates:
         return accepted / (self.seen.get(position, 0.0) + _PRIOR_WEIGHT)
 
     def learn(self, position: int, accepted: float) -> None:
-        """Learn from a token whose predecessors were all accepted, or its chance to be accepted."""
+        """Count a token whose predecessors were all accepted: 1, 0, or its chance of acceptance."""
         self.accepted[position] += accepted
         self.seen[position] += 1
 
@@ -245,7 +245,7 @@ class DraftRates(AcceptanceRates):
         return self._products / self._squares
 
     @property
-    def told(self) -> float:
+    def confidence_deviation(self) -> float:
         """Standard deviation of the change in chance that confidence explains."""
         return abs(self._slope) * math.sqrt(self._squares / (self._count + _PRIOR_WEIGHT))
 

@@ -91,7 +91,7 @@ class OptimalStop(Schedule):
         self._rounds, self._made, self._further = self._rounds + 1, 0, False
 
     def pause(self) -> None:
-        """The time of the last round ends here."""
+        """End the timing of the last round."""
         self.timer.begin()
 
     def goes_on(self, scores: Tensor, tokens: Tensor, probs: Tensor | None) -> bool:
@@ -104,7 +104,9 @@ class OptimalStop(Schedule):
         rates = self.model.drafts[self._sampled]
         rate, following = (self._rates[min(at, self.longest)] for at in (position, position + 1))
         price = self._price * len(self._reach) / following
-        low, high = (sum(self._reach) * (rate + sign * rates.told) for sign in (-1, 1))
+        low, high = (
+            sum(self._reach) * (rate + sign * rates.confidence_deviation) for sign in (-1, 1)
+        )
         worth = (high - low) / 2 * following / len(self._reach)
         pays = low <= price < high and worth > self._read_seconds[self._sampled] * self._rate
         if pays or self._rounds % _LOOK == 0:

@@ -1,4 +1,4 @@
-"""What a serving engine is asked to draft with, whichever engine it is."""
+"""Exits inside serving engines: parts that the plugins of all engines share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from selfspec.heads import (
 from selfspec.serving import SCHEME
 
 KINDS = ("shared", "lens", "lora", "block", "fused")
-"""Kinds of heads that draft in place. Engines have methods of their own for the others."""
+"""Kinds of heads that draft in place. For others, engines have their own methods."""
 _FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm")
 
 
@@ -33,9 +33,9 @@ class Exit(NamedTuple):
     """An exit of a target.
 
     Attributes:
-        heads: folder or hub id of the heads; empty: those beside the target, if there are any.
-        kind: the head's kind; `None`: the one fitted at the exit, else `shared`.
-        exit_layer: layers below the exit; `None`: that of the first head.
+        heads: folder or hub id of the heads; if empty, those in the target's folder, if any.
+        kind: kind of the head; if `None`, that of the head fitted at the exit, else `shared`.
+        exit_layer: layers below the exit; if `None`, the exit of the first head.
     """
 
     heads: str
@@ -61,18 +61,19 @@ def load_head(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[Decoder, ExitHead]:
-    """The head at an exit, and the target without weights that it was made for.
+    """Load the head at an exit, and its target without weights.
 
     Args:
         model: folder or hub id of the target.
         wanted: the exit.
         dtype: the engine's dtype of the target.
-        norm: the engine's final norm of the target, if the head is going to be used.
-        revision: of the target on the hub.
+        norm: the engine's final norm of the target, which some heads copy; not needed to read
+            the head's kind and exit.
+        revision: revision of the target on the hub.
         trust_remote_code: whether the target's own code may run.
 
     Raises:
-        FileNotFoundError: there are no such heads.
+        FileNotFoundError: the folder or repository of heads does not exist.
         ValueError: the heads belong to another target, or do not draft in place.
     """
     config = AutoConfig.from_pretrained(
@@ -90,15 +91,15 @@ def load_head(
         folder = find_heads(wanted.heads or model)
         if not (folder / CONFIG_NAME).is_file():
             raise ValueError(
-                f"no {CONFIG_NAME} in {folder}; heads that others published are drafted with by "
-                "the engine's own methods (eagle, eagle3, medusa)"
+                f"no {CONFIG_NAME} in {folder}; for published heads use the engine's own methods "
+                "(eagle, eagle3, medusa)"
             )
         heads = load_heads(decoder, folder, CheckpointFiles(model, revision=revision))
     head = Engine(decoder, heads).head(DraftConfig(exit_layer=wanted.exit_layer, head=wanted.kind))
     if head.kind not in KINDS:
         raise ValueError(
             f"heads of the kind {head.kind} do not draft in place, these do: {', '.join(KINDS)}; "
-            "for the others engines have methods of their own, see docs/serving.md"
+            "docs/serving.md has the engines' methods for others"
         )
     if head.drafts_at_once:
         raise ValueError(
@@ -113,8 +114,8 @@ def draft_logits(head: ExitHead, hidden: Tensor, logits: Tensor) -> Tensor:
 
     Args:
         head: the head.
-        hidden: `[tokens, hidden]` its output.
-        logits: `[tokens, vocabulary]` what the target's LM head makes of it.
+        hidden: `[tokens, hidden]` output of the head.
+        logits: `[tokens, vocabulary]` output of the target's LM head for `hidden`.
     """
     ids = head.vocab_ids
     drafted = logits if ids is None else logits[:, ids]
@@ -129,35 +130,35 @@ def draft_logits(head: ExitHead, hidden: Tensor, logits: Tensor) -> Tensor:
 
 
 class Join(nn.Module):
-    """In the place of a final norm: hands on the residual stream as it is."""
+    """Replaces a final norm; adds the residual to the hidden states without normalizing them."""
 
     def forward(self, hidden: Tensor, residual: Tensor | None = None) -> Any:
-        """The stream, beside its residual part if that comes apart."""
+        """The residual stream; with the residual, if it is passed separately."""
         return hidden if residual is None else (hidden + residual, residual)
 
 
 def body_of(model: nn.Module) -> nn.Module:
-    """The part of an engine's causal LM that owns the layers.
+    """The part of an engine's causal LM that has the decoder layers and the final norm.
 
     Raises:
-        ValueError: the model is built in another way.
+        ValueError: the model has no such part.
     """
     for body in (getattr(model, name, None) for name in ("model", "transformer")):
         if isinstance(body, nn.Module) and layers_name(body) and norm_name(body):
             return body
     raise ValueError(
-        f"the engine's {type(model).__name__} has no list of decoder layers with a final norm "
-        "behind it, so its first layers cannot draft; serve an exported draft model instead"
+        f"the engine's {type(model).__name__} has no list of decoder layers followed by a "
+        "final norm, so its first layers cannot draft; serve an exported draft model instead"
     )
 
 
 def layers_name(body: nn.Module) -> str | None:
-    """What the list of decoder layers is called."""
+    """Name of the list of decoder layers."""
     lists = [name for name, part in body.named_children() if isinstance(part, nn.ModuleList)]
     return next((name for name in ("layers", "h") if name in lists), None)
 
 
 def norm_name(body: nn.Module) -> str | None:
-    """What the final norm is called."""
+    """Name of the final norm."""
     parts = dict(body.named_children())
     return next((name for name in _FINAL_NORMS if name in parts), None)

@@ -3,8 +3,8 @@ r"""Early exit inside SGLang: the target's first layers draft, on the target's o
     SELFSPEC_EXIT=path/to/heads@lens:4 python -m sglang.launch_server --model-path path/to/target \
       --speculative-algorithm SELFSPEC --speculative-num-steps 4
 
-Written against SGLang 0.5.23. Heads without a layer of their own draft (`shared`, `lens`, `lora`):
-SGLang's KV pool has as many layers as the target.
+Written for SGLang 0.5.23. Only heads without a layer of their own are supported (`shared`, `lens`,
+`lora`), because SGLang's KV pool has only the target's layers.
 """
 
 # pyright: reportMissingImports=false
@@ -46,27 +46,27 @@ VARIABLE = "SELFSPEC_EXIT"
 
 
 class EarlyExitAlgorithm(CustomSpecAlgo):
-    """What SGLang asks about the algorithm, and its arguments."""
+    """Tells SGLang the properties of the algorithm, and completes its arguments."""
 
     create_future_map = SpeculativeAlgorithm.create_future_map
 
     def is_standalone(self) -> bool:
-        """As for a draft model of its own, the target's hidden states are not kept."""
+        """True: as with a separate draft model, the target's hidden states are not kept."""
         return True
 
     def need_topk(self) -> bool:
-        """Nothing but the newest token goes from one round to the next."""
+        """False: only the newest token is carried from one round to the next."""
         return False
 
     def carries_draft_hidden_states(self) -> bool:
-        """Nothing but the newest token goes from one round to the next."""
+        """False: only the newest token is carried from one round to the next."""
         return False
 
     def handle_server_args(self, server_args: Any) -> None:
-        """Fill in what a chain of drafts needs.
+        """Set the arguments of a chain of drafts.
 
         Raises:
-            ValueError: SGLang is asked for something that a chain in place does not have.
+            ValueError: an argument that this algorithm does not support.
         """
         steps = server_args.speculative_num_steps
         if not steps:
@@ -74,7 +74,7 @@ class EarlyExitAlgorithm(CustomSpecAlgo):
         if (server_args.speculative_eagle_topk or 1) != 1:
             raise ValueError("SELFSPEC drafts chains: --speculative-eagle-topk must be 1")
         if server_args.pp_size > 1 or server_args.enable_dp_attention:
-            raise ValueError("SELFSPEC drafts without pipeline parallelism and DP attention")
+            raise ValueError("SELFSPEC does not support pipeline parallelism or DP attention")
         if server_args.speculative_draft_model_path is not None:
             raise ValueError(f"SELFSPEC takes no draft model; {VARIABLE} names the exit")
         server_args.speculative_eagle_topk = 1
@@ -82,7 +82,7 @@ class EarlyExitAlgorithm(CustomSpecAlgo):
 
 
 def register() -> None:
-    """Make SGLang know the algorithm SELFSPEC: an entry point of the group `sglang.srt.plugins`."""
+    """Register the algorithm SELFSPEC: an entry point of the group `sglang.srt.plugins`."""
     SpeculativeAlgorithm.register("SELFSPEC", supports_overlap=True, spec_class=EarlyExitAlgorithm)(
         lambda server_args: EarlyExitWorker
     )
@@ -91,8 +91,8 @@ def register() -> None:
 class EarlyExitWorker(BaseSpecWorker):
     """Drafts with a target's first layers and a head, and verifies as SGLang's EAGLE does.
 
-    Drafts are the head's most likely tokens. They write KV of the shallow layers into the slots
-    that verification fills again.
+    Drafts are the head's most likely tokens. Draft passes write KV of the shallow layers into slots
+    that verification overwrites.
     """
 
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any):
@@ -151,7 +151,7 @@ class EarlyExitWorker(BaseSpecWorker):
             )
         carried = result.next_draft_input
         carried.capture_hidden_mode = CaptureHiddenMode.NULL
-        # Not read; batches are joined and filtered by them.
+        # SGLang needs these tensors to join and filter batches; their values are not read.
         carried.topk_p = torch.ones(len(batch.seq_lens), 1, device=self.device)
         carried.topk_index = torch.zeros_like(carried.topk_p, dtype=torch.long)
         if on_publish is not None:
@@ -159,7 +159,7 @@ class EarlyExitWorker(BaseSpecWorker):
         return result
 
     def _draft(self, batch: Any) -> Tensor:
-        """Drafts `[requests, steps]`: the newest token of each request runs first."""
+        """Drafts `[requests, steps]`; the first pass runs the newest token of each request."""
         rows = self.req_to_token_pool.req_to_token[batch.req_pool_indices.long()]
         tokens, drafts = batch.spec_info.bonus_tokens.long(), []
         for step in range(self.speculative_num_steps):
@@ -217,7 +217,7 @@ class EarlyExitWorker(BaseSpecWorker):
 
 
 def _shallow(body: nn.Module, exit_layer: int) -> nn.Module:
-    """A body of the target's own modules that ends after its first layers, without a norm."""
+    """A copy of the body that shares its modules and has only its first layers and no norm."""
     shallow = copy.copy(body)
     shallow._modules = dict(body._modules)
     layers, norm = layers_name(body), norm_name(body)

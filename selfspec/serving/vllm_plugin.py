@@ -68,7 +68,7 @@ def configure_exit(
     target = config.target_model_config
     config.method, config.model = "draft_model", target.model
     config.revision, config.quantization = target.revision, target.quantization
-    # Its second model runner drafts, too (`vllm_runner_v2`), but that has not run on a GPU.
+    # The second model runner (`vllm_runner_v2`) also works, but has not been run on a GPU.
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     configure(config)
     _, head = _load_head(target, wanted)

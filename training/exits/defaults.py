@@ -1,4 +1,4 @@
-"""The keys of a fit that nobody gave: chosen by the target, the text and the memory at hand."""
+"""Defaults of a fit, which depend on the target, the text and the available memory."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _DEMO_TEXT = {
 _PASSES = 2  # over the text
 _FEWEST, _MOST = 100, 10_000  # steps
 _VOCABULARY = 32_000  # the most tokens that a head drafts
-_KEPT = 2**25  # bytes: larger tensors on a CPU are given back and paged in anew at every use
-_LONG = 2_000_000  # trained tokens from which on a head at the embeddings drafts well
-_RATE, _WIDTH = 0.006, 256  # the learning rate of heads of this width
+_KEPT = 2**25  # bytes: the allocator of a CPU returns larger tensors to the system after every use
+_LONG = 2_000_000  # with as many trained tokens, a head at the embeddings drafts well
+_RATE, _WIDTH = 0.006, 256  # learning rate of heads up to this width
 
 
 def complete(given: Mapping[str, Any], source: str) -> FitConfig:
-    """A config with every key that `given` lacks.
+    """The config of a fit: `given`, and defaults for all other keys.
 
     Args:
-        given: keys of `FitConfig`, nested; only the demo target has text of its own.
-        source: where they are from, for errors.
+        given: keys of `FitConfig`, nested. `data` may be left out only for the demo target.
+        source: where the keys are from, for error messages.
 
     Raises:
         FileNotFoundError: the text has no files.
@@ -57,24 +57,24 @@ def complete(given: Mapping[str, Any], source: str) -> FitConfig:
 
 
 def default_text(given: Mapping[str, Any]) -> dict[str, Any]:
-    """`data` and `held_out` where `given` has no text: those of the demo target.
+    """Default `data` and `held_out` of the demo target; empty if `given` has `data`.
 
     Raises:
-        ValueError: the target is another one.
+        ValueError: there is no `data`, and the target is not the demo target.
     """
     target = given.get("target", DEMO)
     if "data" in given:
         return {}
     if target != DEMO:
         raise ValueError(
-            f"there is no text for {target}; give --text FILES: best what the model writes itself "
-            "(selfspec regenerate makes it from prompts), or text like that which it will write"
+            f"there is no text for {target}; give --text FILES: best are the model's own outputs "
+            "(selfspec regenerate makes them from prompts), or text similar to what it will write"
         )
     return _DEMO_TEXT
 
 
 def _filled(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """`given`, and of `defaults` what it lacks, section by section."""
+    """`given`, completed by `defaults` section by section."""
     both = {
         key: _filled(given[key], defaults[key])
         for key in given.keys() & defaults.keys()
@@ -92,7 +92,7 @@ def _without_weights(source: str | Path) -> Decoder:
 
 def _of_target(decoder: Decoder) -> dict[str, Any]:
     """The head, its loss and rate, and what is measured."""
-    # A layer of a target that counts keys cannot be unrolled over its own drafts.
+    # With attention biases by key index, a head's layer cannot be unrolled over its own drafts.
     kind, depths = ("block", 1) if decoder.counts_keys else ("fused", 3)
     head: dict[str, Any] = {"kind": kind, "exit_layer": max(1, decoder.depth // 4)}
     if decoder.vocab_size > 2 * _VOCABULARY:  # the LM head would cost more than the head's layer
@@ -108,7 +108,7 @@ def _of_target(decoder: Decoder) -> dict[str, Any]:
 
 
 def _of_size(config: FitConfig, decoder: Decoder, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Steps by the size of the text, batches by the device and its memory."""
+    """Steps for the size of the text, and batches for the device and its memory."""
     batch = given.get("batch_size", 32 if torch.accelerator.is_available() else 8)
     steps = given.get("steps") or _steps(config, batch * config.block_size)
     fitting = _rows_that_fit(config, decoder)
@@ -124,7 +124,7 @@ def _of_size(config: FitConfig, decoder: Decoder, given: Mapping[str, Any]) -> d
 
 
 def _steps(config: FitConfig, tokens_a_step: int) -> int:
-    """Steps for some passes over the text; tokens are counted no further than to the most."""
+    """Steps for `_PASSES` passes over the text; counting stops at the maximum."""
     tokenizer = AutoTokenizer.from_pretrained(config.source)
     tokens = 0
     for source in config.data:
@@ -136,13 +136,13 @@ def _steps(config: FitConfig, tokens_a_step: int) -> int:
 
 
 def _rows_that_fit(config: FitConfig, decoder: Decoder) -> int:
-    """Blocks of one pass that take half of the memory that is free beside the weights."""
+    """Number of blocks whose pass takes half of the memory that the weights leave free."""
     heads = [new_head(decoder, head) for head in config.heads]
     fitted = sum(p.numel() for head in heads for p in head.parameters())
     weights = sum(p.numel() for p in decoder.causal_lm.parameters())
     depths, vocab, width = config.loss.depths, decoder.vocab_size, decoder.config.hidden_size
-    # In float32: logits, their logarithms and gradients of target and drafts, and what a layer
-    # keeps for its backward pass; weights of heads with gradients and Adam's two means.
+    # In float32. Per position: logits, log-probabilities and gradients of target and drafts, and
+    # activations for a layer's backward pass. Per weight of a head: its gradient and Adam's means.
     position = 4 * ((2 + 3 * depths) * vocab + 40 * depths * width)
     left = _free_bytes() - 4 * weights - 16 * fitted
     rows = int(left / 2 / (position * config.block_size))

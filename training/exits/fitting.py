@@ -90,7 +90,7 @@ class FitConfig(StrictConfig):
         return Path(self.output) / "heads"
 
     @property
-    def told(self) -> list[str]:
+    def text_summary(self) -> list[str]:
         """The training text in words."""
         total = sum(source.weight for source in self.data)
         return [f"{source.name} ({source.weight / total:.0%})" for source in self.data]
@@ -190,6 +190,6 @@ def heads_of(
         if "vocab_ids" in state:
             head.trim(spec.engine.decoder, state["vocab_ids"])
         head.load_state_dict(state)
-        head.facts["data"] = config.told
+        head.facts["data"] = config.text_summary
         heads.append(head.eval().requires_grad_(False))
     return heads

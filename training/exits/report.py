@@ -36,7 +36,7 @@ def draw_plots(
     history: Sequence[Mapping[str, Any]],
     reliability: Mapping[str, Sequence[Bin]],
 ) -> Iterator[tuple[str, bytes]]:
-    """The plots that there is something to show in, as PNG.
+    """The plots that have data, as PNG.
 
     Args:
         figures: figures of each exit, by domain.
@@ -301,7 +301,7 @@ def write_report(
         figures: figures of each exit, by domain.
         history: entries of the run's `metrics.jsonl`, each with its step.
         reliability: bins of each exit's calibrator, by the exit's name.
-        facts: what the page tells of the fit at its top.
+        facts: facts about the fit for the top of the page.
         say: receives the message that plots need matplotlib; `None` prints it.
 
     Returns:

@@ -64,7 +64,7 @@ class SlotCache(Cache):
     Attributes:
         lengths: committed tokens of each row.
         recurrent: the states of these layers, by index.
-        sure: per row, tokens after the committed ones that are sure to be committed next.
+        will_commit: per row, how many of the next tokens are known to be committed later.
         added_from: per row, the first slot that the added layers hold.
     """
 
@@ -88,7 +88,7 @@ class SlotCache(Cache):
         self._on_device: tuple[list[int], Tensor | None] = ([], None)
         self.added_from = [0] * rows
         self.recurrent = {index: RecurrentLayer() for index in recurrent}
-        self.sure: Sequence[int] = [0] * rows
+        self.will_commit: Sequence[int] = [0] * rows
         self.depth = len(windows)
         self.device = torch.device(device)
         self._reserved = -(-capacity // page) * page
@@ -126,7 +126,7 @@ class SlotCache(Cache):
 
     @property
     def committed(self) -> Tensor:
-        """`[rows]` the lengths on the device, copied there once after they have changed."""
+        """`[rows]` the lengths on the device, copied once after every change."""
         held, there = self._on_device
         if there is None or held != self.lengths:
             there = torch.tensor(self.lengths, device=self.device)
@@ -230,7 +230,7 @@ class SlotCache(Cache):
 
     @property
     def is_linear(self) -> list[bool]:
-        """No layer asks this cache for a recurrent state; mixers get theirs themselves."""
+        """False: mixers read their states from `recurrent`, not through this cache."""
         return self._never
 
     @property
@@ -250,7 +250,7 @@ class SlotCache(Cache):
         """Commit `counts` more tokens in each row; everything after them is rejected."""
         for layer in self.recurrent.values():
             layer.commit(counts)
-        self.sure = [0] * self.rows
+        self.will_commit = [0] * self.rows
         self.lengths = [have + new for have, new in zip(self.lengths, counts, strict=True)]
 
     def gather(self, branch: Tensor) -> None:
@@ -290,13 +290,13 @@ class SlotCache(Cache):
         self.added_from = [0] * self.rows
 
     def recycle(self) -> None:
-        """Forget every token and the added layers, but keep all buffers for another call."""
+        """Remove all tokens and the added layers, but keep the buffers for another call."""
         self._free = self.layers[self.depth :]
         self.drop_added()
         self.reset()
 
     def fits(self, rows: int, capacity: int, page: int) -> bool:
-        """Whether a call with so many rows, slots and slots a page can use the buffers."""
+        """Whether the buffers fit a call with this number of rows, slots, and slots per page."""
         reserved = max(layer.capacity for layer in self.layers)
         return (self.rows, self._page) == (rows, page) and reserved >= capacity
 
@@ -304,13 +304,13 @@ class SlotCache(Cache):
         """Keep only some rows, in the given order."""
         self.lengths = [self.lengths[row] for row in rows]
         self.added_from = [self.added_from[row] for row in rows]
-        self.sure = [0] * self.rows
+        self.will_commit = [0] * self.rows
         self.recurrent = {index: layer.part(rows) for index, layer in self.recurrent.items()}
         for layer in self.layers:
             layer.select(rows)
 
     def join(self, other: SlotCache, room: int = 0) -> None:
-        """Append the rows of another cache of the same layers, which loses them.
+        """Move the rows of another cache of the same layers to the end of this one.
 
         They take the place of rows that were left out by `select`; memory grows only if there are
         not enough of these.
@@ -328,7 +328,7 @@ class SlotCache(Cache):
             index: RecurrentLayer.join([layer, other.recurrent[index]])
             for index, layer in self.recurrent.items()
         }
-        self.sure = [0] * self.rows
+        self.will_commit = [0] * self.rows
 
     def empty(self, rows: int) -> SlotCache:
         """A cache like this one, for other rows."""
@@ -339,7 +339,7 @@ class SlotCache(Cache):
         """Take over the content of another cache."""
         self.layers, self.lengths = other.layers, other.lengths
         self.added_from, self.recurrent = other.added_from, other.recurrent
-        self.sure = [0] * self.rows
+        self.will_commit = [0] * self.rows
 
     @property
     def rows(self) -> int:
@@ -354,7 +354,7 @@ class SlotCache(Cache):
 
     @property
     def state_bytes(self) -> tuple[int, int]:
-        """Bytes of one row's recurrent states, and of what they keep of uncommitted tokens."""
+        """Bytes of one row's recurrent states, and of the inputs kept for uncommitted tokens."""
         layers, rows = self.recurrent.values(), self.rows
         kept = sum(layer.nbytes for layer in layers), sum(layer.pending_nbytes for layer in layers)
         return kept[0] // rows, kept[1] // rows
@@ -408,7 +408,7 @@ class SlotCache(Cache):
                 cache.update(keys[:, :, beyond:], values[:, :, beyond:], index)
 
     def fork(self) -> SlotCache:
-        """A cache with the same content, whose changes do not show in this one.
+        """A copy of this cache; later changes of one do not affect the other.
 
         Keys and values of the committed tokens are shared: they are never overwritten.
         """

@@ -1,9 +1,8 @@
-"""The state of a recurrent layer, which can take rejected tokens back.
+"""The state of a recurrent layer, with rollback of rejected tokens.
 
-The state after the committed tokens is kept, and with it what the recurrence has read since: the
-inputs of its kernel. When a round is committed, the kernel runs again over the accepted tokens,
-from that state. The layer's weights are not read for that, and where all drafts were accepted
-nothing runs.
+The layer keeps the state after the committed tokens and the inputs that its kernel has read since.
+When a round is committed, the kernel runs again from that state over the accepted tokens. This does
+not read the layer's weights. If all drafts were accepted, the kernel does not run again.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class KernelCall(NamedTuple):
     Attributes:
         run: continues over some inputs from a state, `None` for an empty one; returns the output
             and the new state. A kernel of one token may overwrite the state it is given.
-        inputs: what the kernel reads of each token, by its own names.
+        inputs: the kernel's arguments that have one entry per token, by position or name.
         time: dimension of the tokens in inputs and output; `None` if the kernel takes one token and
             has no such dimension. Rows are dimension 0.
     """
@@ -49,7 +48,7 @@ class KernelCall(NamedTuple):
 
 
 def by_count(counts: Sequence[int]) -> dict[int, list[int]]:
-    """The rows of each count."""
+    """Groups row indices by their count."""
     groups: dict[int, list[int]] = {}
     for row, count in enumerate(counts):
         groups.setdefault(count, []).append(row)
@@ -57,10 +56,10 @@ def by_count(counts: Sequence[int]) -> dict[int, list[int]]:
 
 
 class RecurrentLayer:
-    """The recurrent part of a layer; its mixer takes it for a transformers cache.
+    """The recurrent state of one layer, with the part of transformers' cache API that mixers call.
 
-    A pass over tokens that are sure to be committed moves the state itself. Any other pass leaves
-    it as it is, until `commit`.
+    A pass over tokens that will be committed (the prompt, or a pending token without drafts)
+    updates the state at once. After any other pass the state changes only at `commit`.
 
     Attributes:
         convs: by number, `[rows, channels, kernel]` the last committed inputs of a convolution.
@@ -78,16 +77,16 @@ class RecurrentLayer:
         self._ahead: Tensor | None = None  # the state after these calls
         self._done = 0  # tokens since the last commit
         self._width = 0  # tokens of the pass
-        self._sure: list[int] | None = None  # of them, per row, those that move the state itself
+        self._will_commit: list[int] | None = None  # per row, how many update the state at once
 
-    def begin(self, offset: int, width: int, sure: Sequence[int]) -> None:
+    def begin(self, offset: int, width: int, will_commit: Sequence[int]) -> None:
         """Begin a pass; one at offset 0 forgets the passes since the last commit.
 
         Args:
             offset: tokens between the last committed one and the first of the pass.
             width: tokens of the pass.
-            sure: per row, tokens after the committed ones that are sure to be committed; all 0
-                where nothing is known.
+            will_commit: per row, how many tokens after the committed ones are known to be
+                committed later; all 0 if none are.
         """
         if offset == 0:
             self._begin_round()
@@ -97,18 +96,20 @@ class RecurrentLayer:
                 f"begins {offset} after it"
             )
         self._width, self._done = width, offset + width
-        self._sure = [min(max(n - offset, 0), width) for n in sure] if any(sure) else None
+        self._will_commit = (
+            [min(max(n - offset, 0), width) for n in will_commit] if any(will_commit) else None
+        )
 
     @property
-    def is_sure(self) -> bool:
-        """Whether the tokens of the pass will be committed."""
-        return self._sure is not None
+    def is_committing(self) -> bool:
+        """Whether the pass updates the state at once."""
+        return self._will_commit is not None
 
-    # What a mixer asks its cache
+    # The cache interface of a mixer
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Whether a single token, too, goes through `update_conv_state`."""
-        return self._sure is None or self._width > 1 or 0 in self._sure
+        """Whether a pass over one token uses `update_conv_state` as longer passes do."""
+        return self._will_commit is None or self._width > 1 or 0 in self._will_commit
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """The inputs of a convolution before the pass, `None` if there are none."""
@@ -117,15 +118,15 @@ class RecurrentLayer:
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, *, conv_kernel_size: int
     ) -> Tensor:
-        """Append inputs `[rows, channels, width]`; returns them after those that they may see."""
+        """Append inputs `[rows, channels, width]`; returns them preceded by the kernel's window."""
         before = self.get_conv_state(layer_idx, state_idx)
         if before is None:
             before = conv_states.new_zeros(*conv_states.shape[:-1], conv_kernel_size)
         whole = torch.cat([before, conv_states], dim=-1)
-        if self._sure is None:
+        if self._will_commit is None:
             self._read[state_idx] = whole
         else:
-            self.convs[state_idx] = _windows(whole, self._sure, conv_kernel_size)
+            self.convs[state_idx] = _windows(whole, self._will_commit, conv_kernel_size)
         return whole[..., -conv_kernel_size - self._width :]
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
@@ -135,13 +136,13 @@ class RecurrentLayer:
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, **kwargs: Any
     ) -> Tensor:
-        """Do nothing: `run` has kept the state."""
+        """Do nothing, because `run` has stored the state."""
         return recurrent_states
 
     def run(self, call: KernelCall) -> Tensor:
         """Run a kernel from the state before the pass; returns its output."""
-        if self._sure is not None:
-            return self._run_sure(call, self._sure)
+        if self._will_commit is not None:
+            return self._run_committing(call, self._will_commit)
         state = self._ahead if self._calls else self.state
         if state is self.state and state is not None and call.time is None:
             state = state.clone()
@@ -149,8 +150,8 @@ class RecurrentLayer:
         self._calls.append(call)
         return output
 
-    def _run_sure(self, call: KernelCall, counts: Sequence[int]) -> Tensor:
-        """Run a kernel over each row's sure tokens; its output is 0 at the others."""
+    def _run_committing(self, call: KernelCall, counts: Sequence[int]) -> Tensor:
+        """Run a kernel over each row's tokens that will be committed; its output is 0 elsewhere."""
         groups = by_count(counts)
         if groups.keys() == {call.width}:
             output, self.state = call.run(self.state, call.inputs)
@@ -172,11 +173,11 @@ class RecurrentLayer:
         assert whole is not None
         return whole
 
-    # What the cache asks all its layers
+    # The interface of the KV cache
 
     def commit(self, counts: Sequence[int]) -> None:
         """Commit `counts` more tokens in each row; those after them are rejected."""
-        if self._done and self._sure is None:
+        if self._done and self._will_commit is None:
             for number, whole in self._read.items():
                 self.convs[number] = _windows(whole, counts, whole.shape[-1] - self._done)
             groups = by_count(counts)
@@ -243,7 +244,7 @@ def _of(state: Tensor | None, rows: list[int]) -> Tensor | None:
 
 
 def _joined(states: Sequence[tuple[Tensor | None, list[int]]], rows: int) -> Tensor | None:
-    """The states of all rows, 0 where there is none."""
+    """The states of all rows; zeros for rows without a state."""
     if len(states) == 1:
         return states[0][0]
     some = next((state for state, _ in states if state is not None), None)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from selfspec.decoder.cache import WIDEST, LayerKV, SlotCache
 from selfspec.decoder.direct import hooked_part
-from selfspec.decoder.kernels.fallback import FallbackKernel, told
+from selfspec.decoder.kernels.fallback import FallbackKernel, summarize
 
 # Programs are specialised by: one row or several, one token or several, with or without a mask,
 # rows of equal or different lengths, weights with or without gradients, kinds of layers.
@@ -66,7 +66,7 @@ class CompiledLayers(FallbackKernel):
                 try:
                     return self._run(layer, hidden, rest, named, *inputs)
                 except Exception as error:  # the layer itself may still run
-                    self.give_up(told(error))
+                    self.give_up(summarize(error))
         return layer(hidden, *args, **kwargs)
 
     def _is_plain(self, layer: nn.Module) -> bool:

@@ -32,7 +32,7 @@ class FallbackKernel:
         )
 
 
-def told(error: Exception) -> str:
+def summarize(error: Exception) -> str:
     """An error in one line; the compiler's own error, if torch has wrapped it."""
     inner = getattr(error, "inner_exception", None) or error
     return f"{type(inner).__name__}: {str(inner).strip().partition(chr(10))[0]}"

@@ -23,7 +23,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from selfspec.decoder.cache import WIDEST, LayerKV, SlotCache
 from selfspec.decoder.direct import hooked_part
-from selfspec.decoder.kernels.fallback import FallbackKernel, told
+from selfspec.decoder.kernels.fallback import FallbackKernel, summarize
 from selfspec.decoder.passes import ActivePass, Bound, Span, Stretch
 
 
@@ -97,7 +97,7 @@ RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaRecorder
 
 
 PAGE = 256  # the visible KV cache grows in steps of so many slots
-MOST = 64  # graphs of a model
+MOST = 64  # graphs kept for a model
 _KNOWN = (Tensor, SlotCache, torch.dtype, bool, int, float, str, type(None))  # argument types
 _PATIENCE = 2  # passes of a shape that run eagerly before one is recorded
 
@@ -172,7 +172,7 @@ class _Recording:
         return "a replay differs from the layers' own output"
 
     def agrees(self, leaves: Sequence[Any], layers: _Recording) -> bool:
-        """Whether it still does what the layers do, which another, unrecorded one runs."""
+        """Whether a replay gives the same results as the layers; `layers` runs them eagerly."""
         assert layers._run is not None
         self.trusted = all(map(torch.equal, self.replay(leaves), layers._run()))
         return self.trusted
@@ -223,7 +223,7 @@ class GraphedLayers(FallbackKernel):
         return PAGE if self.problem is None else 1
 
     def begin(self, layers: Iterable[nn.Module]) -> None:
-        """Check layers and recordings again: much may have changed since the last call."""
+        """Check layers and recordings again: the model may have changed since the last call."""
         recordings = list(self._recordings.items())
         used = {layer for _, recording in recordings for layer in recording.layers}
         now = {layer: _addresses(layer) for layer in used}
@@ -321,7 +321,7 @@ class GraphedLayers(FallbackKernel):
                 self._recorders[device] = RECORDERS[device.type](device)
             problem = recording.record(self._recorders[device])
         except Exception as error:  # the layers themselves may still run
-            problem = told(error)
+            problem = summarize(error)
         return recording if problem is None else self.give_up(problem)
 
     def _make_room(self) -> None:
@@ -331,14 +331,14 @@ class GraphedLayers(FallbackKernel):
                 del self._recordings[key], self._passes[key]
 
     def give_up(self, problem: str) -> None:
-        """Run layers as they are from now on, and say why."""
+        """Run layers eagerly from now on, and warn with the reason."""
         self._recordings.clear()
         self.end()
         super().give_up(problem)
 
 
 def _addresses(layer: nn.Module) -> list[int] | None:
-    """Where a layer's weights are; `None` if they do not tell."""
+    """Addresses of a layer's weights; `None` if they are unknown."""
     try:
         return [tensor.data_ptr() for tensor in (*layer.parameters(), *layer.buffers())]
     except RuntimeError:  # of some tensor subclasses
