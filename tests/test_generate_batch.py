@@ -300,6 +300,20 @@ def test_broken_logits_end_their_request():
     assert texts(outputs) == alone
 
 
+def test_a_row_with_nan_leaves_nothing_to_the_row_that_takes_its_place():
+    model, source = tiny_llama(), random.Random(2)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[60] = torch.nan
+    prompts = [[source.randrange(1, 50) for _ in range(n)] for n in (6, 40, 30, 4, 5)]
+    prompts[2][-1] = 60  # in the last row, whose place a shorter one takes beside a longer one
+    outputs = SelfSpecModel(model).generate_batch(
+        prompts, batch_size=3, max_new_tokens=8, do_sample=False, suppress_tokens=[60]
+    )
+    assert "logits are NaN" in outputs.pop("req_2").error
+    alone = [own_text(model, p, 8, suppress_tokens=[60]) for p in (*prompts[:2], *prompts[3:])]
+    assert texts(outputs) == alone
+
+
 def test_ctrl_c_leaves_what_is_finished(monkeypatch):
     model, prompts = tiny_llama(), some_prompts(20)
     steps, step = [], Session.step

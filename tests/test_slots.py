@@ -241,7 +241,7 @@ def test_a_branch_is_gathered_in_an_added_layer_too():
     slots = SlotCache([None, None], 2, capacity=9)
     put(slots, [0, 1, 2], [10, 11, 12])
     slots.commit([3, 2])
-    slots.add_layer(None)
+    slots.add_layer(None, owner=None)
     inner, block = (
         states([100, 101, 102], [110, 111, 112]),
         states(range(100, 107), range(110, 117)),
@@ -338,7 +338,7 @@ def test_lengths_are_copied_to_the_device_once_after_they_have_changed():
 
 def test_a_recycled_cache_holds_nothing_but_has_its_buffers():
     slots = ragged()
-    added = slots.add_layer(None)
+    added = slots.add_layer(None, owner=None)
     with slots.writing(1, added={1: added}):
         slots.update(states([7], [8], [9]), states([7], [8], [9]), 1)
     buffers = [buffer for layer in slots.layers for buffer in layer.buffers]
@@ -347,10 +347,10 @@ def test_a_recycled_cache_holds_nothing_but_has_its_buffers():
     room = slots.layers[0].capacity
     assert slots.fits(3, room, 1)
     assert not any(slots.fits(*other) for other in ((2, room, 1), (3, room + 1, 1), (3, room, 2)))
-    slots.add_layer(None)
+    slots.add_layer(None, owner=None)
     now = [buffer for layer in slots.layers for buffer in layer.buffers]
     assert all(a is b for a, b in zip(now, buffers, strict=True))
-    slots.add_layer(None)
+    slots.add_layer(None, owner=None)
     assert not slots.layers[-1].is_initialized
 
 

@@ -175,6 +175,9 @@ class Conversation:
         held = min(self.cache.lengths[0], len(self._read), len(text) - 1)
         pairs = enumerate(zip(self._read[:held], text, strict=False))
         kept = next((place for place, (old, new) in pairs if old != new), held)
+        if kept < self.cache.lengths[0] and self.cache.recurrent:
+            self.cache.reset()  # recurrent layers have no state of an earlier position
+            return 0
         self.cache.crop(kept - self.cache.lengths[0])
         return kept
 

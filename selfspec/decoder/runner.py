@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from selfspec.decoder.devices import device_of
 from selfspec.decoder.gates import BodyError, Gates
-from selfspec.decoder.kernels.graphs import GraphedLayers
+from selfspec.decoder.kernels.graphs import GraphedLayers, are_equal
 from selfspec.decoder.passes import ActivePass, Pass, Stretch
 
 
@@ -155,4 +155,4 @@ def _device_of_inputs(inputs: dict[str, Any]) -> torch.device:
 
 def _are_equal(one: Pass, other: Pass) -> bool:
     left, right = ([each.hidden, each.output, *each.kept] for each in (one, other))
-    return all(map(torch.equal, left, right))
+    return are_equal(left, right)

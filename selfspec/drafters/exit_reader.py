@@ -244,7 +244,7 @@ class LayerReader(ExitReader):
     def _begin(self, state: State, joined: Tensor | None) -> None:
         """Prepare for a call, in the first block of its prefill."""
         slots = state.slots
-        self._added = slots.add_layer(self.decoder.windows[self.head.place])
+        self._added = slots.add_layer(self.decoder.windows[self.head.place], self.head)
         if self.head.skips_first:
             slots.added_from = [first + 1 for first in slots.added_from]
         if joined is not None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from selfspec.config import DraftConfig
 from selfspec.decoder import Decoder, Pass
+from selfspec.decoder.cache import SlotCache
 from selfspec.drafters.base import Drafter
 from selfspec.drafters.chain import draft_chain
 from selfspec.drafters.engine import Engine, State, Verified
@@ -40,7 +41,7 @@ class TwoModel(Drafter):
     def __init__(self, decoder: Decoder, longest: int, schedule: Schedule):
         self.small, self.decoder, self.decoders = Engine(decoder), decoder, (decoder,)
         self.longest, self.schedule, self._acceptance = longest, schedule, plain_estimator()
-        self.slots = decoder.new_slots(0)
+        self.slots: SlotCache  # made when the prompt is prefilled
 
     @classmethod
     def from_config(cls, engine: Engine, config: DraftConfig) -> TwoModel:

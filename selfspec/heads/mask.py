@@ -69,7 +69,7 @@ class MaskToken(nn.Module):
         """`[vocab, rank]` the codes of all tokens, cached until the weights change."""
         weight = self.of_token.weight
         version = None if weight.is_inference() else weight._version
-        state = (weight.dtype, weight.device, version)
+        state = (weight.dtype, weight.device, weight.data_ptr(), version)
         if self._codes is None or self._codes[0] != state:
             every = torch.arange(decoder.vocab_size, device=decoder.device)
             parts = [self.code(decoder.embed(ids)) for ids in every.split(_AT_ONCE)]

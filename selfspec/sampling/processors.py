@@ -97,6 +97,7 @@ class Prefixes:
 
 def _fill(wide: Tensor, ids: Tensor, where: Tensor | bool) -> None:
     """Forbid tokens at some positions."""
+    ids = ids.clamp(max=wide.shape[1] - 1)  # the last column takes ids beyond the LM head
     if where is True:
         wide.index_fill_(1, ids, -math.inf)
     elif where is not False:

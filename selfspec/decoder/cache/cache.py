@@ -271,16 +271,23 @@ class SlotCache(Cache):
                 source = (starts + branch).to(buffer.device)
                 buffer[rows, :, target.to(buffer.device)] = buffer[rows, :, source]
 
-    def add_layer(self, window: int | None) -> int:
+    def add_layer(self, window: int | None, owner: object) -> int:
         """Add a layer, which holds nothing for the committed tokens.
+
+        Args:
+            window: its sliding window in tokens, or `None`.
+            owner: the head that it belongs to; buffers of an earlier call are used by the same one.
 
         Returns:
             Its number among the added layers, from 1.
         """
-        free = next((layer for layer in self._free if layer.window == window), None)
-        if free is not None:
+        free = next((layer for layer in self._free if layer.owner is owner), None)
+        if free is None:
+            free = self._layer_class(window)
+            free.owner = owner
+        else:
             self._free.remove(free)
-        self.layers.append(free or self._layer_class(window))
+        self.layers.append(free)
         self.added_from = list(self.lengths)
         return len(self.layers) - self.depth
 
@@ -291,7 +298,13 @@ class SlotCache(Cache):
 
     def recycle(self) -> None:
         """Remove all tokens and the added layers, but keep the buffers for another call."""
-        self._free = self.layers[self.depth :]
+        rows = max(layer.reserved_rows for layer in self.layers[: self.depth])
+        self._free = [
+            layer for layer in self.layers[self.depth :] if layer.reserved_rows in (0, rows)
+        ]
+        for layer in self.layers:
+            layer.reclaim()
+        self.lengths = [0] * rows
         self.drop_added()
         self.reset()
 
@@ -325,7 +338,7 @@ class SlotCache(Cache):
         self.lengths = self.lengths + other.lengths
         self.added_from = self.added_from + other.added_from
         self.recurrent = {
-            index: RecurrentLayer.join([layer, other.recurrent[index]])
+            index: RecurrentLayer.join([layer, other.recurrent[index]], rows)
             for index, layer in self.recurrent.items()
         }
         self.will_commit = [0] * self.rows
@@ -410,10 +423,13 @@ class SlotCache(Cache):
     def fork(self) -> SlotCache:
         """A copy of this cache; later changes of one do not affect the other.
 
-        Keys and values of the committed tokens are shared: they are never overwritten.
+        Keys and values of a single row are shared: those of committed tokens are never overwritten.
         """
         other = self.empty(self.rows)
         other.layers = [copy.copy(layer) for layer in self.layers[: self.depth]]
+        for layer in other.layers if self.rows > 1 else ():  # `select` moves rows in place
+            if layer.is_initialized:
+                layer.hold([buffer.clone() for buffer in layer.buffers])
         other.lengths = list(self.lengths)
         everyone = range(self.rows)
         other.recurrent = {index: layer.part(everyone) for index, layer in self.recurrent.items()}
@@ -453,7 +469,9 @@ def join_rows(states: Sequence[RowStates], like: SlotCache) -> SlotCache:
             parts = zip(*(row[index] for row in states), strict=True)
             layer.hold([_stack(part, max(slots.lengths)) for part in parts])
     for index in slots.recurrent:
-        slots.recurrent[index] = RecurrentLayer.join([row.recurrent[index] for row in states])
+        slots.recurrent[index] = RecurrentLayer.join(
+            [row.recurrent[index] for row in states], [1] * len(states)
+        )
     return slots
 
 

@@ -119,6 +119,7 @@ class SlotLayer(CacheLayerMixin):
         super().__init__()
         self.window = window
         self.is_sliding = window is not None
+        self.owner: object = None  # the head whose layer this is, of an added layer
         self._wholes: list[Tensor] = []  # the buffers, with rows that are not in use at the end
 
     @property
@@ -135,6 +136,16 @@ class SlotLayer(CacheLayerMixin):
     def nbytes(self) -> int:
         """Bytes of all buffers."""
         return sum(buffer.nbytes for buffer in self.buffers)
+
+    @property
+    def reserved_rows(self) -> int:
+        """Rows of the buffers, in use or not."""
+        return self._wholes[0].shape[0] if self._wholes else 0
+
+    def reclaim(self) -> None:
+        """Use all rows of the buffers again."""
+        if self.is_initialized and len(self.buffers[0]) < self.reserved_rows:
+            self.hold(self._wholes)
 
     def hold(self, buffers: Sequence[Tensor], rows: int | None = None) -> None:
         """Replace the buffers, of which the first `rows` rows are in use; `None` for all."""
@@ -172,6 +183,7 @@ class SlotLayer(CacheLayerMixin):
         self.hold(wholes, all_rows)
         for mine, theirs in zip(self.buffers, other.buffers, strict=False):  # may have none yet
             mine[here:, :, :length] = theirs[:, :, :length]
+            mine[here:, :, length:] = 0  # a row with NaN may have left its states there
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Take dtype, device and widths from the first states that arrive."""

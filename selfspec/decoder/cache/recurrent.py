@@ -204,12 +204,12 @@ class RecurrentLayer:
         return RecurrentLayer(convs, None if self.state is None else self.state[list(rows)])
 
     @classmethod
-    def join(cls, parts: Sequence[RecurrentLayer]) -> RecurrentLayer:
-        """One layer with the rows of several; one without states has no rows."""
-        states = [part.state for part in parts if part.state is not None]
+    def join(cls, parts: Sequence[RecurrentLayer], rows: Sequence[int]) -> RecurrentLayer:
+        """One layer with the rows of several, of which each has so many; no state is 0."""
         numbers = {number for part in parts for number in part.convs}
-        convs = {n: torch.cat([p.convs[n] for p in parts if n in p.convs]) for n in numbers}
-        return cls(convs, torch.cat(states) if states else None)
+        convs = {n: _stacked([part.convs.get(n) for part in parts], rows) for n in numbers}
+        has_state = any(part.state is not None for part in parts)
+        return cls(convs, _stacked([part.state for part in parts], rows) if has_state else None)
 
     @classmethod
     def load(cls, layer: LinearAttentionCacheLayerMixin) -> RecurrentLayer:
@@ -236,6 +236,13 @@ class RecurrentLayer:
         """Bytes of what is kept of the tokens since the last commit."""
         read = sum(whole[..., -self._done :].nbytes for whole in self._read.values())
         return read + sum(x.nbytes for call in self._calls for x in call.inputs.values())
+
+
+def _stacked(states: Sequence[Tensor | None], rows: Sequence[int]) -> Tensor:
+    """The rows of several states, 0 where there is none."""
+    some = next(state for state in states if state is not None)
+    pairs = zip(states, rows, strict=True)
+    return torch.cat([some.new_zeros(n, *some.shape[1:]) if s is None else s for s, n in pairs])
 
 
 def _of(state: Tensor | None, rows: list[int]) -> Tensor | None:

@@ -167,14 +167,14 @@ class _Recording:
         for output in self._tape.outputs:
             output.zero_()
         self._tape.replay()
-        if all(map(torch.equal, self._tape.outputs, expected)):
+        if are_equal(self._tape.outputs, expected):
             return None
         return "a replay differs from the layers' own output"
 
     def agrees(self, leaves: Sequence[Any], layers: _Recording) -> bool:
         """Whether a replay gives the same results as the layers; `layers` runs them eagerly."""
         assert layers._run is not None
-        self.trusted = all(map(torch.equal, self.replay(leaves), layers._run()))
+        self.trusted = are_equal(self.replay(leaves), layers._run())
         return self.trusted
 
     @property
@@ -343,6 +343,12 @@ def _addresses(layer: nn.Module) -> list[int] | None:
         return [tensor.data_ptr() for tensor in (*layer.parameters(), *layer.buffers())]
     except RuntimeError:  # of some tensor subclasses
         return None
+
+
+def are_equal(one: Iterable[Tensor], other: Iterable[Tensor]) -> bool:
+    """Whether tensors are the same to the bit, where NaN equals NaN."""
+    pairs = zip(one, other, strict=True)
+    return all(torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True) for a, b in pairs)
 
 
 def _clone(tensor: Tensor) -> Tensor:
