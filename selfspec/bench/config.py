@@ -108,13 +108,13 @@ class MethodConfig(StrictConfig):
     Attributes:
         name: what reports call it.
         draft: how selfspec drafts.
-        head_options: of a shape, options of the untrained head that the draft names.
-        acceptance: plants drafts: whatever the head has learned, a draft after right ones is right
-            with this probability. For greedy `early_exit` and `tree`.
+        head_options: options of the untrained head of the draft, for benchmarks of a shape.
+        acceptance: planted acceptance: a draft after right ones is right with this probability,
+            whatever the head predicts. For greedy `early_exit` and `tree`.
         peer: `plain` is the model's own `generate`, `static_cache` the same with a static cache,
             for which transformers compiles the model on a GPU; `continuous_batching` is its
-            `generate_batch`; the others are its own ways to speculate, named by the option that
-            switches them on.
+            `generate_batch`; the others are its own speculation, named by the option that
+            enables it.
         options: of a peer, as transformers calls them; `assistant_model` is a folder or an id.
         source: where the settings were published.
     """
@@ -201,7 +201,7 @@ class BenchConfig(StrictConfig):
         target: folder or Hugging Face id of the model; `None` is the small one in the package.
         shape: instead of a target, a published size with random weights: a name such as
             Llama-3.2-1B, or the path of a transformers config.json. Prompts, methods, batch sizes
-            and dtype that are not given are chosen by the device and its memory.
+            and dtype have defaults that depend on the device and its memory.
         acceptance: acceptance rates that are planted in the drafts of a shape's default methods.
         heads: folder of exit heads; `None` takes those beside the model.
         profile: what `selfspec tune` found; `None` takes the one beside the heads or the model, or
@@ -219,8 +219,8 @@ class BenchConfig(StrictConfig):
         modes: ways to decode; methods are compared within each. An entry may be a name: `greedy`,
             `sampled` (temperature 1), `penalised` (greedy, repetition penalty 1.2).
         batch_sizes: prompts that are continued at once; each size is a comparison of its own.
-            Where prompts do not fill the last batch, the first ones stand in it again.
-        prefill_chunk_size: prompt tokens of a pass of selfspec's prefill; `None` for all at once.
+            If prompts do not fill the last batch, the first ones are repeated in it.
+        prefill_chunk_size: prompt tokens per pass of selfspec's prefill; `None` for one pass.
         max_new_tokens: tokens a text has unless it ends before.
         repeats: timed runs of every method on every prompt.
         warm_up: tokens written untimed by every method before each prompt set, mode and batch

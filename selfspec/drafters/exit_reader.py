@@ -198,7 +198,7 @@ class LayerReader(ExitReader):
         self._layer = head.layer
         self.keep = (head.exit_layer, *head.feature_layers)
         self._joins = bool(head.feature_layers)
-        self._added = 0  # which of the layers added to the slots is the head's
+        self._added = 0  # index of the head's layer among the layers added to the slots
         self._at_once = False  # whether shallow passes also run the layer
         self._leaves = False  # whether such passes also compute logits
         self._mask = cast(MaskToken, head.mask)  # of a head that has one

@@ -1,8 +1,8 @@
 """Early exit inside vLLM: the target's first layers draft, on the target's own KV blocks.
 
-For `"model": "selfspec:..."` in the speculative config, the config takes the target as its draft
-model and keeps what was asked for (`Exit`), and the draft model's proposer is `EarlyExitProposer`.
-vLLM's second model runner has a class of its own (`vllm_runner_v2`).
+With `"model": "selfspec:..."` in the speculative config, the target is its own draft model, the
+config stores the requested `Exit`, and the proposer is `EarlyExitProposer`. vLLM's second model
+runner has another class (`vllm_runner_v2`).
 
 Drafting writes KV of the shallow layers at positions beyond the verified tokens. Verification runs
 all layers over the same positions and writes them again, so rejected drafts leave nothing behind.
@@ -262,11 +262,11 @@ class _Builder:
 
 
 class Features:
-    """Features of verified tokens, for a head that reads those of the token before.
+    """Features of verified tokens, for heads that read the features of the previous token.
 
     Attributes:
-        last: `[requests, hidden]` features of every request's last verified token; `None` for a
-            head that reads none.
+        last: `[requests, hidden]` features of every request's last verified token; `None` if the
+            head reads no features.
     """
 
     last: Tensor | None = None
@@ -283,23 +283,24 @@ class Features:
         requests: Sequence[str],
         slots: Tensor,
     ) -> Tensor | None:
-        """Features `[tokens, hidden]` of the token before each token of the target's pass.
+        """Features `[tokens, hidden]` of the previous token, for each token of the target's pass.
 
         Args:
             head: the head.
-            streams: `[tokens, hidden]` residual streams of the pass, by the layers below.
+            streams: `[tokens, hidden]` residual streams of the pass, by number of layers below.
             starts: `[requests]` index of every request's first token.
             last: `[requests]` index of its last verified token.
-            requests: their ids.
-            slots: `[tokens]` slots of the pass; those whose keys must stay are taken out.
+            requests: ids of the requests.
+            slots: `[tokens]` slots of the pass; those whose KV must not be overwritten are replaced
+                by padding.
         """
         if not head.feature_layers:
             return None
         features = head.join([streams[layer] for layer in head.feature_layers])
         features = features.to(streams[head.exit_layer].dtype)
-        # The features of a request's first token are those of a token of its last pass. The first
-        # draft of the last round has written the key with them; a request that was not in that
-        # round, or begins, has none.
+        # The first token of a request needs the features of a token of the previous pass. In the
+        # previous round the first draft has written its KV with them. A new request, or one that
+        # was not in that round, has no such features.
         before = torch.cat([torch.zeros_like(features[:1]), features[:-1]])
         before[starts] = 0
         self.last = features[last]

@@ -50,7 +50,7 @@ class EarlyExitSpeculator(StandaloneARSpeculator):
         return build_model(self.vllm_config, target_model, self.device)
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
-        """Metadata for all layers that draft; for the runner only the head's own are a draft's."""
+        """Set attention metadata for all layers of the draft model, not only the head's own."""
         own = self.draft_attn_layer_names
         self.draft_attn_layer_names = attention_layers(self.vllm_config, self.model)
         super().set_attn(*args, **kwargs)
@@ -134,7 +134,7 @@ class EarlyExitSpeculator(StandaloneARSpeculator):
         positions = buffers.positions[:num_reqs].copy_(length.clamp(max=self.max_model_len - 1))
         buffers.seq_lens[:num_reqs] = (length + 1).clamp(max=self.max_model_len)
         starts = buffers.query_start_loc[: num_reqs + 1].copy_(self.arange_gpu[: num_reqs + 1])
-        # From there the base class goes on with the second draft.
+        # The base class continues with the second draft.
         self.expanded_positions[:num_reqs] = positions
         self.last_token_indices[:num_reqs] = self.arange_gpu[:num_reqs]
         metadata = mappings = None

@@ -44,7 +44,7 @@ def draw_plots(
         reliability: bins of each exit's calibrator, by the exit's name.
 
     Yields:
-        What a plot shows, and its bytes.
+        The title of a plot, and its bytes.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -109,7 +109,7 @@ def _draw_losses(sheet: Figure, curves: Mapping[str, tuple[list[int], list[float
 
 
 def _draw_reliability(sheet: Figure, reliability: Mapping[str, Sequence[Bin]]) -> None:
-    axes = _axes(sheet, (1, 2, 1), "on drafts not fitted to")
+    axes = _axes(sheet, (1, 2, 1), "on drafts that they were not fitted to")
     shares = _axes(sheet, (1, 2, 2), "how often each was predicted")
     axes.plot([0, 1], [0, 1], color="0.6", linestyle=":", label="perfect")
     for name, style in _styled(reliability):
@@ -167,7 +167,7 @@ def _finish_acceptance(
 def _loss_curves(
     history: Sequence[Mapping[str, Any]],
 ) -> dict[str, tuple[list[int], list[float]]]:
-    """Steps and values of everything that has "loss" in its name; of equal curves the first."""
+    """Steps and values of all metrics named "loss"; of equal curves only the first."""
     names = dict.fromkeys(name for entry in history for name in entry if "loss" in name)
     curves: dict[str, tuple[list[int], list[float]]] = {}
     for name in names:
@@ -187,10 +187,10 @@ def _running_mean(values: Sequence[float], window: int) -> list[float]:
 
 REPORT_NAME, PAGE_NAME = "report.json", "report.html"
 _NOTES = (
-    "agreement: how often the head's most likely token is the model's; α: the probability that a "
-    "draft sampled at temperature 1 is accepted; both at the first → last depth of a draft. "
-    "tokens: of a round, with the one that the model adds. speedup: of greedy decoding over plain "
-    "decoding, predicted from agreement and measured times. ECE: expected calibration error of the "
+    "agreement: how often the most likely tokens of head and model are equal; α: the probability "
+    "that a draft sampled at temperature 1 is accepted; both at the first → last depth of a draft. "
+    "tokens: emitted in a round, including the model's own. speedup: greedy over plain decoding, "
+    "predicted from agreement and measured times. ECE: expected calibration error of the "
     "predicted acceptance."
 )
 

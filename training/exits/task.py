@@ -59,11 +59,11 @@ class Lesson(NamedTuple):
             decoder: the target.
             head: the exit head.
             depths: number of depths.
-            share: of the positions at one depth that are looked at at the next, by chance.
+            share: random share of the positions at one depth that is used at the next.
 
         Yields:
-            Draft logits `[m, head's vocabulary]`, and `[n]` which positions they belong to: those
-            whose document has as many tokens before them as the draft is deep.
+            Draft logits `[m, head's vocabulary]`, and a mask `[n]` of their positions: those
+            with at least `depth` tokens of the document before them.
         """
         tokens = self.reading.tokens[self.learned]
         positions = self.reading.packing.positions[self.learned]
@@ -236,7 +236,7 @@ class DraftLossConfig(StrictConfig):
         schedule: which loss is used when.
         depths: unrolled draft steps, for heads that use their own output or masks.
         depth_weights: weight of each depth; empty for equal weights.
-        share: of the positions at one depth that are trained at the next, chosen by chance, as in
+        share: random share of the positions at one depth that is trained at the next, as in
             P-EAGLE; less than 1 saves memory and time.
     """
 
