@@ -3,7 +3,8 @@
 import pytest
 import torch
 from cli_tools import PROMPT
-from conftest import EXIT, greedy, tiny_llama
+from conftest import EXIT, VOCAB, greedy, tiny_llama
+from families import build
 from transformers.generation.streamers import BaseStreamer
 
 from selfspec import DraftConfig, SelfSpecModel
@@ -92,10 +93,13 @@ def test_only_new_tokens_are_run(converse, watch, template):
     assert turn.cached_tokens > 0
 
 
-def test_a_template_that_writes_replies_in_its_own_way_is_read_as_it_stands(converse):
-    """KV of what the template leaves out is not used."""
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+def test_a_template_that_writes_replies_in_its_own_way_is_read_as_it_stands(converse, family):
+    """KV of what the template leaves out is not used; recurrent states begin anew."""
     short = TEMPLATE.replace("m.content | trim", "m.content[:3] | trim")
-    talk = converse(short)
+    model = build(family, "sdpa")
+    model.resize_token_embeddings(VOCAB, mean_resizing=False)
+    talk = converse(short, model)
     for said in SAID:
         turn = talk.say(said)
         ids = talk.tokens[: turn.prompt_tokens]
