@@ -230,7 +230,7 @@ class BenchConfig(StrictConfig):
 
     target: str | None = None
     shape: str | None = None
-    acceptance: tuple[float, ...] = Field(default=(0.6, 0.7, 0.8), min_length=1)
+    acceptance: tuple[float, ...] = Field(default=(0.7,), min_length=1)
     heads: str | None = None
     profile: Path | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

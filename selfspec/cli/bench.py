@@ -53,7 +53,7 @@ def bench(
         typer.Option(
             metavar="RATES",
             help="Acceptance rates to plant in a shape's drafts, such as 0.6,0.7,0.8.",
-            show_default="0.6,0.7,0.8",
+            show_default="0.7",
         ),
     ] = None,
     output: Annotated[

@@ -117,7 +117,8 @@ def serving(line) -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     more = {**ENGINE, "port": port, "host": "127.0.0.1"}
-    options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in more.items())
+    named = {f"--{name.replace('_', '-')}": value for name, value in more.items()}
+    options = " ".join(f"{name} {value}" for name, value in named.items() if name not in line)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     command = ["bash", "-c", f"exec {line} {options} --enforce-eager"]
     address = f"http://127.0.0.1:{port}"
