@@ -84,13 +84,17 @@ def test_the_first_layers_draft(kind, exit_layer, devices, prompts, plain, demo)
 def test_requests_wait_return_and_find_their_prefixes(draft_model, prompts, plain):
     """In a cache that is too small, with prefill in pieces, and every prompt asked for twice."""
     small = "--kv-cache-memory-bytes 24000000 --max-num-batched-tokens 64"
+    longest = max(range(len(prompts)), key=lambda number: len(prompts[number]))
     with serving(line(draft_model, f"{small} --enable-prefix-caching")) as address:
         first, second = asked(address, prompts), asked(address, prompts)
+        # Alone, its blocks are still there when it is asked for again.
+        alone = [asked(address, [prompts[longest]]) for _ in range(2)]
         hits, preempted = (
             counter(address, f"vllm:{name}_total")
             for name in ("prefix_cache_hits", "num_preemptions")
         )
     assert first.tokens == second.tokens == plain
+    assert [answer.tokens for answer in alone] == 2 * [[plain[longest]]]
     assert hits > 0
     assert preempted > 0
 
