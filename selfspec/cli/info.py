@@ -199,8 +199,8 @@ def info_table(facts: dict[str, Any]) -> Table:
         f"{in_units(facts['weight_bytes'], 'B')}",
         "KV": f"{in_units(facts['kv_bytes_per_token'], 'B')} a token, "
         f"{in_units(facts['kv_bytes'], 'B')} for {facts['context']:,} tokens",
-        "recurrent states": f"{in_units(facts['state_bytes'], 'B')} a row, a second one during a round, and "
-        f"{in_units(facts['state_bytes_per_draft'], 'B')} a token of a round, in "
+        "recurrent states": f"{in_units(facts['state_bytes'], 'B')} a row, as much again during a "
+        f"round, and {in_units(facts['state_bytes_per_draft'], 'B')} a token of a round, in "
         f"{facts['recurrent_layers']} layers",
         "exit heads": "\n".join(heads) or "none fitted",
         "default draft": _default_draft(facts["default_draft"]),
