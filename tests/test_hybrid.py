@@ -238,7 +238,7 @@ def in_double(model: Any) -> Any:
 def committed_states(model: Any, count: int, tolerance: float) -> None:
     """Run rounds with random drafts and rejections; compare what is left of them."""
     decoder, source = Decoder(model), random.Random(0)
-    texts = [[source.randrange(1, VOCAB) for _ in range(count + 20)] for _ in range(2)]
+    texts = [[source.randrange(1, VOCAB) for _ in range(2 * count)] for _ in range(2)]
     slots, prompt = decoder.new_slots(2), [5, 9]
     with decoder:
         slots.will_commit = prompt
@@ -291,7 +291,7 @@ def test_nothing_but_committed_states_is_kept_between_rounds(family, monkeypatch
 
     monkeypatch.setattr(Session, "step", checked)
     text_of(spec, slice(1, 2), draft={"exit_layer": 2, "num_draft_tokens": 3})
-    assert len(set(seen)) == 1 or seen
+    assert len(set(seen)) == 1
 
 
 def _tensors(value: Any) -> list[Tensor]:
