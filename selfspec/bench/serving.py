@@ -72,7 +72,7 @@ def main() -> None:
     )
     prompts = _prompts(arguments.model, max(arguments.requests))
     with tempfile.TemporaryDirectory() as scratch:
-        methods = _methods(spec, arguments, Path(scratch))
+        methods = _chosen(_methods(spec, arguments, Path(scratch)), arguments.methods)
         console.print(
             f"starting {len(methods)} engines of vLLM: {', '.join(w.name for w in methods)}"
         )
@@ -89,6 +89,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--heads", help="folder of heads; default: those beside the target")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32], help="at a time")
+    parser.add_argument(
+        "--methods", nargs="+", help="rows of the table, by parts of their names; default: all"
+    )
     parser.add_argument("--num-draft-tokens", type=int, default=4)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
@@ -137,6 +140,20 @@ def _methods(
             written = export_eagle3(decoder, head, folder, target=arguments.model)
             add("eagle3", "eagle3", str(folder / "speculators"), head, written.parameters)
     return methods
+
+
+def _chosen(methods: list[ServingMethod], names: Sequence[str] | None) -> list[ServingMethod]:
+    """The methods whose names contain one of `names`, after serving without drafts.
+
+    Raises:
+        SystemExit: a name is in none of them.
+    """
+    for name in names or ():
+        if not any(name in method.name for method in methods):
+            known = ", ".join(method.name for method in methods)
+            raise SystemExit(f"--methods {name}: no such method; there are {known}")
+    drafting = [m for m in methods[1:] if names is None or any(name in m.name for name in names)]
+    return [methods[0], *drafting]
 
 
 # One process per engine
