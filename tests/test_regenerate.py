@@ -16,7 +16,7 @@ from training_tools import start
 from selfspec.config import parse
 from training import regenerate as script
 from training.data import SourceConfig, read_texts, tokenize
-from training.data.prompts import Prompt, PromptConfig, batches, read_prompts
+from training.data.prompts import PromptConfig, read_prompts
 from training.regenerate import RegenerateConfig, regenerate
 
 WORDS = "the east train ran on; then the rain began, and an open boat ran in there.\n"
@@ -149,16 +149,6 @@ def test_without_heads_and_a_draft_decoding_is_plain(folder, monkeypatch):
 # Prompts in their order
 
 
-@pytest.mark.parametrize("size", [1, 3, 40])
-def test_batches_hold_every_prompt_once_and_like_lengths_together(size):
-    lengths = torch.randint(1, 99, (100,), generator=torch.Generator().manual_seed(0)).tolist()
-    parts = batches([Prompt([1] * length, "") for length in lengths], size)
-    assert sorted(number for part in parts for number in part) == [*range(100)]
-    assert {len(part) for part in parts[:-1]} == {size} and 0 < len(parts[-1]) <= size
-    near = [lengths[number] for part in parts[:16] for number in part]
-    assert near == sorted(near)
-
-
 def test_a_count_is_shared_out_by_weight_at_even_distances(folder, tokenizer):
     (folder / "other.txt").write_text(WORDS * 40)
     data = [
@@ -179,36 +169,47 @@ def test_a_count_is_shared_out_by_weight_at_even_distances(folder, tokenizer):
 # Interrupted
 
 
+def in_order(path):
+    """The texts; which of them is finished first depends on the others."""
+    return sorted(path.read_text().splitlines(), key=lambda line: json.loads(line)["number"])
+
+
+COUPLED = {"exit_layer": 2, "num_draft_tokens": 3, "rule": "coupled"}
+
+
 def test_a_file_cut_anywhere_is_made_whole_again(folder):
-    config = settings(folder)
+    config = settings(folder, draft=COUPLED)
     path = regenerate(config)
-    whole = path.read_bytes()
+    whole, texts = path.read_bytes(), in_order(path)
     ends = [place + 1 for place, byte in enumerate(whole) if byte == 10]
     assert len(ends) > 4
     for cut in (0, 1, ends[0], ends[2] - 1, ends[2], ends[2] + 5, ends[-1] - 1):
         path.write_bytes(whole[:cut])
-        assert regenerate(config).read_bytes() == whole, cut
+        assert in_order(regenerate(config)) == texts, cut
 
 
-def test_no_more_than_a_batch_is_written_anew(folder, monkeypatch):
+def test_only_what_is_missing_is_written_anew(folder, monkeypatch):
     config = settings(folder)
     path = regenerate(config)
-    whole, count = path.read_bytes(), len(records(path))
+    whole = path.read_bytes()
     path.write_bytes(whole[:-3])
-    rows = []
-    write_on = script.write_on
+    rows, append = [], script.append
     monkeypatch.setattr(
-        script, "write_on", lambda s, p, c, n: rows.append(n) or write_on(s, p, c, n)
+        script, "append", lambda path, line: rows.append(line) or append(path, line)
     )
-    assert regenerate(config).read_bytes() == whole
-    assert rows == [(count - 1) // 3]
-    assert regenerate(config).read_bytes() == whole and len(rows) == 1
+    regenerate(config)
+    assert [record["number"] for record in records(path)] == [
+        json.loads(line)["number"] for line in whole.splitlines()
+    ]
+    assert len(rows) == 1
+    assert regenerate(config) == path and len(rows) == 1
 
 
-def test_a_killed_run_ends_in_the_same_file(folder):
-    """`kill -9` once a batch is written, wherever the process then is."""
+def test_a_killed_run_ends_in_the_same_texts(folder):
+    """`kill -9` once a text is written, wherever the process then is."""
     (folder / "text.txt").write_text(WORDS * 25)
-    config = settings(folder, new_tokens=40, batch_size=2)
+    changes = {"new_tokens": 40, "batch_size": 2, "draft": COUPLED}
+    config = settings(folder, **changes)
     process = begin(config, folder)
     file = folder / "run" / "texts.jsonl"
     while process.poll() is None and not (file.exists() and file.stat().st_size):
@@ -216,9 +217,9 @@ def test_a_killed_run_ends_in_the_same_file(folder):
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert process.returncode == -signal.SIGKILL, "the run ended before it was killed"
-    whole = regenerate(settings(folder, new_tokens=40, batch_size=2, output=str(folder / "whole")))
+    whole = regenerate(settings(folder, output=str(folder / "whole"), **changes))
     assert len(file.read_bytes()) < len(whole.read_bytes())
-    assert regenerate(config).read_bytes() == whole.read_bytes()
+    assert in_order(regenerate(config)) == in_order(whole)
 
 
 def begin(config, folder) -> subprocess.Popen[str]:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from pydantic import Field
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -17,7 +16,7 @@ from selfspec import DEMO_MODEL, DraftConfig, SelfSpecModel
 from selfspec.config import StrictConfig
 
 from .data import SourceConfig
-from .data.prompts import Prompt, PromptConfig, batches, read_prompts
+from .data.prompts import Prompt, PromptConfig, read_prompts
 from .loop.checkpoint import changes, digest, read_facts, target_facts, write_facts
 from .loop.metrics import Display
 from .loop.parallel import processes
@@ -41,8 +40,9 @@ class RegenerateConfig(StrictConfig):
         new_tokens: the most tokens generated after a prompt.
         temperature: sampling temperature; 0 is greedy.
         top_p: nucleus sampling.
-        batch_size: prompts that are continued at once.
-        seed: seed of the order of the prompts and of sampling.
+        batch_size: prompts that are continued at a time; the next one starts when one has ended.
+        seed: seed of the order of the prompts and of sampling. With `rule: coupled` of `draft`,
+            each text depends on its prompt only (up to rounding), also when a run is resumed.
     """
 
     output: str
@@ -70,7 +70,7 @@ def regenerate(config: RegenerateConfig) -> Path:
     Raises:
         FileNotFoundError: a source has no files.
         ValueError: the folder holds other texts, or the data gives no prompts.
-        OSError: a batch could not be written; earlier ones are kept.
+        OSError: a text could not be written; earlier ones are kept.
     """
     if processes().num_processes > 1:
         raise ValueError("regenerate runs in one process; give each its share of the data instead")
@@ -119,92 +119,66 @@ def write_texts(
     prompts: Sequence[Prompt],
     config: RegenerateConfig,
 ) -> Path:
-    """Generate the batches that the file does not hold yet."""
+    """Generate the texts that the file does not hold yet; each is written when it is finished."""
     path = Path(config.output) / TEXTS_NAME
-    parts = batches(prompts, config.batch_size)
-    done = cut_to_batches(path, [len(part) for part in parts])
-    display = Display("regenerating", len(parts), done)
-    if done == len(parts):
+    done = numbers_in(path)
+    missing = [number for number in range(len(prompts)) if number not in done]
+    display = Display("regenerating", len(prompts), len(done))
+    if not missing:
         display.say(f"all {len(prompts)} texts are there: {path}")
         return path
+    outputs = spec.generate_batch_iter(
+        [prompts[number].tokens for number in missing],
+        batch_size=config.batch_size,
+        draft=config.draft or (DraftConfig() if spec.heads else "none"),
+        max_new_tokens=config.new_tokens,
+        seed=[seed_of(config.seed, number) for number in missing],
+        **_sampling(config),
+    )
     with display:
-        for number in range(done, len(parts)):
-            rows = write_on(spec, [prompts[n] for n in parts[number]], config, number)
-            lines = [
-                json.dumps(record(prompts[n], new, tokenizer, n), ensure_ascii=False) + "\n"
-                for n, new in zip(parts[number], rows, strict=True)
-            ]
-            append(path, "".join(lines))
-            display.step(
-                number + 1, _speed(spec), line=number % 10 == 0 or number + 1 == len(parts)
-            )
+        for count, output in enumerate(outputs, len(done) + 1):
+            number = missing[output.number]
+            if output.error is not None:
+                raise ValueError(f"prompt {number} was not continued: {output.error}")
+            line = record(prompts[number], output.generated_tokens, tokenizer, number)
+            append(path, json.dumps(line, ensure_ascii=False) + "\n")
+            last = count == len(prompts)
+            display.step(count, _speed(spec), line=last or count % config.batch_size == 0)
     display.say(f"{len(prompts)} texts: {path}")
     return path
 
 
-def cut_to_batches(path: Path, sizes: Sequence[int]) -> int:
-    """Drop an unfinished batch; returns the number of complete ones in the file.
-
-    Args:
-        path: the texts; may not exist.
-        sizes: lines of each batch.
-    """
+def numbers_in(path: Path) -> set[int]:
+    """Numbers of the prompts whose texts are in the file; an unfinished last line is removed."""
     if not path.exists():
-        return 0
-    done = lines = place = end = 0
-    with path.open("rb") as file:
-        for line in file:
-            if done == len(sizes) or not line.endswith(b"\n"):
-                break
-            lines, place = lines + 1, place + len(line)
-            if lines == sizes[done]:
-                done, lines, end = done + 1, 0, place
-    os.truncate(path, end)
-    return done
+        return set()
+    written = path.read_bytes()
+    end = written.rfind(b"\n") + 1
+    if end < len(written):
+        os.truncate(path, end)
+    return {json.loads(line)["number"] for line in written[:end].splitlines()}
 
 
-def append(path: Path, lines: str) -> None:
-    """Append a batch to the file and flush it to disk.
+def seed_of(seed: int, number: int) -> int:
+    """The seed of the sampling for a prompt."""
+    return int(np.random.SeedSequence((seed, number)).generate_state(1)[0])
+
+
+def append(path: Path, line: str) -> None:
+    """Append a text to the file and flush it to disk.
 
     Raises:
         OSError: it could not be written.
     """
     try:
         with path.open("ab") as file:
-            file.write(lines.encode())
+            file.write(line.encode())
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
         raise OSError(
-            f"{path} could not be written ({error}); run it again to resume after the last "
-            "complete batch"
+            f"{path} could not be written ({error}); run it again to resume after the last text"
         ) from error
-
-
-def write_on(
-    spec: SelfSpecModel, prompts: Sequence[Prompt], config: RegenerateConfig, number: int
-) -> list[list[int]]:
-    """The new tokens of each prompt of a batch, stop token included."""
-    device = spec.engine.decoder.device
-    width = max(len(prompt.tokens) for prompt in prompts)
-    tokens = torch.zeros(len(prompts), width, dtype=torch.long)
-    mask = torch.zeros_like(tokens)
-    for row, prompt in enumerate(prompts):
-        tokens[row, width - len(prompt.tokens) :] = torch.tensor(prompt.tokens)
-        mask[row, width - len(prompt.tokens) :] = 1
-    seed = np.random.SeedSequence((config.seed, number)).generate_state(1)
-    plain = DraftConfig(drafter="none")
-    spec.generate(
-        tokens.to(device),
-        attention_mask=mask.to(device),
-        draft=config.draft or (DraftConfig() if spec.heads else plain),
-        generator=torch.Generator(device).manual_seed(int(seed[0])),
-        max_new_tokens=config.new_tokens,
-        pad_token_id=0,
-        **_sampling(config),
-    )
-    assert spec.last_trace is not None
-    return [spec.last_trace.tokens(row) for row in range(len(prompts))]
 
 
 def _sampling(config: RegenerateConfig) -> dict[str, Any]:

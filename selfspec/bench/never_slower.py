@@ -2,9 +2,9 @@
 
 Run `python -m selfspec.bench.never_slower` from a checkout. It measures five tiny random families
 in float32, and the model in the package without its heads in both dtypes, each in a fresh process;
-with `--hybrids`, ten families with recurrent layers. It prints one line for each mode and prompt
-set. The exit code is 1 if the default, or the loop without drafts, is slower than .98 of `generate`
-in any of them.
+with `--hybrids`, ten families with recurrent layers; with `--families`, the named ones. It prints
+one line for each mode and prompt set. The exit code is 1 if the default, or the loop without
+drafts, is slower than .98 of `generate` in any of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ _DELTA_NET = {"layer_types": _LINEAR, "linear_num_value_heads": 4, "linear_num_k
 HYBRIDS: Mapping[str, Mapping[str, Any]] = {
     "qwen3_next": {**_EXPERTS, **_DELTA_NET},
     "qwen3_5_text": _DELTA_NET,
-    "falcon_h1": {},
+    "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 3},
     "granitemoehybrid": {**_EXPERTS, "layer_types": _LINEAR, "mamba_n_heads": 4},
     "nemotron_h": {"layers_block_type": _LINEAR, "mamba_num_heads": 8, "mamba_head_dim": 16},
@@ -57,17 +57,17 @@ HYBRIDS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def write_targets(folder: Path, hybrids: bool) -> Iterator[tuple[Path, str]]:
+def write_targets(folder: Path, families: Sequence[str], demo: bool) -> Iterator[tuple[Path, str]]:
     """Write the checkpoints; yields the folder and the dtype of each."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
-    families = HYBRIDS if hybrids else {family: {} for family in FAMILIES}
-    for family, own in families.items():
+    for family in families:
         torch.manual_seed(0)
-        config = AutoConfig.for_model(family, vocab_size=len(tokenizer), **{**_TINY, **own})
+        values = {**_TINY, **HYBRIDS.get(family, {})}
+        config = AutoConfig.for_model(family, vocab_size=len(tokenizer), **values)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / family)
         tokenizer.save_pretrained(folder / family)
         yield folder / family, "float32"
-    if hybrids:
+    if not demo:
         return
     AutoModelForCausalLM.from_pretrained(DEMO_MODEL).save_pretrained(folder / "demo")
     tokenizer.save_pretrained(folder / "demo")
@@ -108,11 +108,14 @@ def main() -> int:
     """Run it; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", default="configs/never_slower.yaml")
-    parser.add_argument("--hybrids", action="store_true", help="families with recurrent layers")
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--hybrids", action="store_true", help="families with recurrent layers")
+    chosen.add_argument("--families", nargs="+", help="model types, for example llama lfm2")
     arguments = parser.parse_args()
+    families = arguments.families or (HYBRIDS if arguments.hybrids else FAMILIES)
     console, speeds = Console(soft_wrap=True), []
     with tempfile.TemporaryDirectory() as folder:
-        for target, dtype in write_targets(Path(folder), arguments.hybrids):
+        for target, dtype in write_targets(Path(folder), [*families], families is FAMILIES):
             console.print(f"{target.name}, {dtype}")
             output = Path(folder) / "bench" / f"{target.name}-{dtype}"
             for speed, line in lines(measure(target, dtype, arguments.config, output)):

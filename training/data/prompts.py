@@ -14,8 +14,6 @@ from selfspec.config import StrictConfig
 from . import SourceConfig, read_texts
 from .sources import is_chat, read_chats, render_chat
 
-_WINDOW = 16  # batches among which prompts are sorted by length
-
 
 class Prompt(NamedTuple):
     """A prompt for the target.
@@ -125,12 +123,3 @@ def _nothing(source: SourceConfig, config: PromptConfig, found: int, longest: in
 def _evenly(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
     count = min(count, len(prompts))
     return [prompts[place * len(prompts) // count] for place in range(count)]
-
-
-def batches(prompts: Sequence[Prompt], size: int) -> list[list[int]]:
-    """Indices of the prompts of each batch; nearby prompts of similar length share a batch."""
-    numbers: list[int] = []
-    for start in range(0, len(prompts), size * _WINDOW):
-        window = range(start, min(start + size * _WINDOW, len(prompts)))
-        numbers += sorted(window, key=lambda number: len(prompts[number].tokens))
-    return [numbers[start : start + size] for start in range(0, len(numbers), size)]
