@@ -129,7 +129,7 @@ def test_a_text_loops_when_its_last_32_tokens_have_a_short_period(period, before
 
 def run_of(counts, times, number=0, method="m", **more):
     key = Key(Place("s", "p", 1, method), number, 0)
-    return Run(key, [[0] * sum(counts)], list(counts), list(times), [], **more)
+    return Run([[0] * sum(counts)], list(counts), list(times), [], **more, key=key)
 
 
 def test_a_runs_rate_leaves_its_prefill_out():
