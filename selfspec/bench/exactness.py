@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,28 +19,8 @@ from selfspec.bench.config import MethodConfig
 from selfspec.bench.prompts import Batch
 from selfspec.bench.run import make_method, stop_ids
 from selfspec.config import DraftConfig
+from selfspec.display.divergence import Divergence, find_divergence
 from selfspec.model import SelfSpecModel
-
-# Roundings that a score may differ by between a pass over one token and one over several.
-_ROUNDINGS = 32
-
-
-class Divergence(NamedTuple):
-    """The first difference of two continuations.
-
-    Attributes:
-        position: index of the first new token that differs.
-        plain: the token of the model's own `generate`; `None` after its end.
-        other: the other token; `None` after its end.
-        margin: difference of their processed scores; `None` if one output ended.
-        rounding: whether a margin that small can come from rounding in this dtype.
-    """
-
-    position: int
-    plain: int | None
-    other: int | None
-    margin: float | None
-    rounding: bool
 
 
 def first_divergence(
@@ -54,23 +35,12 @@ def first_divergence(
         plain: tokens of the model's own `generate`.
         other: tokens of another method.
     """
-    if plain == other:
-        return None
-    pairs = enumerate(zip(plain, other, strict=False))
-    position = next((i for i, (a, b) in pairs if a != b), min(len(plain), len(other)))
-    tokens = [text[position] if position < len(text) else None for text in (plain, other)]
-    a, b = tokens
-    if a is None or b is None:
-        return Divergence(position, a, b, None, rounding=False)
-    scores = _scores(spec, prompt, plain[:position], options)
-    margin = abs(float(scores[a] - scores[b]))
-    size = float(scores[scores.isfinite()].abs().max())
-    rounding = margin <= _ROUNDINGS * torch.finfo(spec.engine.decoder.dtype).eps * size
-    return Divergence(position, a, b, margin if margin < float("inf") else None, rounding)
+    scores_after = partial(_scores, spec, prompt, options)
+    return find_divergence(plain, other, scores_after, spec.engine.decoder.dtype)
 
 
 def _scores(
-    spec: SelfSpecModel, prompt: Batch, written: list[int], options: dict[str, Any]
+    spec: SelfSpecModel, prompt: Batch, options: dict[str, Any], written: list[int]
 ) -> Tensor:
     """`[vocab]` the scores of the model's own `generate` for the next token."""
     generate: Any = spec.model.generate

@@ -77,16 +77,8 @@ def _verdicts(target: Loaded, result: CheckResult) -> list[str]:
     equal = result.texts - len(result.divergences)
     lines = [f"greedy: {equal} of {result.texts} outputs are equal"]
     for number, found in result.divergences.items():
-        wrote = [
-            "its end" if token is None else repr(target.tokenizer.decode([token]))
-            for token in (found.plain, found.other)
-        ]
-        apart = "" if found.margin is None else f", scores {found.margin:.3g} apart"
         excuse = " (rounding)" if found.rounding else ""
-        lines.append(
-            f"  output {number} differs at token {found.position}: plain {wrote[0]}, "
-            f"speculation {wrote[1]}{apart}{excuse}"
-        )
+        lines.append(f"  output {number} differs at {found.describe(target.tokenizer)}{excuse}")
     if not result.wide and result.divergences:
         lines.append("  half precision rounds passes of different width differently")
     if result.p_values:

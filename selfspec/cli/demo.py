@@ -166,7 +166,7 @@ def _show_demo(console: Console, writer: Writer, source: str) -> DemoResult:
         streamer = OriginStreamer(console, writer.tokenizer)
     result = run_demo(writer, streamer, lambda: progress().status("timing"))
     console.print(Rule())
-    said = verdict(len(result.plain[0].tokens), result.equal, result.exact, result.divergence)
+    said = verdict(writer, len(result.plain[0].tokens), result.divergence)
     console.print(legend(console), said, sep="\n")
     return result
 

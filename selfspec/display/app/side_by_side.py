@@ -333,8 +333,7 @@ class _Job:
             return None
         divergence = first_divergence(writer, plain, ours) if writer.comparable else None
         equal = divergence is None if writer.comparable else None
-        line = verdict(len(plain), equal, writer.exact, divergence)
-        return Ending(line, equal, writer.exact)
+        return Ending(verdict(writer, len(plain), divergence), equal, writer.exact)
 
     def _generate(self, state: State, progress: Progress, write: Callable[..., Run]) -> list[int]:
         """Run one generation; returns its tokens, none if it was stopped before."""
