@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 
 from selfspec.cli import options as opt
-from selfspec.cli.common import Loaded, load, print_json, progress, quiet_transformers, reporting
+from selfspec.cli.common import Loaded, Source, print_json, progress, quiet_transformers, reporting
 
 if TYPE_CHECKING:
     from selfspec.bench import Bench, BenchConfig, Progress, Report
@@ -142,10 +142,15 @@ def _loaded(config: BenchConfig) -> tuple[Loaded, dict[str, Any]]:
 
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    dtype = opt.Dtype(config.dtype)
-    kernels, kv_cache = opt.Kernels(config.kernels), opt.KVCache(config.kv_cache_dtype)
-    place = config.heads, dtype, config.device, config.profile
-    target = load(config.target, *place, kernels=kernels, kv_cache=kv_cache)
+    target = Source(
+        config.target,
+        config.heads,
+        config.dtype,
+        config.device,
+        config.profile,
+        config.kernels,
+        config.kv_cache_dtype,
+    ).load()
     processor = device_name(target.spec.engine.decoder.device)
     return target, {**target.to_dict(), "processor": processor, **_versions()}
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from selfspec.cli import options as opt
-from selfspec.cli.common import Loaded, load, print_json, progress, read_prompts, reporting
+from selfspec.cli.common import Loaded, Source, print_json, progress, read_prompts, reporting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,10 +28,10 @@ def check(
     ] = None,
     model: opt.Model = None,
     heads: opt.Heads = None,
-    dtype: opt.DtypeOption = opt.Dtype.auto,
+    dtype: opt.DtypeOption = "auto",
     device: opt.Device = None,
-    kernels: opt.KernelsOption = opt.Kernels.eager,
-    kv_cache: opt.KVCacheOption = opt.KVCache.auto,
+    kernels: opt.KernelsOption = "eager",
+    kv_cache: opt.KVCacheOption = "auto",
     profile: opt.Profile = None,
     config: opt.Config = None,
     draft: opt.Draft = None,
@@ -51,7 +51,7 @@ def check(
 
     drafting = opt.draft_config(config, draft)
     with reporting(as_json) as console:
-        target = load(model, heads, dtype, device, profile, kernels, kv_cache)
+        target = Source(model, heads, dtype, device, profile, kernels, kv_cache).load()
         drafting = drafting or target.spec.default_draft
         prompts = _prompts(target, file)
         sampling = Sampling(samples=samples) if samples else None

@@ -5,17 +5,24 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 
 from selfspec.cli import options as opt
-from selfspec.cli.common import Loaded, load, print_json, progress, read_prompts, reporting, summary
+from selfspec.cli.common import (
+    Loaded,
+    Source,
+    print_json,
+    progress,
+    read_prompts,
+    reporting,
+    summary,
+)
 
 if TYPE_CHECKING:
     from selfspec.config import DraftConfig
@@ -24,15 +31,7 @@ if TYPE_CHECKING:
 _JOB = "Job"
 
 
-class Format(str, Enum):
-    """What `--format` takes."""
-
-    text = "text"
-    jsonl = "jsonl"
-    trace = "trace"
-    svg = "svg"
-
-
+Format = Literal["text", "jsonl", "trace", "svg"]
 PromptText = Annotated[
     str | None, typer.Argument(help="Text to continue; - reads stdin.", show_default="stdin")
 ]
@@ -91,10 +90,10 @@ def generate(
     processes: Processes = 1,
     model: opt.Model = None,
     heads: opt.Heads = None,
-    dtype: opt.DtypeOption = opt.Dtype.auto,
+    dtype: opt.DtypeOption = "auto",
     device: opt.Device = None,
-    kernels: opt.KernelsOption = opt.Kernels.eager,
-    kv_cache: opt.KVCacheOption = opt.KVCache.auto,
+    kernels: opt.KernelsOption = "eager",
+    kv_cache: opt.KVCacheOption = "auto",
     config: opt.Config = None,
     draft: opt.Draft = None,
     profile: opt.Profile = None,
@@ -103,7 +102,7 @@ def generate(
     top_k: opt.TopK = None,
     top_p: opt.TopP = None,
     seed: opt.Seed = 0,
-    form: FormatOption = Format.text,
+    form: FormatOption = "text",
     as_json: opt.AsJson = False,
 ) -> None:
     """Continue prompts: the output of the model's own decoding, sooner."""
@@ -114,13 +113,13 @@ def generate(
     prompts = read_prompts(prompt, prompts_file or file)
     drafting = opt.draft_config(config, draft)
     options = {"max_new_tokens": max_new_tokens, **opt.sampling(temperature, top_k, top_p)}
+    source = Source(model, heads, dtype, device, profile, kernels, kv_cache)
     if output is not None:
-        place = model, heads, dtype, device, profile, kernels, kv_cache
-        job = _Job(*place, drafting, options, seed, batch_size)
+        job = _Job(source, drafting, options, seed, batch_size)
         job.run(prompts, output, processes, as_json)
         return
     with reporting(as_json) as console:
-        target = load(model, heads, dtype, device, profile, kernels, kv_cache)
+        target = source.load()
         drafting = drafting or target.spec.default_draft
         writer = _Writer(target, drafting, options, seed)
         results = [writer.write(text, form, console) for text in prompts]
@@ -160,7 +159,7 @@ class _Writer:
         assert stats is not None and trace is not None
         text = tokenizer.decode(trace.tokens(), skip_special_tokens=True)
         result = {"prompt": prompt, "text": text, "stats": stats.to_dict()}
-        if form is Format.trace:
+        if form == "trace":
             result["trace"] = [
                 {"drafted": r.drafted, "accepted": r.accepted, "target": r.target}
                 for r in trace.rows[0]
@@ -170,17 +169,17 @@ class _Writer:
         return result
 
     def _streamer(self, form: Format, console: Console) -> Any:
-        if form is not Format.text or console.quiet:
+        if form != "text" or console.quiet:
             return None
         from transformers import TextStreamer
 
         return TextStreamer(self.target.tokenizer, skip_prompt=True, skip_special_tokens=True)
 
     def _show(self, form: Format, console: Console, result: dict[str, Any], trace: Trace) -> None:
-        if form is Format.jsonl:
+        if form == "jsonl":
             print_json(result)
             return
-        if form is Format.trace:
+        if form == "trace":
             from selfspec.display import pieces, write_piece
 
             for piece in pieces(trace, self.target.tokenizer):
@@ -188,7 +187,7 @@ class _Writer:
             console.file.write("\n")
         stats = self.target.spec.last_stats
         assert stats is not None
-        if form is Format.svg:
+        if form == "svg":
             from selfspec.display import trace_svg
 
             title = (
@@ -203,13 +202,7 @@ class _Writer:
 class _Job:
     """Many prompts over several processes, each with a target of its own."""
 
-    model: str | None
-    heads: str | None
-    dtype: opt.Dtype
-    device: str | None
-    profile: Path | None
-    kernels: opt.Kernels
-    kv_cache: opt.KVCache
+    source: Source
     draft: DraftConfig | None
     options: dict[str, Any]
     seed: int
@@ -219,8 +212,10 @@ class _Job:
         """Answer all prompts into `output`."""
         from selfspec.generation.jobs import run_job
 
-        aside = ("device", "batch_size")  # keys that do not change the output
-        identity = {name: str(value) for name, value in vars(self).items() if name not in aside}
+        # Device and batch size may change: the output stays the same.
+        place = self.source._replace(device=None)._asdict()
+        facts = {**place, "draft": self.draft, "options": self.options, "seed": self.seed}
+        identity = {name: str(value) for name, value in facts.items()}
         bar = Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=progress())
         with reporting(as_json) as console, bar:
             task = bar.add_task("prompts", total=len(prompts))
@@ -238,13 +233,12 @@ class _Job:
         """Make the function that answers prompts in process `worker` of `workers`."""
         import torch
 
-        device = self.device
-        if device is None and torch.cuda.is_available():
-            device = f"cuda:{worker % torch.cuda.device_count()}"
+        source = self.source
+        if source.device is None and torch.cuda.is_available():
+            source = source._replace(device=f"cuda:{worker % torch.cuda.device_count()}")
         if workers > 1:
             torch.set_num_threads(max(1, torch.get_num_threads() // workers))
-        place = self.heads, self.dtype, device, self.profile, self.kernels, self.kv_cache
-        return partial(self._answers, load(self.model, *place))
+        return partial(self._answers, source.load())
 
     def _answers(
         self, target: Loaded, prompts: Mapping[int, str]

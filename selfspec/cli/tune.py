@@ -15,7 +15,7 @@ from rich.progress import Progress as Bar
 from selfspec.cli import options as opt
 from selfspec.cli.common import (
     Loaded,
-    load,
+    Source,
     make_folder_of,
     print_json,
     progress,
@@ -43,9 +43,9 @@ Texts = Annotated[
 def tune(
     model: opt.Model = None,
     heads: opt.Heads = None,
-    dtype: opt.DtypeOption = opt.Dtype.auto,
+    dtype: opt.DtypeOption = "auto",
     device: opt.Device = None,
-    kernels: opt.KernelsOption = opt.Kernels.eager,
+    kernels: opt.KernelsOption = "eager",
     text: Texts = None,
     config: Annotated[
         Path | None,
@@ -82,7 +82,7 @@ def tune(
     wanted = load_config(TuneConfig, config, fields or ())
     texts = read_texts(text)
     with reporting(as_json) as console:
-        target = load(model, heads, dtype, device, kernels=kernels)
+        target = Source(model, heads, dtype, device, kernels=kernels).load()
         output = output or _output(target, model, heads)
         make_folder_of(output)
         work = output.with_suffix(".work.jsonl")

@@ -30,7 +30,7 @@ from transformers.generation.streamers import BaseStreamer
 from selfspec import DEMO_MODEL
 from selfspec.config import DraftConfig, StrictConfig
 from selfspec.display.divergence import Divergence, find_divergence
-from selfspec.display.plots import exit_readings
+from selfspec.display.plots import read_exits
 from selfspec.heads import head_class
 from selfspec.model import SelfSpecModel
 from selfspec.sampling import COUPLED
@@ -278,10 +278,18 @@ def exit_agreements(
     shared, fitted = head_class("shared"), {(h.kind, h.exit_layer) for h in heads}
     exits = sorted({head.exit_layer for head in heads} - {0}) or [max(1, decoder.depth // 4)]
     heads += [shared.build(decoder, e) for e in exits if (shared.kind, e) not in fitted]
-    readings = [exit_readings(spec, tokenizer, text, heads) for text in texts]
-    shares = torch.cat([reading.agrees for reading in readings], dim=1).double().mean(1).tolist()
-    rows = zip(readings[0].kinds[:-1], readings[0].layers, shares, strict=False)  # not the model's
-    return sorted((ExitAgreement(*row) for row in rows), key=lambda each: -each.share)
+    agrees: list[Tensor] = []
+    for text in texts:
+        tokens = tokenizer(text, return_tensors="pt").input_ids[:, : decoder.max_positions]
+        with torch.inference_mode():
+            ids = read_exits(decoder, tokens.to(decoder.device), heads)[0]
+        agrees.append(ids[:-1] == ids[-1])
+    shares = torch.cat(agrees, dim=1).double().mean(1).tolist()
+    found = [
+        ExitAgreement(head.kind, head.exit_layer, share)
+        for head, share in zip(heads, shares, strict=True)
+    ]
+    return sorted(found, key=lambda each: -each.share)
 
 
 def first_divergence(writer: Writer, plain: list[int], other: list[int]) -> Divergence | None:

@@ -109,9 +109,22 @@ def exit_readings(
     if heads is None:
         heads = [SharedHead.build(decoder, layer) for layer in range(1, decoder.depth)]
     heads = sorted(heads, key=lambda head: head.exit_layer)
-    reading = target_states(
-        decoder, tokens, None, [layer for head in heads for layer in head.input_layers]
-    )
+    ids, *figures = read_exits(decoder, tokens, heads)
+    shown, said = _in_words(tokenizer, tokens[0].tolist(), ids)
+    kinds = [*(head.kind for head in heads), MODEL]
+    layers = [*(head.exit_layer for head in heads), decoder.depth]
+    return ExitReadings(kinds, layers, shown, said, ids, *figures)
+
+
+def read_exits(decoder: Decoder, tokens: Tensor, heads: Sequence[ExitHead]) -> list[Tensor]:
+    """What heads, and after them the model, predict after each token of `tokens` `[1, n]`.
+
+    Returns:
+        On the CPU, `[rows, n]` each: the most likely token, its probability, the entropy, the
+        overlap with the model's distribution.
+    """
+    layers = [layer for head in heads for layer in head.input_layers]
+    reading = target_states(decoder, tokens, None, layers)
     target_probs = _probabilities(decoder.unembed(reading.normed))
     rows: list[list[Tensor]] = []
     for head in heads:
@@ -119,11 +132,7 @@ def exit_readings(
         logits = head.expand_logits(head.logits(decoder, state), decoder)
         rows.append(_figures(_probabilities(logits), target_probs))
     rows.append(_figures(target_probs, target_probs))
-    ids, *figures = (torch.stack(column).cpu() for column in zip(*rows, strict=True))
-    shown, said = _in_words(tokenizer, tokens[0].tolist(), ids)
-    kinds = [*(head.kind for head in heads), MODEL]
-    layers = [*(head.exit_layer for head in heads), decoder.depth]
-    return ExitReadings(kinds, layers, shown, said, ids, *figures)
+    return [torch.stack(column).cpu() for column in zip(*rows, strict=True)]
 
 
 def _encode(decoder: Decoder, tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:
