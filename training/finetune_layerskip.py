@@ -9,7 +9,6 @@ held-out loss before and after, at full depth and after every layer.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,11 +29,11 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from selfspec.config import StrictConfig
-from selfspec.heads.files import replacing
 
 from .data import Mixture, SourceConfig
 from .language.layerskip import LayerSkip, LayerSkipConfig
 from .language.task import HeldOut
+from .loop.checkpoint import write_facts
 from .loop.loop import Loop, LoopConfig
 from .loop.optim import OptimizerConfig
 from .loop.parallel import processes, whole
@@ -251,8 +250,7 @@ def save(
     }
     model.to(stored_dtype(config))  # pyright: ignore[reportArgumentType]
     finish_folder(output / "model", model, tokenizer, facts)
-    with replacing(output / COMPARISON_NAME) as scratch:
-        scratch.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    write_facts(output / COMPARISON_NAME, facts)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -164,28 +164,34 @@ def _acceptance(ax: Axes, rows: list[Row]) -> None:
 def _lengths(ax: Axes, rows: list[Row]) -> None:
     """Shares of rounds by accepted drafts: a bar per row, darker for more."""
     most = max(max(row.accepted_lengths) for row in rows)
-    left = [0.0] * len(rows)
-    for kept in range(most + 1):
-        shares = [
-            row.accepted_lengths.get(kept, 0) / sum(row.accepted_lengths.values()) for row in rows
+    totals = [sum(row.accepted_lengths.values()) for row in rows]
+    parts = {
+        str(kept): [
+            row.accepted_lengths.get(kept, 0) / n for row, n in zip(rows, totals, strict=True)
         ]
-        colour = (0.0, 0.45, 0.7, (kept + 1) / (most + 1))
-        ax.barh(range(len(rows)), shares, left=left, color=colour, label=str(kept))
-        left = [start + share for start, share in zip(left, shares, strict=True)]
-    _name_bars(ax, rows)
+        for kept in range(most + 1)
+    }
+    colours = [(0.0, 0.45, 0.7, (kept + 1) / (most + 1)) for kept in range(most + 1)]
+    _stacked_bars(ax, rows, parts, colours)
     ax.set(xlabel="share of rounds", xlim=(0, 1))
     ax.legend(title="accepted drafts", **_OUTSIDE)
 
 
 def _time(ax: Axes, rows: list[Row]) -> None:
-    left = [0.0] * len(rows)
-    for part, colour in _PARTS.items():
-        shares = [row.time_split[part] for row in rows]
-        ax.barh(range(len(rows)), shares, left=left, color=colour, label=part)
-        left = [start + share for start, share in zip(left, shares, strict=True)]
-    _name_bars(ax, rows)
+    parts = {part: [row.time_split[part] for row in rows] for part in _PARTS}
+    _stacked_bars(ax, rows, parts, list(_PARTS.values()))
     ax.set(xlabel="share of decode time", xlim=(0, 1))
     ax.legend(**_OUTSIDE)
+
+
+def _stacked_bars(
+    ax: Axes, rows: list[Row], parts: Mapping[str, Sequence[float]], colours: Sequence[Any]
+) -> None:
+    left = [0.0] * len(rows)
+    for (label, widths), colour in zip(parts.items(), colours, strict=True):
+        ax.barh(range(len(rows)), widths, left=left, color=colour, label=label)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    _name_bars(ax, rows)
 
 
 def _memory(ax: Axes, rows: list[Row]) -> None:

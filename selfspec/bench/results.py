@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby, pairwise
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from selfspec.bench.exactness import Divergence, first_divergence
 from selfspec.bench.run import Bench, Memory, Place, Run, RunFile
 from selfspec.bench.shapes import bytes_a_round
 from selfspec.display.report import HTMLReport
-from selfspec.heads.files import replacing
+from selfspec.heads.files import replace_text
 from selfspec.schedule.stats import PARTS
 
 _DRAWS = 4000
@@ -106,8 +106,6 @@ class Row:
             of tokens/s.
         drafting: over selfspec's own loop without drafts (a method with `drafter: none`), in the
             same way; what drafting brings beyond the kernels. `None` without such a method.
-        speedup_of_totals: ratio of all tokens over all seconds, over batches that both methods
-            generated; a batch has the median speed of its repeats.
         speedup_without_loops: over batches in which no output of either method loops.
         looping: share of outputs that loop.
         ended: share of outputs that stopped before `max_new_tokens`.
@@ -133,7 +131,6 @@ class Row:
     ms_per_token_p95: float | None = None
     speedup: Interval | None = None
     drafting: Interval | None = None
-    speedup_of_totals: float | None = None
     speedup_without_loops: Interval | None = None
     looping: float | None = None
     ended: float | None = None
@@ -206,7 +203,6 @@ def _row(
         texts=len(texts),
         speedup=median_interval(list(ratios.values()), seed),
         drafting=median_interval(list(_ratios(rates, _rates(loop)).values()), seed),
-        speedup_of_totals=_of_totals((runs, rates), (base, own)),
         speedup_without_loops=median_interval(straight, seed),
         looping=sum(map(loops, texts)) / len(texts),
         ended=sum(len(text) < bench.config.max_new_tokens for text in texts) / len(texts),
@@ -229,20 +225,6 @@ def _rates(runs: Sequence[Run]) -> dict[int, float]:
 
 def _ratios(rates: Mapping[int, float], base: Mapping[int, float]) -> dict[int, float]:
     return {number: rate / base[number] for number, rate in rates.items() if number in base}
-
-
-def _of_totals(*methods: tuple[Sequence[Run], Mapping[int, float]]) -> float | None:
-    """Tokens per second of the first method over the second's, by runs and rates of both."""
-    both = set.intersection(*(set(rates) for _, rates in methods))
-    totals: list[float] = []
-    for runs, rates in methods:
-        tokens = {
-            number: [run.decoded for run in runs if run.key.number == number] for number in both
-        }
-        usual = {number: mean(counts) for number, counts in tokens.items()}
-        seconds = sum(count / rates[number] for number, count in usual.items())
-        totals.append(sum(usual.values()) / seconds if seconds else 0.0)
-    return totals[0] / totals[1] if all(totals) else None
 
 
 def _times(runs: Sequence[Run], rates: Mapping[int, float]) -> dict[str, Any]:
@@ -383,9 +365,11 @@ def number(value: float | None, digits: int) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 
 
-def mebibytes(count: int) -> str:
-    """Bytes as MiB."""
-    return f"{count / 2**20:,.1f}"
+def memory_cell(memory: Memory | None) -> str:
+    """Peak and growth in MiB, or a dash for `None`."""
+    if memory is None:
+        return "–"
+    return f"{memory.peak / 2**20:,.1f} ({memory.growth / 2**20:,.1f})"
 
 
 Cell = Callable[[Row], str]
@@ -497,11 +481,7 @@ SHEETS = (
             "ms/token (p95)": lambda row: (
                 f"{number(row.ms_per_token, 2)} ({number(row.ms_per_token_p95, 2)})"
             ),
-            "peak MiB (grown by)": lambda row: (
-                "–"
-                if row.memory is None
-                else f"{mebibytes(row.memory.peak)} ({mebibytes(row.memory.growth)})"
-            ),
+            "peak MiB (grown by)": lambda row: memory_cell(row.memory),
         },
     ),
 )
@@ -567,8 +547,7 @@ class Report:
         values = json.dumps(self.to_dict(), indent=2, allow_nan=False)
         texts = {"results.json": values + "\n", "results.md": self._markdown()}
         for name, text in texts.items():
-            with replacing(folder / name) as scratch:
-                scratch.write_text(text, encoding="utf-8")
+            replace_text(folder / name, text)
         return list(texts)
 
     def write_page(self, folder: Path, pictures: Sequence[Path]) -> str:

@@ -92,13 +92,11 @@ class Loaded:
 
     Attributes:
         name: the name that the user gave.
-        embedded: whether it is the model in the package.
         spec: the wrapped model.
         tokenizer: its tokenizer.
     """
 
     name: str
-    embedded: bool
     spec: SelfSpecModel
     tokenizer: PreTrainedTokenizerBase
 
@@ -159,7 +157,7 @@ class Source(NamedTuple):
             spec = self.load_spec()
             from transformers import AutoTokenizer
 
-            return Loaded(name, self.model is None, spec, AutoTokenizer.from_pretrained(path))
+            return Loaded(name, spec, AutoTokenizer.from_pretrained(path))
 
     def load_spec(self) -> SelfSpecModel:
         """Load the target without its tokenizer; raises as `load` does."""

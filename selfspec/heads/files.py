@@ -38,6 +38,23 @@ def replacing(path: Path) -> Iterator[Path]:
         scratch.unlink(missing_ok=True)
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Write a text file atomically."""
+    with replacing(path) as scratch:
+        scratch.write_text(text, encoding="utf-8")
+
+
+def read_object(path: Path, remedy: str = "it may be truncated") -> dict[str, Any]:
+    """The JSON object in a file; ValueError, ending with `remedy`, if it is damaged."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no valid JSON ({error}); {remedy}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} must hold a JSON object, got a {type(found).__name__}; {remedy}")
+    return found
+
+
 class CheckpointFiles:
     """The safetensors files of a checkpoint, which are read tensor by tensor.
 

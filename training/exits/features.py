@@ -8,7 +8,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -239,28 +239,18 @@ def streams_of(heads: Sequence[ExitHead]) -> list[int]:
     return sorted({layer for head in heads for layer in head.input_layers})
 
 
-class Reader(Protocol):
-    """Provides the target's hidden states for a batch."""
-
-    def read(self, batch: Batch) -> TargetStates:
-        """The target's hidden states for a batch."""
-        ...
+Reader = Callable[[Batch], TargetStates]
+"""Provides the target's hidden states for a batch."""
 
 
-class TargetReader:
+def target_reader(decoder: Decoder, streams: Sequence[int]) -> Reader:
     """Runs the target over each batch.
 
     Args:
         decoder: the target.
         streams: hidden states to keep, by the number of layers below.
     """
-
-    def __init__(self, decoder: Decoder, streams: Sequence[int]):
-        self.decoder, self.streams = decoder, streams
-
-    def read(self, batch: Batch) -> TargetStates:
-        """Run the target."""
-        return target_states(self.decoder, batch.tokens, batch.documents, self.streams)
+    return lambda batch: target_states(decoder, batch.tokens, batch.documents, streams)
 
 
 class CachedReader:
@@ -289,7 +279,7 @@ class CachedReader:
         shards = range(manifest.files)
         self.files = [safe_open(shard_path(folder, n), framework="pt") for n in shards]
 
-    def read(self, batch: Batch) -> TargetStates:
+    def __call__(self, batch: Batch) -> TargetStates:
         """The hidden states of a batch.
 
         Raises:
@@ -376,13 +366,13 @@ def _read_shard(
     manifest: Manifest, number: int, decoder: Decoder, text: Sequence[Blocks]
 ) -> dict[str, Tensor]:
     """`[blocks, block_size, hidden]` of each stream, over the blocks of a shard."""
-    reader = TargetReader(decoder, manifest.streams)
+    read = target_reader(decoder, manifest.streams)
     numbers = manifest.blocks_of(number)
     parts: list[dict[str, Tensor]] = []
     # A pass always holds the same blocks, so that rounding is reproducible.
     for start in range(numbers.start, numbers.stop, _ROWS):
         batch = collate([_block(text, n) for n in numbers[start - numbers.start :][:_ROWS]])
-        reading = reader.read(batch.to(decoder.device))
+        reading = read(batch.to(decoder.device))
         tensors = {_stream(layer): stream for layer, stream in reading.streams.items()}
         tensors["normed"] = reading.normed
         parts.append({name: t.to("cpu", manifest.torch_dtype) for name, t in tensors.items()})

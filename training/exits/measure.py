@@ -18,7 +18,7 @@ from selfspec.decoder import Decoder
 from selfspec.heads import ExitHead
 
 from ..data import Blocks
-from .calibrate import Bin, Calibration, calibration, fit_calibrator
+from .calibrate import Bin, expected_calibration_error, fit_calibrator, reliability
 from .report import ExitFigures
 from .task import Drafts, HeldOutDrafts
 
@@ -170,21 +170,23 @@ def calibrate(
     errors: list[float] = []
     bins: dict[str, list[Bin]] = {}
     for head, drafts in zip(spec.heads, zip(*drafted, strict=True), strict=True):
-        quality = {mode: _calibrate(head, mode, drafts) for mode in ("greedy", "sampled")}
+        for mode in ("greedy", "sampled"):
+            predicted, accepted = _calibrate(head, mode, drafts)
+            bins[f"{head.kind}, exit {head.exit_layer}, {mode}"] = reliability(predicted, accepted)
+            if mode == "greedy":
+                errors.append(expected_calibration_error(predicted, accepted))
         head.calibrators.to(spec.engine.decoder.device)
-        errors.append(quality["greedy"].ece_after)
-        for mode, found in quality.items():
-            bins[f"{head.kind}, exit {head.exit_layer}, {mode}"] = found.reliability
     return errors, bins
 
 
-def _calibrate(head: ExitHead, mode: str, drafts: Sequence[Drafts]) -> Calibration:
+def _calibrate(head: ExitHead, mode: str, drafts: Sequence[Drafts]) -> tuple[Tensor, Tensor]:
+    """Fit a calibrator on one half; returns `[n]` predictions and outcomes on the other."""
     features = torch.cat([d.features for d in drafts])
     accepted = torch.cat([d.agreed if mode == "greedy" else d.accepted for d in drafts])
     held = (torch.arange(len(features)) // _RUN) % 2 == 1
     fitted = fit_calibrator(features[~held], accepted[~held])
     head.calibrators[mode] = fitted
-    return calibration(fitted, features[held], accepted[held])
+    return fitted.probability(features[held]), accepted[held]
 
 
 def measure(

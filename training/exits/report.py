@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from selfspec.display.report import HTMLReport
-from selfspec.heads.files import replacing
+from selfspec.heads.files import replace_text
 
 from .calibrate import Bin
 
@@ -314,8 +314,7 @@ def write_report(
         "reliability": {name: [b._asdict() for b in some] for name, some in bins.items()},
     }
     report = folder / REPORT_NAME
-    with replacing(report) as scratch:
-        scratch.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    replace_text(report, json.dumps(content, indent=2) + "\n")
     page = HTMLReport("Fit of exit heads")
     page.facts(facts or {})
     for domain, exits in figures.items():

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from selfspec.decoder import Decoder
-from selfspec.heads.files import replacing
+from selfspec.heads.files import read_object, replace_text
 from selfspec.heads.store import fingerprint
 
 from .parallel import placed, whole
@@ -53,21 +53,12 @@ def read_facts(path: Path) -> dict[str, Any] | None:
     """
     if not path.exists():
         return None
-    try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(facts, dict):
-            raise ValueError(f"it holds a {type(facts).__name__}")
-    except ValueError as error:
-        raise ValueError(
-            f"{path} is no JSON object ({error}); delete {path.parent} to start afresh"
-        ) from None
-    return facts
+    return read_object(path, f"delete {path.parent} to start afresh")
 
 
 def write_facts(path: Path, facts: Mapping[str, Any]) -> None:
     """Write a JSON object atomically."""
-    with replacing(path) as scratch:
-        scratch.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    replace_text(path, json.dumps(facts, indent=1) + "\n")
 
 
 _FOLDER, _TENSORS, _FACTS = "checkpoints", "state.safetensors", "state.json"
