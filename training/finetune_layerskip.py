@@ -116,16 +116,15 @@ class Comparison(NamedTuple):
 
     def facts(self) -> dict[str, Any]:
         """The figures as JSON: full depth, and the exits from exit layer 1 upwards."""
+
+        def at(part: int | slice) -> dict[str, dict[str, Any]]:
+            pairs = zip(self.before, self.before.values(), self.after.values(), strict=True)
+            return {name: {"before": old[part], "after": new[part]} for name, old, new in pairs}
+
         return {
             "unit": "held-out bits per byte",
-            "full_depth": {
-                domain: {"before": self.before[domain][-1], "after": self.after[domain][-1]}
-                for domain in self.before
-            },
-            "exits": {
-                domain: {"before": self.before[domain][:-1], "after": self.after[domain][:-1]}
-                for domain in self.before
-            },
+            "full_depth": at(-1),
+            "exits": at(slice(-1)),
         }
 
 

@@ -14,6 +14,7 @@ from pydantic import Field
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from selfspec import DEMO_MODEL, DraftConfig, SelfSpecModel
+from selfspec.bench.prompts import padded
 from selfspec.config import StrictConfig
 
 from .data import SourceConfig
@@ -186,17 +187,12 @@ def write_on(
 ) -> list[list[int]]:
     """The new tokens of each prompt of a batch, stop token included."""
     device = spec.engine.decoder.device
-    width = max(len(prompt.tokens) for prompt in prompts)
-    tokens = torch.zeros(len(prompts), width, dtype=torch.long)
-    mask = torch.zeros_like(tokens)
-    for row, prompt in enumerate(prompts):
-        tokens[row, width - len(prompt.tokens) :] = torch.tensor(prompt.tokens)
-        mask[row, width - len(prompt.tokens) :] = 1
+    tokens, mask = padded([torch.tensor(prompt.tokens) for prompt in prompts], device)
     seed = np.random.SeedSequence((config.seed, number)).generate_state(1)
     plain = DraftConfig(drafter="none")
     spec.generate(
-        tokens.to(device),
-        attention_mask=mask.to(device),
+        tokens,
+        attention_mask=mask,
         draft=config.draft or (DraftConfig() if spec.heads else plain),
         generator=torch.Generator(device).manual_seed(int(seed[0])),
         max_new_tokens=config.new_tokens,

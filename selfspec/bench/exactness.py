@@ -21,6 +21,7 @@ from selfspec.bench.run import make_method, stop_ids
 from selfspec.config import DraftConfig
 from selfspec.display.divergence import Divergence, find_divergence
 from selfspec.model import SelfSpecModel
+from selfspec.schedule.stats import Stats
 
 
 def first_divergence(
@@ -43,17 +44,27 @@ def _scores(
     spec: SelfSpecModel, prompt: Batch, options: dict[str, Any], written: list[int]
 ) -> Tensor:
     """`[vocab]` the scores of the model's own `generate` for the next token."""
-    generate: Any = spec.model.generate
     behind = prompt.tokens.new_tensor([written])
-    output = generate(
-        torch.cat([prompt.tokens, behind], dim=1),
-        attention_mask=torch.cat([prompt.mask, torch.ones_like(behind)], dim=1),
-        return_dict_in_generate=True,
-        output_scores=True,
-        past_key_values=spec.engine.decoder.own_cache(),
-        **{**options, "max_new_tokens": 1},
-    )
-    return output.scores[0][0].float()
+    texts = torch.cat([prompt.tokens, behind], dim=1)
+    mask = torch.cat([prompt.mask, torch.ones_like(behind)], dim=1)
+    return _next_scores(spec, texts, mask, options)[0].float()
+
+
+def _next_scores(
+    spec: SelfSpecModel, texts: Tensor, mask: Tensor, options: dict[str, Any]
+) -> Tensor:
+    """`[rows, vocab]` the scores of the model's own `generate` for the next token of each text."""
+    generate: Any = spec.model.generate
+    with torch.random.fork_rng():
+        output = generate(
+            texts,
+            attention_mask=mask,
+            return_dict_in_generate=True,
+            output_scores=True,
+            past_key_values=spec.engine.decoder.own_cache(),
+            **{**options, "max_new_tokens": 1},
+        )
+    return output.scores[0]
 
 
 _CONTEXT = 16  # prompt tokens before sampled continuations
@@ -230,29 +241,15 @@ def exact_probabilities(
         words = list(joint)
         behind = torch.tensor(words, dtype=torch.long, device=prompt.device).view(len(words), -1)
         texts = torch.cat([prompt.expand(len(words), -1), behind], dim=1)
-        probs = torch.cat([_next(spec, part, options) for part in texts.split(_ROWS)])
+        parts = texts.split(_ROWS)
+        scores = [_next_scores(spec, part, torch.ones_like(part), options) for part in parts]
+        probs = torch.cat(scores).double().softmax(-1)
         joint = {
             (*word, int(token)): joint[word] * float(row[token])
             for word, row in zip(words, probs, strict=True)
             for token in row.nonzero()[:, 0]
         }
     return joint
-
-
-def _next(spec: SelfSpecModel, texts: Tensor, options: dict[str, Any]) -> Tensor:
-    """`[rows, vocab]` the probabilities of the model's own `generate` for the next token."""
-    generate: Any = spec.model.generate
-    with torch.random.fork_rng():
-        output = generate(
-            texts,
-            attention_mask=torch.ones_like(texts),
-            max_new_tokens=1,
-            return_dict_in_generate=True,
-            output_scores=True,
-            past_key_values=spec.engine.decoder.own_cache(),
-            **options,
-        )
-    return output.scores[0].double().softmax(-1)
 
 
 def _draws(
@@ -266,7 +263,7 @@ def _draws(
     """Continuations sampled with drafts, and their acceptance rate."""
     generator = torch.Generator(prompt.device).manual_seed(seed)
     drawn: list[tuple[int, ...]] = []
-    drafted = accepted = 0
+    total = Stats()
     while len(drawn) < sampling.samples:
         texts = spec.generate(
             prompt,
@@ -279,9 +276,8 @@ def _draws(
         )
         assert isinstance(texts, Tensor) and spec.last_stats is not None
         drawn += map(tuple, texts[:, prompt.shape[1] :].tolist())
-        drafted += spec.last_stats.drafted
-        accepted += spec.last_stats.accepted
-    return drawn, accepted / drafted if drafted else 0.0
+        total += spec.last_stats
+    return drawn, total.acceptance_rate
 
 
 def _p_value(

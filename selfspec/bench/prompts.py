@@ -181,12 +181,7 @@ def _passage(
 
 def _texts(config: PromptSetConfig) -> list[str]:
     if config.path is None:
-        return [
-            entry["text"]
-            for entry in json.loads(
-                (DEMO_MODEL.parent / "prompts.json").read_text(encoding="utf-8")
-            )
-        ]
+        return [prompt.text for prompt in load_prompts()]
     pattern = config.path.replace("{stdlib}", sysconfig.get_paths()["stdlib"])
     files = sorted(path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file())  # noqa: PTH207
     if not files:

@@ -21,7 +21,7 @@ from selfspec.bench.run import Bench, Memory, Place, Run, RunFile
 from selfspec.bench.shapes import bytes_a_round
 from selfspec.display.report import HTMLReport
 from selfspec.heads.files import replace_text
-from selfspec.schedule.stats import PARTS
+from selfspec.schedule.stats import PARTS, Stats
 
 _DRAWS = 4000
 _TAIL = 32  # an output loops if so many tokens at its end repeat themselves
@@ -274,28 +274,18 @@ def _drafts(runs: Sequence[Run]) -> dict[str, Any]:
         "mean_accepted_length": sum(run.decoded for run in runs) / count if count else None,
         "accepted_lengths": dict(sorted(rounds.items())),
     }
-    stats = [run.stats for run in runs if run.stats is not None]
+    stats = [Stats(**run.stats) for run in runs if run.stats is not None]
     if not stats:
         return found
-    drafted, accepted = (sum(s[name] for s in stats) for name in ("drafted", "accepted"))
-    at = [_columns([s[name] for s in stats]) for name in ("accepted_at", "drafted_at")]
-    per_round = [1000 * s["seconds"]["sampling"] / s["rounds"] for s in stats if s["rounds"]]
-    seconds = {part: sum(s["seconds"][part] for s in stats) for part in stats[0]["seconds"]}
-    decoding = seconds["total"] - seconds["prefill"]
-    shares = {part: seconds[part] / decoding for part in PARTS} if decoding > 0 else {}
+    total = sum(stats, Stats())
+    per_round = [1000 * each.seconds["sampling"] / each.rounds for each in stats if each.rounds]
     return {
         **found,
-        "acceptance_rate": accepted / drafted if drafted else None,
-        "acceptance_by_position": [kept / all_ for kept, all_ in zip(*at, strict=True)],
+        "acceptance_rate": total.acceptance_rate if total.drafted else None,
+        "acceptance_by_position": total.acceptance_by_position,
         "sampling_ms": median(per_round) if per_round else None,
-        "time_split": {**shares, "rest": 1 - sum(shares.values())} if shares else {},
+        "time_split": total.time_split,
     }
-
-
-def _columns(rows: Sequence[Sequence[int]]) -> list[int]:
-    """Sums over rows of different length."""
-    width = max(map(len, rows))
-    return [sum(row[place] for row in rows if place < len(row)) for place in range(width)]
 
 
 def _equality(

@@ -19,6 +19,7 @@ from pydantic import Field, PositiveInt
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from selfspec import __version__
 from selfspec.bench.prompts import cut_prompts, in_batches, padded, split_prompts
 from selfspec.config import DraftConfig, SkipConfig, StrictConfig, TreeConfig
 from selfspec.display.demo import in_turn
@@ -27,10 +28,10 @@ from selfspec.drafters.engine import Engine
 from selfspec.heads import ExitHead
 from selfspec.model import SelfSpecModel
 from selfspec.schedule.profile import Measured, Place, Profile, exit_name
+from selfspec.schedule.stats import Stats
 
 PLAIN = "none"
 _WARM_UP = 8  # tokens generated untimed with each draft
-_COUNTERS = ("rounds", "drafted", "accepted", "emitted", "prefilled")
 
 Progress = Callable[[str, int, int], object]
 """Told what is measured, how much of it is done, and of how much."""
@@ -96,7 +97,7 @@ def tune(
     _check_positions(spec.engine, prompts, config)
     tried, held_out = split_prompts(prompts)
     place = Place.of(spec.engine.decoder)
-    identity = [place.model_dump(), [_identity(head) for head in heads]]
+    identity = [__version__, place.model_dump(), [_identity(head) for head in heads]]
     work_file = WorkFile(None if work is None else Path(work), identity)
 
     plain = {PLAIN: DraftConfig(drafter=PLAIN)}
@@ -224,7 +225,7 @@ class Race:
             self._warm.add(name)
         seconds = 0.0
         outputs: list[list[int]] = []
-        counts: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
+        total = Stats()
         for tokens, mask in self.batches:
             start = time.perf_counter()
             self._generate(drafts[name], tokens, mask, self.config.new_tokens)
@@ -232,12 +233,12 @@ class Race:
             stats, trace = self.spec.last_stats, self.spec.last_trace
             assert stats is not None and trace is not None
             outputs += [trace.tokens(row) for row in range(len(tokens))]
-            for counter in counts:
-                counts[counter] += getattr(stats, counter)
+            total += stats
         return {
-            "tokens_per_second": counts["emitted"] / seconds,
+            "tokens_per_second": total.emitted / seconds,
             "output": _digest(outputs),
-            **counts,
+            "acceptance_rate": total.acceptance_rate,
+            "mean_accepted_length": total.mean_accepted_length,
         }
 
     def _generate(self, draft: DraftConfig, tokens: Tensor, mask: Tensor, count: int) -> None:
@@ -270,8 +271,8 @@ class Race:
             tokens_per_second=median(rates),
             speedup=median(rate / base for rate, base in zip(rates, plain, strict=True)),
             equal=equal if self.exact else None,
-            acceptance_rate=last["accepted"] / max(1, last["drafted"]),
-            mean_accepted_length=(last["emitted"] - last["prefilled"]) / max(1, last["rounds"]),
+            acceptance_rate=last["acceptance_rate"],
+            mean_accepted_length=last["mean_accepted_length"],
         )
 
 

@@ -16,6 +16,7 @@ from selfspec import SelfSpecModel
 from selfspec.config import DraftConfig, StrictConfig
 from selfspec.decoder import Decoder
 from selfspec.heads import ExitHead
+from selfspec.schedule.stats import Stats
 
 from ..data import Blocks
 from .calibrate import Bin, expected_calibration_error, fit_calibrator, reliability
@@ -38,14 +39,13 @@ def accepted_lengths(
     draft = draft_of(head, config.num_draft_tokens)
     lengths: dict[str, float] = {}
     for mode, sample in (("greedy", False), ("sampled", True)):
-        rounds = emitted = 0
+        total = Stats()
         for number, prompt in enumerate(prompts):
             source = torch.Generator(spec.engine.decoder.device).manual_seed(number)
             write(spec, prompt, config.new_tokens, draft, sample, source)
             assert spec.last_stats is not None
-            rounds += spec.last_stats.rounds
-            emitted += spec.last_stats.emitted - spec.last_stats.prefilled
-        lengths[mode] = emitted / max(1, rounds)
+            total += spec.last_stats
+        lengths[mode] = total.mean_accepted_length
     return lengths
 
 
