@@ -35,12 +35,13 @@ from selfspec import DEMO_MODEL, DraftConfig, SelfSpecModel, __version__
 from selfspec.bench.config import BenchConfig, PromptSetConfig
 from selfspec.bench.exactness import Sampling, check_exactness
 from selfspec.bench.planted import GreedyTexts, generate_planted
-from selfspec.bench.plots import COLOURS, write_picture
+from selfspec.bench.plots import write_picture
 from selfspec.bench.prompts import cut_prompts
 from selfspec.bench.results import LIMIT, Grid, Report, number, summarise
 from selfspec.bench.run import RunFile, reason
 from selfspec.bench.shapes import ShapeBench, default_methods, read_bandwidth, read_shape
 from selfspec.config import Kernels
+from selfspec.display.plots import COLOURS
 from selfspec.generation.streaming import RoundStreamer
 from selfspec.heads.files import replace_text
 from selfspec.schedule.profile import device_name

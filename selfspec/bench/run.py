@@ -479,12 +479,7 @@ def _differences(before: Any, now: Any, name: str = "") -> Iterator[tuple[str, A
         yield name, before, now
 
 
-class Progress(NamedTuple):
-    """How far a benchmark is: timed calls done, all there are, and what comes next."""
-
-    done: int
-    total: int
-    doing: str
+Show = Callable[[str, int, int], object]
 
 
 class Bench:
@@ -553,27 +548,26 @@ class Bench:
             "pad_token_id": next(iter([*stop_ids(self.spec), 0])) if padding is None else padding,
         }
 
-    def run(self, file: RunFile, show: Callable[[Progress], None] = lambda progress: None) -> None:
+    def run(self, file: RunFile, show: Show = lambda doing, done, of: None) -> None:
         """Make all runs that the file does not hold yet.
 
         Args:
             file: stores the runs.
-            show: called before every run.
+            show: called before every run with what comes next, the timed calls done, and all
+                there are.
         """
         for mode in self.config.modes:
             for prompts, rows in self.batches:
                 place = Place(mode.name, prompts, rows, "")
                 self._run_place(file, mode, place, show)
 
-    def _run_place(
-        self, file: RunFile, mode: ModeConfig, place: Place, show: Callable[[Progress], None]
-    ) -> None:
+    def _run_place(self, file: RunFile, mode: ModeConfig, place: Place, show: Show) -> None:
         """Make the runs of one mode on one prompt set with one batch size."""
         batches, options = self.batches[place.prompts, place.batch], self.options(mode)
 
         def guarded(place: Place, call: Callable[[], None]) -> None:
             doing = f"{place.mode} · {place.prompts} · batch {place.batch} · {place.method}"
-            show(Progress(len(file.runs), self.total, doing))
+            show(doing, len(file.runs), self.total)
             try:
                 call()
             except Exception as error:  # any error becomes a row of the report

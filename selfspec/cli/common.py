@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from selfspec import DEMO_MODEL
 from selfspec.cli.options import Dtype, Kernels, KVCacheDtype
@@ -59,6 +60,20 @@ def progress() -> Console:
     console = Console(stderr=True, highlight=False)
     console.quiet = not console.is_terminal
     return console
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+    """Yields a function that shows what is done, how many of it, and of how many.
+
+    On a terminal it is a bar on stderr.
+    """
+    console = progress()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    bar = Progress(*columns, TimeRemainingColumn(), console=console, disable=console.quiet)
+    with bar:
+        task = bar.add_task("", total=None)
+        yield lambda doing, done, of: bar.update(task, completed=done, total=of, description=doing)
 
 
 def complain(message: str) -> None:

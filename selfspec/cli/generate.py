@@ -26,7 +26,7 @@ from selfspec.cli.common import (
 
 if TYPE_CHECKING:
     from selfspec.config import DraftConfig
-    from selfspec.schedule.stats import Trace
+    from selfspec.schedule.stats import Stats, Trace
 
 _JOB = "Job"
 
@@ -121,81 +121,77 @@ def generate(
     with reporting(as_json) as console:
         target = source.load()
         drafting = drafting or target.spec.default_draft
-        writer = _Writer(target, drafting, options, seed)
-        results = [writer.write(text, form, console) for text in prompts]
+        options["draft"] = drafting
+        results = [_continue(target, text, options, seed, form, console) for text in prompts]
     if as_json:
         print_json({**target.to_dict(), "draft": drafting.model_dump(), "results": results})
 
 
-class _Writer:
-    """Continues prompts, one after another.
+def _continue(
+    target: Loaded,
+    prompt: str,
+    options: dict[str, Any],
+    seed: int,
+    form: Format,
+    console: Console,
+) -> dict[str, Any]:
+    """Continue one prompt, show the output, and return the result for JSON."""
+    import torch
 
-    Args:
-        target: the model.
-        draft: how to draft.
-        options: of transformers' `generate`.
-        seed: seeds sampling, anew for every prompt.
-    """
-
-    def __init__(self, target: Loaded, draft: DraftConfig, options: dict[str, Any], seed: int):
-        self.target, self.draft, self.options, self.seed = target, draft, options, seed
-
-    def write(self, prompt: str, form: Format, console: Console) -> dict[str, Any]:
-        """Continue one prompt, show the output, and return the result for JSON."""
-        import torch
-
-        spec, tokenizer = self.target.spec, self.target.tokenizer
-        device = spec.engine.decoder.device
-        inputs = tokenizer(prompt, return_tensors="pt").to(device)
-        spec.generate(
-            input_ids=inputs["input_ids"],
-            attention_mask=inputs["attention_mask"],
-            draft=self.draft,
-            generator=torch.Generator(device).manual_seed(self.seed),
-            streamer=self._streamer(form, console),
-            **self.options,
-        )
-        stats, trace = spec.last_stats, spec.last_trace
-        assert stats is not None and trace is not None
-        text = tokenizer.decode(trace.tokens(), skip_special_tokens=True)
-        result = {"prompt": prompt, "text": text, "stats": stats.to_dict()}
-        if form == "trace":
-            result["trace"] = [
-                {"drafted": r.drafted, "accepted": r.accepted, "target": r.target}
-                for r in trace.rows[0]
-            ]
-        if not console.quiet:
-            self._show(form, console, result, trace)
-        return result
-
-    def _streamer(self, form: Format, console: Console) -> Any:
-        if form != "text" or console.quiet:
-            return None
+    spec, tokenizer = target.spec, target.tokenizer
+    inputs = tokenizer(prompt, return_tensors="pt").to(spec.engine.decoder.device)
+    streamer = None
+    if form == "text" and not console.quiet:
         from transformers import TextStreamer
 
-        return TextStreamer(self.target.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)  # pyright: ignore
+    spec.generate(
+        input_ids=inputs["input_ids"],
+        attention_mask=inputs["attention_mask"],
+        generator=torch.Generator(spec.engine.decoder.device).manual_seed(seed),
+        streamer=streamer,
+        **options,
+    )
+    stats, trace = spec.last_stats, spec.last_trace
+    assert stats is not None and trace is not None
+    text = tokenizer.decode(trace.tokens(), skip_special_tokens=True)
+    result = {"prompt": prompt, "text": text, "stats": stats.to_dict()}
+    if form == "trace":
+        result["trace"] = [
+            {"drafted": r.drafted, "accepted": r.accepted, "target": r.target}
+            for r in trace.rows[0]
+        ]
+    if not console.quiet:
+        _show(target, form, console, result, stats, trace)
+    return result
 
-    def _show(self, form: Format, console: Console, result: dict[str, Any], trace: Trace) -> None:
-        if form == "jsonl":
-            print_json(result)
-            return
-        if form == "trace":
-            from selfspec.display import pieces, write_piece
 
-            for piece in pieces(trace, self.target.tokenizer):
-                write_piece(console, piece)
-            console.file.write("\n")
-        stats = self.target.spec.last_stats
-        assert stats is not None
-        if form == "svg":
-            from selfspec.display import trace_svg
+def _show(
+    target: Loaded,
+    form: Format,
+    console: Console,
+    result: dict[str, Any],
+    stats: Stats,
+    trace: Trace,
+) -> None:
+    if form == "jsonl":
+        print_json(result)
+        return
+    if form == "trace":
+        from selfspec.display import pieces, write_piece
 
-            title = (
-                f"{stats.acceptance_rate:.0%} of the drafts accepted, "
-                f"{stats.mean_accepted_length:.2f} tokens a round"
-            )
-            console.file.write(trace_svg(trace, self.target.tokenizer, result["prompt"], title))
-        Console(stderr=True, highlight=False).print(summary(stats), style="dim")
+        for piece in pieces(trace, target.tokenizer):
+            write_piece(console, piece)
+        console.file.write("\n")
+    if form == "svg":
+        from selfspec.display import trace_svg
+
+        title = (
+            f"{stats.acceptance_rate:.0%} of the drafts accepted, "
+            f"{stats.mean_accepted_length:.2f} tokens a round"
+        )
+        console.file.write(trace_svg(trace, target.tokenizer, result["prompt"], title))
+    Console(stderr=True, highlight=False).print(summary(stats), style="dim")
 
 
 @dataclass(frozen=True)

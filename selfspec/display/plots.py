@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
+NameT = TypeVar("NameT")
 MODEL = "model"  # the kind of the last row
 
 
@@ -178,9 +180,10 @@ def _next_piece(seen: Detokenizer, token: int) -> str:
 
 Measure = Literal["agreement", "overlap", "entropy"]
 
-# Okabe and Ito's colours, which colour-blind readers tell apart.
-_COLOURS = ("#009e73", "#d55e00", "#0072b2", "#cc79a7", "#e69f00", "#56b4e9")
-_MARKERS = "osD^vP"
+# Okabe and Ito's colours, which colour-blind readers tell apart. Their number and that of the
+# markers have no common divisor, so a pair comes again only after the 42nd line.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+MARKERS = "osD^vP"
 _LABELS: dict[Measure, str] = {
     "agreement": "predicts the model's token",
     "overlap": "overlap with the model, Σ min(p, q)",
@@ -234,10 +237,9 @@ def exits_plot(
     means = _values(readings, measure).double().mean(1).tolist()
     rows = list(zip(readings.kinds, readings.layers, means, strict=True))
     kinds = [kind for kind in dict.fromkeys(readings.kinds) if kind != MODEL]
-    for number, kind in enumerate(kinds):
+    for kind, style in line_styles(kinds):
         layers, values = zip(*[row[1:] for row in rows if row[0] == kind], strict=True)
-        colour, marker = _COLOURS[number % 6], _MARKERS[number % 6]
-        ax.plot(layers, values, color=colour, marker=marker, markersize=5, label=kind)
+        ax.plot(layers, values, **style, label=kind)
     if measure == "entropy":
         ax.axhline(means[-1], color="0.5", linestyle=":", label="the model")
     ax.set(xlabel="exit layer", ylabel=_LABELS[measure])
@@ -278,6 +280,12 @@ def exits_heatmap(readings: ExitReadings, ax: Axes | None = None) -> Axes:
     ax.spines[:].set_visible(False)
     ax.set(xlabel="the text; above each token, what comes next, the darker the more probable")
     return ax
+
+
+def line_styles(names: Iterable[NameT]) -> Iterator[tuple[NameT, dict[str, Any]]]:
+    """Every name with the colour and the marker of its line."""
+    for name, colour, marker in zip(names, itertools.cycle(COLOURS), itertools.cycle(MARKERS)):
+        yield name, {"color": colour, "marker": marker, "markersize": 5}
 
 
 def new_axes(what: str, width: float, height: float) -> Axes:
