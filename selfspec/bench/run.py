@@ -27,6 +27,7 @@ from selfspec.bench.config import PEER_OPTIONS, BenchConfig, MethodConfig, ModeC
 from selfspec.bench.planted import GreedyTexts, generate_planted
 from selfspec.bench.prompts import Batch, make_batches, read_prompts
 from selfspec.generation.streaming import RoundStreamer
+from selfspec.heads.files import append_line, read_lines
 from selfspec.model import SelfSpecModel
 from selfspec.schedule.stats import Round
 
@@ -409,7 +410,8 @@ class RunFile:
         self.failures: dict[Place, str] = {}
         folder.mkdir(parents=True, exist_ok=True)
         self._claim(json.loads(json.dumps(identity)))
-        self._read()
+        for record in read_lines(folder / _RUNS):
+            self._take(record)
 
     def _claim(self, identity: dict[str, Any]) -> None:
         path = self.folder / _IDENTITY
@@ -422,18 +424,6 @@ class RunFile:
                 f"{self.folder} holds the runs of another benchmark: {name} was {before!r}, is "
                 f"{now!r}; give another --output, or remove the folder"
             )
-
-    def _read(self) -> None:
-        path = self.folder / _RUNS
-        if not path.is_file():
-            return
-        text = path.read_bytes()
-        # The last line may have been cut off; what is appended must begin a line.
-        whole = text[: text.rfind(b"\n") + 1]
-        if len(whole) < len(text):
-            path.write_bytes(whole)
-        for line in whole.decode("utf-8").splitlines():
-            self._take(json.loads(line))
 
     def _take(self, record: dict[str, Any]) -> None:
         place = Place(*(record.pop(name) for name in Place._fields))
@@ -461,9 +451,7 @@ class RunFile:
         self.failures[place] = reason
 
     def _append(self, place: Place, record: Mapping[str, Any]) -> None:
-        line = json.dumps({**place._asdict(), **record}, allow_nan=False)
-        with (self.folder / _RUNS).open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        append_line(self.folder / _RUNS, {**place._asdict(), **record})
 
 
 def _differences(before: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:

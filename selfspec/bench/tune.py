@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,6 +26,7 @@ from selfspec.display.demo import in_turn
 from selfspec.drafters import DRAFTERS, make_drafter
 from selfspec.drafters.engine import Engine
 from selfspec.heads import ExitHead
+from selfspec.heads.files import append_line, read_lines
 from selfspec.model import SelfSpecModel
 from selfspec.schedule.profile import Measured, Place, Profile, exit_name
 from selfspec.schedule.stats import Stats
@@ -286,34 +287,18 @@ class WorkFile:
 
     def __init__(self, path: Path | None, identity: Any):
         self._path, self._identity = path, identity
-        self._found = dict(_lines(path)) if path is not None and path.is_file() else {}
+        lines = [] if path is None else read_lines(path)
+        self._found: dict[str, Found] = {line["key"]: line["value"] for line in lines}
 
     def get(self, settings: Any, measure: Callable[[], Found]) -> Found:
         """What a run with these settings found; `measure` makes the run if it is not there."""
         key = _digest([self._identity, settings])
         if key not in self._found:
             self._found[key] = measure()
-            self._append({"key": key, "value": self._found[key]})
+            if self._path is not None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                append_line(self._path, {"key": key, "value": self._found[key]})
         return self._found[key]
-
-    def _append(self, line: dict[str, Any]) -> None:
-        if self._path is None:
-            return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        # The last line may have been cut off; it is ended, so that this one is whole.
-        before = self._path.read_bytes() if self._path.is_file() else b""
-        cut_off = bool(before) and not before.endswith(b"\n")
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write("\n" * cut_off + json.dumps(line) + "\n")
-
-
-def _lines(path: Path) -> Iterator[tuple[str, Found]]:
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            entry = json.loads(line)
-            yield entry["key"], entry["value"]
-        except (json.JSONDecodeError, TypeError, KeyError):  # it was cut off
-            continue
 
 
 def _digest(values: Any) -> str:

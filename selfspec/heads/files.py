@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,21 @@ def read_object(path: Path, remedy: str = "it may be truncated") -> dict[str, An
     if not isinstance(found, dict):
         raise ValueError(f"{path} must hold a JSON object, got a {type(found).__name__}; {remedy}")
     return found
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The JSON objects in the lines of a file; an unfinished last line is removed from it."""
+    text = path.read_bytes() if path.is_file() else b""
+    whole = text[: text.rfind(b"\n") + 1]
+    if len(whole) < len(text):
+        path.write_bytes(whole)  # what is appended must begin a line
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def append_line(path: Path, record: Mapping[str, Any]) -> None:
+    """Append a JSON object in a line of its own."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record, allow_nan=False) + "\n")
 
 
 class CheckpointFiles:

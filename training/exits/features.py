@@ -33,18 +33,6 @@ MANIFEST_NAME = "features.json"
 _FORMAT = 1
 
 
-class TextFacts(StrictConfig):
-    """One source of text.
-
-    Attributes:
-        blocks: number of blocks.
-        sha256: hash of their tokens and documents.
-    """
-
-    blocks: int
-    sha256: str
-
-
 class Manifest(StrictConfig):
     """The contents of a cache.
 
@@ -52,7 +40,8 @@ class Manifest(StrictConfig):
         format_version: version of the format.
         target: facts of the target.
         block_size: tokens of a block.
-        text: the sources.
+        blocks: blocks of all sources.
+        text: for each source, a hash of its tokens and documents.
         streams: hidden states, by the number of layers below.
         dtype: dtype of the hidden states.
         blocks_per_shard: blocks of a file; the last may hold fewer.
@@ -62,7 +51,8 @@ class Manifest(StrictConfig):
     format_version: int = _FORMAT
     target: dict[str, Any]
     block_size: int
-    text: list[TextFacts]
+    blocks: int
+    text: list[str]
     streams: list[int]
     dtype: Literal["bfloat16", "float32"]
     blocks_per_shard: int = Field(default=1, ge=1)
@@ -83,11 +73,6 @@ class Manifest(StrictConfig):
     def torch_dtype(self) -> torch.dtype:
         """The torch dtype."""
         return getattr(torch, self.dtype)
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of all sources."""
-        return sum(source.blocks for source in self.text)
 
     @property
     def files(self) -> int:
@@ -130,7 +115,7 @@ class Manifest(StrictConfig):
     @property
     def _compared(self) -> dict[str, Any]:
         facts = self.model_dump(include={"format_version", "target", "block_size", "dtype"})
-        sources = {f"text of data[{n}]": source.sha256 for n, source in enumerate(self.text)}
+        sources = {f"text of data[{n}]": sha256 for n, sha256 in enumerate(self.text)}
         return {**facts, **sources}
 
 
@@ -323,7 +308,8 @@ def open_features(
     manifest = Manifest(
         target=target_facts(decoder),
         block_size=text[0].block_size,
-        text=[TextFacts(blocks=len(p), sha256=digest([key.hex() for key in p])) for p in keys],
+        blocks=sum(map(len, keys)),
+        text=[digest([key.hex() for key in part]) for part in keys],
         streams=sorted(set(streams)),
         dtype=config.dtype,
     ).cut(config.shard_megabytes)
