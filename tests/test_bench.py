@@ -469,7 +469,8 @@ def test_a_benchmark_goes_on_where_it_was_stopped(spec, tokenizer, config, tmp_p
 
 def test_runs_of_another_benchmark_are_not_mixed_in(spec, tokenizer, config, tmp_path):
     measured(spec, tokenizer, config(), tmp_path)
-    with pytest.raises(ValueError, match=r"config\.repeats was 1, is 2; give another --output"):
+    says = r"config\.repeats \(1 there, 2 here\); give another --output"
+    with pytest.raises(ValueError, match=says):
         measured(spec, tokenizer, config(repeats=2), tmp_path)
 
 

@@ -43,7 +43,7 @@ from selfspec.bench.shapes import ShapeBench, default_methods, read_bandwidth, r
 from selfspec.config import Kernels
 from selfspec.display.plots import COLOURS
 from selfspec.generation.streaming import RoundStreamer
-from selfspec.heads.files import replace_text
+from selfspec.heads.files import read_object, refuse_changes, replace_text
 from selfspec.schedule.profile import device_name
 from selfspec.schedule.stats import Round
 
@@ -492,12 +492,9 @@ def run_stages(setup: Setup, console: Console, minutes: float) -> bool:
 
 
 def _held(path: Path, setup: Setup) -> dict[str, Any]:
-    held = json.loads(path.read_text(encoding="utf-8"))
-    if held["setup"] != setup.identity:
-        raise ValueError(
-            f"{path} holds results of {held['setup']}, this run is {setup.identity}; give another "
-            "--output, or remove the folder"
-        )
+    held = read_object(path)
+    remedy = "give another --output, or remove the folder"
+    refuse_changes(held["setup"], setup.identity, f"{path} holds results of a setup", remedy)
     return held
 
 

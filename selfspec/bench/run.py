@@ -27,7 +27,7 @@ from selfspec.bench.config import PEER_OPTIONS, BenchConfig, MethodConfig, ModeC
 from selfspec.bench.planted import GreedyTexts, generate_planted
 from selfspec.bench.prompts import Batch, make_batches, read_prompts
 from selfspec.generation.streaming import RoundStreamer
-from selfspec.heads.files import append_line, read_lines
+from selfspec.heads.files import append_line, read_lines, read_object, refuse_changes
 from selfspec.model import SelfSpecModel
 from selfspec.schedule.stats import Round
 
@@ -418,12 +418,12 @@ class RunFile:
         if not path.is_file():
             path.write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
             return
-        held = json.loads(path.read_text(encoding="utf-8"))
-        for name, before, now in _differences(held, identity):
-            raise ValueError(
-                f"{self.folder} holds the runs of another benchmark: {name} was {before!r}, is "
-                f"{now!r}; give another --output, or remove the folder"
-            )
+        refuse_changes(
+            read_object(path),
+            identity,
+            f"{self.folder} holds the runs of a benchmark",
+            "give another --output, or remove the folder",
+        )
 
     def _take(self, record: dict[str, Any]) -> None:
         place = Place(*(record.pop(name) for name in Place._fields))
@@ -452,19 +452,6 @@ class RunFile:
 
     def _append(self, place: Place, record: Mapping[str, Any]) -> None:
         append_line(self.folder / _RUNS, {**place._asdict(), **record})
-
-
-def _differences(before: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Differing leaves of two trees of dicts and lists, with their names."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        for key in {**before, **now}:
-            inner = f"{name}.{key}" if name else str(key)
-            yield from _differences(before.get(key), now.get(key), inner)
-    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
-        for index, pair in enumerate(zip(before, now, strict=True)):
-            yield from _differences(*pair, f"{name}.{index}")
-    elif before != now:
-        yield name, before, now
 
 
 Show = Callable[[str, int, int], object]

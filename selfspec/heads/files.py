@@ -55,6 +55,33 @@ def read_object(path: Path, remedy: str = "it may be truncated") -> dict[str, An
     return found
 
 
+def changes(saved: Any, given: Any, name: str = "") -> Iterator[str]:
+    """Names of the leaves in which two trees of dicts and lists differ, with short values."""
+    if isinstance(saved, list) and isinstance(given, list) and len(saved) == len(given):
+        saved, given = dict(enumerate(saved)), dict(enumerate(given))
+    if isinstance(saved, Mapping) and isinstance(given, Mapping):
+        for key in sorted(saved.keys() | given.keys()):
+            inner = f"{name}.{key}" if name else str(key)
+            yield from changes(saved.get(key), given.get(key), inner)
+    elif saved != given:
+        values = f" ({saved!r} there, {given!r} here)"
+        yield name + values * (len(values) < 80)
+
+
+def refuse_changes(saved: Any, given: Any, what: str, remedy: str) -> None:
+    """Raise ValueError, naming the differences, unless the facts of both are the same.
+
+    Args:
+        saved: facts of what is on disk.
+        given: facts of what is wanted.
+        what: what is on disk, the beginning of the message.
+        remedy: the end of the message.
+    """
+    different = ", ".join(changes(saved, given))
+    if different:
+        raise ValueError(f"{what} with another {different}; {remedy}")
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The JSON objects in the lines of a file; an unfinished last line is removed from it."""
     text = path.read_bytes() if path.is_file() else b""

@@ -21,11 +21,11 @@ from typing_extensions import Self
 from selfspec.config import StrictConfig, parse
 from selfspec.decoder import Decoder, Packing
 from selfspec.heads import ExitHead
-from selfspec.heads.files import replacing
+from selfspec.heads.files import refuse_changes, replacing
 from selfspec.heads.teacher_forcing import TargetStates, target_states
 
 from ..data import Batch, Blocks, collate
-from ..loop.checkpoint import changes, digest, read_facts, target_facts, write_facts
+from ..loop.checkpoint import digest, read_facts, target_facts, write_facts
 from ..loop.metrics import Display
 from ..loop.parallel import processes
 
@@ -103,14 +103,14 @@ class Manifest(StrictConfig):
     def check(self, wanted: Manifest, folder: Path) -> None:
         """Raise ValueError, naming the differences, unless this cache holds all that is wanted."""
         there, here = (m._compared for m in (self, wanted))
-        different = list(changes(there, here))
         if not set(wanted.streams) <= set(self.streams):
-            different.append(f"set of streams ({self.streams} there, {wanted.streams} here)")
-        if different:
-            raise ValueError(
-                f"the features in {folder} were made with another {', '.join(different)}; give a "
-                "new features.folder, or delete that one to recompute them"
-            )
+            there["set of streams"], here["set of streams"] = self.streams, wanted.streams
+        refuse_changes(
+            there,
+            here,
+            f"the features in {folder} were made",
+            "give a new features.folder, or delete that one to recompute them",
+        )
 
     @property
     def _compared(self) -> dict[str, Any]:
