@@ -247,11 +247,14 @@ def _table(
                 memory_cell(method.memory),
             ]
         )
+    columns = ["tokens/s", "over static", "over its generate_batch", "CPU time", "equal"]
+    columns = ["", *columns, "peak MiB (grown)"]
     return Grid(
         f"{prompts} prompts, answers of {low} to {high} tokens, {at_a_time} rows, "
         f"{arguments.dtype}, greedy; medians of {arguments.repeats} interleaved runs",
-        ["", "tokens/s", "over static", "over its generate_batch", "CPU time", "equal", "peak MiB"],
+        columns,
         rows,
+        wraps=columns,
     ).table()
 
 
