@@ -349,42 +349,38 @@ class SelfSpecModel:
         engine, drafting = self._drafting(draft, assistant_model)
         criteria = StoppingCriteriaList(stopping_criteria or [])
         config = without_stop_strings(generation_config, own, criteria, kwargs)
-        run: Any = self.causal_lm.generate
-        device = engine.decoder.device
-        any_drafter = make_drafter(engine, drafting)  # its rule is that of all
+        drafter = partial(make_drafter, engine, drafting)
+        any_drafter = drafter()  # its rule is that of all
         if isinstance(inputs, Sequence):
             check_counts(len(inputs), max_new_tokens=max_new_tokens, seed=seed)
             if not inputs:
                 return iter(())
-
-        def source(number: int) -> torch.Generator | None:
-            if seed is None:
-                return None
-            chosen = seed + number if isinstance(seed, int) else seed[number]
-            return torch.Generator(device).manual_seed(chosen)
+        source = partial(_seeded, seed, engine.decoder.device)
 
         def open_request(prompt: Sequence[int], number: int) -> Session:
-            call = Call(engine, any_drafter, generator=source(number))
-            tokens = torch.tensor([list(prompt)], dtype=torch.long, device=device)
-            longest = max_new_tokens
-            if isinstance(longest, Sequence):
-                longest = longest[number]
-            run(
-                left_padded(tokens, {})[0],
-                attention_mask=torch.ones_like(tokens),
-                generation_config=config,
-                stopping_criteria=criteria,
-                custom_generate=partial(open_session, call=call),
-                **({} if longest is None else {"max_new_tokens": longest}),
-                **kwargs,
-            )
-            assert call.session is not None
-            return call.session
+            most: Any = max_new_tokens
+            if isinstance(most, Sequence):
+                most = most[number]
+            options = kwargs if most is None else {**kwargs, "max_new_tokens": most}
+            options = {**options, "generation_config": config, "stopping_criteria": criteria}
+            return self._open(prompt, Call(engine, any_drafter, generator=source(number)), options)
 
-        drafter = partial(make_drafter, engine, drafting)
         batch = Batch(open_request, drafter, inputs, batch_size, source(0))
         self.last_stats, self.last_trace = batch.stats, None
         return iter(batch)
+
+    def _open(self, prompt: Sequence[int], call: Call, options: Mapping[str, Any]) -> Session:
+        """The session of one request; transformers prepares it as it prepares `generate`."""
+        tokens = torch.tensor([list(prompt)], dtype=torch.long, device=call.engine.decoder.device)
+        run: Any = self.causal_lm.generate
+        run(
+            left_padded(tokens, {})[0],
+            attention_mask=torch.ones_like(tokens),
+            custom_generate=partial(open_session, call=call),
+            **options,
+        )
+        assert call.session is not None
+        return call.session
 
     def _drafting(
         self, draft: DraftConfig | Mapping[str, Any] | str | None, assistant: nn.Module | None
@@ -393,6 +389,16 @@ class SelfSpecModel:
         if assistant is not None:
             return self.engine.beside(assistant), _assisted(DraftConfig.of(draft))
         return self.engine, self.default_draft if draft is None else DraftConfig.of(draft)
+
+
+def _seeded(
+    seed: int | Sequence[int] | None, device: torch.device, number: int
+) -> torch.Generator | None:
+    """The source of random numbers of request `number`; `None` for torch's global one."""
+    if seed is None:
+        return None
+    chosen = seed + number if isinstance(seed, int) else seed[number]
+    return torch.Generator(device).manual_seed(chosen)
 
 
 def _assisted(draft: DraftConfig) -> DraftConfig:

@@ -65,9 +65,9 @@ def test_both_ways_are_shown_as_they_go_one_behind_the_other(side, tokenizer):
 def test_figures_and_colours_are_those_of_the_call(side, tokenizer, rejected):
     ours = frames(side, rejected=rejected)[-1].speculative
     stats, trace = side.spec.last_stats, side.spec.last_trace
-    assert ours.tokens == stats.emitted == TOKENS
-    assert ours.acceptance_rate == stats.acceptance_rate
-    assert ours.mean_accepted_length == stats.mean_accepted_length
+    assert ours.stats.emitted == stats.emitted == TOKENS
+    assert ours.stats.acceptance_rate == stats.acceptance_rate
+    assert ours.stats.mean_accepted_length == stats.mean_accepted_length
     assert ours.counts["accepted"] == stats.accepted > 0
     assert ours.counts["rejected"] == stats.drafted - stats.accepted > 0
     traced = pieces(trace, tokenizer, rejected=rejected, skip_special_tokens=True)
@@ -87,7 +87,7 @@ def test_the_speedup_is_that_of_the_whole_calls(side, monkeypatch):
     assert last.speedup == pytest.approx(3)
     shown = view.figures(last)
     assert "<dd>2.0</dd>" in shown and "<dd>6.0</dd>" in shown and "<dd>3.00x</dd>" in shown
-    assert f"<dd>{last.speculative.acceptance_rate:.3f}</dd>" in shown
+    assert f"<dd>{last.speculative.stats.acceptance_rate:.3f}</dd>" in shown
     assert view.figures(None).count("<dd>–</dd>") == 5
 
 
@@ -101,7 +101,7 @@ def test_whatever_can_be_chosen_writes_the_same_text(side, drafter):
 def test_sampled_texts_are_not_compared(side):
     last = frames(side, temperature=1.0)[-1]
     assert last.ending.equal is None
-    assert last.plain.tokens == last.speculative.tokens == TOKENS
+    assert last.plain.stats.emitted == last.speculative.stats.emitted == TOKENS
     assert 'class="side-line "' in view.line(last)
 
 
@@ -122,12 +122,13 @@ def test_a_stop_ends_a_text_where_it_is(side, way):
     stop, seen = threading.Event(), []
     for frame in side.write(PROMPT, options(max_new_tokens=100), stop):
         seen.append(frame)
-        if getattr(frame, way).tokens >= 5:
+        if getattr(frame, way).stats.emitted >= 5:
             stop.set()
     last = seen[-1]
     assert last.stopped and "stopped" in view.line(last)
-    assert 5 <= getattr(last, way).tokens < 100
-    assert last.speculative.tokens == 0 if way == "plain" else last.plain.tokens == 100
+    assert 5 <= getattr(last, way).stats.emitted < 100
+    other, count = (last.speculative, 0) if way == "plain" else (last.plain, 100)
+    assert other.stats.emitted == count
     assert frames(side)[-1].ending.equal is True
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from selfspec.heads import Calibrator
 from training.exits.calibrate import (
     FEWEST,
-    calibration,
     expected_calibration_error,
     fit_calibrator,
     reliability,
@@ -165,9 +164,11 @@ def test_unseen_drafts_are_better_calibrated_than_by_their_own_probability():
     features, truth = drafts()
     fitted = fit_calibrator(features, outcomes(truth))
     unseen, law = drafts(seed=9)
-    found = calibration(fitted, unseen, outcomes(law, seed=2))
-    assert found.ece_after < 0.05 < found.ece_before
-    assert sum(b.drafts for b in found.reliability) == len(unseen)
+    accepted = outcomes(law, seed=2)
+    own, calibrated = unseen[:, 0].exp(), fitted.probability(unseen)
+    assert expected_calibration_error(calibrated, accepted) < 0.05
+    assert expected_calibration_error(own, accepted) > 0.05
+    assert sum(b.drafts for b in reliability(calibrated, accepted)) == len(unseen)
 
 
 def separable() -> tuple[Tensor, Tensor]:

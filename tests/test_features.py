@@ -16,9 +16,9 @@ from training.exits import features
 from training.exits.features import (
     FeaturesConfig,
     Manifest,
-    TargetReader,
     open_features,
     streams_of,
+    target_reader,
 )
 from training.exits.task import DraftLossConfig, ExitTask, HeldOutDrafts
 from training.loop.loop import Loop, LoopConfig
@@ -60,11 +60,11 @@ def contents(folder):
 @pytest.mark.parametrize(("dtype", "near"), [("float32", 1e-5), ("bfloat16", 2**-8)])
 def test_a_batch_from_files_is_what_the_target_says(folder, dtype, near):
     target = decoder()
-    read, ran = cache(folder, dtype, target=target), TargetReader(target, STREAMS)
+    read, ran = cache(folder, dtype, target=target), target_reader(target, STREAMS)
     data = Mixture(TEXT, [1, 1], seed=3)
     for start in range(0, 60, 5):
         batch = data.batch(start, 5)
-        found, expected = read.read(batch), ran.read(batch)
+        found, expected = read(batch), ran(batch)
         assert found.streams.keys() == expected.streams.keys()
         pairs = [(found.normed, expected.normed)]
         pairs += [(found.streams[layer], expected.streams[layer]) for layer in STREAMS]
@@ -80,7 +80,7 @@ def test_the_numbers_are_those_of_the_pass_that_made_them(folder):
     target = decoder()
     read = cache(folder, target=target, shard_blocks=8)
     batch = collate([TEXT[0][number] for number in range(8)])
-    found, expected = read.read(batch), TargetReader(target, STREAMS).read(batch)
+    found, expected = read(batch), target_reader(target, STREAMS)(batch)
     assert torch.equal(found.normed, expected.normed)
     assert all(torch.equal(found.streams[n], expected.streams[n]) for n in STREAMS)
 
@@ -89,10 +89,10 @@ def test_the_same_tokens_in_other_documents_are_other_blocks(folder):
     one, other = blocks(4, seed=1), blocks(4, seed=1)
     other.documents = torch.zeros_like(other.documents)
     target = decoder()
-    read, ran = cache(folder, text=[one, other], target=target), TargetReader(target, STREAMS)
+    read, ran = cache(folder, text=[one, other], target=target), target_reader(target, STREAMS)
     assert one.documents.any()
     for batch in [each[number] for each in (one, other) for number in range(4)]:
-        torch.testing.assert_close(read.read(batch).normed, ran.read(batch).normed)
+        torch.testing.assert_close(read(batch).normed, ran(batch).normed)
 
 
 def task(reader_of=None, **shape):
@@ -148,8 +148,8 @@ def test_a_fit_from_files_does_not_run_the_target(folder, monkeypatch):
     target = decoder()
     read = cache(folder, target=target)
     monkeypatch.setattr(features, "target_states", None)
-    assert read.read(TEXT[0][3]).normed.shape == (1, BLOCK, 32)
-    assert cache(folder, target=target).read(TEXT[1][0]).normed.shape == (1, BLOCK, 32)
+    assert read(TEXT[0][3]).normed.shape == (1, BLOCK, 32)
+    assert cache(folder, target=target)(TEXT[1][0]).normed.shape == (1, BLOCK, 32)
 
 
 # Making it
@@ -242,7 +242,7 @@ def test_other_processes_wait_for_the_first(folder, monkeypatch):
 
     monkeypatch.setattr(features, "processes", lambda: SimpleNamespace(is_main_process=False))
     monkeypatch.setattr(features.time, "sleep", sleep)
-    assert cache(folder).read(TEXT[0][0]).normed.shape == (1, BLOCK, 32)
+    assert cache(folder)(TEXT[0][0]).normed.shape == (1, BLOCK, 32)
     assert len(waits) == 2
     with pytest.raises(ValueError, match=r"another target\.weights"):
         cache(folder, target=decoder(seed=1))
@@ -290,12 +290,12 @@ def test_a_target_in_another_dtype_is_another(folder):
 def test_fewer_streams_and_other_shards_are_served(folder):
     cache(folder)
     read = cache(folder, streams=[2], shard_blocks=2)
-    assert read.read(TEXT[0][20]).streams.keys() == {2}
+    assert read(TEXT[0][20]).streams.keys() == {2}
 
 
 def test_a_block_of_other_text_is_named(folder):
     with pytest.raises(ValueError, match="holds a block that is not in the features"):
-        cache(folder).read(blocks(1, seed=8)[0])
+        cache(folder)(blocks(1, seed=8)[0])
 
 
 def test_damage_is_found_before_anything_is_read(folder):

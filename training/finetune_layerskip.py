@@ -9,7 +9,6 @@ held-out loss before and after, at full depth and after every layer.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,11 +29,11 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from selfspec.config import StrictConfig
-from selfspec.heads.files import replacing
 
 from .data import Mixture, SourceConfig
 from .language.layerskip import LayerSkip, LayerSkipConfig
 from .language.task import HeldOut
+from .loop.checkpoint import write_facts
 from .loop.loop import Loop, LoopConfig
 from .loop.optim import OptimizerConfig
 from .loop.parallel import processes, whole
@@ -117,16 +116,15 @@ class Comparison(NamedTuple):
 
     def facts(self) -> dict[str, Any]:
         """The figures as JSON: full depth, and the exits from exit layer 1 upwards."""
+
+        def at(part: int | slice) -> dict[str, dict[str, Any]]:
+            pairs = zip(self.before, self.before.values(), self.after.values(), strict=True)
+            return {name: {"before": old[part], "after": new[part]} for name, old, new in pairs}
+
         return {
             "unit": "held-out bits per byte",
-            "full_depth": {
-                domain: {"before": self.before[domain][-1], "after": self.after[domain][-1]}
-                for domain in self.before
-            },
-            "exits": {
-                domain: {"before": self.before[domain][:-1], "after": self.after[domain][:-1]}
-                for domain in self.before
-            },
+            "full_depth": at(-1),
+            "exits": at(slice(-1)),
         }
 
 
@@ -251,8 +249,7 @@ def save(
     }
     model.to(stored_dtype(config))  # pyright: ignore[reportArgumentType]
     finish_folder(output / "model", model, tokenizer, facts)
-    with replacing(output / COMPARISON_NAME) as scratch:
-        scratch.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    write_facts(output / COMPARISON_NAME, facts)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from selfspec import DEMO_MODEL, DraftConfig, SelfSpecModel
 from selfspec.config import StrictConfig
+from selfspec.heads.files import refuse_changes
 
 from .data import SourceConfig
 from .data.prompts import Prompt, PromptConfig, read_prompts
-from .loop.checkpoint import changes, digest, read_facts, target_facts, write_facts
+from .loop.checkpoint import digest, read_facts, target_facts, write_facts
 from .loop.metrics import Display
 from .loop.parallel import processes
 from .loop.script import run_script, start_output
@@ -97,11 +98,8 @@ def _check(output: Path, facts: dict[str, Any]) -> None:
         raise ValueError(f"{output} holds texts without their {_FACTS_NAME}; give a new folder")
     # Before the target is loaded, its facts are unknown.
     known = {name: value for name, value in (saved or facts).items() if name in facts}
-    if changed := list(changes(known, facts)):
-        raise ValueError(
-            f"{output} holds texts with another {', '.join(changed)}; give a new output folder, or "
-            "delete that one to start afresh"
-        )
+    remedy = "give a new output folder, or delete that one to start afresh"
+    refuse_changes(known, facts, f"{output} holds texts", remedy)
 
 
 def load(config: RegenerateConfig) -> tuple[SelfSpecModel, PreTrainedTokenizerBase]:

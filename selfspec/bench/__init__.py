@@ -15,7 +15,7 @@ from selfspec.bench.exactness import (
 from selfspec.bench.plots import write_plots
 from selfspec.bench.prompts import read_prompts
 from selfspec.bench.results import Report, Row, summarise
-from selfspec.bench.run import Bench, Progress, RunFile
+from selfspec.bench.run import Bench, RunFile
 
 __all__ = [
     "Bench",
@@ -24,7 +24,6 @@ __all__ = [
     "Divergence",
     "MethodConfig",
     "ModeConfig",
-    "Progress",
     "PromptSetConfig",
     "Report",
     "Row",

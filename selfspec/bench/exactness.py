@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,28 +19,9 @@ from selfspec.bench.config import MethodConfig
 from selfspec.bench.prompts import Batch
 from selfspec.bench.run import make_method, stop_ids
 from selfspec.config import DraftConfig
+from selfspec.display.divergence import Divergence, find_divergence
 from selfspec.model import SelfSpecModel
-
-# Roundings that a score may differ by between a pass over one token and one over several.
-_ROUNDINGS = 32
-
-
-class Divergence(NamedTuple):
-    """The first difference of two continuations.
-
-    Attributes:
-        position: index of the first new token that differs.
-        plain: the token of the model's own `generate`; `None` after its end.
-        other: the other token; `None` after its end.
-        margin: difference of their processed scores; `None` if one output ended.
-        rounding: whether a margin that small can come from rounding in this dtype.
-    """
-
-    position: int
-    plain: int | None
-    other: int | None
-    margin: float | None
-    rounding: bool
+from selfspec.schedule.stats import Stats
 
 
 def first_divergence(
@@ -54,36 +36,35 @@ def first_divergence(
         plain: tokens of the model's own `generate`.
         other: tokens of another method.
     """
-    if plain == other:
-        return None
-    pairs = enumerate(zip(plain, other, strict=False))
-    position = next((i for i, (a, b) in pairs if a != b), min(len(plain), len(other)))
-    tokens = [text[position] if position < len(text) else None for text in (plain, other)]
-    a, b = tokens
-    if a is None or b is None:
-        return Divergence(position, a, b, None, rounding=False)
-    scores = _scores(spec, prompt, plain[:position], options)
-    margin = abs(float(scores[a] - scores[b]))
-    size = float(scores[scores.isfinite()].abs().max())
-    rounding = margin <= _ROUNDINGS * torch.finfo(spec.engine.decoder.dtype).eps * size
-    return Divergence(position, a, b, margin if margin < float("inf") else None, rounding)
+    scores_after = partial(_scores, spec, prompt, options)
+    return find_divergence(plain, other, scores_after, spec.engine.decoder.dtype)
 
 
 def _scores(
-    spec: SelfSpecModel, prompt: Batch, written: list[int], options: dict[str, Any]
+    spec: SelfSpecModel, prompt: Batch, options: dict[str, Any], written: list[int]
 ) -> Tensor:
     """`[vocab]` the scores of the model's own `generate` for the next token."""
-    generate: Any = spec.model.generate
     behind = prompt.tokens.new_tensor([written])
-    output = generate(
-        torch.cat([prompt.tokens, behind], dim=1),
-        attention_mask=torch.cat([prompt.mask, torch.ones_like(behind)], dim=1),
-        return_dict_in_generate=True,
-        output_scores=True,
-        past_key_values=spec.engine.decoder.own_cache(),
-        **{**options, "max_new_tokens": 1},
-    )
-    return output.scores[0][0].float()
+    texts = torch.cat([prompt.tokens, behind], dim=1)
+    mask = torch.cat([prompt.mask, torch.ones_like(behind)], dim=1)
+    return _next_scores(spec, texts, mask, options)[0].float()
+
+
+def _next_scores(
+    spec: SelfSpecModel, texts: Tensor, mask: Tensor, options: dict[str, Any]
+) -> Tensor:
+    """`[rows, vocab]` the scores of the model's own `generate` for the next token of each text."""
+    generate: Any = spec.model.generate
+    with torch.random.fork_rng():
+        output = generate(
+            texts,
+            attention_mask=mask,
+            return_dict_in_generate=True,
+            output_scores=True,
+            past_key_values=spec.engine.decoder.own_cache(),
+            **{**options, "max_new_tokens": 1},
+        )
+    return output.scores[0]
 
 
 _CONTEXT = 16  # prompt tokens before sampled continuations
@@ -260,29 +241,15 @@ def exact_probabilities(
         words = list(joint)
         behind = torch.tensor(words, dtype=torch.long, device=prompt.device).view(len(words), -1)
         texts = torch.cat([prompt.expand(len(words), -1), behind], dim=1)
-        probs = torch.cat([_next(spec, part, options) for part in texts.split(_ROWS)])
+        parts = texts.split(_ROWS)
+        scores = [_next_scores(spec, part, torch.ones_like(part), options) for part in parts]
+        probs = torch.cat(scores).double().softmax(-1)
         joint = {
             (*word, int(token)): joint[word] * float(row[token])
             for word, row in zip(words, probs, strict=True)
             for token in row.nonzero()[:, 0]
         }
     return joint
-
-
-def _next(spec: SelfSpecModel, texts: Tensor, options: dict[str, Any]) -> Tensor:
-    """`[rows, vocab]` the probabilities of the model's own `generate` for the next token."""
-    generate: Any = spec.model.generate
-    with torch.random.fork_rng():
-        output = generate(
-            texts,
-            attention_mask=torch.ones_like(texts),
-            max_new_tokens=1,
-            return_dict_in_generate=True,
-            output_scores=True,
-            past_key_values=spec.engine.decoder.own_cache(),
-            **options,
-        )
-    return output.scores[0].double().softmax(-1)
 
 
 def _draws(
@@ -296,7 +263,7 @@ def _draws(
     """Continuations sampled with drafts, and their acceptance rate."""
     generator = torch.Generator(prompt.device).manual_seed(seed)
     drawn: list[tuple[int, ...]] = []
-    drafted = accepted = 0
+    total = Stats()
     while len(drawn) < sampling.samples:
         texts = spec.generate(
             prompt,
@@ -309,9 +276,8 @@ def _draws(
         )
         assert isinstance(texts, Tensor) and spec.last_stats is not None
         drawn += map(tuple, texts[:, prompt.shape[1] :].tolist())
-        drafted += spec.last_stats.drafted
-        accepted += spec.last_stats.accepted
-    return drawn, accepted / drafted if drafted else 0.0
+        total += spec.last_stats
+    return drawn, total.acceptance_rate
 
 
 def _p_value(

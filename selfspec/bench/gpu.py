@@ -18,8 +18,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,17 +32,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoTokenizer
 
 from selfspec import DEMO_MODEL, DraftConfig, SelfSpecModel, __version__
-from selfspec.bench.config import BenchConfig, MethodConfig, PromptSetConfig
+from selfspec.bench.config import BenchConfig, PromptSetConfig
 from selfspec.bench.exactness import Sampling, check_exactness
 from selfspec.bench.planted import GreedyTexts, generate_planted
-from selfspec.bench.plots import COLOURS, write_picture
-from selfspec.bench.prompts import Batch, cut_prompts
+from selfspec.bench.plots import write_picture
+from selfspec.bench.prompts import cut_prompts
 from selfspec.bench.results import LIMIT, Grid, Report, number, summarise
 from selfspec.bench.run import RunFile, reason
 from selfspec.bench.shapes import ShapeBench, default_methods, read_bandwidth, read_shape
 from selfspec.config import Kernels
+from selfspec.display.plots import COLOURS
 from selfspec.generation.streaming import RoundStreamer
-from selfspec.heads.files import replacing
+from selfspec.heads.files import read_object, refuse_changes, replace_text
 from selfspec.schedule.profile import device_name
 from selfspec.schedule.stats import Round
 
@@ -425,25 +425,11 @@ def _profiled(setup: Setup, shape: str, kernels: Kernels) -> dict[str, list[tupl
     options = bench.options(bench.config.modes[0])
     text = GreedyTexts(bench.spec, options)(batch)
     assert wanted.draft is not None
-    run = partial(_planted, bench.spec, wanted, batch, text, options)
-    run(None)  # kernels are compiled and recorded
+    run = partial(generate_planted, bench.spec, wanted.draft, batch, text, _PLANTED, 0, **options)
+    run()  # kernels are compiled and recorded
     profiler = RoundProfiler(setup.device, skip=3)
-    run(profiler)
+    run(streamer=profiler)
     return profiler.lanes()
-
-
-def _planted(
-    spec: SelfSpecModel,
-    method: MethodConfig,
-    batch: Batch,
-    text: Tensor,
-    options: dict[str, Any],
-    streamer: RoundStreamer | None,
-) -> None:
-    assert method.draft is not None
-    generate_planted(
-        spec, method.draft, batch, text, _PLANTED, seed=0, streamer=streamer, **options
-    )
 
 
 def _draw_lanes(lanes: dict[str, list[tuple[float, float]]], ax: Axes) -> None:
@@ -506,52 +492,37 @@ def run_stages(setup: Setup, console: Console, minutes: float) -> bool:
 
 
 def _held(path: Path, setup: Setup) -> dict[str, Any]:
-    held = json.loads(path.read_text(encoding="utf-8"))
-    if held["setup"] != setup.identity:
-        raise ValueError(
-            f"{path} holds results of {held['setup']}, this run is {setup.identity}; give another "
-            "--output, or remove the folder"
-        )
+    held = read_object(path)
+    remedy = "give another --output, or remove the folder"
+    refuse_changes(held["setup"], setup.identity, f"{path} holds results of a setup", remedy)
     return held
 
 
 def _ran(name: str, stage: Stage, setup: Setup, path: Path) -> dict[str, Any]:
     """Run a stage and store its results; a stage that failed is tried again next time."""
-    began = time.perf_counter()
+    began, error = time.perf_counter(), None
     try:
-        with _without_fallback_warnings():
+        with warnings.catch_warnings():  # the tables have the kernels that fall back
+            warnings.filterwarnings("ignore", message=".*they run as they are")
             found = stage(setup)
-    except Exception as error:  # the other stages still run
-        seconds = time.perf_counter() - began
-        return {
-            "seconds": seconds,
-            "passed": False,
-            "error": reason(error),
-            "facts": {},
-            "grids": [],
-        }
+    except Exception as caught:  # the other stages still run
+        found, error = Found(passed=False), reason(caught)
     finally:
+        seconds = round(time.perf_counter() - began, 1)
         gc.collect()
         if setup.on_gpu:
             torch.cuda.empty_cache()
     result = {
         "setup": setup.identity,
-        "seconds": round(time.perf_counter() - began, 1),
+        "seconds": seconds,
         "passed": found.passed,
         "facts": found.facts,
         "grids": [grid._asdict() for grid in found.grids],
     }
-    with replacing(path) as scratch:
-        scratch.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    if error is not None:
+        return {**result, "error": error}
+    replace_text(path, json.dumps(result, indent=2) + "\n")
     return result
-
-
-@contextmanager
-def _without_fallback_warnings() -> Iterator[None]:
-    """Hide warnings of kernels that fall back, because the tables have them."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*they run as they are")
-        yield
 
 
 def _write_report(setup: Setup, results: dict[str, dict[str, Any]]) -> None:
@@ -566,8 +537,7 @@ def _write_report(setup: Setup, results: dict[str, dict[str, Any]]) -> None:
             lines += ["", f"![{name}]({facts['picture']})"]
     texts = {"report.md": "\n".join(lines) + "\n", "report.json": json.dumps(results, indent=2)}
     for name, text in texts.items():
-        with replacing(setup.output / name) as scratch:
-            scratch.write_text(text, encoding="utf-8")
+        replace_text(setup.output / name, text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

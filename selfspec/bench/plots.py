@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selfspec.bench.results import Row
+from selfspec.display.plots import COLOURS, line_styles
 from selfspec.heads.files import replacing
 
 if TYPE_CHECKING:
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
 
 Draw = Callable[["Axes", list[Row]], None]
 
-# Okabe and Ito's colours, which colour-blind readers tell apart.
-COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
 _PARTS = {
     "shallow": "#56b4e9",
     "deep": "#0072b2",
@@ -24,7 +23,6 @@ _PARTS = {
     "sampling": "#e69f00",
     "rest": "#999999",
 }
-MARKERS = "osD^vPX*<>"
 _OUTSIDE = {"frameon": False, "loc": "center left", "bbox_to_anchor": (1, 0.5), "fontsize": 8}
 
 
@@ -68,7 +66,7 @@ def _file_name(mode: str) -> str:
     return re.sub(r"\W+", "_", mode).strip("_").lower()
 
 
-def write_picture(path: Path, title: str, draw: Callable[[Axes], None], rows: int = 12) -> None:
+def write_picture(path: Path, title: str, draw: Callable[[Axes], object], rows: int = 12) -> None:
     """Draw one plot, high enough for `rows` bars.
 
     Raises:
@@ -129,15 +127,15 @@ def _batches(ax: Axes, rows: list[Row]) -> None:
     lines: dict[str, list[Row]] = {}
     for row, name in zip(rows, _names(rows), strict=True):
         lines.setdefault(name, []).append(row)
-    for place, (name, line) in enumerate(lines.items()):
+    for name, style in line_styles(lines):
+        line = lines[name]
         found = [row.speedup for row in line if row.speedup is not None]
         spread = [[f.value - f.low for f in found], [f.high - f.value for f in found]]
         ax.errorbar(
             [row.place.batch for row in line],
             [f.value for f in found],
             yerr=spread,
-            marker=MARKERS[place % len(MARKERS)],
-            color=COLOURS[place % len(COLOURS)],
+            **style,
             label=name,
             capsize=3,
         )
@@ -151,10 +149,9 @@ def _batches(ax: Axes, rows: list[Row]) -> None:
 
 
 def _acceptance(ax: Axes, rows: list[Row]) -> None:
-    for place, (row, name) in enumerate(zip(rows, _names(rows), strict=True)):
+    for row, (name, style) in zip(rows, line_styles(_names(rows)), strict=True):
         positions = range(1, len(row.acceptance_by_position) + 1)
-        marker, colour = MARKERS[place % len(MARKERS)], COLOURS[place % len(COLOURS)]
-        ax.plot(positions, row.acceptance_by_position, marker=marker, color=colour, label=name)
+        ax.plot(positions, row.acceptance_by_position, **style, label=name)
     ax.set(xlabel="position in the draft", ylabel="share of drafts accepted", ylim=(0, 1.02))
     ax.set_xticks(range(1, 1 + max(len(row.acceptance_by_position) for row in rows)))
     ax.figure.set_figheight(max(4.0, 1 + 0.25 * len(rows)))  # pyright: ignore[reportAttributeAccessIssue]
@@ -164,28 +161,34 @@ def _acceptance(ax: Axes, rows: list[Row]) -> None:
 def _lengths(ax: Axes, rows: list[Row]) -> None:
     """Shares of rounds by accepted drafts: a bar per row, darker for more."""
     most = max(max(row.accepted_lengths) for row in rows)
-    left = [0.0] * len(rows)
-    for kept in range(most + 1):
-        shares = [
-            row.accepted_lengths.get(kept, 0) / sum(row.accepted_lengths.values()) for row in rows
+    totals = [sum(row.accepted_lengths.values()) for row in rows]
+    parts = {
+        str(kept): [
+            row.accepted_lengths.get(kept, 0) / n for row, n in zip(rows, totals, strict=True)
         ]
-        colour = (0.0, 0.45, 0.7, (kept + 1) / (most + 1))
-        ax.barh(range(len(rows)), shares, left=left, color=colour, label=str(kept))
-        left = [start + share for start, share in zip(left, shares, strict=True)]
-    _name_bars(ax, rows)
+        for kept in range(most + 1)
+    }
+    colours = [(0.0, 0.45, 0.7, (kept + 1) / (most + 1)) for kept in range(most + 1)]
+    _stacked_bars(ax, rows, parts, colours)
     ax.set(xlabel="share of rounds", xlim=(0, 1))
     ax.legend(title="accepted drafts", **_OUTSIDE)
 
 
 def _time(ax: Axes, rows: list[Row]) -> None:
-    left = [0.0] * len(rows)
-    for part, colour in _PARTS.items():
-        shares = [row.time_split[part] for row in rows]
-        ax.barh(range(len(rows)), shares, left=left, color=colour, label=part)
-        left = [start + share for start, share in zip(left, shares, strict=True)]
-    _name_bars(ax, rows)
+    parts = {part: [row.time_split[part] for row in rows] for part in _PARTS}
+    _stacked_bars(ax, rows, parts, list(_PARTS.values()))
     ax.set(xlabel="share of decode time", xlim=(0, 1))
     ax.legend(**_OUTSIDE)
+
+
+def _stacked_bars(
+    ax: Axes, rows: list[Row], parts: Mapping[str, Sequence[float]], colours: Sequence[Any]
+) -> None:
+    left = [0.0] * len(rows)
+    for (label, widths), colour in zip(parts.items(), colours, strict=True):
+        ax.barh(range(len(rows)), widths, left=left, color=colour, label=label)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    _name_bars(ax, rows)
 
 
 def _memory(ax: Axes, rows: list[Row]) -> None:

@@ -9,7 +9,7 @@ import re
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from selfspec import DEMO_MODEL
 from selfspec.bench.config import PromptSetConfig
 from selfspec.display.demo import load_prompts
 
+ItemT = TypeVar("ItemT")
 _STRAIGHT = str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'"})  # noqa: RUF001
 
 
@@ -92,14 +93,8 @@ def _lengths(config: PromptSetConfig, count: int) -> list[int]:
 def _encode(config: PromptSetConfig, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     if not config.chat:
         return tokenizer(text, verbose=False).input_ids
-    if tokenizer.chat_template is None:
-        raise ValueError(
-            f"prompt set {config.name!r} asks for a chat, and the tokenizer has no chat template; "
-            "leave chat out"
-        )
-    turn = [{"role": "user", "content": text}]
-    rendered = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-    return tokenizer(str(rendered), add_special_tokens=False, verbose=False).input_ids
+    rendered = render_chat(tokenizer, [{"role": "user", "content": text}])
+    return tokenizer(rendered, add_special_tokens=False, verbose=False).input_ids
 
 
 def _fitting(
@@ -108,8 +103,7 @@ def _fitting(
     """`count` prompts of the wanted lengths, evenly spaced."""
     low, high = config.lengths or (1, longest or max(map(len, prompts), default=1))
     fitting = [prompt for prompt in prompts if low <= len(prompt) <= high]
-    count = min(config.count, len(fitting)) or len(fitting)
-    return [fitting[place * len(fitting) // count] for place in range(count)]
+    return evenly(fitting, config.count or len(fitting))
 
 
 # Questions
@@ -123,7 +117,15 @@ def _records(config: PromptSetConfig) -> Iterator[dict[str, Any]]:
     )
     if not path.is_file():
         raise FileNotFoundError(f"no prompt file at {path}, which {config.name!r} reads")
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for record in json_lines(path, path.read_text(encoding="utf-8")):
+        if config.reader != "mbpp" or record.get("task_id", 11) in _MBPP_TEST:
+            yield record | {"turn": (record.get("turns") or [None])[0]}
+
+
+def json_lines(path: Path, text: str) -> Iterator[dict[str, Any]]:
+    """The JSON objects in the lines of `text`; ValueError names a bad line of `path`."""
+    # Not splitlines: JSON strings may contain other line separators, such as U+2028.
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -132,8 +134,31 @@ def _records(config: PromptSetConfig) -> Iterator[dict[str, Any]]:
             record = None
         if not isinstance(record, dict):
             raise ValueError(f"{path}, line {number} is no JSON object: {line[:60]!r}")
-        if config.reader != "mbpp" or record.get("task_id", 11) in _MBPP_TEST:
-            yield record | {"turn": (record.get("turns") or [None])[0]}
+        yield record
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Any], reply_next: bool = True
+) -> str:
+    """A rendered chat; `reply_next` opens the assistant's turn.
+
+    Raises:
+        ValueError: the tokenizer has no template.
+    """
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"the tokenizer has no chat template ({type(tokenizer).__name__}); set "
+            "tokenizer.chat_template and save it, or take plain text"
+        )
+    messages = list(messages)
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=reply_next)
+    return str(text)
+
+
+def evenly(items: Sequence[ItemT], count: int) -> list[ItemT]:
+    """At most `count` evenly spaced items."""
+    count = min(count, len(items))
+    return [items[place * len(items) // count] for place in range(count)]
 
 
 def _question(config: PromptSetConfig, record: dict[str, Any]) -> str:
@@ -181,12 +206,7 @@ def _passage(
 
 def _texts(config: PromptSetConfig) -> list[str]:
     if config.path is None:
-        return [
-            entry["text"]
-            for entry in json.loads(
-                (DEMO_MODEL.parent / "prompts.json").read_text(encoding="utf-8")
-            )
-        ]
+        return [prompt.text for prompt in load_prompts()]
     pattern = config.path.replace("{stdlib}", sysconfig.get_paths()["stdlib"])
     files = sorted(path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file())  # noqa: PTH207
     if not files:
@@ -219,8 +239,7 @@ def cut_prompts(
         found += [part for part in ids[:whole].split(tokens) if len(part)]
     if not found:
         raise ValueError(f"the {len(texts)} texts hold no token; tuning needs text to write on")
-    count = min(count, len(found))
-    return [found[place * len(found) // count] for place in range(count)]
+    return evenly(found, count)
 
 
 def split_prompts(prompts: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby, pairwise
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,8 +20,8 @@ from selfspec.bench.exactness import Divergence, first_divergence
 from selfspec.bench.run import Bench, Memory, Place, Run, RunFile
 from selfspec.bench.shapes import bytes_a_round
 from selfspec.display.report import HTMLReport
-from selfspec.heads.files import replacing
-from selfspec.schedule.stats import PARTS
+from selfspec.heads.files import replace_text
+from selfspec.schedule.stats import PARTS, Stats
 
 _DRAWS = 4000
 _TAIL = 32  # an output loops if so many tokens at its end repeat themselves
@@ -106,8 +106,6 @@ class Row:
             of tokens/s.
         drafting: over selfspec's own loop without drafts (a method with `drafter: none`), in the
             same way; what drafting brings beyond the kernels. `None` without such a method.
-        speedup_of_totals: ratio of all tokens over all seconds, over batches that both methods
-            generated; a batch has the median speed of its repeats.
         speedup_without_loops: over batches in which no output of either method loops.
         looping: share of outputs that loop.
         ended: share of outputs that stopped before `max_new_tokens`.
@@ -133,7 +131,6 @@ class Row:
     ms_per_token_p95: float | None = None
     speedup: Interval | None = None
     drafting: Interval | None = None
-    speedup_of_totals: float | None = None
     speedup_without_loops: Interval | None = None
     looping: float | None = None
     ended: float | None = None
@@ -206,7 +203,6 @@ def _row(
         texts=len(texts),
         speedup=median_interval(list(ratios.values()), seed),
         drafting=median_interval(list(_ratios(rates, _rates(loop)).values()), seed),
-        speedup_of_totals=_of_totals((runs, rates), (base, own)),
         speedup_without_loops=median_interval(straight, seed),
         looping=sum(map(loops, texts)) / len(texts),
         ended=sum(len(text) < bench.config.max_new_tokens for text in texts) / len(texts),
@@ -229,20 +225,6 @@ def _rates(runs: Sequence[Run]) -> dict[int, float]:
 
 def _ratios(rates: Mapping[int, float], base: Mapping[int, float]) -> dict[int, float]:
     return {number: rate / base[number] for number, rate in rates.items() if number in base}
-
-
-def _of_totals(*methods: tuple[Sequence[Run], Mapping[int, float]]) -> float | None:
-    """Tokens per second of the first method over the second's, by runs and rates of both."""
-    both = set.intersection(*(set(rates) for _, rates in methods))
-    totals: list[float] = []
-    for runs, rates in methods:
-        tokens = {
-            number: [run.decoded for run in runs if run.key.number == number] for number in both
-        }
-        usual = {number: mean(counts) for number, counts in tokens.items()}
-        seconds = sum(count / rates[number] for number, count in usual.items())
-        totals.append(sum(usual.values()) / seconds if seconds else 0.0)
-    return totals[0] / totals[1] if all(totals) else None
 
 
 def _times(runs: Sequence[Run], rates: Mapping[int, float]) -> dict[str, Any]:
@@ -292,28 +274,18 @@ def _drafts(runs: Sequence[Run]) -> dict[str, Any]:
         "mean_accepted_length": sum(run.decoded for run in runs) / count if count else None,
         "accepted_lengths": dict(sorted(rounds.items())),
     }
-    stats = [run.stats for run in runs if run.stats is not None]
+    stats = [Stats(**run.stats) for run in runs if run.stats is not None]
     if not stats:
         return found
-    drafted, accepted = (sum(s[name] for s in stats) for name in ("drafted", "accepted"))
-    at = [_columns([s[name] for s in stats]) for name in ("accepted_at", "drafted_at")]
-    per_round = [1000 * s["seconds"]["sampling"] / s["rounds"] for s in stats if s["rounds"]]
-    seconds = {part: sum(s["seconds"][part] for s in stats) for part in stats[0]["seconds"]}
-    decoding = seconds["total"] - seconds["prefill"]
-    shares = {part: seconds[part] / decoding for part in PARTS} if decoding > 0 else {}
+    total = sum(stats, Stats())
+    per_round = [1000 * each.seconds["sampling"] / each.rounds for each in stats if each.rounds]
     return {
         **found,
-        "acceptance_rate": accepted / drafted if drafted else None,
-        "acceptance_by_position": [kept / all_ for kept, all_ in zip(*at, strict=True)],
+        "acceptance_rate": total.acceptance_rate if total.drafted else None,
+        "acceptance_by_position": total.acceptance_by_position,
         "sampling_ms": median(per_round) if per_round else None,
-        "time_split": {**shares, "rest": 1 - sum(shares.values())} if shares else {},
+        "time_split": total.time_split,
     }
-
-
-def _columns(rows: Sequence[Sequence[int]]) -> list[int]:
-    """Sums over rows of different length."""
-    width = max(map(len, rows))
-    return [sum(row[place] for row in rows if place < len(row)) for place in range(width)]
 
 
 def _equality(
@@ -383,9 +355,11 @@ def number(value: float | None, digits: int) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 
 
-def mebibytes(count: int) -> str:
-    """Bytes as MiB."""
-    return f"{count / 2**20:,.1f}"
+def memory_cell(memory: Memory | None) -> str:
+    """Peak and growth in MiB, or a dash for `None`."""
+    if memory is None:
+        return "–"
+    return f"{memory.peak / 2**20:,.1f} ({memory.growth / 2**20:,.1f})"
 
 
 Cell = Callable[[Row], str]
@@ -497,11 +471,7 @@ SHEETS = (
             "ms/token (p95)": lambda row: (
                 f"{number(row.ms_per_token, 2)} ({number(row.ms_per_token_p95, 2)})"
             ),
-            "peak MiB (grown by)": lambda row: (
-                "–"
-                if row.memory is None
-                else f"{mebibytes(row.memory.peak)} ({mebibytes(row.memory.growth)})"
-            ),
+            "peak MiB (grown by)": lambda row: memory_cell(row.memory),
         },
     ),
 )
@@ -567,8 +537,7 @@ class Report:
         values = json.dumps(self.to_dict(), indent=2, allow_nan=False)
         texts = {"results.json": values + "\n", "results.md": self._markdown()}
         for name, text in texts.items():
-            with replacing(folder / name) as scratch:
-                scratch.write_text(text, encoding="utf-8")
+            replace_text(folder / name, text)
         return list(texts)
 
     def write_page(self, folder: Path, pictures: Sequence[Path]) -> str:

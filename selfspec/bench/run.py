@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,10 +26,10 @@ from transformers import (
 from selfspec.bench.config import PEER_OPTIONS, BenchConfig, MethodConfig, ModeConfig
 from selfspec.bench.planted import GreedyTexts, generate_planted
 from selfspec.bench.prompts import Batch, make_batches, read_prompts
-from selfspec.config import DraftConfig
 from selfspec.generation.streaming import RoundStreamer
+from selfspec.heads.files import append_line, read_lines, read_object, refuse_changes
 from selfspec.model import SelfSpecModel
-from selfspec.schedule.stats import Round, Stats, Trace
+from selfspec.schedule.stats import Round
 
 _PROCESS = Path("/proc/self")
 
@@ -60,14 +61,10 @@ def peak_memory(call: Callable[[], object], device: torch.device) -> Memory | No
     return None if before is None or peak is None else Memory(peak, max(0, peak - before))
 
 
-def _give_back() -> None:
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
-
-
 def _resident_from_now_on() -> int | None:
     """Resident bytes, after free memory was returned and the peak was reset."""
-    _give_back()
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
     try:
         (_PROCESS / "clear_refs").write_text("5")  # proc(5): resets VmHWM
     except OSError:
@@ -117,7 +114,7 @@ class Arrivals(RoundStreamer):
 
     def _note(self, count: int) -> None:
         self.counts.append(count)
-        self.times.append(time.perf_counter() - self.start)
+        self.times.append(round(time.perf_counter() - self.start, 6))
 
 
 @dataclass(frozen=True)
@@ -128,15 +125,35 @@ class Written:
         texts: the new token ids of each row, up to its stop.
         counts: tokens of each arrival, all rows together; the first arrival ends the prefill.
         times: seconds from the call to each arrival.
-        stats: counters and clocks, if selfspec generated.
         accepted: accepted drafts of every round of every row after the prefill.
+        stats: fields of selfspec's `Stats`; `None` for a peer.
     """
 
     texts: list[list[int]]
     counts: list[int]
     times: list[float]
-    stats: Stats | None = None
-    accepted: tuple[int, ...] = ()
+    accepted: list[int]
+    stats: dict[str, Any] | None = None
+
+    @property
+    def decoded(self) -> int:
+        """Tokens after the first arrival."""
+        return sum(self.counts[1:])
+
+    @property
+    def prefill_seconds(self) -> float:
+        """Time to the first arrival."""
+        return self.times[0]
+
+    @property
+    def decode_seconds(self) -> float:
+        """Time from the first arrival to the last."""
+        return self.times[-1] - self.times[0]
+
+    @property
+    def rate(self) -> float | None:
+        """Decoded tokens per second, all rows together; `None` if every row stopped at once."""
+        return self.decoded / self.decode_seconds if self.decoded else None
 
 
 Write = Callable[[Batch, dict[str, Any], int], Written]
@@ -157,13 +174,12 @@ def make_method(
         OSError: there is no such assistant model.
         ValueError: the model cannot make such drafts.
     """
-    if config.acceptance is not None:
-        assert texts is not None and config.draft is not None
-        return _Planted(spec, config.draft, config.acceptance, texts)
     if config.peer is None:
-        return _Speculation(spec, config.draft)
+        return partial(_speculate, spec, config, texts)
     if config.peer == "continuous_batching":
-        return _ContinuousBatching(spec)
+        return partial(_generate_batch, spec)
+    if config.peer == "static_cache":
+        return partial(_generate_static, spec, room)
     options = dict(config.options)
     if config.peer == "assistant_early_exit":
         depth = spec.engine.decoder.depth
@@ -179,9 +195,7 @@ def make_method(
         options["use_mtp"] = True
     elif config.peer == "assistant_model":
         options["assistant_model"] = _assistant(spec, options["assistant_model"])
-    elif config.peer == "static_cache":
-        return _StaticCache(spec, room)
-    return _Own(spec, options)
+    return partial(_generate, spec, options)
 
 
 def stop_ids(spec: SelfSpecModel) -> list[int]:
@@ -206,210 +220,137 @@ def _assistant(spec: SelfSpecModel, path: str) -> PreTrainedModel:
     return model.to(decoder.device).eval()
 
 
-class _Speculation:
-    """Selfspec's `generate`.
-
-    Args:
-        spec: the target.
-        draft: how to draft; `None` takes the default of `generate`.
-    """
-
-    def __init__(self, spec: SelfSpecModel, draft: DraftConfig | None):
-        self.spec, self.draft = spec, draft
-
-    def __call__(self, batch: Batch, options: dict[str, Any], seed: int) -> Written:
-        generator = torch.Generator(batch.tokens.device).manual_seed(seed)
+def _speculate(
+    spec: SelfSpecModel,
+    config: MethodConfig,
+    texts: GreedyTexts | None,
+    batch: Batch,
+    options: dict[str, Any],
+    seed: int,
+) -> Written:
+    """Selfspec's `generate`, with planted drafts if the method has an acceptance rate."""
+    if config.acceptance is None:
         arrivals = Arrivals()
-        output = self.spec.generate(
+        output = spec.generate(
             batch.tokens,
             attention_mask=batch.mask,
-            draft=self.draft,
-            generator=generator,
+            draft=config.draft,
+            generator=torch.Generator(batch.tokens.device).manual_seed(seed),
             streamer=arrivals,
             **options,
         )
-        assert isinstance(output, Tensor)
-        stats, trace = self.spec.last_stats, self.spec.last_trace
-        return self._written(output, batch, arrivals, stats, trace)
-
-    def _written(
-        self,
-        output: Tensor,
-        batch: Batch,
-        arrivals: Arrivals,
-        stats: Stats | None,
-        trace: Trace | None,
-    ) -> Written:
-        assert trace is not None
-        return Written(
-            texts=_texts(self.spec, output, batch.width),
-            counts=arrivals.counts,
-            times=arrivals.times,
-            stats=stats,
-            accepted=tuple(step.accepted for row in trace.rows for step in row[1:]),
-        )
-
-
-class _Planted(_Speculation):
-    """Selfspec's `generate` with planted drafts.
-
-    Args:
-        spec: the target.
-        draft: how to draft.
-        acceptance: probability that a draft after right ones is right.
-        texts: the target's greedy continuations.
-    """
-
-    def __init__(
-        self, spec: SelfSpecModel, draft: DraftConfig, acceptance: float, texts: GreedyTexts
-    ):
-        super().__init__(spec, draft)
-        self.planted, self.acceptance, self.texts = draft, acceptance, texts
-
-    def __call__(self, batch: Batch, options: dict[str, Any], seed: int) -> Written:
-        text = self.texts(batch)
+        stats, trace = spec.last_stats, spec.last_trace
+    else:
+        assert texts is not None and config.draft is not None
+        text = texts(batch)  # not timed
         arrivals = Arrivals()
         output, session = generate_planted(
-            self.spec,
-            self.planted,
-            batch,
-            text,
-            self.acceptance,
-            seed,
+            spec, config.draft, batch, text, config.acceptance, seed, streamer=arrivals, **options
+        )
+        stats, trace = session.stats, session.trace
+    assert isinstance(output, Tensor) and stats is not None and trace is not None
+    accepted = [step.accepted for row in trace.rows for step in row[1:]]
+    found = _texts(spec, output, batch.width)
+    return Written(found, arrivals.counts, arrivals.times, accepted, asdict(stats))
+
+
+def _generate(
+    spec: SelfSpecModel, own: dict[str, Any], batch: Batch, options: dict[str, Any], seed: int
+) -> Written:
+    """The model's own `generate`, plain or with the options `own` of a peer."""
+    generate: Any = spec.model.generate
+    options = {name: options[name] for name in options if name != "prefill_chunk_size"}
+    with _left_as_it_was(spec.causal_lm, own) as left, torch.random.fork_rng():
+        torch.manual_seed(seed)
+        arrivals = Arrivals()
+        output = generate(
+            batch.tokens,
+            attention_mask=batch.mask,
             streamer=arrivals,
+            past_key_values=spec.engine.decoder.own_cache(),
+            **left,
             **options,
         )
-        return self._written(output, batch, arrivals, session.stats, session.trace)
+    texts, counts = _texts(spec, output, batch.width), arrivals.counts
+    accepted = [count - 1 for count in counts[1:]]
+    if batch.rows > 1:
+        # One token per row and step; after a row's stop there is padding. Speculation in
+        # transformers generates one row only.
+        counts = [sum(len(text) > step for text in texts) for step in range(len(counts))]
+        accepted = [0] * sum(counts[1:])
+    return Written(texts, counts, arrivals.times, accepted)
 
 
-class _Own:
-    """The model's own `generate`, plain or with a peer's options.
-
-    Args:
-        spec: the target.
-        options: the peer's options.
-    """
-
-    def __init__(self, spec: SelfSpecModel, options: dict[str, Any]):
-        self.spec = spec
-        assisting = PEER_OPTIONS["assistant_early_exit"][1:]
-        self.drafting = {name: options.pop(name) for name in assisting if name in options}
-        self.options = options
-        self.assistant = options.get("assistant_model", spec.causal_lm)
-
-    def __call__(self, batch: Batch, options: dict[str, Any], seed: int) -> Written:
-        generate: Any = self.spec.model.generate
-        options = {name: options[name] for name in options if name != "prefill_chunk_size"}
-        with _left_as_it_was(self.spec.causal_lm), self._told(), torch.random.fork_rng():
-            torch.manual_seed(seed)
-            arrivals = Arrivals()
-            output = generate(
-                batch.tokens,
-                attention_mask=batch.mask,
-                streamer=arrivals,
-                past_key_values=self.spec.engine.decoder.own_cache(),
-                **self.options,
-                **options,
-            )
-        texts, counts = _texts(self.spec, output, batch.width), arrivals.counts
-        accepted = tuple(count - 1 for count in counts[1:])
-        if batch.rows > 1:
-            # One token per row and step; after a row's stop there is padding. Speculation in
-            # transformers generates one row only.
-            counts = [sum(len(text) > step for text in texts) for step in range(len(counts))]
-            accepted = (0,) * sum(counts[1:])
-        return Written(texts, counts, arrivals.times, accepted=accepted)
-
-    @contextmanager
-    def _told(self) -> Iterator[None]:
-        """Set the options that transformers reads from the assistant's generation config."""
-        config = self.assistant.generation_config
-        held = {name: getattr(config, name) for name in self.drafting}
-        for name, value in self.drafting.items():
-            setattr(config, name, value)
-        try:
-            yield
-        finally:
-            for name, value in held.items():
-                setattr(config, name, value)
-
-
-class _StaticCache(_Own):
+def _generate_static(
+    spec: SelfSpecModel, room: int, batch: Batch, options: dict[str, Any], seed: int
+) -> Written:
     """The model's own `generate` with a static cache of one length for all calls.
 
     On a GPU, transformers compiles the model for a static cache, and again if the length changes.
-
-    Args:
-        spec: the target.
-        room: maximum new tokens of any call.
     """
-
-    def __init__(self, spec: SelfSpecModel, room: int):
-        super().__init__(spec, {"cache_implementation": "static"})
-        self.room = room
-
-    def __call__(self, batch: Batch, options: dict[str, Any], seed: int) -> Written:
-        longest = batch.width + max(self.room, options["max_new_tokens"])
-        return super().__call__(batch, {**options, "max_cache_len": longest}, seed)
+    longest = batch.width + max(room, options["max_new_tokens"])
+    cache = {"cache_implementation": "static", "max_cache_len": longest}
+    return _generate(spec, cache, batch, options, seed)
 
 
 _PAGE = 256  # tokens of a block of KV in transformers' continuous batching
 
 
-class _ContinuousBatching:
-    """The model's own `generate_batch`, with just enough blocks of KV for the batch.
-
-    Args:
-        spec: the target.
-    """
-
-    def __init__(self, spec: SelfSpecModel):
-        self.spec = spec
-
-    def __call__(self, batch: Batch, options: dict[str, Any], seed: int) -> Written:
-        if self.spec.engine.decoder.kv_cache_dtype != "auto":
-            raise ValueError("generate_batch has a KV cache of its own, which does not round")
-        model: Any = self.spec.causal_lm
-        config = copy.deepcopy(model.generation_config)
-        config.update(**{k: v for k, v in options.items() if k != "prefill_chunk_size"})
-        config.eos_token_id = -1 if config.eos_token_id is None else config.eos_token_id
-        counts = batch.mask.sum(-1).tolist()
-        prompts = [row[-count:].tolist() for row, count in zip(batch.tokens, counts, strict=True)]
-        pages = (batch.width + options["max_new_tokens"]) // _PAGE + 2
-        sizes = ContinuousBatchingConfig(
-            num_blocks=batch.rows * pages, max_batch_tokens=max(sum(counts), _PAGE)
+def _generate_batch(
+    spec: SelfSpecModel, batch: Batch, options: dict[str, Any], seed: int
+) -> Written:
+    """The model's own `generate_batch`, with just enough blocks of KV for the batch."""
+    if spec.engine.decoder.kv_cache_dtype != "auto":
+        raise ValueError("generate_batch has a KV cache of its own, which does not round")
+    model: Any = spec.causal_lm
+    config = copy.deepcopy(model.generation_config)
+    config.update(**{k: v for k, v in options.items() if k != "prefill_chunk_size"})
+    config.eos_token_id = -1 if config.eos_token_id is None else config.eos_token_id
+    counts = batch.mask.sum(-1).tolist()
+    prompts = [row[-count:].tolist() for row, count in zip(batch.tokens, counts, strict=True)]
+    pages = (batch.width + options["max_new_tokens"]) // _PAGE + 2
+    sizes = ContinuousBatchingConfig(
+        num_blocks=batch.rows * pages, max_batch_tokens=max(sum(counts), _PAGE)
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        began = time.perf_counter()
+        found = model.generate_batch(
+            prompts, config, sizes, record_timestamps=True, warmup=batch.tokens.is_cuda
         )
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            began = time.perf_counter()
-            found = model.generate_batch(
-                prompts, config, sizes, record_timestamps=True, warmup=batch.tokens.is_cuda
-            )
-        results = list(found.values())
-        error = next((result.error for result in results if result.error), None)
-        if error or len(results) < batch.rows:
-            raise RuntimeError(error or "generate_batch ended before its requests")
-        texts = [list(result.generated_tokens) for result in results]
-        steps = range(max(map(len, texts)))
-        counts = [sum(len(text) > step for text in texts) for step in steps]
-        times = [
-            max(result.timestamps[step] for result in results if len(result.timestamps) > step)
-            for step in steps
-        ]
-        at = [seconds - began for seconds in times]
-        return Written(texts, counts, at, accepted=(0,) * sum(counts[1:]))
+    results = list(found.values())
+    error = next((result.error for result in results if result.error), None)
+    if error or len(results) < batch.rows:
+        raise RuntimeError(error or "generate_batch ended before its requests")
+    texts = [list(result.generated_tokens) for result in results]
+    steps = range(max(map(len, texts)))
+    counts = [sum(len(text) > step for text in texts) for step in steps]
+    times = [
+        max(result.timestamps[step] for result in results if len(result.timestamps) > step) - began
+        for step in steps
+    ]
+    return Written(texts, counts, times, [0] * sum(counts[1:]))
 
 
 @contextmanager
-def _left_as_it_was(model: PreTrainedModel) -> Iterator[None]:
-    """Restore the depth: `assistant_early_exit` leaves the model shallow if it fails.
+def _left_as_it_was(model: PreTrainedModel, own: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields the options that a call of `generate` takes itself, and undoes what it changes.
 
-    Transformers also remembers the longest static cache and makes all later ones as long.
+    The others are read from the generation config of the assistant, and set there. Transformers
+    leaves a model shallow if `assistant_early_exit` fails; and it remembers the longest static
+    cache and makes all later ones as long.
     """
-    depth = model.config.num_hidden_layers
+    depth, config = (
+        model.config.num_hidden_layers,
+        own.get("assistant_model", model).generation_config,
+    )
+    told = {name: own[name] for name in PEER_OPTIONS["assistant_early_exit"][1:] if name in own}
+    held = {name: getattr(config, name) for name in told}
+    vars(config).update(told)
     try:
-        yield
+        yield {name: own[name] for name in own if name not in told}
     finally:
+        vars(config).update(held)
         model.config.num_hidden_layers = depth
         vars(model).pop("_previous_max_cache_length", None)
 
@@ -436,51 +377,14 @@ class Key(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Run:
+class Run(Written):
     """One timed call.
 
     Attributes:
         key: identifies the call.
-        texts: the new token ids of each row.
-        counts: tokens of each arrival, all rows together; the first arrival ends the prefill.
-        times: seconds from the call to each arrival.
-        accepted: accepted drafts of every round of every row after the prefill.
-        stats: fields of selfspec's `Stats`; `None` for a peer.
     """
 
-    key: Key
-    texts: list[list[int]]
-    counts: list[int]
-    times: list[float]
-    accepted: list[int]
-    stats: dict[str, Any] | None = None
-
-    @classmethod
-    def of(cls, key: Key, written: Written) -> Run:
-        """A run from the output of a call."""
-        stats = asdict(written.stats) if written.stats else None
-        times = [round(seconds, 6) for seconds in written.times]
-        return cls(key, written.texts, written.counts, times, list(written.accepted), stats)
-
-    @property
-    def decoded(self) -> int:
-        """Tokens after the first arrival."""
-        return sum(self.counts[1:])
-
-    @property
-    def prefill_seconds(self) -> float:
-        """Time to the first arrival."""
-        return self.times[0]
-
-    @property
-    def decode_seconds(self) -> float:
-        """Time from the first arrival to the last."""
-        return self.times[-1] - self.times[0]
-
-    @property
-    def rate(self) -> float | None:
-        """Decoded tokens per second, all rows together; `None` if every row stopped at once."""
-        return self.decoded / self.decode_seconds if self.decoded else None
+    key: Key = field(kw_only=True)
 
 
 class RunFile:
@@ -506,31 +410,20 @@ class RunFile:
         self.failures: dict[Place, str] = {}
         folder.mkdir(parents=True, exist_ok=True)
         self._claim(json.loads(json.dumps(identity)))
-        self._read()
+        for record in read_lines(folder / _RUNS):
+            self._take(record)
 
     def _claim(self, identity: dict[str, Any]) -> None:
         path = self.folder / _IDENTITY
         if not path.is_file():
             path.write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
             return
-        held = json.loads(path.read_text(encoding="utf-8"))
-        for name, before, now in _differences(held, identity):
-            raise ValueError(
-                f"{self.folder} holds the runs of another benchmark: {name} was {before!r}, is "
-                f"{now!r}; give another --output, or remove the folder"
-            )
-
-    def _read(self) -> None:
-        path = self.folder / _RUNS
-        if not path.is_file():
-            return
-        text = path.read_bytes()
-        # The last line may have been cut off; what is appended must begin a line.
-        whole = text[: text.rfind(b"\n") + 1]
-        if len(whole) < len(text):
-            path.write_bytes(whole)
-        for line in whole.decode("utf-8").splitlines():
-            self._take(json.loads(line))
+        refuse_changes(
+            read_object(path),
+            identity,
+            f"{self.folder} holds the runs of a benchmark",
+            "give another --output, or remove the folder",
+        )
 
     def _take(self, record: dict[str, Any]) -> None:
         place = Place(*(record.pop(name) for name in Place._fields))
@@ -538,12 +431,13 @@ class RunFile:
             self.memory[place] = Memory(**record)
         elif "error" not in record:  # failed calls are tried again
             key = Key(place, record.pop("number"), record.pop("repeat"))
-            self.runs[key] = Run(key, **record)
+            self.runs[key] = Run(**record, key=key)
 
     def add(self, run: Run) -> None:
         """Store a run."""
-        record = {name: value for name, value in vars(run).items() if name != "key"}
-        self._append(run.key.place, {"number": run.key.number, "repeat": run.key.repeat, **record})
+        record = {**vars(run), "number": run.key.number, "repeat": run.key.repeat}
+        del record["key"]
+        self._append(run.key.place, record)
         self.runs[run.key] = run
 
     def add_memory(self, place: Place, memory: Memory) -> None:
@@ -557,30 +451,10 @@ class RunFile:
         self.failures[place] = reason
 
     def _append(self, place: Place, record: Mapping[str, Any]) -> None:
-        line = json.dumps({**place._asdict(), **record}, allow_nan=False)
-        with (self.folder / _RUNS).open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        append_line(self.folder / _RUNS, {**place._asdict(), **record})
 
 
-def _differences(before: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Differing leaves of two trees of dicts and lists, with their names."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        for key in {**before, **now}:
-            inner = f"{name}.{key}" if name else str(key)
-            yield from _differences(before.get(key), now.get(key), inner)
-    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
-        for index, pair in enumerate(zip(before, now, strict=True)):
-            yield from _differences(*pair, f"{name}.{index}")
-    elif before != now:
-        yield name, before, now
-
-
-class Progress(NamedTuple):
-    """How far a benchmark is: timed calls done, all there are, and what comes next."""
-
-    done: int
-    total: int
-    doing: str
+Show = Callable[[str, int, int], object]
 
 
 class Bench:
@@ -649,83 +523,64 @@ class Bench:
             "pad_token_id": next(iter([*stop_ids(self.spec), 0])) if padding is None else padding,
         }
 
-    def run(self, file: RunFile, show: Callable[[Progress], None] = lambda progress: None) -> None:
+    def run(self, file: RunFile, show: Show = lambda doing, done, of: None) -> None:
         """Make all runs that the file does not hold yet.
 
         Args:
             file: stores the runs.
-            show: called before every run.
+            show: called before every run with what comes next, the timed calls done, and all
+                there are.
         """
         for mode in self.config.modes:
             for prompts, rows in self.batches:
-                _Session(self, file, mode, prompts, rows, show).run()
+                place = Place(mode.name, prompts, rows, "")
+                self._run_place(file, mode, place, show)
 
+    def _run_place(self, file: RunFile, mode: ModeConfig, place: Place, show: Show) -> None:
+        """Make the runs of one mode on one prompt set with one batch size."""
+        batches, options = self.batches[place.prompts, place.batch], self.options(mode)
 
-class _Session:
-    """The runs of one mode on one prompt set with one batch size."""
+        def guarded(place: Place, call: Callable[[], None]) -> None:
+            doing = f"{place.mode} · {place.prompts} · batch {place.batch} · {place.method}"
+            show(doing, len(file.runs), self.total)
+            try:
+                call()
+            except Exception as error:  # any error becomes a row of the report
+                file.fail(place, reason(error))
 
-    def __init__(
-        self,
-        bench: Bench,
-        file: RunFile,
-        mode: ModeConfig,
-        prompts: str,
-        rows: int,
-        show: Callable[[Progress], None],
-    ):
-        self.bench, self.file, self.show = bench, file, show
-        self.mode, self.prompts, self.rows = mode, prompts, rows
-        self.batches = bench.batches[prompts, rows]
-        self.options = bench.options(mode)
+        def warm_up(place: Place) -> None:
+            """Generate a few tokens untimed, and measure the memory."""
+            longest = max(batches, key=lambda batch: batch.width)
+            few = {**options, "max_new_tokens": self.config.warm_up}
+            call = partial(self.methods[place.method], longest, few, self.config.seed)
+            memory = peak_memory(call, longest.tokens.device)
+            if memory is not None:
+                file.add_memory(place, memory)
 
-    def run(self) -> None:
-        for method, why in self.bench.unmade.items():
-            self.file.fail(self._place(method), why)
-        wanted = [key for key in self._order() if key not in self.file.runs]
-        for method in dict.fromkeys(key.place.method for key in wanted):
-            self._guarded(self._place(method), lambda method=method: self._warm_up(method))
+        def timed(key: Key) -> None:
+            seed = self.config.seed + 1000 * key.repeat + key.number
+            written = self.methods[key.place.method](batches[key.number], options, seed)
+            file.add(Run(**vars(written), key=key))
+
+        for method, why in self.unmade.items():
+            file.fail(place._replace(method=method), why)
+        wanted = [key for key in self._order(place, len(batches)) if key not in file.runs]
+        for each in dict.fromkeys(key.place for key in wanted):
+            guarded(each, partial(warm_up, each))
         for key in wanted:
-            if key.place not in self.file.failures:
-                self._guarded(key.place, lambda key=key: self._time(key))
+            if key.place not in file.failures:
+                guarded(key.place, partial(timed, key))
 
-    def _place(self, method: str) -> Place:
-        return Place(self.mode.name, self.prompts, self.rows, method)
-
-    def _order(self) -> Iterator[Key]:
+    def _order(self, place: Place, batches: int) -> Iterator[Key]:
         """Batch by batch; the first method rotates, and every second turn is reversed."""
-        methods = list(self.bench.methods)
-        for number in range(len(self.batches)):
-            for repeat in range(self.bench.config.repeats):
-                turn = number * self.bench.config.repeats + repeat
+        methods = list(self.methods)
+        for number in range(batches):
+            for repeat in range(self.config.repeats):
+                turn = number * self.config.repeats + repeat
                 first = turn % len(methods)
                 order = methods[first:] + methods[:first]
                 for method in order[:: -1 if turn % 2 else 1]:
-                    yield Key(self._place(method), number, repeat)
-
-    def _guarded(self, place: Place, call: Callable[[], None]) -> None:
-        done = len(self.file.runs)
-        doing = f"{place.mode} · {place.prompts} · batch {place.batch} · {place.method}"
-        self.show(Progress(done, self.bench.total, doing))
-        try:
-            call()
-        except Exception as error:  # any error becomes a row of the report
-            self.file.fail(place, reason(error))
-
-    def _warm_up(self, method: str) -> None:
-        """Generate a few tokens untimed, and measure the memory."""
-        write = self.bench.methods[method]
-        longest = max(self.batches, key=lambda batch: batch.width)
-        options = {**self.options, "max_new_tokens": self.bench.config.warm_up}
-        device = longest.tokens.device
-        memory = peak_memory(lambda: write(longest, options, self.bench.config.seed), device)
-        if memory is not None:
-            self.file.add_memory(self._place(method), memory)
-
-    def _time(self, key: Key) -> None:
-        seed = self.bench.config.seed + 1000 * key.repeat + key.number
-        batch = self.batches[key.number]
-        written = self.bench.methods[key.place.method](batch, self.options, seed)
-        self.file.add(Run.of(key, written))
+                    yield Key(place._replace(method=method), number, repeat)
 
 
 def reason(error: Exception) -> str:

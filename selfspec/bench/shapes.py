@@ -59,13 +59,6 @@ def read_shape(name: str) -> PretrainedConfig:
     return AutoConfig.from_pretrained(path)
 
 
-def count_parameters(config: PretrainedConfig) -> int:
-    """Parameters of a model of this config, tied ones once; no memory is used."""
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config)
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 @torch.no_grad()
 def random_model(
     config: PretrainedConfig, dtype: torch.dtype, device: torch.device, seed: int = 0

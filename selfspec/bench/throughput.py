@@ -27,7 +27,7 @@ from transformers.utils import logging
 from selfspec import DEMO_MODEL, SelfSpecModel
 from selfspec.bench.config import PromptSetConfig
 from selfspec.bench.prompts import padded, read_prompts
-from selfspec.bench.results import mebibytes
+from selfspec.bench.results import Grid, memory_cell
 from selfspec.bench.run import Memory, peak_memory
 
 _PAGE = 64  # slots of a page of transformers' continuous batching
@@ -225,42 +225,37 @@ def _measure(
 
 def _table(
     methods: Sequence[BatchMethod],
-    rows: int,
+    at_a_time: int,
     tokens: int,
     prompts: int,
     arguments: argparse.Namespace,
 ) -> Table:
     low, high = arguments.lengths
-    table = Table(
-        title=f"{prompts} prompts, answers of {low} to {high} tokens, {rows} rows, "
-        f"{arguments.dtype}, greedy; medians of {arguments.repeats} interleaved runs"
-    )
-    table.add_column("")
-    for name in (
-        "tokens/s",
-        "over static",
-        "over its generate_batch",
-        "CPU time",
-        "equal",
-        "peak MiB (grown)",
-    ):
-        table.add_column(name, justify="right")
+    rows: list[list[str]] = []
     for method in methods:
         ratios = [
             statistics.median(a / b for a, b in zip(base.seconds, method.seconds, strict=True))
             for base in methods[:2]
         ]
-        table.add_row(
-            method.name,
-            f"{tokens / statistics.median(method.seconds):.0f}",
-            *(f"{ratio:.2f}x" for ratio in ratios),
-            f"{statistics.median(method.busy):.1f} s",
-            f"{method.equal}/{prompts}",
-            "-"
-            if method.memory is None
-            else f"{mebibytes(method.memory.peak)} ({mebibytes(method.memory.growth)})",
+        rows.append(
+            [
+                method.name,
+                f"{tokens / statistics.median(method.seconds):.0f}",
+                *(f"{ratio:.2f}x" for ratio in ratios),
+                f"{statistics.median(method.busy):.1f} s",
+                f"{method.equal}/{prompts}",
+                memory_cell(method.memory),
+            ]
         )
-    return table
+    columns = ["tokens/s", "over static", "over its generate_batch", "CPU time", "equal"]
+    columns = ["", *columns, "peak MiB (grown)"]
+    return Grid(
+        f"{prompts} prompts, answers of {low} to {high} tokens, {at_a_time} rows, "
+        f"{arguments.dtype}, greedy; medians of {arguments.repeats} interleaved runs",
+        columns,
+        rows,
+        wraps=columns,
+    ).table()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,18 +19,20 @@ from pydantic import Field, PositiveInt
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from selfspec import __version__
 from selfspec.bench.prompts import cut_prompts, in_batches, padded, split_prompts
 from selfspec.config import DraftConfig, SkipConfig, StrictConfig, TreeConfig
 from selfspec.display.demo import in_turn
 from selfspec.drafters import DRAFTERS, make_drafter
 from selfspec.drafters.engine import Engine
 from selfspec.heads import ExitHead
+from selfspec.heads.files import append_line, read_lines
 from selfspec.model import SelfSpecModel
 from selfspec.schedule.profile import Measured, Place, Profile, exit_name
+from selfspec.schedule.stats import Stats
 
 PLAIN = "none"
 _WARM_UP = 8  # tokens generated untimed with each draft
-_COUNTERS = ("rounds", "drafted", "accepted", "emitted", "prefilled")
 
 Progress = Callable[[str, int, int], object]
 """Told what is measured, how much of it is done, and of how much."""
@@ -96,7 +98,7 @@ def tune(
     _check_positions(spec.engine, prompts, config)
     tried, held_out = split_prompts(prompts)
     place = Place.of(spec.engine.decoder)
-    identity = [place.model_dump(), [_identity(head) for head in heads]]
+    identity = [__version__, place.model_dump(), [_identity(head) for head in heads]]
     work_file = WorkFile(None if work is None else Path(work), identity)
 
     plain = {PLAIN: DraftConfig(drafter=PLAIN)}
@@ -224,7 +226,7 @@ class Race:
             self._warm.add(name)
         seconds = 0.0
         outputs: list[list[int]] = []
-        counts: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
+        total = Stats()
         for tokens, mask in self.batches:
             start = time.perf_counter()
             self._generate(drafts[name], tokens, mask, self.config.new_tokens)
@@ -232,12 +234,12 @@ class Race:
             stats, trace = self.spec.last_stats, self.spec.last_trace
             assert stats is not None and trace is not None
             outputs += [trace.tokens(row) for row in range(len(tokens))]
-            for counter in counts:
-                counts[counter] += getattr(stats, counter)
+            total += stats
         return {
-            "tokens_per_second": counts["emitted"] / seconds,
+            "tokens_per_second": total.emitted / seconds,
             "output": _digest(outputs),
-            **counts,
+            "acceptance_rate": total.acceptance_rate,
+            "mean_accepted_length": total.mean_accepted_length,
         }
 
     def _generate(self, draft: DraftConfig, tokens: Tensor, mask: Tensor, count: int) -> None:
@@ -270,8 +272,8 @@ class Race:
             tokens_per_second=median(rates),
             speedup=median(rate / base for rate, base in zip(rates, plain, strict=True)),
             equal=equal if self.exact else None,
-            acceptance_rate=last["accepted"] / max(1, last["drafted"]),
-            mean_accepted_length=(last["emitted"] - last["prefilled"]) / max(1, last["rounds"]),
+            acceptance_rate=last["acceptance_rate"],
+            mean_accepted_length=last["mean_accepted_length"],
         )
 
 
@@ -285,34 +287,18 @@ class WorkFile:
 
     def __init__(self, path: Path | None, identity: Any):
         self._path, self._identity = path, identity
-        self._found = dict(_lines(path)) if path is not None and path.is_file() else {}
+        lines = [] if path is None else read_lines(path)
+        self._found: dict[str, Found] = {line["key"]: line["value"] for line in lines}
 
     def get(self, settings: Any, measure: Callable[[], Found]) -> Found:
         """What a run with these settings found; `measure` makes the run if it is not there."""
         key = _digest([self._identity, settings])
         if key not in self._found:
             self._found[key] = measure()
-            self._append({"key": key, "value": self._found[key]})
+            if self._path is not None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                append_line(self._path, {"key": key, "value": self._found[key]})
         return self._found[key]
-
-    def _append(self, line: dict[str, Any]) -> None:
-        if self._path is None:
-            return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        # The last line may have been cut off; it is ended, so that this one is whole.
-        before = self._path.read_bytes() if self._path.is_file() else b""
-        cut_off = bool(before) and not before.endswith(b"\n")
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write("\n" * cut_off + json.dumps(line) + "\n")
-
-
-def _lines(path: Path) -> Iterator[tuple[str, Found]]:
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            entry = json.loads(line)
-            yield entry["key"], entry["value"]
-        except (json.JSONDecodeError, TypeError, KeyError):  # it was cut off
-            continue
 
 
 def _digest(values: Any) -> str:

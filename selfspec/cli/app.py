@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from selfspec.cli import options as opt
-from selfspec.cli.common import load, print_json, reporting
+from selfspec.cli.common import Source, print_json, reporting
 
 _SERVER = "Page"
 
@@ -18,12 +18,12 @@ _SERVER = "Page"
 def app(
     model: opt.Model = None,
     heads: opt.Heads = None,
-    dtype: opt.DtypeOption = opt.Dtype.auto,
+    dtype: opt.DtypeOption = "auto",
     device: opt.Device = None,
     config: opt.Config = None,
     draft: opt.Draft = None,
     profile: opt.Profile = None,
-    kernels: opt.KernelsOption = opt.Kernels.eager,
+    kernels: opt.KernelsOption = "eager",
     host: Annotated[
         str, typer.Option(help="Address to listen at.", rich_help_panel=_SERVER)
     ] = "127.0.0.1",
@@ -52,7 +52,7 @@ def app(
         from selfspec.display.app import Offer, SideBySide
         from selfspec.display.app.page import Page
 
-        target = load(model, heads, dtype, device, profile, kernels)
+        target = Source(model, heads, dtype, device, profile, kernels).load()
         ran = target.to_dict()
         offer = Offer(target.spec, drafting or target.spec.default_draft)
         about = "{model} · {layers} layers · {dtype} · {device}, threads: {threads}".format(**ran)

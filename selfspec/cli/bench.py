@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 
 from selfspec.cli import options as opt
-from selfspec.cli.common import Loaded, load, print_json, progress, quiet_transformers, reporting
+from selfspec.cli.common import (
+    Loaded,
+    Source,
+    print_json,
+    progress_bar,
+    quiet_transformers,
+    reporting,
+)
 
 if TYPE_CHECKING:
-    from selfspec.bench import Bench, BenchConfig, Progress, Report
-
-Say = Callable[["Progress"], None]
+    from selfspec.bench import Bench, BenchConfig, Report
 
 
 def bench(
@@ -92,7 +93,7 @@ def run_bench(config: BenchConfig, output: Path) -> Report:
     config = bench.config
     identity = {"config": config.model_dump(mode="json"), "where": where}
     file = RunFile(output, identity)
-    with _bar() as show:
+    with progress_bar() as show:
         bench.run(file, show)
     facts = {
         "command": " ".join(["selfspec", *sys.argv[1:]]),
@@ -142,10 +143,15 @@ def _loaded(config: BenchConfig) -> tuple[Loaded, dict[str, Any]]:
 
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    dtype = opt.Dtype(config.dtype)
-    kernels, kv_cache = opt.Kernels(config.kernels), opt.KVCache(config.kv_cache_dtype)
-    place = config.heads, dtype, config.device, config.profile
-    target = load(config.target, *place, kernels=kernels, kv_cache=kv_cache)
+    target = Source(
+        config.target,
+        config.heads,
+        config.dtype,
+        config.device,
+        config.profile,
+        config.kernels,
+        config.kv_cache_dtype,
+    ).load()
     processor = device_name(target.spec.engine.decoder.device)
     return target, {**target.to_dict(), "processor": processor, **_versions()}
 
@@ -167,14 +173,3 @@ def _versions() -> dict[str, str]:
         "transformers": transformers.__version__,
         "machine": f"{platform.machine()}, {platform.system()}",
     }
-
-
-@contextmanager
-def _bar() -> Iterator[Say]:
-    """A progress bar on stderr, if that is a terminal."""
-    console = progress()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    bar = Bar(*columns, TimeRemainingColumn(), console=console, disable=console.quiet)
-    with bar:
-        task = bar.add_task("", total=None)
-        yield lambda at: bar.update(task, completed=at.done, total=at.total, description=at.doing)

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from selfspec.cli import options as opt
-from selfspec.cli.common import complain, load, print_json, reporting, summary
+from selfspec.cli.common import Source, complain, print_json, reporting, summary
 
 if TYPE_CHECKING:
     from selfspec.cli.conversation import Conversation, Turn
@@ -25,9 +25,9 @@ _COMMANDS = {"/reset": "forget every turn", "/quit": "leave"}
 def chat(
     model: opt.Model = None,
     heads: opt.Heads = None,
-    dtype: opt.DtypeOption = opt.Dtype.auto,
+    dtype: opt.DtypeOption = "auto",
     device: opt.Device = None,
-    kernels: opt.KernelsOption = opt.Kernels.eager,
+    kernels: opt.KernelsOption = "eager",
     config: opt.Config = None,
     draft: opt.Draft = None,
     profile: opt.Profile = None,
@@ -61,7 +61,7 @@ def chat(
     options = {"max_new_tokens": max_new_tokens, **opt.sampling(temperature, top_k, top_p)}
     interactive = sys.stdin.isatty() and sys.stdout.isatty() and not as_json
     with reporting(as_json) as console:
-        target = load(model, heads, dtype, device, profile, kernels)
+        target = Source(model, heads, dtype, device, profile, kernels).load()
         drafting = drafting or target.spec.default_draft
         conversation = Conversation(
             target.spec, target.tokenizer, drafting, options, seed=seed, system=system

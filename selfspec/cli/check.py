@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from selfspec.cli import options as opt
-from selfspec.cli.common import Loaded, load, print_json, progress, read_prompts, reporting
+from selfspec.cli.common import Loaded, Source, print_json, progress, read_prompts, reporting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,10 +28,10 @@ def check(
     ] = None,
     model: opt.Model = None,
     heads: opt.Heads = None,
-    dtype: opt.DtypeOption = opt.Dtype.auto,
+    dtype: opt.DtypeOption = "auto",
     device: opt.Device = None,
-    kernels: opt.KernelsOption = opt.Kernels.eager,
-    kv_cache: opt.KVCacheOption = opt.KVCache.auto,
+    kernels: opt.KernelsOption = "eager",
+    kv_cache: opt.KVCacheOption = "auto",
     profile: opt.Profile = None,
     config: opt.Config = None,
     draft: opt.Draft = None,
@@ -51,7 +51,7 @@ def check(
 
     drafting = opt.draft_config(config, draft)
     with reporting(as_json) as console:
-        target = load(model, heads, dtype, device, profile, kernels, kv_cache)
+        target = Source(model, heads, dtype, device, profile, kernels, kv_cache).load()
         drafting = drafting or target.spec.default_draft
         prompts = _prompts(target, file)
         sampling = Sampling(samples=samples) if samples else None
@@ -77,16 +77,8 @@ def _verdicts(target: Loaded, result: CheckResult) -> list[str]:
     equal = result.texts - len(result.divergences)
     lines = [f"greedy: {equal} of {result.texts} outputs are equal"]
     for number, found in result.divergences.items():
-        wrote = [
-            "its end" if token is None else repr(target.tokenizer.decode([token]))
-            for token in (found.plain, found.other)
-        ]
-        apart = "" if found.margin is None else f", scores {found.margin:.3g} apart"
         excuse = " (rounding)" if found.rounding else ""
-        lines.append(
-            f"  output {number} differs at token {found.position}: plain {wrote[0]}, "
-            f"speculation {wrote[1]}{apart}{excuse}"
-        )
+        lines.append(f"  output {number} differs at {found.describe(target.tokenizer)}{excuse}")
     if not result.wide and result.divergences:
         lines.append("  half precision rounds passes of different width differently")
     if result.p_values:

@@ -5,21 +5,20 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from selfspec import DEMO_MODEL
-from selfspec.cli.options import Dtype, Kernels, KVCache
+from selfspec.cli.options import Dtype, Kernels, KVCacheDtype
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from transformers import PreTrainedTokenizerBase
 
     from selfspec.model import SelfSpecModel
@@ -63,6 +62,20 @@ def progress() -> Console:
     return console
 
 
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+    """Yields a function that shows what is done, how many of it, and of how many.
+
+    On a terminal it is a bar on stderr.
+    """
+    console = progress()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    bar = Progress(*columns, TimeRemainingColumn(), console=console, disable=console.quiet)
+    with bar:
+        task = bar.add_task("", total=None)
+        yield lambda doing, done, of: bar.update(task, completed=done, total=of, description=doing)
+
+
 def complain(message: str) -> None:
     """Print an error on stderr, in one line."""
     line = " ".join(message.split())
@@ -94,13 +107,11 @@ class Loaded:
 
     Attributes:
         name: the name that the user gave.
-        embedded: whether it is the model in the package.
         spec: the wrapped model.
         tokenizer: its tokenizer.
     """
 
     name: str
-    embedded: bool
     spec: SelfSpecModel
     tokenizer: PreTrainedTokenizerBase
 
@@ -138,47 +149,46 @@ def resolve(model: str | None) -> tuple[str, Path | str]:
     return model, path if is_model else model
 
 
-def load(
-    model: str | None,
-    heads: str | None,
-    dtype: Dtype,
-    device: str | None,
-    profile: Path | None = None,
-    kernels: Kernels = Kernels.eager,
-    kv_cache: KVCache = KVCache.auto,
-) -> Loaded:
-    """Load a target and its tokenizer.
+class Source(NamedTuple):
+    """Where a target comes from, and how it runs; the fields are the options of commands."""
 
-    Raises:
-        OSError: there is no such model, or it cannot be read.
-        ValueError: the model is not supported, or the heads belong to another one.
-    """
-    name, path = resolve(model)
-    with progress().status(f"loading {name}"):
-        spec = load_spec(model, heads, dtype, device, profile, kernels, kv_cache)
-        from transformers import AutoTokenizer
+    model: str | None = None
+    heads: str | None = None
+    dtype: Dtype = "auto"
+    device: str | None = None
+    profile: Path | None = None
+    kernels: Kernels = "eager"
+    kv_cache: KVCacheDtype = "auto"
 
-        return Loaded(name, model is None, spec, AutoTokenizer.from_pretrained(path))
+    def load(self) -> Loaded:
+        """Load the target and its tokenizer.
 
+        Raises:
+            OSError: there is no such model, or it cannot be read.
+            ValueError: the model is not supported, or the heads belong to another one.
+        """
+        name, path = resolve(self.model)
+        with progress().status(f"loading {name}"):
+            spec = self.load_spec()
+            from transformers import AutoTokenizer
 
-def load_spec(
-    model: str | None,
-    heads: str | None,
-    dtype: Dtype,
-    device: str | None,
-    profile: Path | None = None,
-    kernels: Kernels = Kernels.eager,
-    kv_cache: KVCache = KVCache.auto,
-) -> SelfSpecModel:
-    """Load a target without its tokenizer; raises as `load` does."""
-    quiet_transformers()
-    from selfspec.model import SelfSpecModel
+            return Loaded(name, spec, AutoTokenizer.from_pretrained(path))
 
-    _, path = resolve(model)
-    stored = "float32" if model is None else "auto"
-    options = {"dtype": stored if dtype is Dtype.auto else dtype.value, **_placed(device)}
-    options |= {"profile": profile, "kernels": kernels.value, "kv_cache_dtype": kv_cache.value}
-    return SelfSpecModel.from_pretrained(path, heads, **options)
+    def load_spec(self) -> SelfSpecModel:
+        """Load the target without its tokenizer; raises as `load` does."""
+        quiet_transformers()
+        from selfspec.model import SelfSpecModel
+
+        stored = self.model is None and self.dtype == "auto"
+        return SelfSpecModel.from_pretrained(
+            resolve(self.model)[1],
+            self.heads,
+            profile=self.profile,
+            kernels=self.kernels,
+            kv_cache_dtype=self.kv_cache,
+            dtype="float32" if stored else self.dtype,
+            **_placed(self.device),
+        )
 
 
 def _placed(device: str | None) -> dict[str, Any]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich import box
@@ -14,20 +13,14 @@ from rich.table import Table
 from rich.text import Text
 
 from selfspec.cli import options as opt
-from selfspec.cli.common import Loaded, load, print_json, progress, reporting
+from selfspec.cli.common import Loaded, Source, print_json, progress, reporting
 
 if TYPE_CHECKING:
     from selfspec.config import DraftConfig
     from selfspec.display.demo import DemoPrompt, DemoResult, ExitAgreement, Writer
 
 
-class Domain(str, Enum):
-    """What a passage in the package is."""
-
-    prose = "prose"
-    code = "code"
-    maths = "maths"
-
+Domain = Literal["prose", "code", "maths"]
 
 # Drafters with one fixed exit.
 _AT_ONE_EXIT = ("early_exit", "tree")
@@ -51,9 +44,9 @@ _COLUMNS = ("plain", "speculative")
 def demo(
     model: opt.Model = None,
     heads: opt.Heads = None,
-    dtype: opt.DtypeOption = opt.Dtype.auto,
+    dtype: opt.DtypeOption = "auto",
     device: opt.Device = None,
-    kernels: opt.KernelsOption = opt.Kernels.eager,
+    kernels: opt.KernelsOption = "eager",
     config: opt.Config = None,
     draft: opt.Draft = None,
     profile: opt.Profile = None,
@@ -88,7 +81,7 @@ def demo(
 
     drafting = opt.draft_config(config, draft)
     with reporting(as_json) as console:
-        target = load(model, heads, dtype, device, profile, kernels)
+        target = Source(model, heads, dtype, device, profile, kernels).load()
         options = DemoOptions(
             draft=_filled_in(target, drafting or target.spec.default_draft),
             max_new_tokens=max_new_tokens,
@@ -130,10 +123,11 @@ def _passages(prompt: str | None, domain: Domain | None, seed: int) -> dict[str,
     if prompt is not None:
         return {"": DemoPrompt("prose", "your prompt", prompt)}
     found: dict[str, DemoPrompt] = {}
-    for each in (domain,) if domain else (Domain.prose, Domain.code):
-        passages = load_prompts(each.value)
+    chosen: tuple[Domain, ...] = (domain,) if domain else ("prose", "code")
+    for each in chosen:
+        passages = load_prompts(each)
         passage = passages[seed % len(passages)]
-        found[each.value] = passage._replace(source=f"{passage.source}, held out of training")
+        found[each] = passage._replace(source=f"{passage.source}, held out of training")
     return found
 
 
@@ -166,7 +160,7 @@ def _show_demo(console: Console, writer: Writer, source: str) -> DemoResult:
         streamer = OriginStreamer(console, writer.tokenizer)
     result = run_demo(writer, streamer, lambda: progress().status("timing"))
     console.print(Rule())
-    said = verdict(len(result.plain[0].tokens), result.equal, result.exact, result.divergence)
+    said = verdict(writer, len(result.plain[0].tokens), result.divergence)
     console.print(legend(console), said, sep="\n")
     return result
 

@@ -80,17 +80,8 @@ commands = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-commands.command(epilog=examples("app"))(app)
-commands.command(epilog=examples("bench"))(bench)
-commands.command(epilog=examples("chat"))(chat)
-commands.command(epilog=examples("check"))(check)
-commands.command(epilog=examples("demo"))(demo)
-commands.command(epilog=examples("fit"))(fit)
-commands.command(epilog=examples("generate"))(generate)
-commands.command(epilog=examples("info"))(info)
-commands.command(epilog=examples("measure"))(measure)
-commands.command(epilog=examples("regenerate"))(regenerate)
-commands.command(epilog=examples("tune"))(tune)
+for command in (app, bench, chat, check, demo, fit, generate, info, measure, regenerate, tune):
+    commands.command(epilog=examples(command.__name__))(command)
 commands.add_typer(export, name="export")
 commands.add_typer(import_, name="import")
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from selfspec.cli import options as opt
-from selfspec.cli.common import in_units, load, load_spec, print_json, reporting, resolve
+from selfspec.cli.common import Source, in_units, print_json, reporting, resolve
 from selfspec.cli.examples import examples
 
 export = typer.Typer(
@@ -54,7 +54,7 @@ def hf_draft(
     out: Out,
     model: opt.Model = None,
     heads: opt.Heads = None,
-    dtype: opt.DtypeOption = opt.Dtype.auto,
+    dtype: opt.DtypeOption = "auto",
     exit_layer: ExitLayer = None,
     head: HeadKind = None,
     num_draft_tokens: NumDraftTokens = 4,
@@ -68,7 +68,7 @@ def hf_draft(
 
     with reporting(as_json) as console:
         check_free(out)
-        target = load(model, heads, dtype, "cpu")
+        target = Source(model, heads, dtype, "cpu").load()
         engine = target.spec.engine
         asked = {"exit_layer": exit_layer, "head": head}
         draft = DraftConfig.of({name: value for name, value in asked.items() if value is not None})
@@ -97,7 +97,7 @@ def eagle3(
     out: Out,
     model: opt.Model = None,
     heads: opt.Heads = None,
-    dtype: opt.DtypeOption = opt.Dtype.auto,
+    dtype: opt.DtypeOption = "auto",
     num_draft_tokens: NumDraftTokens = 4,
     as_json: opt.AsJson = False,
 ) -> None:
@@ -110,7 +110,7 @@ def eagle3(
 
     with reporting(as_json) as console:
         check_free(out)
-        engine = load_spec(model, heads, dtype, "cpu").engine
+        engine = Source(model, heads, dtype, "cpu").load_spec().engine
         head = engine.head(DraftConfig(exit_layer=0, head=Eagle3Head.kind))
         assert isinstance(head, Eagle3Head)
         name, path = resolve(model)
@@ -145,7 +145,7 @@ def custom_generate(
     with reporting(as_json) as console:
         check_free(out)
         has_target = model is not None or heads is not None
-        spec = load(model, heads, opt.Dtype.auto, "cpu").spec if has_target else None
+        spec = Source(model, heads, device="cpu").load_spec() if has_target else None
         export_custom_generate(out, spec=spec, repo_id=repo_id)
         console.print(f'{out}: model.generate(custom_generate="{repo_id or out}", ...)')
     if as_json:

@@ -5,34 +5,33 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 
 from selfspec.cli import options as opt
-from selfspec.cli.common import Loaded, load, print_json, progress, read_prompts, reporting, summary
+from selfspec.cli.common import (
+    Loaded,
+    Source,
+    print_json,
+    progress,
+    read_prompts,
+    reporting,
+    summary,
+)
 
 if TYPE_CHECKING:
     from selfspec.config import DraftConfig
-    from selfspec.schedule.stats import Trace
+    from selfspec.schedule.stats import Stats, Trace
 
 _JOB = "Job"
 
 
-class Format(str, Enum):
-    """What `--format` takes."""
-
-    text = "text"
-    jsonl = "jsonl"
-    trace = "trace"
-    svg = "svg"
-
-
+Format = Literal["text", "jsonl", "trace", "svg"]
 PromptText = Annotated[
     str | None, typer.Argument(help="Text to continue; - reads stdin.", show_default="stdin")
 ]
@@ -91,10 +90,10 @@ def generate(
     processes: Processes = 1,
     model: opt.Model = None,
     heads: opt.Heads = None,
-    dtype: opt.DtypeOption = opt.Dtype.auto,
+    dtype: opt.DtypeOption = "auto",
     device: opt.Device = None,
-    kernels: opt.KernelsOption = opt.Kernels.eager,
-    kv_cache: opt.KVCacheOption = opt.KVCache.auto,
+    kernels: opt.KernelsOption = "eager",
+    kv_cache: opt.KVCacheOption = "auto",
     config: opt.Config = None,
     draft: opt.Draft = None,
     profile: opt.Profile = None,
@@ -103,7 +102,7 @@ def generate(
     top_k: opt.TopK = None,
     top_p: opt.TopP = None,
     seed: opt.Seed = 0,
-    form: FormatOption = Format.text,
+    form: FormatOption = "text",
     as_json: opt.AsJson = False,
 ) -> None:
     """Continue prompts: the output of the model's own decoding, sooner."""
@@ -114,102 +113,92 @@ def generate(
     prompts = read_prompts(prompt, prompts_file or file)
     drafting = opt.draft_config(config, draft)
     options = {"max_new_tokens": max_new_tokens, **opt.sampling(temperature, top_k, top_p)}
+    source = Source(model, heads, dtype, device, profile, kernels, kv_cache)
     if output is not None:
-        place = model, heads, dtype, device, profile, kernels, kv_cache
-        job = _Job(*place, drafting, options, seed, batch_size)
+        job = _Job(source, drafting, options, seed, batch_size)
         job.run(prompts, output, processes, as_json)
         return
     with reporting(as_json) as console:
-        target = load(model, heads, dtype, device, profile, kernels, kv_cache)
+        target = source.load()
         drafting = drafting or target.spec.default_draft
-        writer = _Writer(target, drafting, options, seed)
-        results = [writer.write(text, form, console) for text in prompts]
+        options["draft"] = drafting
+        results = [_continue(target, text, options, seed, form, console) for text in prompts]
     if as_json:
         print_json({**target.to_dict(), "draft": drafting.model_dump(), "results": results})
 
 
-class _Writer:
-    """Continues prompts, one after another.
+def _continue(
+    target: Loaded,
+    prompt: str,
+    options: dict[str, Any],
+    seed: int,
+    form: Format,
+    console: Console,
+) -> dict[str, Any]:
+    """Continue one prompt, show the output, and return the result for JSON."""
+    import torch
 
-    Args:
-        target: the model.
-        draft: how to draft.
-        options: of transformers' `generate`.
-        seed: seeds sampling, anew for every prompt.
-    """
-
-    def __init__(self, target: Loaded, draft: DraftConfig, options: dict[str, Any], seed: int):
-        self.target, self.draft, self.options, self.seed = target, draft, options, seed
-
-    def write(self, prompt: str, form: Format, console: Console) -> dict[str, Any]:
-        """Continue one prompt, show the output, and return the result for JSON."""
-        import torch
-
-        spec, tokenizer = self.target.spec, self.target.tokenizer
-        device = spec.engine.decoder.device
-        inputs = tokenizer(prompt, return_tensors="pt").to(device)
-        spec.generate(
-            input_ids=inputs["input_ids"],
-            attention_mask=inputs["attention_mask"],
-            draft=self.draft,
-            generator=torch.Generator(device).manual_seed(self.seed),
-            streamer=self._streamer(form, console),
-            **self.options,
-        )
-        stats, trace = spec.last_stats, spec.last_trace
-        assert stats is not None and trace is not None
-        text = tokenizer.decode(trace.tokens(), skip_special_tokens=True)
-        result = {"prompt": prompt, "text": text, "stats": stats.to_dict()}
-        if form is Format.trace:
-            result["trace"] = [
-                {"drafted": r.drafted, "accepted": r.accepted, "target": r.target}
-                for r in trace.rows[0]
-            ]
-        if not console.quiet:
-            self._show(form, console, result, trace)
-        return result
-
-    def _streamer(self, form: Format, console: Console) -> Any:
-        if form is not Format.text or console.quiet:
-            return None
+    spec, tokenizer = target.spec, target.tokenizer
+    inputs = tokenizer(prompt, return_tensors="pt").to(spec.engine.decoder.device)
+    streamer = None
+    if form == "text" and not console.quiet:
         from transformers import TextStreamer
 
-        return TextStreamer(self.target.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)  # pyright: ignore
+    spec.generate(
+        input_ids=inputs["input_ids"],
+        attention_mask=inputs["attention_mask"],
+        generator=torch.Generator(spec.engine.decoder.device).manual_seed(seed),
+        streamer=streamer,
+        **options,
+    )
+    stats, trace = spec.last_stats, spec.last_trace
+    assert stats is not None and trace is not None
+    text = tokenizer.decode(trace.tokens(), skip_special_tokens=True)
+    result = {"prompt": prompt, "text": text, "stats": stats.to_dict()}
+    if form == "trace":
+        result["trace"] = [
+            {"drafted": r.drafted, "accepted": r.accepted, "target": r.target}
+            for r in trace.rows[0]
+        ]
+    if not console.quiet:
+        _show(target, form, console, result, stats, trace)
+    return result
 
-    def _show(self, form: Format, console: Console, result: dict[str, Any], trace: Trace) -> None:
-        if form is Format.jsonl:
-            print_json(result)
-            return
-        if form is Format.trace:
-            from selfspec.display import pieces, write_piece
 
-            for piece in pieces(trace, self.target.tokenizer):
-                write_piece(console, piece)
-            console.file.write("\n")
-        stats = self.target.spec.last_stats
-        assert stats is not None
-        if form is Format.svg:
-            from selfspec.display import trace_svg
+def _show(
+    target: Loaded,
+    form: Format,
+    console: Console,
+    result: dict[str, Any],
+    stats: Stats,
+    trace: Trace,
+) -> None:
+    if form == "jsonl":
+        print_json(result)
+        return
+    if form == "trace":
+        from selfspec.display import pieces, write_piece
 
-            title = (
-                f"{stats.acceptance_rate:.0%} of the drafts accepted, "
-                f"{stats.mean_accepted_length:.2f} tokens a round"
-            )
-            console.file.write(trace_svg(trace, self.target.tokenizer, result["prompt"], title))
-        Console(stderr=True, highlight=False).print(summary(stats), style="dim")
+        for piece in pieces(trace, target.tokenizer):
+            write_piece(console, piece)
+        console.file.write("\n")
+    if form == "svg":
+        from selfspec.display import trace_svg
+
+        title = (
+            f"{stats.acceptance_rate:.0%} of the drafts accepted, "
+            f"{stats.mean_accepted_length:.2f} tokens a round"
+        )
+        console.file.write(trace_svg(trace, target.tokenizer, result["prompt"], title))
+    Console(stderr=True, highlight=False).print(summary(stats), style="dim")
 
 
 @dataclass(frozen=True)
 class _Job:
     """Many prompts over several processes, each with a target of its own."""
 
-    model: str | None
-    heads: str | None
-    dtype: opt.Dtype
-    device: str | None
-    profile: Path | None
-    kernels: opt.Kernels
-    kv_cache: opt.KVCache
+    source: Source
     draft: DraftConfig | None
     options: dict[str, Any]
     seed: int
@@ -219,8 +208,10 @@ class _Job:
         """Answer all prompts into `output`."""
         from selfspec.generation.jobs import run_job
 
-        aside = ("device", "batch_size")  # keys that do not change the output
-        identity = {name: str(value) for name, value in vars(self).items() if name not in aside}
+        # Device and batch size may change: the output stays the same.
+        place = self.source._replace(device=None)._asdict()
+        facts = {**place, "draft": self.draft, "options": self.options, "seed": self.seed}
+        identity = {name: str(value) for name, value in facts.items()}
         bar = Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=progress())
         with reporting(as_json) as console, bar:
             task = bar.add_task("prompts", total=len(prompts))
@@ -238,13 +229,12 @@ class _Job:
         """Make the function that answers prompts in process `worker` of `workers`."""
         import torch
 
-        device = self.device
-        if device is None and torch.cuda.is_available():
-            device = f"cuda:{worker % torch.cuda.device_count()}"
+        source = self.source
+        if source.device is None and torch.cuda.is_available():
+            source = source._replace(device=f"cuda:{worker % torch.cuda.device_count()}")
         if workers > 1:
             torch.set_num_threads(max(1, torch.get_num_threads() // workers))
-        place = self.heads, self.dtype, device, self.profile, self.kernels, self.kv_cache
-        return partial(self._answers, load(self.model, *place))
+        return partial(self._answers, source.load())
 
     def _answers(
         self, target: Loaded, prompts: Mapping[int, str]

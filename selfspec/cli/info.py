@@ -11,8 +11,8 @@ from rich.table import Table
 
 from selfspec.cli import options as opt
 from selfspec.cli.common import (
+    Source,
     in_units,
-    load_spec,
     print_json,
     quiet_transformers,
     reporting,
@@ -45,7 +45,7 @@ def info(
         has_heads = heads is not None or (Path(path) / CONFIG_NAME).is_file() or _has_mtp(path)
         engine = None if has_heads else _without_weights(path)
         if engine is None:
-            engine = load_spec(model, heads, opt.Dtype.auto, None).engine
+            engine = Source(model, heads).load_spec().engine
         facts = {"model": name, **describe(engine, context)}
         console.print(info_table(facts))
     if as_json:

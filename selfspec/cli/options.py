@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -13,30 +12,10 @@ if TYPE_CHECKING:
     from selfspec.config import DraftConfig
 
 
-class Dtype(str, Enum):
-    """What `--dtype` takes."""
-
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-class Kernels(str, Enum):
-    """What `--kernels` takes."""
-
-    eager = "eager"
-    prepacked = "prepacked"
-    compiled = "compiled"
-    graphs = "graphs"
-
-
-class KVCache(str, Enum):
-    """What `--kv-cache-dtype` takes."""
-
-    auto = "auto"
-    int8 = "int8"
-
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+# As in `selfspec.config`, whose import would make `--help` slower.
+Kernels = Literal["eager", "prepacked", "compiled", "graphs"]
+KVCacheDtype = Literal["auto", "int8"]
 
 _TARGET = "Target"
 _DRAFT = "Draft"
@@ -88,7 +67,7 @@ KernelsOption = Annotated[
     ),
 ]
 KVCacheOption = Annotated[
-    KVCache,
+    KVCacheDtype,
     typer.Option(
         "--kv-cache-dtype",
         help="Dtype of the KV cache: that of the layers, or int8, which rounds keys and values.",

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bar
 
 from selfspec.cli import options as opt
 from selfspec.cli.common import (
     Loaded,
-    load,
+    Source,
     make_folder_of,
     print_json,
-    progress,
+    progress_bar,
     read_prompts,
     reporting,
     resolve,
@@ -43,9 +41,9 @@ Texts = Annotated[
 def tune(
     model: opt.Model = None,
     heads: opt.Heads = None,
-    dtype: opt.DtypeOption = opt.Dtype.auto,
+    dtype: opt.DtypeOption = "auto",
     device: opt.Device = None,
-    kernels: opt.KernelsOption = opt.Kernels.eager,
+    kernels: opt.KernelsOption = "eager",
     text: Texts = None,
     config: Annotated[
         Path | None,
@@ -82,7 +80,7 @@ def tune(
     wanted = load_config(TuneConfig, config, fields or ())
     texts = read_texts(text)
     with reporting(as_json) as console:
-        target = load(model, heads, dtype, device, kernels=kernels)
+        target = Source(model, heads, dtype, device, kernels=kernels).load()
         output = output or _output(target, model, heads)
         make_folder_of(output)
         work = output.with_suffix(".work.jsonl")
@@ -114,32 +112,20 @@ def _output(target: Loaded, model: str | None, heads: str | None) -> Path:
 def _tuned(target: Loaded, texts: Sequence[str], config: Any, work: Path) -> Profile:
     from selfspec.bench.tune import tune as measure
 
-    with _showing() as show:
+    lines = Console(stderr=True, highlight=False, soft_wrap=True)
+    with progress_bar() as bar:
+
+        def show(part: str, done: int, of: int) -> None:
+            bar(part, done, of)
+            if not done and not lines.is_terminal:
+                lines.print(part, markup=False)
+
         return measure(target.spec, target.tokenizer, texts, config, work, show)
 
 
-@contextmanager
-def _showing() -> Iterator[Callable[[str, int, int], None]]:
-    """Progress on stderr: bars on a terminal, elsewhere a line as each part begins."""
-    console = progress()
-    if console.quiet:
-        lines = Console(stderr=True, highlight=False, soft_wrap=True)
-        yield lambda part, done, of: None if done else lines.print(part, markup=False)
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    tasks: dict[str, TaskID] = {}
-    with Bar(*columns, TimeElapsedColumn(), console=console) as bar:
-
-        def show(part: str, done: int, of: int) -> None:
-            if part not in tasks:
-                tasks[part] = bar.add_task(part, total=of)
-            bar.update(tasks[part], completed=done)
-
-        yield show
-
-
 def _show(console: Console, profile: Profile, output: Path) -> None:
-    from selfspec.display import speedup_table, validation_table
+    from selfspec.bench.plots import write_picture
+    from selfspec.display import speedup_map, speedup_table, validation_table
 
     console.print(speedup_table(profile), validation_table(profile), sep="\n")
     for name, reason in profile.left_out.items():
@@ -147,21 +133,8 @@ def _show(console: Console, profile: Profile, output: Path) -> None:
     console.print(f"profile: {output}")
     picture = output.with_suffix(".png")
     try:
-        _draw(profile, picture)
-    except ImportError:
-        console.print("the map as a picture needs matplotlib (pip install matplotlib)")
+        write_picture(picture, "", partial(speedup_map, profile))
+    except ImportError as error:
+        console.print(f"the map as a picture: {error}")
     else:
         console.print(f"map: {picture}")
-
-
-def _draw(profile: Profile, picture: Path) -> None:
-    # pyplot would keep the figure; this one goes with its last reference.
-    from matplotlib.figure import Figure
-
-    from selfspec.display import speedup_map
-    from selfspec.heads.files import replacing
-
-    sheet = Figure(figsize=(9, 4.5), dpi=150, layout="constrained")
-    speedup_map(profile, sheet.add_subplot())
-    with replacing(picture) as scratch:
-        sheet.savefig(scratch, format="png")

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -28,8 +29,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from selfspec import DEMO_MODEL
 from selfspec.config import DraftConfig, StrictConfig
-from selfspec.heads import ExitHead, head_class
-from selfspec.heads.teacher_forcing import draft_states, target_states
+from selfspec.display.divergence import Divergence, find_divergence
+from selfspec.display.plots import read_exits
+from selfspec.heads import head_class
 from selfspec.model import SelfSpecModel
 from selfspec.sampling import COUPLED
 from selfspec.sampling.coupled_noise import Noise
@@ -276,55 +278,24 @@ def exit_agreements(
     shared, fitted = head_class("shared"), {(h.kind, h.exit_layer) for h in heads}
     exits = sorted({head.exit_layer for head in heads} - {0}) or [max(1, decoder.depth // 4)]
     heads += [shared.build(decoder, e) for e in exits if (shared.kind, e) not in fitted]
-    blocks = [tokenizer(text, return_tensors="pt").input_ids.to(decoder.device) for text in texts]
-    shares = [torch.cat([_agrees(spec, head, block) for block in blocks]) for head in heads]
+    agrees: list[Tensor] = []
+    for text in texts:
+        tokens = tokenizer(text, return_tensors="pt").input_ids[:, : decoder.max_positions]
+        with torch.inference_mode():
+            ids = read_exits(decoder, tokens.to(decoder.device), heads)[0]
+        agrees.append(ids[:-1] == ids[-1])
+    shares = torch.cat(agrees, dim=1).double().mean(1).tolist()
     found = [
-        ExitAgreement(head.kind, head.exit_layer, float(share.float().mean()))
+        ExitAgreement(head.kind, head.exit_layer, share)
         for head, share in zip(heads, shares, strict=True)
     ]
     return sorted(found, key=lambda each: -each.share)
 
 
-def _agrees(spec: SelfSpecModel, head: ExitHead, tokens: torch.Tensor) -> torch.Tensor:
-    """`[n]` whether the head predicts the target's own token."""
-    decoder = spec.engine.decoder
-    with torch.inference_mode():
-        reading = target_states(decoder, tokens, None, head.input_layers)
-        state = next(draft_states(decoder, head, reading, steps=1))
-        exit_logits = head.expand_logits(head.logits(decoder, state), decoder)
-        logits = decoder.unembed(reading.normed)
-    return (exit_logits.argmax(-1) == logits.argmax(-1)).flatten()
-
-
-class Divergence(NamedTuple):
-    """The first difference of two outputs.
-
-    Attributes:
-        position: index of the first token that differs.
-        plain: the token of the model's own `generate`.
-        speculative: the token of selfspec's.
-        margin: difference of their scores: logits, or what sampling adds noise to.
-    """
-
-    position: int
-    plain: str
-    speculative: str
-    margin: float
-
-
 def first_divergence(writer: Writer, plain: list[int], other: list[int]) -> Divergence | None:
     """The first difference of two continuations of the writer's prompt; `None` if equal."""
-    if plain == other:
-        return None
-    pairs = zip(plain, other, strict=False)
-    shorter = min(len(plain), len(other))
-    position = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
-    scores = _scores(writer, plain[:position])
-    # After the end of the shorter text there is nothing to compare.
-    tokens = [text[position] if position < len(text) else None for text in (plain, other)]
-    words = ["" if token is None else str(writer.tokenizer.decode([token])) for token in tokens]
-    a, b = (float("-inf") if token is None else float(scores[token]) for token in tokens)
-    return Divergence(position, *words, margin=abs(a - b))
+    dtype = writer.spec.engine.decoder.dtype
+    return find_divergence(plain, other, partial(_scores, writer), dtype)
 
 
 def _scores(writer: Writer, tokens: list[int]) -> Tensor:
@@ -340,24 +311,20 @@ def _scores(writer: Writer, tokens: list[int]) -> Tensor:
     return scores
 
 
-def verdict(count: int, equal: bool | None, exact: bool, divergence: Divergence | None) -> str:
+def verdict(writer: Writer, count: int, divergence: Divergence | None) -> str:
     """The comparison of both outputs in a line.
 
     Args:
+        writer: what generated them.
         count: tokens of the model's own output.
-        equal: whether they are equal; `None` if sampled with another rule than `coupled`.
-        exact: whether they must be equal.
         divergence: their first difference, if any.
     """
-    if equal is None:
+    if not writer.comparable:
         return "sampled text differs from run to run; its distribution is the target's own"
     if divergence is None:
         return f"both outputs are equal, all {count} tokens"
-    wrote = (
-        f"the outputs differ at token {divergence.position}: plain {divergence.plain!r}, "
-        f"self-speculation {divergence.speculative!r}, their scores {divergence.margin:.4f} apart"
-    )
-    if exact:
+    wrote = f"the outputs differ at {divergence.describe(writer.tokenizer)}"
+    if writer.exact:
         return f"NOT EQUAL: {wrote}"
     return f"{wrote}; half precision rounds passes of different width differently, float32 is exact"
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
+NameT = TypeVar("NameT")
 MODEL = "model"  # the kind of the last row
 
 
@@ -109,9 +111,22 @@ def exit_readings(
     if heads is None:
         heads = [SharedHead.build(decoder, layer) for layer in range(1, decoder.depth)]
     heads = sorted(heads, key=lambda head: head.exit_layer)
-    reading = target_states(
-        decoder, tokens, None, [layer for head in heads for layer in head.input_layers]
-    )
+    ids, *figures = read_exits(decoder, tokens, heads)
+    shown, said = _in_words(tokenizer, tokens[0].tolist(), ids)
+    kinds = [*(head.kind for head in heads), MODEL]
+    layers = [*(head.exit_layer for head in heads), decoder.depth]
+    return ExitReadings(kinds, layers, shown, said, ids, *figures)
+
+
+def read_exits(decoder: Decoder, tokens: Tensor, heads: Sequence[ExitHead]) -> list[Tensor]:
+    """What heads, and after them the model, predict after each token of `tokens` `[1, n]`.
+
+    Returns:
+        On the CPU, `[rows, n]` each: the most likely token, its probability, the entropy, the
+        overlap with the model's distribution.
+    """
+    layers = [layer for head in heads for layer in head.input_layers]
+    reading = target_states(decoder, tokens, None, layers)
     target_probs = _probabilities(decoder.unembed(reading.normed))
     rows: list[list[Tensor]] = []
     for head in heads:
@@ -119,11 +134,7 @@ def exit_readings(
         logits = head.expand_logits(head.logits(decoder, state), decoder)
         rows.append(_figures(_probabilities(logits), target_probs))
     rows.append(_figures(target_probs, target_probs))
-    ids, *figures = (torch.stack(column).cpu() for column in zip(*rows, strict=True))
-    shown, said = _in_words(tokenizer, tokens[0].tolist(), ids)
-    kinds = [*(head.kind for head in heads), MODEL]
-    layers = [*(head.exit_layer for head in heads), decoder.depth]
-    return ExitReadings(kinds, layers, shown, said, ids, *figures)
+    return [torch.stack(column).cpu() for column in zip(*rows, strict=True)]
 
 
 def _encode(decoder: Decoder, tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:
@@ -169,9 +180,10 @@ def _next_piece(seen: Detokenizer, token: int) -> str:
 
 Measure = Literal["agreement", "overlap", "entropy"]
 
-# Okabe and Ito's colours, which colour-blind readers tell apart.
-_COLOURS = ("#009e73", "#d55e00", "#0072b2", "#cc79a7", "#e69f00", "#56b4e9")
-_MARKERS = "osD^vP"
+# Okabe and Ito's colours, which colour-blind readers tell apart. Their number and that of the
+# markers have no common divisor, so a pair comes again only after the 42nd line.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+MARKERS = "osD^vP"
 _LABELS: dict[Measure, str] = {
     "agreement": "predicts the model's token",
     "overlap": "overlap with the model, Σ min(p, q)",
@@ -225,10 +237,9 @@ def exits_plot(
     means = _values(readings, measure).double().mean(1).tolist()
     rows = list(zip(readings.kinds, readings.layers, means, strict=True))
     kinds = [kind for kind in dict.fromkeys(readings.kinds) if kind != MODEL]
-    for number, kind in enumerate(kinds):
+    for kind, style in line_styles(kinds):
         layers, values = zip(*[row[1:] for row in rows if row[0] == kind], strict=True)
-        colour, marker = _COLOURS[number % 6], _MARKERS[number % 6]
-        ax.plot(layers, values, color=colour, marker=marker, markersize=5, label=kind)
+        ax.plot(layers, values, **style, label=kind)
     if measure == "entropy":
         ax.axhline(means[-1], color="0.5", linestyle=":", label="the model")
     ax.set(xlabel="exit layer", ylabel=_LABELS[measure])
@@ -269,6 +280,12 @@ def exits_heatmap(readings: ExitReadings, ax: Axes | None = None) -> Axes:
     ax.spines[:].set_visible(False)
     ax.set(xlabel="the text; above each token, what comes next, the darker the more probable")
     return ax
+
+
+def line_styles(names: Iterable[NameT]) -> Iterator[tuple[NameT, dict[str, Any]]]:
+    """Every name with the colour and the marker of its line."""
+    for name, colour, marker in zip(names, itertools.cycle(COLOURS), itertools.cycle(MARKERS)):
+        yield name, {"color": colour, "marker": marker, "markersize": 5}
 
 
 def new_axes(what: str, width: float, height: float) -> Axes:

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from selfspec.heads.files import replacing
+from selfspec.heads.files import replace_text
 
 _PAGE = """\
 <!doctype html>
@@ -78,9 +78,7 @@ class HTMLReport:
 
     def write(self, path: Path) -> Path:
         """Write the file, atomically."""
-        page = _PAGE.format(title=escape(self.title), body="\n".join(self._parts))
-        with replacing(path) as scratch:
-            scratch.write_text(page, encoding="utf-8")
+        replace_text(path, _PAGE.format(title=escape(self.title), body="\n".join(self._parts)))
         return path
 
 

@@ -498,12 +498,6 @@ class LayerReader(ExitReader):
     def _join(self, block: Pass) -> Tensor:
         return self.head.join(block.kept[1:])
 
-    def _shifted(self, block: Pass) -> Tensor | None:
-        """For each token of a block, the joined features of the token before."""
-        if not self._joins:
-            return None
-        return torch.cat([*self._known, self._join(block)[:, :-1]], dim=1)
-
 
 class ParallelReader(LayerReader):
     """Draft logits of a head that makes all drafts of a round in one pass over masks.

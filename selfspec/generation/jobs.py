@@ -14,6 +14,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from selfspec.heads.files import read_object, refuse_changes
+
 Answer = dict[str, Any]
 # Called in every process with its number and the number of processes; returns the function that
 # answers prompts by row, in any order.
@@ -77,14 +79,8 @@ def _claim(parts: Path, identity: dict[str, Any]) -> None:
         scratch.write_text(json.dumps(identity), encoding="utf-8")
         scratch.replace(file)
         return
-    before = json.loads(file.read_text(encoding="utf-8"))
-    names = identity.keys() | before.keys()
-    different = sorted(name for name in names if identity.get(name) != before.get(name))
-    if different:
-        raise ValueError(
-            f"{parts} holds what another job has answered (it differs in {', '.join(different)}); "
-            "delete it, or name another output"
-        )
+    remedy = "delete it, or name another output"
+    refuse_changes(read_object(file), identity, f"{parts} holds answers of a job", remedy)
 
 
 def _journals(parts: Path) -> dict[int, Answer]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,65 @@ def replacing(path: Path) -> Iterator[Path]:
         scratch.replace(path)
     finally:
         scratch.unlink(missing_ok=True)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a text file atomically."""
+    with replacing(path) as scratch:
+        scratch.write_text(text, encoding="utf-8")
+
+
+def read_object(path: Path, remedy: str = "it may be truncated") -> dict[str, Any]:
+    """The JSON object in a file; ValueError, ending with `remedy`, if it is damaged."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no valid JSON ({error}); {remedy}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} must hold a JSON object, got a {type(found).__name__}; {remedy}")
+    return found
+
+
+def changes(saved: Any, given: Any, name: str = "") -> Iterator[str]:
+    """Names of the leaves in which two trees of dicts and lists differ, with short values."""
+    if isinstance(saved, list) and isinstance(given, list) and len(saved) == len(given):
+        saved, given = dict(enumerate(saved)), dict(enumerate(given))
+    if isinstance(saved, Mapping) and isinstance(given, Mapping):
+        for key in sorted(saved.keys() | given.keys()):
+            inner = f"{name}.{key}" if name else str(key)
+            yield from changes(saved.get(key), given.get(key), inner)
+    elif saved != given:
+        values = f" ({saved!r} there, {given!r} here)"
+        yield name + values * (len(values) < 80)
+
+
+def refuse_changes(saved: Any, given: Any, what: str, remedy: str) -> None:
+    """Raise ValueError, naming the differences, unless the facts of both are the same.
+
+    Args:
+        saved: facts of what is on disk.
+        given: facts of what is wanted.
+        what: what is on disk, the beginning of the message.
+        remedy: the end of the message.
+    """
+    different = ", ".join(changes(saved, given))
+    if different:
+        raise ValueError(f"{what} with another {different}; {remedy}")
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The JSON objects in the lines of a file; an unfinished last line is removed from it."""
+    text = path.read_bytes() if path.is_file() else b""
+    whole = text[: text.rfind(b"\n") + 1]
+    if len(whole) < len(text):
+        path.write_bytes(whole)  # what is appended must begin a line
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def append_line(path: Path, record: Mapping[str, Any]) -> None:
+    """Append a JSON object in a line of its own."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record, allow_nan=False) + "\n")
 
 
 class CheckpointFiles:

@@ -23,7 +23,7 @@ from selfspec.config import StrictConfig, parse
 from selfspec.decoder import Decoder, is_quantized, weights
 from selfspec.heads.base import ExitHead, build_head, check_distinct
 from selfspec.heads.calibrator import Calibrator
-from selfspec.heads.files import CheckpointFiles, read_tensors, replacing
+from selfspec.heads.files import CheckpointFiles, read_object, read_tensors, replacing
 from selfspec.heads.formats import load_published
 from selfspec.heads.formats.files import PUBLISHED_CONFIG
 
@@ -171,13 +171,7 @@ def _load_head(
 def _read_config(path: Path) -> _HeadsFile:
     if not path.is_file():
         raise FileNotFoundError(f"no {CONFIG_NAME} in {path.parent}; heads are saved by save_heads")
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no valid JSON ({error}); it may be truncated") from None
-    if not isinstance(data, dict):
-        raise ValueError(f"{path} must hold a JSON object, got a {type(data).__name__}")
-    file = parse(_HeadsFile, data, str(path))
+    file = parse(_HeadsFile, read_object(path), str(path))
     if file.format_version != _FORMAT:
         raise ValueError(
             f"{path} has format_version {file.format_version}, this version reads {_FORMAT}; "

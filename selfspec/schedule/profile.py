@@ -18,7 +18,7 @@ from pydantic import Field
 
 from selfspec.config import DraftConfig, Kernels, StrictConfig, parse
 from selfspec.decoder import Decoder
-from selfspec.heads.files import replacing
+from selfspec.heads.files import read_object, replace_text
 from selfspec.heads.store import differences, fingerprint
 
 PROFILE_NAME = "selfspec_profile.json"
@@ -119,12 +119,7 @@ class Profile(StrictConfig):
         path = Path(path)
         if not path.is_file():
             raise FileNotFoundError(f"no profile at {path}; `selfspec tune` writes one")
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is no valid JSON ({error}); tune again") from None
-        if not isinstance(data, dict):
-            raise ValueError(f"{path} must hold a JSON object, got a {type(data).__name__}")
+        data = read_object(path, "tune again")
         version = data.get("format_version")
         if version != _FORMAT:
             raise ValueError(
@@ -136,8 +131,7 @@ class Profile(StrictConfig):
         """Write it to `path`, whose folder is made if it is not there."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as scratch:
-            scratch.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        replace_text(path, self.model_dump_json(indent=2) + "\n")
 
     def foreign(self, decoder: Decoder) -> str | None:
         """Why the profile does not hold for a target here; `None` if it does."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Literal
 
 # Parts of a round's time; what is left is the rest.
@@ -124,6 +125,11 @@ class Stats:
             self.drafted_at[position] += 1
             self.accepted_at[position] += position < step.accepted
 
+    def __add__(self, other: Stats) -> Stats:
+        """The counters and clocks of both calls together."""
+        both = {name: _together(own, getattr(other, name)) for name, own in vars(self).items()}
+        return Stats(**both)
+
     def clock(self, part: str) -> Clock:
         """Add the wall time of a block to `seconds[part]`."""
         return Clock(self.seconds, part)
@@ -189,3 +195,14 @@ class Stats:
             "time_split": self.time_split,
             "seconds": dict(self.seconds),
         }
+
+
+def _together(one: Any, other: Any) -> Any:
+    """The sum of two values of a counter; of lists and dicts, element by element."""
+    if isinstance(one, bool):
+        return one and other
+    if isinstance(one, list):
+        return [a + b for a, b in zip_longest(one, other, fillvalue=0)]
+    if isinstance(one, dict):
+        return {name: value + other[name] for name, value in one.items()}
+    return one + other

@@ -9,10 +9,11 @@ import numpy as np
 from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
+from selfspec.bench.prompts import evenly, render_chat
 from selfspec.config import StrictConfig
 
 from . import SourceConfig, read_texts
-from .sources import is_chat, read_chats, render_chat
+from .sources import is_chat, read_chats
 
 
 class Prompt(NamedTuple):
@@ -77,7 +78,7 @@ def read_prompts(
         if not fitting:
             raise ValueError(_nothing(source, config, len(prompts), longest))
         share = round(config.count * source.weight / total) if config.count else len(fitting)
-        found += _evenly(fitting, share)
+        found += evenly(fitting, share)
     return [found[place] for place in np.random.default_rng(seed).permutation(len(found))]
 
 
@@ -118,8 +119,3 @@ def _nothing(source: SourceConfig, config: PromptConfig, found: int, longest: in
         f"{source.name} has no prompt: no document of {config.tokens} tokens, no chat; lower "
         "prompts.tokens, or give other text"
     )
-
-
-def _evenly(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
-    count = min(count, len(prompts))
-    return [prompts[place * len(prompts) // count] for place in range(count)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import json
 import re
 import sysconfig
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from pydantic import Field, field_validator, model_validator
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import Self
 
-from selfspec.bench.prompts import clean_prose
+from selfspec.bench.prompts import clean_prose, json_lines, render_chat
 from selfspec.config import StrictConfig
 
 Record = dict[str, Any]
@@ -171,21 +170,6 @@ def _messages(record: Record) -> list[dict[str, Any]]:
     return messages
 
 
-def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[Any], reply_next: bool) -> str:
-    """A rendered chat; `reply_next` opens the assistant's turn.
-
-    Raises:
-        ValueError: the tokenizer has no template.
-    """
-    if tokenizer.chat_template is None:
-        raise ValueError(
-            f"{type(tokenizer).__name__} has no chat template; set tokenizer.chat_template and "
-            "save it, or use format jsonl with a template of your own"
-        )
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=reply_next)
-    return str(text)
-
-
 def is_chat(source: SourceConfig) -> bool:
     """Whether a source's records are chats."""
     if source.format != "auto":
@@ -225,7 +209,7 @@ def _file_records(source: SourceConfig) -> Iterator[Record]:
         is_lines = source.format in ("jsonl", "chat") or (
             source.format == "auto" and path.suffix in (".jsonl", ".json")
         )
-        yield from _lines(path, text) if is_lines else [{"text": text}]
+        yield from json_lines(path, text) if is_lines else [{"text": text}]
 
 
 def find_files(source: SourceConfig) -> list[Path]:
@@ -247,24 +231,6 @@ def find_files(source: SourceConfig) -> list[Path]:
     if not kept:
         raise FileNotFoundError(f"`exclude` leaves none of the files that {source.name} matches")
     return kept
-
-
-def _lines(path: Path, text: str) -> Iterator[Record]:
-    # Not splitlines: JSON strings may contain other line separators, such as U+2028.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{path}, line {number}: no valid JSON ({error}); each line is one JSON object"
-            ) from None
-        if not isinstance(record, dict):
-            raise ValueError(
-                f"{path}, line {number}: expected a JSON object, got a {type(record).__name__}"
-            )
-        yield record
 
 
 def _fill(source: SourceConfig, record: Record) -> str:

@@ -28,20 +28,6 @@ class Bin(NamedTuple):
     drafts: int
 
 
-class Calibration(NamedTuple):
-    """Quality of probabilities on held-out drafts.
-
-    Attributes:
-        ece_before: expected calibration error of the raw top probability.
-        ece_after: the same of the calibrator.
-        reliability: the calibrator's bins.
-    """
-
-    ece_before: float
-    ece_after: float
-    reliability: list[Bin]
-
-
 def fit_calibrator(features: Tensor, accepted: Tensor) -> Calibrator:
     """Fit a calibrator by logistic regression.
 
@@ -112,24 +98,6 @@ def _logistic_regression(rows: Tensor, labels: Tensor) -> Tensor:
 
     optimizer.step(closure)  # pyright: ignore[reportArgumentType]
     return solution.detach()
-
-
-def calibration(calibrator: Calibrator, features: Tensor, accepted: Tensor) -> Calibration:
-    """The quality of a calibrator on held-out drafts.
-
-    It is compared with the raw top probability of the draft.
-
-    Args:
-        calibrator: the fit.
-        features: `[n, 4]` of `Calibrator.features`.
-        accepted: `[n]` outcomes, or their expectations, in [0, 1].
-    """
-    predicted = calibrator.probability(features)
-    return Calibration(
-        ece_before=expected_calibration_error(features[:, 0].exp(), accepted),
-        ece_after=expected_calibration_error(predicted, accepted),
-        reliability=reliability(predicted, accepted),
-    )
 
 
 def expected_calibration_error(predicted: Tensor, accepted: Tensor, bins: int = 15) -> float:

@@ -8,7 +8,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -21,28 +21,16 @@ from typing_extensions import Self
 from selfspec.config import StrictConfig, parse
 from selfspec.decoder import Decoder, Packing
 from selfspec.heads import ExitHead
-from selfspec.heads.files import replacing
+from selfspec.heads.files import refuse_changes, replacing
 from selfspec.heads.teacher_forcing import TargetStates, target_states
 
 from ..data import Batch, Blocks, collate
-from ..loop.checkpoint import changes, digest, read_facts, target_facts, write_facts
+from ..loop.checkpoint import digest, read_facts, target_facts, write_facts
 from ..loop.metrics import Display
 from ..loop.parallel import processes
 
 MANIFEST_NAME = "features.json"
 _FORMAT = 1
-
-
-class TextFacts(StrictConfig):
-    """One source of text.
-
-    Attributes:
-        blocks: number of blocks.
-        sha256: hash of their tokens and documents.
-    """
-
-    blocks: int
-    sha256: str
 
 
 class Manifest(StrictConfig):
@@ -52,7 +40,8 @@ class Manifest(StrictConfig):
         format_version: version of the format.
         target: facts of the target.
         block_size: tokens of a block.
-        text: the sources.
+        blocks: blocks of all sources.
+        text: for each source, a hash of its tokens and documents.
         streams: hidden states, by the number of layers below.
         dtype: dtype of the hidden states.
         blocks_per_shard: blocks of a file; the last may hold fewer.
@@ -62,7 +51,8 @@ class Manifest(StrictConfig):
     format_version: int = _FORMAT
     target: dict[str, Any]
     block_size: int
-    text: list[TextFacts]
+    blocks: int
+    text: list[str]
     streams: list[int]
     dtype: Literal["bfloat16", "float32"]
     blocks_per_shard: int = Field(default=1, ge=1)
@@ -83,11 +73,6 @@ class Manifest(StrictConfig):
     def torch_dtype(self) -> torch.dtype:
         """The torch dtype."""
         return getattr(torch, self.dtype)
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of all sources."""
-        return sum(source.blocks for source in self.text)
 
     @property
     def files(self) -> int:
@@ -118,19 +103,19 @@ class Manifest(StrictConfig):
     def check(self, wanted: Manifest, folder: Path) -> None:
         """Raise ValueError, naming the differences, unless this cache holds all that is wanted."""
         there, here = (m._compared for m in (self, wanted))
-        different = list(changes(there, here))
         if not set(wanted.streams) <= set(self.streams):
-            different.append(f"set of streams ({self.streams} there, {wanted.streams} here)")
-        if different:
-            raise ValueError(
-                f"the features in {folder} were made with another {', '.join(different)}; give a "
-                "new features.folder, or delete that one to recompute them"
-            )
+            there["set of streams"], here["set of streams"] = self.streams, wanted.streams
+        refuse_changes(
+            there,
+            here,
+            f"the features in {folder} were made",
+            "give a new features.folder, or delete that one to recompute them",
+        )
 
     @property
     def _compared(self) -> dict[str, Any]:
         facts = self.model_dump(include={"format_version", "target", "block_size", "dtype"})
-        sources = {f"text of data[{n}]": source.sha256 for n, source in enumerate(self.text)}
+        sources = {f"text of data[{n}]": sha256 for n, sha256 in enumerate(self.text)}
         return {**facts, **sources}
 
 
@@ -239,28 +224,18 @@ def streams_of(heads: Sequence[ExitHead]) -> list[int]:
     return sorted({layer for head in heads for layer in head.input_layers})
 
 
-class Reader(Protocol):
-    """Provides the target's hidden states for a batch."""
-
-    def read(self, batch: Batch) -> TargetStates:
-        """The target's hidden states for a batch."""
-        ...
+Reader = Callable[[Batch], TargetStates]
+"""Provides the target's hidden states for a batch."""
 
 
-class TargetReader:
+def target_reader(decoder: Decoder, streams: Sequence[int]) -> Reader:
     """Runs the target over each batch.
 
     Args:
         decoder: the target.
         streams: hidden states to keep, by the number of layers below.
     """
-
-    def __init__(self, decoder: Decoder, streams: Sequence[int]):
-        self.decoder, self.streams = decoder, streams
-
-    def read(self, batch: Batch) -> TargetStates:
-        """Run the target."""
-        return target_states(self.decoder, batch.tokens, batch.documents, self.streams)
+    return lambda batch: target_states(decoder, batch.tokens, batch.documents, streams)
 
 
 class CachedReader:
@@ -289,7 +264,7 @@ class CachedReader:
         shards = range(manifest.files)
         self.files = [safe_open(shard_path(folder, n), framework="pt") for n in shards]
 
-    def read(self, batch: Batch) -> TargetStates:
+    def __call__(self, batch: Batch) -> TargetStates:
         """The hidden states of a batch.
 
         Raises:
@@ -333,7 +308,8 @@ def open_features(
     manifest = Manifest(
         target=target_facts(decoder),
         block_size=text[0].block_size,
-        text=[TextFacts(blocks=len(p), sha256=digest([key.hex() for key in p])) for p in keys],
+        blocks=sum(map(len, keys)),
+        text=[digest([key.hex() for key in part]) for part in keys],
         streams=sorted(set(streams)),
         dtype=config.dtype,
     ).cut(config.shard_megabytes)
@@ -376,13 +352,13 @@ def _read_shard(
     manifest: Manifest, number: int, decoder: Decoder, text: Sequence[Blocks]
 ) -> dict[str, Tensor]:
     """`[blocks, block_size, hidden]` of each stream, over the blocks of a shard."""
-    reader = TargetReader(decoder, manifest.streams)
+    read = target_reader(decoder, manifest.streams)
     numbers = manifest.blocks_of(number)
     parts: list[dict[str, Tensor]] = []
     # A pass always holds the same blocks, so that rounding is reproducible.
     for start in range(numbers.start, numbers.stop, _ROWS):
         batch = collate([_block(text, n) for n in numbers[start - numbers.start :][:_ROWS]])
-        reading = reader.read(batch.to(decoder.device))
+        reading = read(batch.to(decoder.device))
         tensors = {_stream(layer): stream for layer, stream in reading.streams.items()}
         tensors["normed"] = reading.normed
         parts.append({name: t.to("cpu", manifest.torch_dtype) for name, t in tensors.items()})

@@ -16,9 +16,10 @@ from selfspec import SelfSpecModel
 from selfspec.config import DraftConfig, StrictConfig
 from selfspec.decoder import Decoder
 from selfspec.heads import ExitHead
+from selfspec.schedule.stats import Stats
 
 from ..data import Blocks
-from .calibrate import Bin, Calibration, calibration, fit_calibrator
+from .calibrate import Bin, expected_calibration_error, fit_calibrator, reliability
 from .report import ExitFigures
 from .task import Drafts, HeldOutDrafts
 
@@ -38,14 +39,13 @@ def accepted_lengths(
     draft = draft_of(head, config.num_draft_tokens)
     lengths: dict[str, float] = {}
     for mode, sample in (("greedy", False), ("sampled", True)):
-        rounds = emitted = 0
+        total = Stats()
         for number, prompt in enumerate(prompts):
             source = torch.Generator(spec.engine.decoder.device).manual_seed(number)
             write(spec, prompt, config.new_tokens, draft, sample, source)
             assert spec.last_stats is not None
-            rounds += spec.last_stats.rounds
-            emitted += spec.last_stats.emitted - spec.last_stats.prefilled
-        lengths[mode] = emitted / max(1, rounds)
+            total += spec.last_stats
+        lengths[mode] = total.mean_accepted_length
     return lengths
 
 
@@ -170,21 +170,23 @@ def calibrate(
     errors: list[float] = []
     bins: dict[str, list[Bin]] = {}
     for head, drafts in zip(spec.heads, zip(*drafted, strict=True), strict=True):
-        quality = {mode: _calibrate(head, mode, drafts) for mode in ("greedy", "sampled")}
+        for mode in ("greedy", "sampled"):
+            predicted, accepted = _calibrate(head, mode, drafts)
+            bins[f"{head.kind}, exit {head.exit_layer}, {mode}"] = reliability(predicted, accepted)
+            if mode == "greedy":
+                errors.append(expected_calibration_error(predicted, accepted))
         head.calibrators.to(spec.engine.decoder.device)
-        errors.append(quality["greedy"].ece_after)
-        for mode, found in quality.items():
-            bins[f"{head.kind}, exit {head.exit_layer}, {mode}"] = found.reliability
     return errors, bins
 
 
-def _calibrate(head: ExitHead, mode: str, drafts: Sequence[Drafts]) -> Calibration:
+def _calibrate(head: ExitHead, mode: str, drafts: Sequence[Drafts]) -> tuple[Tensor, Tensor]:
+    """Fit a calibrator on one half; returns `[n]` predictions and outcomes on the other."""
     features = torch.cat([d.features for d in drafts])
     accepted = torch.cat([d.agreed if mode == "greedy" else d.accepted for d in drafts])
     held = (torch.arange(len(features)) // _RUN) % 2 == 1
     fitted = fit_calibrator(features[~held], accepted[~held])
     head.calibrators[mode] = fitted
-    return calibration(fitted, features[held], accepted[held])
+    return fitted.probability(features[held]), accepted[held]
 
 
 def measure(

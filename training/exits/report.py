@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from selfspec.display.plots import line_styles
 from selfspec.display.report import HTMLReport
-from selfspec.heads.files import replacing
+from selfspec.heads.files import replace_text
 
 from .calibrate import Bin
 
@@ -23,10 +24,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# Okabe and Ito's colours, which colour-blind readers tell apart. Their number and that of the
-# markers have no common divisor, so a pair comes again only after the 42nd line.
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-_MARKERS = "osD^vP"
 # A curve of more points is drawn pale, with its running mean on top.
 _READABLE = 60
 
@@ -74,7 +71,7 @@ def _drawn(title: str, draw: Callable[[Figure, Any], None], content: Any) -> tup
 def _draw_by_exit(sheet: Figure, figures: Sequence[ExitFigures]) -> None:
     axes = _axes(sheet)
     kinds = dict.fromkeys(exit.kind for exit in figures)
-    for kind, style in _styled(kinds):
+    for kind, style in line_styles(kinds):
         exits = sorted((e for e in figures if e.kind == kind), key=lambda e: e.exit_layer)
         layers = [exit.exit_layer for exit in exits]
         _draw_pair(
@@ -86,7 +83,7 @@ def _draw_by_exit(sheet: Figure, figures: Sequence[ExitFigures]) -> None:
 
 def _draw_by_depth(sheet: Figure, figures: Sequence[ExitFigures]) -> None:
     axes = _axes(sheet)
-    for exit, (_, style) in zip(figures, _styled(figures), strict=True):
+    for exit, (_, style) in zip(figures, line_styles(figures), strict=True):
         _draw_pair(axes, range(1, len(exit.alpha) + 1), exit.alpha, exit.agreement, style)
     axes.set(xlabel="drafted token")
     deepest = max(len(exit.alpha) for exit in figures)
@@ -95,7 +92,7 @@ def _draw_by_depth(sheet: Figure, figures: Sequence[ExitFigures]) -> None:
 
 def _draw_losses(sheet: Figure, curves: Mapping[str, tuple[list[int], list[float]]]) -> None:
     axes = _axes(sheet)
-    for name, style in _styled(curves):
+    for name, style in line_styles(curves):
         steps, values = curves[name]
         colour, window = style["color"], -(-len(values) // _READABLE)
         if window == 1:
@@ -112,7 +109,7 @@ def _draw_reliability(sheet: Figure, reliability: Mapping[str, Sequence[Bin]]) -
     axes = _axes(sheet, (1, 2, 1), "on drafts that they were not fitted to")
     shares = _axes(sheet, (1, 2, 2), "how often each was predicted")
     axes.plot([0, 1], [0, 1], color="0.6", linestyle=":", label="perfect")
-    for name, style in _styled(reliability):
+    for name, style in line_styles(reliability):
         bins = reliability[name]
         confidence, total = [b.confidence for b in bins], sum(b.drafts for b in bins)
         axes.plot(confidence, [b.observed for b in bins], **style, label=name)
@@ -130,11 +127,6 @@ def _axes(sheet: Figure, place: tuple[int, int, int] = (1, 1, 1), title: str = "
     axes.grid(alpha=0.25)
     axes.set_title(title, fontsize="medium")
     return axes
-
-
-def _styled(names: Iterable[Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
-    for name, colour, marker in zip(names, itertools.cycle(_COLOURS), itertools.cycle(_MARKERS)):
-        yield name, {"color": colour, "marker": marker, "markersize": 5}
 
 
 def _draw_pair(
@@ -155,7 +147,7 @@ def _finish_acceptance(
 
     axes.set(ylabel="share of drafted tokens", ylim=(0, 1))
     axes.set_xticks(sorted(ticks))
-    lines = [Line2D([], [], **style, label=name) for name, style in _styled(names)]
+    lines = [Line2D([], [], **style, label=name) for name, style in line_styles(names)]
     grey: dict[str, Any] = {"color": "0.4", "marker": "o", "markersize": 5}
     lines += [
         Line2D([], [], **grey, label="α (sampled)"),
@@ -314,8 +306,7 @@ def write_report(
         "reliability": {name: [b._asdict() for b in some] for name, some in bins.items()},
     }
     report = folder / REPORT_NAME
-    with replacing(report) as scratch:
-        scratch.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    replace_text(report, json.dumps(content, indent=2) + "\n")
     page = HTMLReport("Fit of exit heads")
     page.facts(facts or {})
     for domain, exits in figures.items():

@@ -23,7 +23,7 @@ from selfspec.heads.teacher_forcing import (
 
 from ..data import Batch, Blocks, collate
 from ..loop.loop import Task
-from .features import Reader, TargetReader, streams_of
+from .features import Reader, streams_of, target_reader
 from .losses import NO_TOKEN, LossSchedule, acceptance_rate, agreement, draft_losses
 
 
@@ -134,7 +134,7 @@ class HeldOutDrafts:
         count = len(blocks)
         chosen = range(0, count, -(-count // most) if most else 1)
         self.blocks = [blocks[number] for number in chosen]
-        self._reader = TargetReader(decoder, streams_of(heads))
+        self._read = target_reader(decoder, streams_of(heads))
         self._check()
 
     @property
@@ -162,7 +162,7 @@ class HeldOutDrafts:
         """The drafts of every head, in order."""
         seen: list[list[list[_Seen]]] = [[] for _ in self.heads]
         for batch in self._batches():
-            lesson = Lesson.of(self.decoder, batch, self._reader.read(batch))
+            lesson = Lesson.of(self.decoder, batch, self._read(batch))
             for parts, head in zip(seen, self.heads, strict=True):
                 parts.append(list(self._look(lesson, head, with_features)))
         return [self._sum_up(parts) for parts in seen]
@@ -349,7 +349,7 @@ class ExitTask(Task):
         self.target = decoder.causal_lm.requires_grad_(False).eval()
         self.heads = nn.ModuleList(heads)
         self.decoder, self.config, self.held_out = decoder, config, held_out
-        self.reader = reader or TargetReader(decoder, streams_of(heads))
+        self.reader = reader or target_reader(decoder, streams_of(heads))
         # A shared head is only measured.
         self._fitted = [head for head in heads if is_trained(head)]
         for head in self._fitted:
@@ -367,7 +367,7 @@ class ExitTask(Task):
 
     def forward(self, batch: Batch, step: int, progress: float) -> tuple[Tensor, dict[str, Tensor]]:
         """The mean of all heads' losses, and each head's own."""
-        lesson = Lesson.of(self.decoder, batch, self.reader.read(batch))
+        lesson = Lesson.of(self.decoder, batch, self.reader(batch))
         names = self.config.schedule.weights(progress)
         losses = {
             f"loss_{head.kind}_{head.exit_layer}": self._loss(head, lesson, names)

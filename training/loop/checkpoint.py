@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from selfspec.decoder import Decoder
-from selfspec.heads.files import replacing
+from selfspec.heads.files import read_object, refuse_changes, replace_text
 from selfspec.heads.store import fingerprint
 
 from .parallel import placed, whole
@@ -34,17 +34,6 @@ def digest(data: Any) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
-def changes(saved: Mapping[str, Any], given: Mapping[str, Any], within: str = "") -> Iterator[str]:
-    """Names of the facts that differ, with both values if they are short."""
-    for key in sorted(saved.keys() | given.keys()):
-        before, after = saved.get(key), given.get(key)
-        if isinstance(before, Mapping) and isinstance(after, Mapping):
-            yield from changes(before, after, f"{within}{key}.")
-        elif before != after:
-            values = f" ({before!r} there, {after!r} here)"
-            yield f"{within}{key}" + values * (len(values) < 80)
-
-
 def read_facts(path: Path) -> dict[str, Any] | None:
     """A JSON object from a file; `None` if there is no file.
 
@@ -53,21 +42,12 @@ def read_facts(path: Path) -> dict[str, Any] | None:
     """
     if not path.exists():
         return None
-    try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(facts, dict):
-            raise ValueError(f"it holds a {type(facts).__name__}")
-    except ValueError as error:
-        raise ValueError(
-            f"{path} is no JSON object ({error}); delete {path.parent} to start afresh"
-        ) from None
-    return facts
+    return read_object(path, f"delete {path.parent} to start afresh")
 
 
 def write_facts(path: Path, facts: Mapping[str, Any]) -> None:
     """Write a JSON object atomically."""
-    with replacing(path) as scratch:
-        scratch.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    replace_text(path, json.dumps(facts, indent=1) + "\n")
 
 
 _FOLDER, _TENSORS, _FACTS = "checkpoints", "state.safetensors", "state.json"
@@ -164,12 +144,12 @@ class Checkpoints:
         saved = self._facts(steps[-1])["identity"]
         given = json.loads(json.dumps(identity))
         both = sorted(saved.keys() & given)
-        changed = list(changes({k: saved[k] for k in both}, {k: given[k] for k in both}))
-        if changed:
-            raise ValueError(
-                f"{self.folder.parent} holds a run with another {', '.join(changed)}; give "
-                "a new output folder, or delete that one to start afresh"
-            )
+        refuse_changes(
+            {name: saved[name] for name in both},
+            {name: given[name] for name in both},
+            f"{self.folder.parent} holds a run",
+            "give a new output folder, or delete that one to start afresh",
+        )
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step_{step:08d}"

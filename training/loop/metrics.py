@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from selfspec.config import unknown_name
-from selfspec.heads.files import replacing
+from selfspec.heads.files import replace_text
 
 METRICS_NAME = "metrics.jsonl"
 _TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"}
@@ -48,8 +48,7 @@ class MetricsLog:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / METRICS_NAME
         kept = [entry for entry in read_metrics(folder) if entry["step"] < from_step]
-        with replacing(self.path) as scratch:
-            scratch.write_text("".join(json.dumps(e) + "\n" for e in kept), encoding="utf-8")
+        replace_text(self.path, "".join(json.dumps(entry) + "\n" for entry in kept))
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         """Add a line.

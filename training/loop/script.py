@@ -14,7 +14,7 @@ from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfspec.config import ConfigT, StrictConfig, load_config
-from selfspec.heads.files import replacing
+from selfspec.heads.files import replace_text
 
 from .checkpoint import Checkpoints, write_folder
 from .parallel import processes
@@ -83,8 +83,7 @@ def start_output(
     Checkpoints(output).check_identity(identity or {})
     if processes().is_main_process:
         output.mkdir(parents=True, exist_ok=True)
-        with replacing(output / CONFIG_NAME) as scratch:
-            scratch.write_text(as_yaml(config), encoding="utf-8")
+        replace_text(output / CONFIG_NAME, as_yaml(config))
     return output
 
 

@@ -114,24 +114,20 @@ class Pane:
 
     Attributes:
         pieces: the text, each piece with its origin.
-        tokens: number of tokens.
         seconds: time so far, prefill included.
         counts: tokens by origin, rejected drafts included.
-        acceptance_rate: accepted over drafted.
-        mean_accepted_length: tokens of a round.
+        stats: counters.
     """
 
     pieces: tuple[Piece, ...] = ()
-    tokens: int = 0
     seconds: float = 0.0
     counts: Mapping[Kind, int] = field(default_factory=dict)
-    acceptance_rate: float = 0.0
-    mean_accepted_length: float = 0.0
+    stats: Stats = field(default_factory=Stats)
 
     @property
     def rate(self) -> float:
         """Tokens per second; 0 before the first token."""
-        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+        return self.stats.emitted / self.seconds if self.seconds > 0 else 0.0
 
 
 class Ending(NamedTuple):
@@ -222,14 +218,7 @@ class Progress(RoundStreamer):
         seconds = self.seconds
         if self.began and not seconds:
             seconds = time.perf_counter() - self.began
-        return Pane(
-            tuple(self.pieces),
-            self.stats.emitted,
-            seconds,
-            dict(self.counts),
-            self.stats.acceptance_rate,
-            self.stats.mean_accepted_length,
-        )
+        return Pane(tuple(self.pieces), seconds, dict(self.counts), replace(self.stats))
 
 
 class SideBySide:
@@ -333,8 +322,7 @@ class _Job:
             return None
         divergence = first_divergence(writer, plain, ours) if writer.comparable else None
         equal = divergence is None if writer.comparable else None
-        line = verdict(len(plain), equal, writer.exact, divergence)
-        return Ending(line, equal, writer.exact)
+        return Ending(verdict(writer, len(plain), divergence), equal, writer.exact)
 
     def _generate(self, state: State, progress: Progress, write: Callable[..., Run]) -> list[int]:
         """Run one generation; returns its tokens, none if it was stopped before."""

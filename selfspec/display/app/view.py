@@ -49,8 +49,8 @@ def figures(frame: Frame | None) -> str:
         ("plain", "plain decoding, tokens/s", plain.rate, "{:.1f}"),
         ("speculative", "self-speculation, tokens/s", ours.rate, "{:.1f}"),
         ("speedup", "speedup", speedup, "{:.2f}x"),
-        ("acceptance", "acceptance rate", ours.acceptance_rate, "{:.3f}"),
-        ("length", "tokens a round", ours.mean_accepted_length, "{:.2f}"),
+        ("acceptance", "acceptance rate", ours.stats.acceptance_rate, "{:.3f}"),
+        ("length", "tokens a round", ours.stats.mean_accepted_length, "{:.2f}"),
     )
     cards = (
         f'<div class="{name}{" best" if name == "speedup" and value > 1 else ""}">'

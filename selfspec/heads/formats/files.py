@@ -17,7 +17,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from selfspec.decoder import Decoder
 from selfspec.heads.base import ExitHead
-from selfspec.heads.files import read_tensors, replacing
+from selfspec.heads.files import read_object, read_tensors, replacing
 
 PUBLISHED_CONFIG = "config.json"
 PUBLISHED_FILES = (PUBLISHED_CONFIG, SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, "*.safetensors")
@@ -45,13 +45,7 @@ def read_folder(folder: Path) -> PublishedHead:
         FileNotFoundError: a file is missing.
         ValueError: a file is damaged, or the weights are stored as a pickle only.
     """
-    path = folder / PUBLISHED_CONFIG
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no valid JSON ({error}); it may be truncated") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} must hold a JSON object, got a {type(config).__name__}")
+    config = read_object(folder / PUBLISHED_CONFIG)
     return PublishedHead(folder, config, _read_tensors(folder))
 
 
