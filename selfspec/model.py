@@ -55,10 +55,11 @@ class SelfSpecModel:
             One for another device, dtype, target or kernels is ignored with a warning.
         kernels: how layers of target, heads and draft models are computed. `"eager"`: as in
             transformers. `"prepacked"`: linear layers in half precision on a CPU have a second copy
-            of their weights in oneDNN's layout. `"compiled"`: `torch.compile` for passes over few
-            tokens; the first ones wait for the compiler. `"graphs"`: on a CUDA device, consecutive
-            layers as one CUDA graph for passes over few tokens. Layers that cannot be packed,
-            compiled or recorded run eagerly, with a warning.
+            of their weights in oneDNN's layout, and heads that share keys attend together.
+            `"compiled"`: `torch.compile` for passes over few tokens; the first ones wait for the
+            compiler. `"graphs"`: on a CUDA device, consecutive layers as one CUDA graph for passes
+            over few tokens. Layers that cannot be packed, compiled or recorded run eagerly, with a
+            warning.
         kv_cache_dtype: dtype of the KV cache. `"auto"`: the dtype of the layers. `"int8"`: 8 bits
             per number and a scale per token and head, half the memory of half precision; the
             output equals that of the model with a cache that rounds in the same way.

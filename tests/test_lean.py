@@ -12,11 +12,12 @@ from conftest import prompt, tiny_llama
 from families import FAMILIES, build
 from test_families import CASES_BY_FAMILY
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from selfspec import SelfSpecModel
 from selfspec.decoder import Decoder, Span
 from selfspec.decoder.cache import SlicedViews, Window
-from selfspec.decoder.direct import Direct, direct, lean_forward, shortcuts
+from selfspec.decoder.direct import Direct, direct, grouped_attention, lean_forward, shortcuts
 from selfspec.decoder.families import RotaryTables, is_static
 
 DYNAMIC = {
@@ -272,3 +273,51 @@ def test_a_forward_that_is_replaced_between_calls_is_called(part: str) -> None:
     module.forward = lambda *args: own(*args).flip(-1)
     writes_its_own(spec)
     assert not torch.equal(spec.generate(ids, **options), before)
+
+
+# Heads that share keys: the bits of transformers' own attention, which copies them for each head.
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("heads", [(4, 2, 8), (9, 3, 64), (32, 8, 64), (6, 1, 24)])
+def test_keys_that_heads_share_give_the_same_bits(heads, dtype):
+    count, shared, size = heads
+    module = torch.nn.Module()
+    module.num_key_value_groups = count // shared
+    torch.manual_seed(0)
+    for rows, width, keys in [(1, 1, 9), (1, 2, 40), (3, 5, 17), (1, 8, 700), (2, 33, 130)]:
+        query = torch.randn(rows, width, count, size).to(dtype).transpose(1, 2)
+        key, value = torch.randn(2, rows, shared, keys + 30, size).to(dtype)[..., :keys, :]
+        hidden = torch.arange(keys) > torch.arange(keys - width, keys)[:, None]
+        mask = torch.zeros(rows, 1, width, keys, dtype=dtype)
+        mask.masked_fill_(hidden, torch.finfo(dtype).min)
+        given = (module, query, key, value, mask)
+        with torch.no_grad():
+            expected, _ = sdpa_attention_forward(*given, dropout=0.0, scaling=0.3)
+            made, _ = grouped_attention(*given, dropout=0.0, scaling=0.3)
+        assert torch.equal(made, expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "mixtral", "phi3", "glm4"])
+def test_passes_over_several_tokens_copy_no_keys(family, monkeypatch):
+    model, calls = build(family, "sdpa"), []
+    ids, mask = prompt(9, 5, vocab=61)
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def counted(query, key, value, **options):
+        calls.append(key.shape[1] == 2)
+        return attend(query, key, value, **options)
+
+    def logits():
+        options = {"return_dict_in_generate": True, "output_logits": True, "do_sample": False}
+        draft = {"exit_layer": 2, "num_draft_tokens": 3}
+        spec = SelfSpecModel(model)
+        out = spec.generate(ids, attention_mask=mask, max_new_tokens=9, draft=draft, **options)
+        return torch.stack(out.logits)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
+    made = logits()
+    assert calls and all(calls)
+    calls.clear()
+    monkeypatch.setattr("selfspec.decoder.direct.grouped_attention", sdpa_attention_forward)
+    assert torch.equal(made, logits()) and not all(calls)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from cli_tools import PROMPT, call
 from conftest import gates, prompt, tiny_llama
-from families import FAMILIES, VOCAB, build
+from families import FAMILIES, LAYERS, VOCAB, build
 from head_tools import own_head
 from peft import LoraConfig, get_peft_model
 
@@ -238,3 +238,31 @@ def test_the_command_line_packs(folder):
     ]
     plain, text = (result["results"][0]["text"] for result in results)
     assert text == plain and [result["kernels"] for result in results] == ["eager", "prepacked"]
+
+
+# Full attention, sliding windows, and norms of queries and keys.
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "mixtral", "phi3"])
+def test_heads_that_share_keys_attend_to_them_together(family, monkeypatch):
+    model, calls = build(family, "sdpa").to(HALF), []
+    expected = logits(SelfSpecModel(model), 6)
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def counted(query, key, value, **options):
+        calls.append((query.shape[1] // key.shape[1], query.shape[2]))
+        return attend(query, key, value, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
+    made = logits(SelfSpecModel(model, kernels="prepacked"), 6)
+    after_prefill = calls[LAYERS:]
+    assert after_prefill and set(after_prefill) == {(1, 2)}  # of two heads with the same keys
+    torch.testing.assert_close(made, expected, rtol=2**-5, atol=2**-5 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize(
+    ("family", "attention", "dtype"),
+    [("gpt2", "sdpa", HALF), ("llama", "eager", HALF), ("llama", "sdpa", torch.float32)],
+)
+def test_one_token_needs_no_mask_elsewhere(family, attention, dtype):
+    model = build(family, attention).to(dtype)
+    assert not prepacked.joins_heads(model)
+    assert prepacked.joins_heads(build("llama", "sdpa").to(HALF))

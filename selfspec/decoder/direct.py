@@ -17,7 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 from transformers.utils.generic import ModelOutput
+
+_TABLE = "ALL_ATTENTION_FUNCTIONS"  # by which attentions find the function that was chosen
+_OTHERS = {"softcap", "position_bias", "cache", "output_attentions"}  # left to transformers
 
 
 class Direct:
@@ -100,7 +105,67 @@ def direct(module: nn.Module) -> Callable[..., Any]:
     plain = type(module) is nn.Embedding and "forward" not in module.__dict__
     if plain and type(module.weight) is nn.Parameter and module.max_norm is None:
         return Direct(module, partial(_look_up, module.weight))
+    forward = type(module).forward
+    if "forward" not in module.__dict__ and _reads_attention_functions(forward):
+        own = _with_globals(forward, {_TABLE: _grouping_table()})
+        return Direct(module, partial(own, module))
     return Direct(module, module.forward)
+
+
+def _reads_attention_functions(forward: Any) -> bool:
+    if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
+        return False
+    table = forward.__globals__.get(_TABLE)
+    return table is ALL_ATTENTION_FUNCTIONS and _TABLE in forward.__code__.co_names
+
+
+def _grouping_table() -> AttentionInterface:
+    """The attention functions of transformers, with `grouped_attention` in place of torch's."""
+    table = AttentionInterface()
+    table.update(
+        {
+            name: grouped_attention if function is sdpa_attention_forward else function
+            for name, function in ALL_ATTENTION_FUNCTIONS.items()
+        }
+    )
+    return table
+
+
+def grouped_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """What `sdpa_attention_forward` returns, without copies of keys that several heads share.
+
+    It copies keys and values for each head if there is a mask. On a CPU torch can read them in
+    place, with the same bits, except for one token, where transformers joins the heads.
+
+    Args:
+        module: the attention.
+        query: `[rows, heads, width, head_dim]`.
+        key: `[rows, key heads, keys, head_dim]`.
+        value: the same of the values.
+        attention_mask: `[rows, 1, width, keys]` additive mask, or `None`.
+        options: what else the function takes.
+    """
+    copies = getattr(module, "num_key_value_groups", 1) > 1 and attention_mask is not None
+    known = query.device.type == "cpu" and not torch.is_grad_enabled()
+    if not copies or not known or query.shape[2] == 1 or not _OTHERS.isdisjoint(options):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    output = torch.nn.functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=attention_mask,
+        dropout_p=options.get("dropout", 0.0),
+        scale=options.get("scaling"),
+        enable_gqa=True,
+    )
+    return output.transpose(1, 2).contiguous(), None
 
 
 def _look_up(weight: Tensor, input: Tensor) -> Tensor:
@@ -134,11 +199,17 @@ def lean_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     bare = inspect.unwrap(forward)
     if not isinstance(bare, FunctionType):
         return bare
-    named = bare.__globals__
-    outputs = {name: value for name, value in named.items() if _is_output(value)}
-    own = {**named, **{name: _record(value) for name, value in outputs.items()}}
-    copy = FunctionType(bare.__code__, own, bare.__name__, bare.__defaults__, bare.__closure__)
-    copy.__kwdefaults__ = bare.__kwdefaults__
+    outputs = {name: value for name, value in bare.__globals__.items() if _is_output(value)}
+    return _with_globals(bare, {name: _record(value) for name, value in outputs.items()})
+
+
+def _with_globals(function: FunctionType, own: dict[str, Any]) -> FunctionType:
+    """A copy of a function with globals of its own."""
+    named = {**function.__globals__, **own}
+    copy = FunctionType(
+        function.__code__, named, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 
 

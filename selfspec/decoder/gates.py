@@ -32,7 +32,7 @@ from selfspec.decoder.families import (
 )
 from selfspec.decoder.kernels.compiled import CompiledLayers
 from selfspec.decoder.kernels.graphs import GraphedLayers
-from selfspec.decoder.kernels.prepacked import PrepackedLinears
+from selfspec.decoder.kernels.prepacked import PrepackedLinears, joins_heads
 from selfspec.decoder.mixers import Mixers
 from selfspec.decoder.passes import MASK, ActivePass, OwnLayer, Stretch
 
@@ -212,6 +212,7 @@ class Gates:
         compiled: calls compiled layers; `None` with other kernels.
         graphs: runs layers as CUDA graphs; `None` with other kernels.
         prepacked: packs linear layers; `None` with other kernels.
+        masks_one: whether passes over one token get a mask although they need none (`joins_heads`).
         others: modules of heads that run in passes.
         dtype: the model's dtype, kept here because finding it takes time.
     """
@@ -248,6 +249,7 @@ class Gates:
                 special.give_up("recurrent layers")
         packs = kernels == "prepacked"
         self.prepacked = PrepackedLinears(type(model).__name__) if packs else None
+        self.masks_one = False
         self.others: list[nn.Module] = []
         self.dtype = model.dtype
         self._tables: list[nn.Module] = []
@@ -274,6 +276,7 @@ class Gates:
         if self.prepacked is not None:
             for module, forward in self.prepacked.forwards(self.model, *self.others):
                 self.shadow(module.__dict__, "forward", forward)
+            self.masks_one = joins_heads(self.model)
         for mixer, index in self.mixers.found:
             hooked = "_old_forward" in mixer.__dict__  # by accelerate, whose hook calls it
             name = "_old_forward" if hooked else "forward"

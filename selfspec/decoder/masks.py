@@ -102,8 +102,11 @@ class Masks:
         """
         # The family's own mask is right for a prefill into an empty cache, and for one token in
         # rows of equal length, which sees everything. Otherwise masks come from the rows' lengths.
-        simple = window.even and window.tight and window.width in (1, window.end)
-        if simple and not self._gates.own_masks and not (added and any(slots.added_from)):
+        # So they do for one token where a mask makes attention faster.
+        gates = self._gates
+        widths = (window.end,) if gates.masks_one else (1, window.end)
+        simple = window.even and window.tight and window.width in widths
+        if simple and not gates.own_masks and not (added and any(slots.added_from)):
             return {}
         dtype = self._dtype(hidden)
         return {kind: slots.mask(kind, dtype, added) for kind in self._kinds}
