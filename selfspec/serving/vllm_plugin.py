@@ -274,6 +274,17 @@ class Features:
     def __init__(self) -> None:
         self._seen: set[str] = set()
 
+    def goes_on(self, requests: Sequence[str]) -> bool:
+        """Whether all these requests were in the previous round."""
+        return self._seen.issuperset(requests)
+
+    def of(self, head: ExitHead, streams: Mapping[int, Tensor], last: Tensor) -> Tensor:
+        """Features `[tokens, hidden]` of the tokens of the target's pass; see `read`."""
+        features = head.join([streams[layer] for layer in head.feature_layers])
+        features = features.to(streams[head.exit_layer].dtype)
+        self.last = features[last]
+        return features
+
     def read(
         self,
         head: ExitHead,
@@ -296,14 +307,12 @@ class Features:
         """
         if not head.feature_layers:
             return None
-        features = head.join([streams[layer] for layer in head.feature_layers])
-        features = features.to(streams[head.exit_layer].dtype)
+        features = self.of(head, streams, last)
         # The first token of a request needs the features of a token of the previous pass. In the
         # previous round the first draft has written its KV with them. A new request, or one that
         # was not in that round, has no such features.
         before = torch.cat([torch.zeros_like(features[:1]), features[:-1]])
         before[starts] = 0
-        self.last = features[last]
         going_on = [request in self._seen for request in requests]
         self._seen = set(requests)
         slots[starts[torch.tensor(going_on, device=starts.device)]] = PADDING_SLOT_ID
@@ -318,7 +327,8 @@ class EarlyExitProposer(DraftModelProposer):
 
     The first draft of a round needs one token per request: the pass that verified the others has
     written their shallow KV. A head with a layer of its own first reads the hidden states of the
-    verified tokens, which writes that layer's KV.
+    verified tokens, which writes that layer's KV. At the embeddings (exit 0) both are one pass, if
+    all requests were in the previous round.
     """
 
     model: EarlyExitModel
@@ -329,6 +339,7 @@ class EarlyExitProposer(DraftModelProposer):
         self._runner = runner
         self._rejected: Tensor | None = None
         self._features = Features()
+        self._at_once = False  # whether one pass reads the verified tokens and drafts
         streams = getattr(self.draft_model_config.hf_config, "eagle_aux_hidden_state_layer_ids", ())
         self._streams: tuple[int, ...] = tuple(streams)
         if streams:
@@ -368,9 +379,11 @@ class EarlyExitProposer(DraftModelProposer):
         slot_mappings: Any = None,
     ) -> Tensor:
         """Drafts `[requests, num_speculative_tokens]`, as the base class makes them."""
-        # The base class would subtract the rejected tokens again after the first draft.
         self._rejected = num_rejected_tokens_gpu
-        if self.model.own is not None:
+        head, requests = self.model.head, self._runner.input_batch.req_ids
+        features = head.feature_layers and not head.exit_layer
+        self._at_once = bool(features) and self._features.goes_on(requests)
+        if self.model.own is not None and not self._at_once:
             self._read_verified(common_attn_metadata, target_positions, target_hidden_states)
         return super().propose(
             num_speculative_tokens,
@@ -382,7 +395,9 @@ class EarlyExitProposer(DraftModelProposer):
             common_attn_metadata,
             sampling_metadata,
             None,
-            None,
+            # After the first draft the base class subtracts them from the lengths; in a pass over
+            # the newest tokens alone the lengths are without them.
+            num_rejected_tokens_gpu if self._at_once else None,
             slot_mappings,
         )
 
@@ -396,7 +411,7 @@ class EarlyExitProposer(DraftModelProposer):
         cad: Any,
         num_rejected_tokens_gpu: Tensor | None,
     ) -> tuple[int, Tensor, Any]:
-        """The newest token of every request alone."""
+        """The newest token of every request, after its verified tokens if one pass reads both."""
         requests = cad.batch_size()
         length = cad.seq_lens if self._rejected is None else cad.seq_lens - self._rejected
         table = cad.block_table_tensor
@@ -404,22 +419,82 @@ class EarlyExitProposer(DraftModelProposer):
         block = table.gather(1, column[:, None])[:, 0].long()
         slots = block * self.block_size + length % self.block_size
         slots = torch.where(length < self.max_model_len, slots, PADDING_SLOT_ID)
+        longest = cad.seq_lens_cpu_upper_bound
+        grown = {
+            "seq_lens_cpu_upper_bound": None if longest is None else longest + 1,
+            "max_seq_len": min(cad.max_seq_len + 1, self.max_model_len),
+        }
+        if self._at_once:
+            return self._shifted(
+                target_token_ids,
+                next_token_ids,
+                target_positions,
+                target_hidden_states,
+                cad,
+                slots,
+                grown,
+            )
         self.input_ids[:requests] = next_token_ids.int()
         self._set_positions(requests, length.clamp(max=self.max_model_len - 1).long())
         if self._features.last is not None:
             self.hidden_states[:requests] = self._features.last
-        longest = cad.seq_lens_cpu_upper_bound
         metadata = cad.replace(
             query_start_loc=self.arange[: requests + 1],
             query_start_loc_cpu=torch.arange(requests + 1, dtype=torch.int32),
             seq_lens=(length + 1).to(cad.seq_lens.dtype),
-            seq_lens_cpu_upper_bound=None if longest is None else longest + 1,
             num_actual_tokens=requests,
             max_query_len=1,
-            max_seq_len=min(cad.max_seq_len + 1, self.max_model_len),
             slot_mapping=slots,
+            **grown,
         )
         return requests, self.arange[:requests], metadata
+
+    def _shifted(
+        self,
+        tokens: Tensor,
+        newest: Tensor,
+        positions: Tensor,
+        streams: Tensor,
+        cad: Any,
+        slots: Tensor,
+        grown: Mapping[str, Any],
+    ) -> tuple[int, Tensor, Any]:
+        """Every token of the target's pass replaced by the next one of its request.
+
+        The first one has been read in the previous round, as its newest token.
+
+        Args:
+            tokens: `[tokens]` of the target's pass.
+            newest: `[requests]` newest token of each request.
+            positions: `[tokens]` of the pass.
+            streams: `[tokens, streams * hidden]` residual streams at `self._streams`.
+            cad: vLLM's attention metadata of the pass.
+            slots: `[requests]` slots of the newest tokens.
+            grown: metadata of sequences that are one token longer.
+        """
+        count, (_, last) = cad.num_actual_tokens, self._ends(cad)
+        lengths = cad.query_start_loc[1:] - cad.query_start_loc[:-1]
+        last_of = last.repeat_interleave(lengths, output_size=count)
+        shifted = cad.slot_mapping[:count].roll(-1)
+        shifted.masked_fill_(self.arange[:count] > last_of, PADDING_SLOT_ID)  # rejected
+        shifted[last] = slots
+        self.input_ids[: count - 1] = tokens[1:count]
+        self.input_ids[last] = newest.int()
+        self._set_positions(count, (positions[:count] + 1).clamp(max=self.max_model_len - 1))
+        by_layer = self._by_layer(streams)
+        self.hidden_states[:count] = self._features.of(self.model.head, by_layer, last)[:count]
+        metadata = cad.replace(seq_lens=cad.seq_lens + 1, slot_mapping=shifted, **grown)
+        return count, last, metadata
+
+    def _by_layer(self, streams: Tensor) -> dict[int, Tensor]:
+        """The residual streams `[tokens, hidden]`, by number of layers below."""
+        parts = streams.chunk(len(self._streams), -1)
+        return dict(zip(self._streams, parts, strict=True))
+
+    def _ends(self, cad: Any) -> tuple[Tensor, Tensor]:
+        """Indices of the requests' first and last verified tokens in the target's pass."""
+        starts, ends = cad.query_start_loc[:-1].long(), cad.query_start_loc[1:].long() - 1
+        return starts, ends if self._rejected is None else ends - self._rejected.long()
 
     def _read_verified(self, cad: Any, positions: Tensor, streams: Tensor) -> None:
         """Write the KV of the head's own layer for what the target has just run.
@@ -430,9 +505,7 @@ class EarlyExitProposer(DraftModelProposer):
             streams: `[tokens, streams * hidden]` residual streams at `self._streams`.
         """
         head, count = self.model.head, cad.num_actual_tokens
-        by_layer = dict(zip(self._streams, streams.chunk(len(self._streams), -1), strict=True))
-        starts, ends = cad.query_start_loc[:-1].long(), cad.query_start_loc[1:].long() - 1
-        last = ends if self._rejected is None else ends - self._rejected.long()
+        by_layer, (starts, last) = self._by_layer(streams), self._ends(cad)
         slots = cad.slot_mapping[:count].clone()
         requests = self._runner.input_batch.req_ids
         before = self._features.read(head, by_layer, starts, last, requests, slots)
