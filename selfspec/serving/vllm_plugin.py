@@ -27,6 +27,8 @@ from vllm.model_executor.model_loader.utils import (
     process_weights_after_loading,
 )
 from vllm.model_executor.models.interfaces import supports_eagle3
+from vllm.triton_utils import HAS_TRITON
+from vllm.triton_utils.dispatcher import register_kernels
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
@@ -335,6 +337,8 @@ class EarlyExitProposer(DraftModelProposer):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Any = None):
         super().__init__(vllm_config, device, runner)
+        if device.type == "cpu" and not HAS_TRITON:
+            register_kernels({_EXPAND: _expand})
         self.supports_mm_inputs = False
         self._runner = runner
         self._rejected: Tensor | None = None
@@ -526,6 +530,34 @@ class EarlyExitProposer(DraftModelProposer):
                 self._get_positions(padded),
                 None if before is None else _padded(before, padded),
             )
+
+
+# vLLM 0.32 on a CPU expands temperature, top-k and top-p of requests with drafts into a copy, and
+# samples with uninitialized memory (docs/upstream/vllm_cpu_expand.patch).
+_EXPAND = "vllm.v1.sample.rejection_sampler.expand_kernel"
+
+
+def _expand(
+    output: Tensor,
+    values: Tensor,
+    ends: Tensor,
+    replace_from: int,
+    replace_to: int,
+    MAX_NUM_TOKENS: int | None = None,
+) -> None:
+    """Write the value of each request `[requests]` for each of its tokens to `output`.
+
+    Args:
+        output: `[tokens]`.
+        values: `[requests]`.
+        ends: `[requests]` index behind the last token of each.
+        replace_from: the value to replace.
+        replace_to: its replacement.
+        MAX_NUM_TOKENS: not used.
+    """
+    values = values.masked_fill(values == replace_from, replace_to)
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    output.copy_(values.repeat_interleave(counts, output_size=len(output)))
 
 
 def _padded(states: Tensor, count: int) -> Tensor:
