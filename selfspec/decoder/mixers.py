@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import CellType, FunctionType
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from selfspec.decoder.cache import Inputs, KernelCall, RecurrentLayer
+from selfspec.decoder.direct import with_globals
 from selfspec.decoder.passes import MASK, ActivePass
 
 Forward = Callable[..., Any]
@@ -92,7 +93,7 @@ class Mixers:
         parts = [(module, i) for i, layer in enumerate(layers) for module in layer.modules()]
         self.found = [(module, index) for module, index in parts if is_mixer(module)]
         self._forwards = {
-            kind: _with_globals(kind.forward, self._kernels)
+            kind: with_globals(kind.forward, self._kernels)
             for kind in {type(mixer) for mixer, _ in self.found}
         }
         # MiniMax's lightning attention calls no kernel: its whole forward is treated as one.
@@ -229,17 +230,3 @@ def _run_packed(forward: Forward, hidden: Tensor, lengths: Sequence[int] | None)
     tokens = torch.cat([row[:length] for row, length in zip(padded, lengths, strict=True)])
     mixed = tokens.view(*hidden.shape[:2], -1)
     return (mixed, *rest) if rest else mixed
-
-
-def _with_globals(function: Any, replaced: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Any:
-    """A copy of a function with some globals replaced; its decorators are kept."""
-    inner = getattr(function, "__wrapped__", None)
-    named, cells = function.__globals__, function.__closure__
-    if inner is None:
-        named = {**named, **replaced(named)}
-    else:
-        copy = CellType(_with_globals(inner, replaced))
-        cells = tuple(copy if cell.cell_contents is inner else cell for cell in cells)
-    made = FunctionType(function.__code__, named, function.__name__, function.__defaults__, cells)
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made

@@ -280,7 +280,7 @@ class Features:
         """Whether all these requests were in the previous round."""
         return self._seen.issuperset(requests)
 
-    def of(self, head: ExitHead, streams: Mapping[int, Tensor], last: Tensor) -> Tensor:
+    def verified(self, head: ExitHead, streams: Mapping[int, Tensor], last: Tensor) -> Tensor:
         """Features `[tokens, hidden]` of the tokens of the target's pass; see `read`."""
         features = head.join([streams[layer] for layer in head.feature_layers])
         features = features.to(streams[head.exit_layer].dtype)
@@ -309,7 +309,7 @@ class Features:
         """
         if not head.feature_layers:
             return None
-        features = self.of(head, streams, last)
+        features = self.verified(head, streams, last)
         # The first token of a request needs the features of a token of the previous pass. In the
         # previous round the first draft has written its KV with them. A new request, or one that
         # was not in that round, has no such features.
@@ -343,7 +343,7 @@ class EarlyExitProposer(DraftModelProposer):
         self._runner = runner
         self._rejected: Tensor | None = None
         self._features = Features()
-        self._at_once = False  # whether one pass reads the verified tokens and drafts
+        self._one_pass = False  # whether one pass reads the verified tokens and drafts
         streams = getattr(self.draft_model_config.hf_config, "eagle_aux_hidden_state_layer_ids", ())
         self._streams: tuple[int, ...] = tuple(streams)
         if streams:
@@ -386,8 +386,8 @@ class EarlyExitProposer(DraftModelProposer):
         self._rejected = num_rejected_tokens_gpu
         head, requests = self.model.head, self._runner.input_batch.req_ids
         features = head.feature_layers and not head.exit_layer
-        self._at_once = bool(features) and self._features.goes_on(requests)
-        if self.model.own is not None and not self._at_once:
+        self._one_pass = bool(features) and self._features.goes_on(requests)
+        if self.model.own is not None and not self._one_pass:
             self._read_verified(common_attn_metadata, target_positions, target_hidden_states)
         return super().propose(
             num_speculative_tokens,
@@ -401,7 +401,7 @@ class EarlyExitProposer(DraftModelProposer):
             None,
             # After the first draft the base class subtracts them from the lengths; in a pass over
             # the newest tokens alone the lengths are without them.
-            num_rejected_tokens_gpu if self._at_once else None,
+            num_rejected_tokens_gpu if self._one_pass else None,
             slot_mappings,
         )
 
@@ -416,79 +416,69 @@ class EarlyExitProposer(DraftModelProposer):
         num_rejected_tokens_gpu: Tensor | None,
     ) -> tuple[int, Tensor, Any]:
         """The newest token of every request, after its verified tokens if one pass reads both."""
+        length, slots = self._newest(cad)
+        if self._one_pass:
+            count, (_, last) = cad.num_actual_tokens, self._ends(cad)
+            features = self._by_layer(target_hidden_states)
+            features = self._features.verified(self.model.head, features, last)
+            # Every token of the target's pass is replaced by the next one of its request. The first
+            # one has been read in the previous round, as its newest token.
+            self.input_ids[: count - 1] = target_token_ids[1:count]
+            self.input_ids[last] = next_token_ids.int()
+            positions = target_positions[:count] + 1
+            self._set_positions(count, positions.clamp(max=self.max_model_len - 1))
+            self.hidden_states[:count] = features[:count]
+            slot_mapping = self._shifted_slots(cad, last, slots)
+            return count, last, self._longer(cad, cad.seq_lens, slot_mapping=slot_mapping)
         requests = cad.batch_size()
+        self.input_ids[:requests] = next_token_ids.int()
+        self._set_positions(requests, length.clamp(max=self.max_model_len - 1).long())
+        if self._features.last is not None:
+            self.hidden_states[:requests] = self._features.last
+        metadata = self._longer(
+            cad,
+            length,
+            query_start_loc=self.arange[: requests + 1],
+            query_start_loc_cpu=torch.arange(requests + 1, dtype=torch.int32),
+            num_actual_tokens=requests,
+            max_query_len=1,
+            slot_mapping=slots,
+        )
+        return requests, self.arange[:requests], metadata
+
+    def _newest(self, cad: Any) -> tuple[Tensor, Tensor]:
+        """Position and slot of the newest token of every request, both `[requests]`."""
         length = cad.seq_lens if self._rejected is None else cad.seq_lens - self._rejected
         table = cad.block_table_tensor
         column = (length // self.block_size).clamp(max=table.shape[1] - 1).long()
         block = table.gather(1, column[:, None])[:, 0].long()
         slots = block * self.block_size + length % self.block_size
-        slots = torch.where(length < self.max_model_len, slots, PADDING_SLOT_ID)
-        longest = cad.seq_lens_cpu_upper_bound
-        grown = {
-            "seq_lens_cpu_upper_bound": None if longest is None else longest + 1,
-            "max_seq_len": min(cad.max_seq_len + 1, self.max_model_len),
-        }
-        if self._at_once:
-            return self._shifted(
-                target_token_ids,
-                next_token_ids,
-                target_positions,
-                target_hidden_states,
-                cad,
-                slots,
-                grown,
-            )
-        self.input_ids[:requests] = next_token_ids.int()
-        self._set_positions(requests, length.clamp(max=self.max_model_len - 1).long())
-        if self._features.last is not None:
-            self.hidden_states[:requests] = self._features.last
-        metadata = cad.replace(
-            query_start_loc=self.arange[: requests + 1],
-            query_start_loc_cpu=torch.arange(requests + 1, dtype=torch.int32),
-            seq_lens=(length + 1).to(cad.seq_lens.dtype),
-            num_actual_tokens=requests,
-            max_query_len=1,
-            slot_mapping=slots,
-            **grown,
-        )
-        return requests, self.arange[:requests], metadata
+        return length, torch.where(length < self.max_model_len, slots, PADDING_SLOT_ID)
 
-    def _shifted(
-        self,
-        tokens: Tensor,
-        newest: Tensor,
-        positions: Tensor,
-        streams: Tensor,
-        cad: Any,
-        slots: Tensor,
-        grown: Mapping[str, Any],
-    ) -> tuple[int, Tensor, Any]:
-        """Every token of the target's pass replaced by the next one of its request.
-
-        The first one has been read in the previous round, as its newest token.
+    def _shifted_slots(self, cad: Any, last: Tensor, newest: Tensor) -> Tensor:
+        """For each token of the target's pass `[tokens]`, the slot of the next one.
 
         Args:
-            tokens: `[tokens]` of the target's pass.
-            newest: `[requests]` newest token of each request.
-            positions: `[tokens]` of the pass.
-            streams: `[tokens, streams * hidden]` residual streams at `self._streams`.
             cad: vLLM's attention metadata of the pass.
-            slots: `[requests]` slots of the newest tokens.
-            grown: metadata of sequences that are one token longer.
+            last: `[requests]` index of the last verified token of each request.
+            newest: `[requests]` slot of its newest token.
         """
-        count, (_, last) = cad.num_actual_tokens, self._ends(cad)
+        count = cad.num_actual_tokens
         lengths = cad.query_start_loc[1:] - cad.query_start_loc[:-1]
-        last_of = last.repeat_interleave(lengths, output_size=count)
-        shifted = cad.slot_mapping[:count].roll(-1)
-        shifted.masked_fill_(self.arange[:count] > last_of, PADDING_SLOT_ID)  # rejected
-        shifted[last] = slots
-        self.input_ids[: count - 1] = tokens[1:count]
-        self.input_ids[last] = newest.int()
-        self._set_positions(count, (positions[:count] + 1).clamp(max=self.max_model_len - 1))
-        by_layer = self._by_layer(streams)
-        self.hidden_states[:count] = self._features.of(self.model.head, by_layer, last)[:count]
-        metadata = cad.replace(seq_lens=cad.seq_lens + 1, slot_mapping=shifted, **grown)
-        return count, last, metadata
+        is_rejected = self.arange[:count] > last.repeat_interleave(lengths, output_size=count)
+        slots = cad.slot_mapping[:count].roll(-1).masked_fill(is_rejected, PADDING_SLOT_ID)
+        slots[last] = newest
+        return slots
+
+    def _longer(self, cad: Any, lengths: Tensor, **changes: Any) -> Any:
+        """The metadata with these changes, of sequences one token longer than `lengths`."""
+        longest = cad.seq_lens_cpu_upper_bound
+        return cad.replace(
+            seq_lens=(lengths + 1).to(cad.seq_lens.dtype),
+            seq_lens_cpu_upper_bound=None if longest is None else longest + 1,
+            max_seq_len=min(cad.max_seq_len + 1, self.max_model_len),
+            **changes,
+        )
 
     def _by_layer(self, streams: Tensor) -> dict[int, Tensor]:
         """The residual streams `[tokens, hidden]`, by number of layers below."""
