@@ -19,7 +19,7 @@ from head_tools import own_head
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import LlamaModel, StoppingCriteria, StoppingCriteriaList
+from transformers import LlamaModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from selfspec import DraftConfig, SelfSpecModel
@@ -118,17 +118,6 @@ def writes_the_same(spec, *lengths, drafts=DRAFTS, vocab=VOCAB, new_tokens=40):
         assert torch.equal(out, own), draft
 
 
-class EndsInTurn(StoppingCriteria):
-    """Ends one row after the other, eight tokens apart."""
-
-    def __init__(self, first: int):
-        self.first = first
-
-    def __call__(self, input_ids, scores, **kwargs):
-        ends = self.first + 8 * torch.arange(len(input_ids))
-        return torch.as_tensor(input_ids.shape[1] >= ends)
-
-
 def is_recorded(spec) -> bool:
     return spec.engine.decoder.gates.graphs.problem is None
 
@@ -221,14 +210,26 @@ def test_what_was_not_used_for_longest_makes_room(recorded, monkeypatch):
 
 
 def test_what_reads_keys_that_are_gone_makes_room(recorded, monkeypatch):
-    """Each time that a row leaves its batch, the others' keys move."""
+    """Keys move when they need more room than was reserved."""
     monkeypatch.setitem(RECORDERS, "cpu", lambda device: Picture)
+    monkeypatch.setattr("selfspec.generation.loop._FIRST_ROOM", 20)
     spec = SelfSpecModel(tiny_llama(dtype=torch.float32), kernels="graphs")
-    ids, mask = prompt(*[6] * 4)
-    options = {"do_sample": False, "draft": "none", "max_new_tokens": 60}
-    ends = StoppingCriteriaList([EndsInTurn(6 + 8)])
-    spec.generate(ids, attention_mask=mask, stopping_criteria=ends, **options)
-    assert len(recorded) == 4 and max(recorded) <= 1
+    spec.generate(prompt(6)[0], do_sample=False, draft="none", max_new_tokens=60)
+    assert recorded == [0, 1, 0, 1]
+
+
+def test_recordings_outlive_rows_that_leave_and_join(recorded):
+    target = tiny_llama(dtype=torch.float32)
+    spec, texts = SelfSpecModel(target, kernels="graphs"), prompt(*[6] * 24)[0]
+    lengths = [9, 13] * 12
+    done = spec.generate_batch(
+        texts.tolist(), batch_size=2, max_new_tokens=lengths, do_sample=False, draft="none"
+    )
+    for number, (text, length) in enumerate(zip(texts, lengths, strict=True)):
+        own = greedy(target, text[None], max_new_tokens=length)[0, 6:]
+        assert done[f"req_{number}"].generated_tokens == own.tolist()
+    # One or two rows in two pages, and the prefill of two prompts.
+    assert is_recorded(spec) and len(recorded) <= 5
 
 
 def test_caches_that_take_turns_have_recordings_of_their_own(recorded):
@@ -251,10 +252,11 @@ BLOCK = {"head": "block", "exit_layer": 1, "num_draft_tokens": 3}
 
 @pytest.fixture
 def twice(recorded):
-    """Generates twice; gives how many recordings each call made."""
+    """Generates until every shape has occurred often, and once more; counts the recordings."""
 
     def run(spec, between=lambda: None, drafts=("none",), lengths=((6,), (6,)), vocab=64):
-        writes_the_same(spec, *lengths[0], drafts=drafts, vocab=vocab, new_tokens=20)
+        for _ in range(4):
+            writes_the_same(spec, *lengths[0], drafts=drafts, vocab=vocab, new_tokens=20)
         first = len(recorded)
         between()
         writes_the_same(spec, *lengths[1], drafts=drafts, vocab=vocab, new_tokens=20)

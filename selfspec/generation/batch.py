@@ -380,9 +380,16 @@ class Batch:
             while not self._done:
                 self._admit()
                 if not self._rows and self._next is None:
+                    self._give_back()
                     break
                 self._round()
         return bool(self._done)
+
+    def _give_back(self) -> None:
+        """Keep the KV cache of a group without rows for the next one."""
+        if self._group is not None:
+            self._group.engine.decoder.give_back(self._group.running.slots)
+            self._group = None
 
     def _round(self) -> None:
         if self._group is not None and self._rows:
@@ -392,6 +399,8 @@ class Batch:
         """Let the next requests join, if rows are free."""
         requests = self._next_requests(self._size - self._rows)
         if requests:
+            if not self._rows:
+                self._give_back()
             if self._group is not None:
                 self._group.drafter.pause()
             shared = self._draft(), self._generator, self.stats, self._done

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import is_not
 
 import torch
 from torch import Tensor
@@ -121,6 +122,9 @@ class SlotLayer(CacheLayerMixin):
         self.is_sliding = window is not None
         self.owner: object = None  # the head whose layer this is, of an added layer
         self._wholes: list[Tensor] = []  # the buffers, with rows that are not in use at the end
+        # Their first rows, by number. Recorded graphs know keys and values by these tensors, so a
+        # graph of three rows is used again whenever there are three.
+        self._parts: dict[int, list[Tensor]] = {}
 
     @property
     def capacity(self) -> int:
@@ -149,9 +153,13 @@ class SlotLayer(CacheLayerMixin):
 
     def hold(self, buffers: Sequence[Tensor], rows: int | None = None) -> None:
         """Replace the buffers, of which the first `rows` rows are in use; `None` for all."""
-        self._wholes = list(buffers)
-        for name, buffer in zip(self.names, buffers, strict=True):
-            setattr(self, name, buffer[:rows])
+        if len(self._wholes) != len(buffers) or any(map(is_not, self._wholes, buffers)):
+            self._wholes, self._parts = list(buffers), {}
+        count = self.reserved_rows if rows is None else rows
+        if count not in self._parts:
+            self._parts[count] = [buffer[:count] for buffer in buffers]
+        for name, part in zip(self.names, self._parts[count], strict=True):
+            setattr(self, name, part)
         self.is_initialized = True
 
     def select(self, rows: Sequence[int]) -> None:

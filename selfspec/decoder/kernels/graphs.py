@@ -99,7 +99,7 @@ RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaRecorder
 PAGE = 256  # the visible KV cache grows in steps of so many slots
 MOST = 64  # graphs kept for a model
 _KNOWN = (Tensor, SlotCache, torch.dtype, bool, int, float, str, type(None))  # argument types
-_PATIENCE = 2  # passes of a shape that run eagerly before one is recorded
+_PATIENCE = 2  # passes of a shape, of several calls, that run eagerly before one is recorded
 
 
 class _Recording:
@@ -244,9 +244,10 @@ class GraphedLayers(FallbackKernel):
                 return self.give_up(f"hooks on {part}")
 
     def end(self) -> None:
-        """Forget what was seen in a call, except recordings."""
+        """Forget what was seen in a call, except recordings and shapes that may be recorded."""
         self.checked.clear()
-        self._passes = Counter({key: self._passes[key] for key in self._recordings})
+        if len(self._passes) > 2 * MOST:
+            self._passes = Counter({key: self._passes[key] for key in self._recordings})
 
     def takes(self, active: ActivePass) -> bool:
         """Whether layers of a pass may be recorded."""
