@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 
 def run(folder, name, processes, **loop):
-    """Fit every kind on so many processes, with the same batch in all; what it said."""
+    """Fit every kind in several processes, all with the same batch; returns the output."""
     usual = {"micro_batch_size": 1, "eval_every": 2, "save_every": 2}
     changes = {"heads": EVERY_KIND, "loss": {"depths": 3}, "loop": usual | loop}
     level = {"warmup": 0.0, "decay": 0.0}  # the same whatever the number of steps

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 
 
 def train(folder, name, processes, **changes):
-    """Run a pretraining of four steps on so many processes; what it said."""
+    """Pretrain for four steps in several processes; returns the output."""
     loop = {"micro_batch_size": 1, "eval_every": 2, "save_every": 2} | changes.pop("loop", {})
     config = pretrain_config(folder, output=str(folder / name), loop=loop, **changes)
     process = start(command(config, folder, processes))

@@ -24,7 +24,7 @@ from selfspec.heads.files import replace_text
 from selfspec.schedule.stats import PARTS, Stats
 
 _DRAWS = 4000
-_TAIL = 32  # an output loops if so many tokens at its end repeat themselves
+_TAIL = 32  # tokens at the end of an output that repeat themselves if it loops
 _LONGEST_PERIOD = 16
 
 

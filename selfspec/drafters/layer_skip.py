@@ -47,7 +47,7 @@ class FixedSkips:
 
 
 class ClaspSkips(FixedSkips):
-    """Whole layers, chosen anew every so many tokens (CLaSp, Chen et al. 2025).
+    """Whole layers, chosen again at intervals (CLaSp, Chen et al. 2025).
 
     Before a search, one verification runs all layers and keeps all hidden states; the next round
     begins with a search over those of each row's last committed token. All rows skip the same

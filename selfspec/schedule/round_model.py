@@ -21,13 +21,13 @@ from selfspec.config import Times
 from selfspec.decoder import Decoder
 from selfspec.heads import ExitHead
 
-_PRIOR_WEIGHT = 8.0  # a prior acceptance rate counts as so many observed drafts
-_MEMORY = 100.0  # an observed draft loses two thirds of its weight in so many rounds
+_PRIOR_WEIGHT = 8.0  # the observed drafts that a prior acceptance rate weighs as much as
+_MEMORY = 100.0  # rounds in which an observed draft loses two thirds of its weight
 _GROWTH = 0.03  # prior time of verifying one more token per row, in plain steps
 _DOUBT = 0.5  # standard deviation of the prior of a time, relative to it
 _DRIFT = 0.1  # relative change of the machine's speed from one round to the next
 _NOISE = 0.15  # relative standard deviation of the seconds of equal rounds
-_OUTLIER = 1.0  # longer rounds are cut at so many standard deviations
+_OUTLIER = 1.0  # standard deviations at which the time of longer rounds is cut
 # Assumed time of verifying several tokens instead of one, in plain steps: float32 on a CPU, the
 # most expensive case that was measured, has .5 to .8; half precision and GPUs have nearly none.
 _WIDE = 0.5

@@ -11,7 +11,7 @@ from selfspec.config import DraftConfig
 from selfspec.heads import AcceptanceEstimator, Calibrator
 from selfspec.schedule.round_model import RoundModel, RoundTimer, Work
 
-_LOOK = 16  # in one of so many rounds, confidence is read and one draft more is made, to learn
+_LOOK = 16  # rounds after which the confidence is read and one more draft is made, to learn
 
 
 class Schedule:

@@ -58,7 +58,7 @@ class SlotCache(Cache):
         capacity: slots reserved at the first write (buffers double when more is needed).
         device: where positions and masks are made.
         kv_cache_dtype: dtype of keys and values.
-        page: narrow passes see a multiple of so many slots.
+        page: narrow passes see a multiple of this number of slots.
         recurrent: indices of the layers with a recurrent state.
 
     Attributes:

@@ -58,7 +58,7 @@ class Window:
         counted: 0, 1, 2, … as `[1, n]` on the device.
         tree: the token tree; `None` for a sequence.
         place: index of the first token in the tree's block.
-        page: `end` is a multiple of so many slots.
+        page: `end` is a multiple of this number of slots.
         rows: gives `starts` as a tensor, where that is on the device already.
 
     Attributes:

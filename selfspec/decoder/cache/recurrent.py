@@ -205,7 +205,7 @@ class RecurrentLayer:
 
     @classmethod
     def join(cls, parts: Sequence[RecurrentLayer], rows: Sequence[int]) -> RecurrentLayer:
-        """One layer with the rows of several, of which each has so many; no state is 0."""
+        """One layer with the rows of several; a state that a part lacks is 0."""
         numbers = {number for part in parts for number in part.convs}
         convs = {n: _stacked([part.convs.get(n) for part in parts], rows) for n in numbers}
         has_state = any(part.state is not None for part in parts)

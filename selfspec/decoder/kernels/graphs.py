@@ -96,7 +96,7 @@ Recorder = Callable[[Callable[[], list[Tensor]]], Tape]
 RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaRecorder}
 
 
-PAGE = 256  # the visible KV cache grows in steps of so many slots
+PAGE = 256  # slots by which the visible KV cache grows
 MOST = 64  # graphs kept for a model
 _KNOWN = (Tensor, SlotCache, torch.dtype, bool, int, float, str, type(None))  # argument types
 _PATIENCE = 2  # passes of a shape, of several calls, that run eagerly before one is recorded
