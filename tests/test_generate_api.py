@@ -3,6 +3,7 @@
 import pytest
 import torch
 from conftest import EXIT, VOCAB, greedy, prompt, tiny_llama
+from head_tools import own_head
 from transformers import (
     DynamicCache,
     GenerationConfig,
@@ -17,9 +18,10 @@ from transformers import (
 from transformers.generation.logits_process import TemperatureLogitsWarper
 
 from selfspec import DraftConfig, SelfSpecModel
+from selfspec.decoder import Decoder
 from selfspec.decoder.cache import SlotCache, take_row
 from selfspec.generation.loop import SpecOutput
-from selfspec.schedule.stats import Stats, Trace
+from selfspec.schedule.stats import PARTS, Stats, Trace
 
 DRAFT = DraftConfig(exit_layer=EXIT, num_draft_tokens=4)
 target = tiny_llama("sometimes")
@@ -573,3 +575,14 @@ def test_the_clocks_of_all_parts_run():
     assert all(seconds > 0 for seconds in stats.seconds.values())
     assert stats.time_split["rest"] > 0
     assert sum(stats.time_split.values()) == pytest.approx(1)
+
+
+def test_what_a_prefill_takes_is_in_no_other_part():
+    head = own_head(Decoder(target), "fused", EXIT)  # it reads the prompt, too
+    stats = (
+        SelfSpecModel(target, heads=[head])
+        .generate(prompt(6)[0], max_new_tokens=1, draft=DRAFT, return_dict_in_generate=True)
+        .stats
+    )
+    assert stats.seconds["prefill"] > 0
+    assert not any(stats.seconds[part] for part in PARTS)

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import time
 from functools import cache
 
 import pytest
@@ -19,6 +20,7 @@ from selfspec import SelfSpecModel
 from selfspec.decoder import Decoder
 from selfspec.drafters import DRAFTERS, Drafter, register_drafter
 from selfspec.drafters.engine import Engine
+from selfspec.generation.batch import Batch
 from selfspec.generation.loop import Session
 
 CLASP = {"drafter": "layer_skip", "skip": {"search": "clasp", "every": 4}}
@@ -427,6 +429,22 @@ def test_a_long_prompt_is_prefilled_between_rounds(draft, monkeypatch):
         assert len(chunks) == 5
         between = itertools.pairwise(chunks)
         assert all(events[one:other].count("round") == 1 for one, other in between)
+
+
+def test_rounds_between_passes_of_a_prefill_are_not_timed_as_prefill(monkeypatch):
+    rounds, run = [], Batch._round
+
+    def slow(batch):
+        rounds.append(batch)
+        time.sleep(0.1)
+        run(batch)
+
+    monkeypatch.setattr(Batch, "_round", slow)
+    spec, prompts = SelfSpecModel(tiny_llama()), [*fixed(2, 4), *fixed(1, 80)]
+    lengths = [40, 2, 2]
+    spec.generate_batch(prompts, max_new_tokens=lengths, batch_size=2, prefill_chunk_size=4)
+    assert len(rounds) > 20
+    assert spec.last_stats.seconds["prefill"] < 1 < spec.last_stats.decode_seconds
 
 
 @pytest.mark.parametrize("agreement", sorted(AGREEMENT))

@@ -7,6 +7,7 @@ the passes of the model. New requests are prefilled as a group, which then joins
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -287,7 +288,9 @@ class Group(Session):
         """Called after each pass of the prefill."""
         super().prefilled(state, block, offset, counts)
         if offset + block.hidden.shape[1] < max(counts):
+            began = time.perf_counter()
             self._between()
+            self.stats.seconds["prefill"] -= time.perf_counter() - began
 
     def step(self, state: State) -> None:
         """End requests that have no position left; run one round of the others."""

@@ -102,6 +102,7 @@ class Session:
         """Prefill the prompts and generate each row's first token."""
         with self.stats.clock("prefill"):
             state = self.state()
+            state.stats = Stats()  # clocks of parts count the rounds only
             tokens, counts = self.prompt.prefill()
             logits = self.engine.prefill(
                 state,
@@ -111,6 +112,7 @@ class Session:
                 keep=self.drafter.keep,
                 watch=lambda block, offset: self.prefilled(state, block, offset, counts),
             )
+            state.stats = self.stats
             # Every new token commits one slot; here it is that of the prompt's last token.
             state.slots.commit([count - 1 for count in counts])
             nothing = Draft.empty(state.rows, tokens.device)
