@@ -22,6 +22,7 @@ from selfspec.drafters import DRAFTERS, Drafter, register_drafter
 from selfspec.drafters.engine import Engine
 from selfspec.generation.batch import Batch
 from selfspec.generation.loop import Session
+from selfspec.sampling import sampler
 
 CLASP = {"drafter": "layer_skip", "skip": {"search": "clasp", "every": 4}}
 DRAFTS = [
@@ -170,15 +171,55 @@ class Forbid(LogitsProcessor):
         {"logits_processor": LogitsProcessorList([Forbid()])},
         {"exponential_decay_length_penalty": (3, 1.2), "eos_token_id": 7},
         {"suppress_tokens": [2, 4], "begin_suppress_tokens": [6]},
+        {
+            "min_new_tokens": 9,
+            "forced_eos_token_id": 5,
+            "bad_words_ids": [[7], [8, 9]],
+            "repetition_penalty": 1.3,
+            "no_repeat_ngram_size": 3,
+            "eos_token_id": [5, 13, 21],
+        },
     ],
     ids=lambda options: next(iter(options)),
 )
 def test_processors_see_one_request(draft, options):
-    model, prompts = tiny_llama(), some_prompts(7)
+    model, prompts, lengths = tiny_llama(), some_prompts(9), some_lengths(9, low=9, high=20)
     outputs = SelfSpecModel(model).generate_batch(
-        prompts, draft=draft, batch_size=3, max_new_tokens=14, do_sample=False, **options
+        prompts, draft=draft, batch_size=4, max_new_tokens=lengths, do_sample=False, **options
     )
-    assert texts(outputs) == [own_text(model, prompt, 14, **options) for prompt in prompts]
+    pairs = zip(prompts, lengths, strict=True)
+    assert texts(outputs) == [own_text(model, prompt, n, **options) for prompt, n in pairs]
+
+
+class EndsAt(StoppingCriteria):
+    """Stops after a token."""
+
+    def __init__(self, token):
+        self.token = token
+
+    def __call__(self, input_ids, scores, **options):
+        return input_ids[:, -1] == self.token
+
+
+@pytest.mark.parametrize("draft", ["early_exit", "tree", "none"])
+@pytest.mark.parametrize("criteria", [[], [EndsAt(9)]], ids=["", "criterion"])
+def test_processors_of_all_requests_are_applied_at_once(draft, criteria, monkeypatch):
+    rows, run = [], sampler.process
+
+    def counted(processors, before, logits):
+        rows.append(len({*before.rows}))
+        return run(processors, before, logits)
+
+    monkeypatch.setattr(sampler, "process", counted)
+    model, prompts, lengths = tiny_llama(), some_prompts(10), [12, 20] * 5
+    options = {"repetition_penalty": 1.2, "min_new_tokens": 8, "eos_token_id": [5, 13, 21]}
+    options["stopping_criteria"] = criteria
+    outputs = SelfSpecModel(model).generate_batch(
+        prompts, draft=draft, batch_size=5, max_new_tokens=lengths, do_sample=False, **options
+    )
+    assert max(rows) == 5 and sum(rows) > 3 * len(rows)
+    pairs = zip(prompts, lengths, strict=True)
+    assert texts(outputs) == [own_text(model, prompt, n, **options) for prompt, n in pairs]
 
 
 def test_stop_strings_and_end_tokens(tokenizer):

@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +29,7 @@ from selfspec.generation.stopping import Stops
 from selfspec.generation.streaming import Stream
 from selfspec.sampling.coupled_noise import Noise
 from selfspec.sampling.draft import Draft, Tree, Verdict
+from selfspec.sampling.processors import joined, signature
 from selfspec.sampling.sampler import Context, Sampler
 from selfspec.schedule.stats import Round, Stats, Trace
 
@@ -75,11 +78,14 @@ class Request:
         output: its result, complete when it leaves the batch.
         session: its session, which holds its processors and criteria and is not run itself.
         context: its tokens so far.
+        signature: what its processors must have in common with others' to be applied to all rows
+            at once; `None` if they are applied to its row alone.
     """
 
     output: RequestOutput
     session: Session
     context: Context
+    signature: list[Any] | None = None
 
     @contextmanager
     def ends_by_error(self) -> Iterator[None]:
@@ -99,29 +105,71 @@ Requests = dict[int, Request]  # by number, which is also the row's number
 
 
 class JoinedContext(Context):
-    """The tokens of several requests, each of which has a context with one row."""
+    """The tokens of several requests, each of which has a context with one row.
 
-    def __init__(self, requests: Requests, device: torch.device):
-        super().__init__(torch.empty(0, device=device), [], list(requests))
-        self.requests = requests
+    They are also in one buffer, for processors that are applied to all rows at once.
+
+    Args:
+        requests: the requests.
+        device: the buffer's device.
+        criteria: whether stopping criteria read the requests' contexts.
+    """
+
+    def __init__(self, requests: Requests, device: torch.device, criteria: bool):
+        tokens = torch.zeros(len(requests), 0, dtype=torch.long, device=device)
+        super().__init__(tokens, [], list(requests))
+        self.requests, self._criteria = requests, criteria
         for row, request in requests.items():
             self.lengths[row], self.text[row] = request.context.lengths[0], request.context.text[0]
+            self._filled[row] = 0
+        self._places = {row: place for place, row in enumerate(requests)}
+        self.alike = self._are_alike()
+
+    def _are_alike(self) -> bool:
+        first, *others = (request.signature for request in self.requests.values())
+        return first is not None and all(other == first for other in others)
+
+    @property
+    def _writes_each(self) -> bool:
+        """Whether anything reads the requests' own contexts."""
+        return self._criteria or not self.alike
+
+    def _place(self, row: int) -> int:
+        return self._places[row]
 
     def write(self, block: Tensor, offset: int = 0) -> None:
         """Write `block` `[rows, n]` at `offset` after the committed tokens of unfinished rows."""
-        for row, tokens in zip(self.rows, block.split(1), strict=True):
-            self.requests[row].context.write(tokens, offset)
+        if self.alike:
+            super().write(block, offset)
+        if self._writes_each:
+            for row, tokens in zip(self.rows, block.split(1), strict=True):
+                self.requests[row].context.write(tokens, offset)
 
     def commit(self, row: int, tokens: Sequence[int], written: bool) -> None:
-        """Commit tokens of a row; `written` ones are in its buffer already."""
-        self.requests[row].context.commit(0, tokens, written)
+        """Commit tokens of a row; `written` ones are in the buffers already."""
+        self.requests[row].context.commit(0, tokens, written and self._writes_each)
+        if written and self.alike and self._filled[row] == self.lengths[row]:
+            self._filled[row] += len(tokens)
         self.lengths[row] += len(tokens)
 
     def join(self, other: JoinedContext) -> None:
-        """Append other requests."""
+        """Append other requests, which `requests` has already."""
         self.rows = self.rows + other.rows
         self.lengths |= other.lengths
         self.text |= other.text
+        self._filled |= dict.fromkeys(other.rows, 0)
+        taken = {*self._places.values()}
+        free = (place for place in count() if place not in taken)
+        self._places |= dict(zip(other.rows, free, strict=False))
+        missing = 1 + max(self._places.values()) - self._tokens.shape[0]
+        if missing > 0:
+            self._tokens = torch.nn.functional.pad(self._tokens, (0, 0, 0, missing))
+        self.alike = self._are_alike()
+
+    def leave(self, row: int) -> None:
+        """Forget a request."""
+        for known in (self.lengths, self.text, self._filled, self._places):
+            del known[row]
 
 
 class JoinedNoise(Noise):
@@ -139,9 +187,10 @@ class JoinedNoise(Noise):
 
 
 class JoinedSampler(Sampler):
-    """Calls each request's own processors; an exception ends only that request.
+    """Applies each request's own processors; an exception ends only that request.
 
-    Processors that read only scores are called once for all rows.
+    Processors that read only scores, and those of transformers that are alike in all requests, are
+    applied to all rows at once.
 
     Args:
         requests: the requests.
@@ -153,10 +202,17 @@ class JoinedSampler(Sampler):
         noise = None if like.noise is None else JoinedNoise(requests)
         super().__init__(like.processors, like.do_sample, generator, noise)
         self.requests = requests
+        self._joined: tuple[list[int], Sequence[Any]] = ([], [])  # for which rows
+
+    def _for_rows(self, context: Context) -> Sequence[Any]:
+        if self._joined[0] != context.rows:
+            own = [self.requests[row].session.sampler.processors for row in context.rows]
+            self._joined = list(context.rows), joined(own)
+        return self._joined[1]
 
     def scores(self, logits: Tensor, context: Context, offset: int = 0) -> Tensor:
         """Processed scores `[batch, n, vocab]`."""
-        if not self.reads_prefix:
+        if context.alike or not self.reads_prefix:
             return super().scores(logits, context, offset)
 
         def score(index: int, request: Request) -> Tensor:
@@ -169,8 +225,8 @@ class JoinedSampler(Sampler):
         self, logits: Tensor, context: Context, tokens: Tensor, tree: Tree, first: int = 0
     ) -> Tensor:
         """Processed scores `[batch, n, vocab]` after positions of a tree's block."""
-        if not self.reads_prefix:
-            return super().scores(logits, context)
+        if context.alike or not self.reads_prefix:
+            return super().tree_scores(logits, context, tokens, tree, first)
 
         def score(index: int, request: Request) -> Tensor:
             here = slice(index, index + 1)
@@ -279,7 +335,8 @@ class Group(Session):
 
     def state(self) -> State:
         """The state before the prefill; rows that will join a group need only space for prompts."""
-        self.context = JoinedContext(self.requests, self.prompt.tokens.device)
+        device, criteria = self.prompt.tokens.device, bool(self.stops.others)
+        self.context = JoinedContext(self.requests, device, criteria)
         slots = self.prompt.slots(0 if self._joins else self.room)
         pending, keep = self.prompt.tokens[:, -1:], self.drafter.keep
         return State(slots, self.context, pending, self.sampler, self.stats, keep)
@@ -323,7 +380,7 @@ class Group(Session):
         super()._leave(state, stay)
         for row in before:
             if row not in state.context.rows:
-                del self.context.lengths[row], self.context.text[row]
+                self.context.leave(row)
                 output = self.requests.pop(row).output
                 output.generated_tokens = output.trace.tokens()
                 self.done.append(output)
@@ -430,7 +487,8 @@ class Batch:
             output = RequestOutput(f"req_{number}", list(prompt))
             try:
                 session = self._open(prompt, number)
-                return Request(output, session, session.prompt.context())
+                known = signature(session.sampler.processors)
+                return Request(output, session, session.prompt.context(), known)
             except Exception as error:
                 output.error = reason(error)
             self._done.append(output)

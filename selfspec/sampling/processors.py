@@ -10,6 +10,7 @@ is written to ids that the LM head does not have.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -86,13 +87,32 @@ class Prefixes:
         back = torch.arange(count, 0, -1, device=self.lengths.device)
         return self.tokens.gather(1, (self.lengths[:, None] - back).clamp_(min=0))
 
-    def within(self, low: int, high: float) -> Tensor | bool:
-        """Whether each text has from `low` to `high` tokens: `[n, 1]`, or one bool for all."""
-        if high < self.shortest or self.longest < low:
+    def within(self, low: int | Tensor, high: float | Tensor) -> Tensor | bool:
+        """Whether each text has from `low` to `high` tokens: `[n, 1]`, or one bool for all.
+
+        Args:
+            low: for all texts, or `[rows]` for those of each row, on the host.
+            high: the same.
+        """
+        (lowest, lower), (higher, highest) = _extremes(low), _extremes(high)
+        if highest < self.shortest or self.longest < lowest:
             return False
-        if low <= self.shortest and self.longest <= high:
+        if lower <= self.shortest and self.longest <= higher:
             return True
+        low, high = self._of_positions(low), self._of_positions(high)
         return ((self.lengths >= low) & (self.lengths <= high))[:, None]
+
+    def _of_positions(self, bound: Any) -> Any:
+        """A bound of each row as that of each position; other bounds as they are."""
+        if not isinstance(bound, Tensor):
+            return bound
+        return bound.repeat_interleave(len(self.rows) // len(bound)).to(self.lengths.device)
+
+
+def _extremes(bound: float | Tensor) -> tuple[float, float]:
+    if isinstance(bound, Tensor):
+        return int(bound.min()), int(bound.max())
+    return bound, bound
 
 
 def _fill(wide: Tensor, ids: Tensor, where: Tensor | bool) -> None:
@@ -213,6 +233,44 @@ _IN_BLOCKS: dict[type[LogitsProcessor], Callable[[Any, Prefixes, Tensor], None]]
     hf.SequenceBiasLogitsProcessor: _sequence_bias,
     hf.SuppressTokensAtBeginLogitsProcessor: _suppress_at_begin,
 }
+
+
+# Attributes that depend on a row's prompt. Only `Prefixes.within` reads them.
+_OF_ROWS: dict[type[LogitsProcessor], str] = {
+    hf.ForcedEOSTokenLogitsProcessor: "max_length",
+    hf.MinLengthLogitsProcessor: "min_length",
+    hf.MinNewTokensLengthLogitsProcessor: "prompt_length_to_skip",
+    hf.SuppressTokensAtBeginLogitsProcessor: "begin_index",
+}
+
+
+def signature(processors: Sequence[Any]) -> list[Any] | None:
+    """What two rows' new processors must have in common to be applied as one (`joined`).
+
+    `None` if they are only applied on their own.
+    """
+    known = []
+    for processor in processors:
+        facts = {**vars(processor)}
+        of_batch = isinstance(facts.get("prompt_ignore_length"), Tensor)
+        if of_batch or not runs_in_blocks(processor):
+            return None
+        facts.pop(_OF_ROWS.get(type(processor), ""), None)
+        values = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in facts.items()}
+        known.append((type(processor), values))
+    return known
+
+
+def joined(rows: Sequence[Sequence[Any]]) -> list[Any]:
+    """Processors for all rows at once, from those of each row, which have one `signature`."""
+    together = []
+    for step in zip(*rows, strict=True):
+        one, name = step[0], _OF_ROWS.get(type(step[0]))
+        if name is not None and len({getattr(each, name) for each in step}) > 1:
+            one = copy.copy(one)
+            setattr(one, name, torch.tensor([getattr(each, name) for each in step]))
+        together.append(one)
+    return together
 
 
 def runs_in_blocks(processor: LogitsProcessor) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,12 @@ class Context:
         lengths: committed tokens of each row of the call, padding included.
         rows: indices of the unfinished rows, in the order of the model's tensors.
         text: committed tokens of each row on the host, without padding.
+
+    Attributes:
+        alike: whether the processors of all rows differ only in what depends on the prompt.
     """
+
+    alike: bool = True
 
     def __init__(
         self,
@@ -68,14 +74,24 @@ class Context:
 
     def write(self, block: Tensor, offset: int = 0) -> None:
         """Write `block` `[rows, n]` at `offset` after the committed tokens of unfinished rows."""
-        for index, row in enumerate(self.rows):
-            self._put(row, self.lengths[row] + offset, block[index])
+        starts, width = [self.lengths[row] + offset for row in self.rows], block.shape[1]
+        if len(starts) == 1:
+            return self._put(self.rows[0], starts[0], block[0])
+        if max(starts) + width > self._tokens.shape[1]:
+            self.reserve(2 * (max(starts) + width))
+        places = torch.tensor([[self._place(row) for row in self.rows], starts], device=self.device)
+        columns = places[1][:, None] + torch.arange(width, device=self.device)
+        self._tokens[places[0][:, None], columns] = block.to(self.device)
+
+    def _place(self, row: int) -> int:
+        """Index of a row in the buffer."""
+        return row
 
     def _put(self, row: int, start: int, tokens: Tensor) -> None:
         stop = start + len(tokens)
         if stop > self._tokens.shape[1]:
             self.reserve(2 * stop)
-        self._tokens[row, start:stop] = tokens
+        self._tokens[self._place(row), start:stop] = tokens
 
     def commit(self, row: int, tokens: Sequence[int], written: bool) -> None:
         """Commit tokens of a row; `written` ones are in the buffer already."""
@@ -150,9 +166,10 @@ class Context:
 
     def _of_rows(self, width: int) -> Tensor:
         """`[rows, width]` the first tokens of unfinished rows."""
-        if self.rows == list(range(len(self.lengths))):
-            return self.tokens[:, :width]
-        return self.tokens[self.rows, :width]
+        places, tokens = [self._place(row) for row in self.rows], self.tokens
+        if places == list(range(tokens.shape[0])):
+            return tokens[:, :width]
+        return tokens[places, :width]
 
     def by_length(self) -> Iterator[tuple[int, list[int], list[int]]]:
         """Unfinished rows of equal length: (length, their positions among `rows`, their rows)."""
@@ -202,7 +219,7 @@ class Sampler:
         if not self.processors:
             return logits.float()
         if self.reads_prefix and self._in_blocks:
-            return self._process_block(context.prefixes(width, offset, vocab), logits)
+            return self._process_block(context, context.prefixes(width, offset, vocab), logits)
         scores = logits.to(torch.float32, copy=True)
         if not self.reads_prefix:
             # Pointwise processors read nothing of the tokens but their number of rows.
@@ -232,7 +249,8 @@ class Sampler:
             return self.scores(logits, context)
         if self._in_blocks:
             above = tree.ancestors[:, first : first + logits.shape[1], 1:]
-            return self._process_block(context.branches(tokens, above, logits.shape[-1]), logits)
+            before = context.branches(tokens, above, logits.shape[-1])
+            return self._process_block(context, before, logits)
         scores = logits.to(torch.float32, copy=True)
         depths = tree.ancestors[..., 1:].sum(-1).T.tolist()
         for position in range(scores.shape[1]):
@@ -256,9 +274,14 @@ class Sampler:
         every_row[rows] = scores
         return self._process(prefix, every_row)[rows]
 
-    def _process_block(self, before: Prefixes, logits: Tensor) -> Tensor:
+    def _process_block(self, context: Context, before: Prefixes, logits: Tensor) -> Tensor:
         """Scores of `logits` `[batch, n, vocab]` at positions with the texts `before` them."""
-        return process(self.processors, before, logits.flatten(0, 1)).view(logits.shape)
+        processors = self._for_rows(context)
+        return process(processors, before, logits.flatten(0, 1)).view(logits.shape)
+
+    def _for_rows(self, context: Context) -> Sequence[Any]:
+        """The processors of the unfinished rows."""
+        return self.processors
 
     def _process(self, tokens: Tensor, scores: Tensor) -> Tensor:
         if self.reads_prefix:
