@@ -33,7 +33,7 @@ Texts = Annotated[
         metavar="FILE",
         help='Text like what will be written on: plain, or JSON lines with a "prompt" each; may '
         "be repeated.",
-        show_default="passages of novels in the package",
+        show_default="prose, code and maths in the package",
     ),
 ]
 
