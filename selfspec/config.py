@@ -23,7 +23,7 @@ KVCacheDtype = Literal["auto", "int8"]
 # Whether the costs of a round are measured or assumed.
 Times = Literal["measured", "assumed"]
 
-# Default numbers of drafts: the most with the `optimal` schedule, and by drafter.
+# Default numbers of drafts: of the `optimal` schedule (the most), and of single drafters.
 _LONGEST = 12
 _LENGTHS = {"prompt_lookup": 40, "auto": _LONGEST}
 
@@ -65,11 +65,12 @@ class LookupConfig(StrictConfig):
     """How `prompt_lookup`, `cascade` and `auto` find earlier occurrences.
 
     Attributes:
-        index: `"suffix"` finds the longest match of any length in constant time per token;
-            `"ngram"` matches the last `longest` tokens, then fewer.
-        shortest: tokens of the shortest match that is used.
-        longest: tokens of the longest match that `"ngram"` tries.
-        confident: tokens of the shortest match that `cascade` prefers to its exit head.
+        index: `"suffix"` finds the longest match of any length, in amortised constant time per
+            token; `"ngram"` tries to match the last `longest` tokens, then fewer.
+        shortest: minimum length of a match in tokens.
+        longest: maximum length of a match in tokens, for `"ngram"`.
+        confident: minimum length of a match for which `cascade` copies instead of drafting with
+            its exit head.
     """
 
     index: Literal["suffix", "ngram"] = "suffix"
@@ -91,10 +92,10 @@ class LookaheadConfig(StrictConfig):
     """The two branches of the `lookahead` drafter (Fu et al. 2024).
 
     Attributes:
-        window: W, guesses that are refined in parallel.
-        ngram: N, tokens of the n-grams.
+        window: W, number of guesses that are refined in parallel.
+        ngram: N, length of the n-grams in tokens.
         guesses: G, the most n-grams that a round verifies.
-        pool: first tokens for which n-grams are kept, at most `guesses` each.
+        pool: number of first tokens for which n-grams are kept, at most `guesses` each.
     """
 
     window: int = Field(default=8, ge=1)
@@ -109,10 +110,10 @@ class SkipConfig(StrictConfig):
     Attributes:
         attention: layers whose attention is skipped, from 0.
         mlp: layers whose MLP is skipped.
-        search: `"clasp"` chooses whole layers while generating, `"none"` uses the above; `None`
-            searches if none are named.
+        search: `"clasp"` chooses whole layers while generating; `"none"` skips those named in
+            `attention` and `mlp`; `None` searches if none are named there.
         layers: number of layers that `"clasp"` skips; `None` takes half.
-        every: tokens between two searches.
+        every: number of tokens between two searches.
     """
 
     attention: tuple[int, ...] = ()
@@ -146,34 +147,36 @@ class SkipConfig(StrictConfig):
 
 
 class DraftConfig(StrictConfig):
-    """How drafts are made and how long they are.
+    """How tokens are drafted, and how many.
 
     Attributes:
-        drafter: the strategy's name; `"none"` switches drafting off (plain decoding).
-        exit_layer: number of layers below the exit: 4 runs layers 0-3. `None` takes the exit of
-            the first fitted head, or a quarter of the layers without one.
-        head: kind of the exit head, or `None` for the one fitted at `exit_layer` (`"shared"`
-            when there is none).
+        drafter: name of the drafter; `"none"` is plain decoding.
+        exit_layer: number of layers below the exit: 4 runs layers 0 to 3. `None` takes the exit of
+            the first fitted head, or a quarter of the layers if there is none.
+        head: kind of the exit head; `None` takes the one fitted at `exit_layer`, or `"shared"` if
+            there is none.
         num_draft_tokens: the most tokens drafted in a round (γ in Leviathan et al. 2023); for
-            `cascade`, by its exit head. `None` takes the default of drafter and schedule
-            (`most_tokens`); a lookup then copies as many as its match is long, from 10 to 40.
-        schedule: `"fixed"` drafts that many each round; `"confidence"` stops once the head's
-            probability of its draft is below `confidence` in every row; `"optimal"` stops once
-            another draft is not worth its measured time. For `early_exit`, `layer_skip`,
-            `cascade` and `two_model`.
-        confidence: threshold in (0, 1) of the confidence schedule.
-        times: costs of a round for `auto` and the schedule `"optimal"`. `"measured"`: measured
-            times, so drafts, and thereby a seed's sampled output, may differ from call to call.
-            `"assumed"`: shares of the weights; nothing is kept from earlier calls, so that a seed
-            gives the same output in every call.
+            `cascade` this limits its exit head, for `tree` the levels. `None` takes the default of
+            drafter and schedule (`most_tokens`); `prompt_lookup` then copies as many tokens as its
+            match is long, from 10 to 40.
+        schedule: when a chain ends, for `early_exit`, `layer_skip`, `cascade` and `two_model`.
+            `"fixed"`: after `num_draft_tokens`. `"confidence"`: once the head's probability of its
+            draft is below `confidence` in every row. `"optimal"`: once another draft is expected
+            to cost more time than it saves.
+        confidence: threshold in (0, 1) of the schedule `"confidence"`.
+        times: how `auto` and the schedule `"optimal"` know the time of a round. `"measured"`:
+            measured times, so drafts, and with them the sampled output of a seed, may differ from
+            call to call. `"assumed"`: shares of the weights; nothing is kept from earlier calls, so
+            a seed gives the same output in every call.
         draft_model: folder or id of the smaller model of `two_model`.
         tree: the shape of trees.
-        lookup: how `prompt_lookup`, `cascade` and `auto` look up.
+        lookup: how `prompt_lookup`, `cascade` and `auto` find earlier occurrences.
         lookahead: the branches of `lookahead`.
         skip: the sublayers that `layer_skip` skips.
-        rule: the acceptance rule of sampled drafts: for chains `"block"`, `"token"`, or
-            `"typical_lossy"`, which changes the output's distribution; for chains and trees
-            `"coupled"`, with which a seed gives the same output as without drafts.
+        rule: the acceptance rule of sampled drafts. `"block"` and `"token"` are lossless; trees
+            use recursive rejection sampling with either. `"coupled"` is lossless, and a seed gives
+            the same output with every drafter and with none. `"typical_lossy"` changes the output's
+            distribution, and is for chains only.
     """
 
     drafter: str = "early_exit"

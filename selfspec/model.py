@@ -51,17 +51,18 @@ class SelfSpecModel:
         heads: exit heads, the folder they were saved in, or their id on the hub; `None` for none.
         draft_model: a smaller model of the same vocabulary for the drafter `two_model`, or the
             folder or id to load it from.
-        profile: a profile made by `selfspec tune`, or its file: the default draft of `generate`.
-            One for another device, dtype, target or kernels is ignored with a warning.
+        profile: a profile made by `selfspec tune`, or its file; its draft is the default of
+            `generate`. A profile for another device, dtype, target or kernels is ignored with a
+            warning.
         kernels: how layers of target, heads and draft models are computed. `"eager"`: as in
-            transformers. `"prepacked"`: linear layers in half precision on a CPU have a second copy
-            of their weights in oneDNN's layout, and heads that share keys attend together.
-            `"compiled"`: `torch.compile` for passes over few tokens; the first ones wait for the
-            compiler. `"graphs"`: on a CUDA device, consecutive layers as one CUDA graph for passes
-            over few tokens. Layers that cannot be packed, compiled or recorded run eagerly, with a
+            transformers. `"prepacked"`: in half precision on a CPU, linear layers have a second
+            copy of their weights in oneDNN's layout, and heads that share keys attend together.
+            `"compiled"`: passes over few tokens use `torch.compile`; the first ones wait for the
+            compiler. `"graphs"`: on a CUDA device, passes over few tokens run consecutive layers as
+            one CUDA graph. Layers that cannot be packed, compiled or recorded run eagerly, with a
             warning.
         kv_cache_dtype: dtype of the KV cache. `"auto"`: the dtype of the layers. `"int8"`: 8 bits
-            per number and a scale per token and head, half the memory of half precision; the
+            per number and a scale per token and head, about half the memory of half precision; the
             output equals that of the model with a cache that rounds in the same way.
 
     Attributes:
@@ -226,14 +227,14 @@ class SelfSpecModel:
         stopping_criteria: StoppingCriteriaList | None = None,
         **kwargs: Any,
     ) -> Tensor | SpecOutput:
-        """Generate as `PreTrainedModel.generate` does, faster.
+        """Generate as `PreTrainedModel.generate` does, by self-speculation.
 
         Greedy output equals the model's own; sampled output follows its distribution.
 
         Args:
             inputs: `[batch, width]` prompt token ids, padded left or right (or `input_ids=`).
-            draft: how to draft: a `DraftConfig`, a dict, a drafter's name; `"none"` for plain
-                decoding; `None` for the default (`default_draft`).
+            draft: how to draft: a `DraftConfig`, a dict with its keys, or a drafter's name;
+                `"none"` is plain decoding, `None` takes `default_draft`.
             assistant_model: as in transformers, a smaller model that drafts (drafter `two_model`).
             generator: source of random numbers; `None` takes torch's global one.
             streamer: gets all tokens of a round as soon as they are committed.
@@ -286,9 +287,9 @@ class SelfSpecModel:
     ) -> dict[str, RequestOutput]:
         """Generate for many prompts with continuous batching, as transformers' `generate_batch`.
 
-        When a row finishes, the next prompt takes its place. The output of a request does not
-        depend on others: greedy, or sampled with the rule `"coupled"`, it equals that of a call
-        of `generate` of its own.
+        When a row finishes, the next prompt takes its place. In float32 the output of a request
+        equals that of a separate call of `generate`, if it is greedy or sampled with the rule
+        `"coupled"`.
 
         Args:
             inputs: token ids of each prompt.
@@ -333,13 +334,13 @@ class SelfSpecModel:
             draft: how to draft, as in `generate`.
             assistant_model: as in `generate`.
             max_new_tokens: as in transformers, or one number per prompt.
-            seed: seeds the sampling of request i with seed + i, or with its i-th number. With the
-                rule `"coupled"`, request i then equals `generate` with a generator of that seed on
-                the model's device; with other rules requests share random draws. `None` uses
-                torch's global generator.
+            seed: request i is sampled with seed + i, or with the i-th of a list of seeds. With the
+                rule `"coupled"`, its output then equals that of `generate` with a generator of that
+                seed on the model's device; with other rules requests share random draws. `None`
+                uses torch's global generator.
             stopping_criteria: as in transformers; each is called with one request at a time.
-            **kwargs: every other option of transformers' `generate` that is not about tensors of a
-                batch: processors and options of the generation config.
+            **kwargs: every other option of transformers' `generate` that does not describe a batch
+                of tensors: processors and options of the generation config.
 
         Raises:
             ValueError: an unsupported option, or a draft that this model cannot make.

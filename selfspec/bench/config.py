@@ -52,17 +52,18 @@ class PromptSetConfig(StrictConfig):
     """One set of prompts.
 
     Attributes:
-        name: what reports call it.
-        reader: how its file is read; `random` reads none, and draws tokens that no one can predict.
-        path: the file; of `text`, a file or a glob, `{stdlib}` standing for the running Python's
+        name: its name in reports.
+        reader: how its file is read. `random` reads none and draws unpredictable tokens.
+        path: the file. For `text`, a file or a glob, in which `{stdlib}` is the running Python's
             standard library. `None` takes the sample in the package.
-        count: prompts, at even distances in what there is; 0 takes all questions, or a passage of
-            every text.
-        prompt_tokens: a length, or the shortest and the longest: `text` is cut into lengths from
-            one to the other (so are `random` ones), questions outside are left out. `None`: 64 to
-            128 for these two, any length for questions.
-        template: a question's text, the record's fields in braces; `None` takes the reader's own.
-        chat: whether the text stands as the user's turn in the tokenizer's chat template.
+        count: number of prompts, taken at even distances from all there are; 0 takes all questions,
+            or a passage of every text.
+        prompt_tokens: a length, or the minimum and the maximum. `text` and `random` prompts are cut
+            to lengths between the two; questions of other lengths are left out. `None`: 64 to 128
+            for `text` and `random`, any length for questions.
+        template: how a question is written, with the record's fields in braces; `None` takes the
+            reader's own template.
+        chat: whether the question is put into the tokenizer's chat template, as the user's turn.
         clean: `prose` makes quotes straight and puts every paragraph on one line.
     """
 
@@ -101,21 +102,23 @@ class PromptSetConfig(StrictConfig):
 
 
 class MethodConfig(StrictConfig):
-    """A method of generation: a selfspec draft, or a peer in transformers.
+    """A method of generation: selfspec with a draft, or a method of transformers (`peer`).
 
-    With neither it is selfspec's `generate` with its default draft, the profile's if there is one.
+    With neither it is selfspec's `generate` with its default draft, that of the profile if there is
+    one.
 
     Attributes:
-        name: what reports call it.
+        name: its name in reports.
         draft: how selfspec drafts.
         head_options: options of the untrained head of the draft, for benchmarks of a shape.
-        acceptance: planted acceptance: a draft after right ones is right with this probability,
-            whatever the head predicts. For greedy `early_exit` and `tree`.
-        peer: `plain` is the model's own `generate`, `static_cache` the same with a static cache,
-            for which transformers compiles the model on a GPU; `continuous_batching` is its
-            `generate_batch`; the others are its own speculation, named by the option that
-            enables it.
-        options: of a peer, as transformers calls them; `assistant_model` is a folder or an id.
+        acceptance: planted acceptance: if all drafts before it are right, a draft is right with
+            this probability, whatever the head predicts. For greedy `early_exit` and `tree`.
+        peer: a method of transformers. `plain` is the model's own `generate`, `static_cache` the
+            same with a static cache, for which transformers compiles the model on a GPU;
+            `continuous_batching` is its `generate_batch`. The others are its own speculation,
+            named by the option that enables it.
+        options: options of the peer, as transformers names them; `assistant_model` is a folder or
+            an id.
         source: where the settings were published.
     """
 
@@ -145,13 +148,13 @@ class MethodConfig(StrictConfig):
 
 
 class ModeConfig(StrictConfig):
-    """One way to turn scores into tokens, the same for all methods.
+    """A decoding mode, the same for all methods.
 
     Attributes:
-        name: what reports call it.
-        temperature: 0 decodes greedily.
-        top_k: sample from the likeliest; 0 from all.
-        top_p: sample from that much probability.
+        name: its name in reports.
+        temperature: sampling temperature; 0 decodes greedily.
+        top_k: sample from so many of the most likely tokens; 0 samples from all.
+        top_p: sample from the smallest set of tokens with at least this probability.
         repetition_penalty: as in transformers; 1 is none.
         no_repeat_ngram_size: as in transformers; 0 is none.
         min_new_tokens: as in transformers; 0 is none.
@@ -167,7 +170,7 @@ class ModeConfig(StrictConfig):
 
     @property
     def greedy(self) -> bool:
-        """Whether every token is the likeliest."""
+        """Whether the mode decodes greedily."""
         return self.temperature == 0
 
     @property
@@ -180,8 +183,8 @@ class ModeConfig(StrictConfig):
         return {**options, **self.model_dump(include=prefix)}
 
 
-# Modes that a config may name. Small models go in circles under greedy decoding, which makes any
-# drafter look good; under a penalty they do not.
+# Modes that a config may name. Small models repeat themselves under greedy decoding, which favours
+# every drafter; with a penalty they do so less.
 _MODES = {
     "greedy": ModeConfig(name="greedy"),
     "sampled": ModeConfig(name="sampled", temperature=1.0),
@@ -204,26 +207,26 @@ class BenchConfig(StrictConfig):
             and dtype have defaults that depend on the device and its memory.
         acceptance: acceptance rates that are planted in the drafts of a shape's default methods.
         heads: folder of exit heads; `None` takes those beside the model.
-        profile: what `selfspec tune` found; `None` takes the one beside the heads or the model, or
-            in the user's cache.
-        dtype: of the weights; `auto` is the checkpoint's own, float32 for the one in the package.
-        device: where to run; `None` takes a GPU where there is one.
-        kernels: what computes the layers where selfspec writes; the model's own `generate` and
-            other peers run as they are.
-        kv_cache_dtype: what keys and values are kept in; with `int8` the model's own `generate`
-            and other peers round theirs alike, without saving memory.
-        threads: of the CPU; `None` leaves them as they are.
+        profile: a profile made by `selfspec tune`; `None` takes the one beside the heads or the
+            model, or in the user's cache.
+        dtype: dtype of the weights; `auto` is the checkpoint's own, float32 for the model in the
+            package.
+        device: where to run; `None` takes a GPU if there is one.
+        kernels: how selfspec's methods compute layers; methods of transformers run as they are.
+        kv_cache_dtype: dtype of the KV cache. With `int8`, methods of transformers round keys and
+            values in the same way, without saving memory.
+        threads: number of CPU threads; `None` does not change it.
         prompts: the prompt sets.
-        methods: what is compared; an entry may be the path of a YAML file with one method, or a
-            glob of such. The model's own `generate` is always first.
-        modes: ways to decode; methods are compared within each. An entry may be a name: `greedy`,
-            `sampled` (temperature 1), `penalised` (greedy, repetition penalty 1.2).
-        batch_sizes: prompts that are continued at once; each size is a comparison of its own.
-            If prompts do not fill the last batch, the first ones are repeated in it.
+        methods: the methods that are compared. An entry may be the path of a YAML file with one
+            method, or a glob of such files. The model's own `generate` is always the first.
+        modes: the decoding modes; methods are compared within each. An entry may be a name:
+            `greedy`, `sampled` (temperature 1), `penalised` (greedy, repetition penalty 1.2).
+        batch_sizes: numbers of prompts per call; methods are compared within each. If prompts do
+            not fill the last batch, the first ones are repeated in it.
         prefill_chunk_size: prompt tokens per pass of selfspec's prefill; `None` for one pass.
-        max_new_tokens: tokens a text has unless it ends before.
+        max_new_tokens: the most tokens of an output.
         repeats: timed runs of every method on every prompt.
-        warm_up: tokens written untimed by every method before each prompt set, mode and batch
+        warm_up: tokens that every method generates untimed before each prompt set, mode and batch
             size; peak memory is that of this call, on the longest prompts.
         seed: seeds sampling and the bootstrap.
     """

@@ -43,17 +43,18 @@ class TuneConfig(StrictConfig):
     """What `tune` runs.
 
     Attributes:
-        batch: rows that are generated at once.
-        temperature: of sampling; 0 decodes greedily.
-        exits: exits at which the untrained `shared` head is tried beside the fitted ones; `None`
-            takes an eighth, a quarter and half of the layers, and those of the fitted heads.
-        lengths: drafts of a round that are tried with every head.
-        prompt_tokens: tokens of a prompt, at most.
-        prompts: prompts, at most; every second one is kept for the comparison.
-        new_tokens: tokens generated after each; heads are tried with half as many.
-        best: chains that are compared with the other drafters.
+        batch: number of rows of a call.
+        temperature: sampling temperature; 0 decodes greedily.
+        exits: exits at which the `shared` head is tried beside the fitted heads; `None` takes an
+            eighth, a quarter and half of the layers, and the exits of the fitted heads.
+        lengths: numbers of drafts a round that are tried with every head.
+        prompt_tokens: the most tokens of a prompt.
+        prompts: the most prompts; heads are tried on half of them, and the comparison uses the
+            others.
+        new_tokens: tokens generated after each prompt; heads are tried with half as many.
+        best: number of chains that are compared with the other drafters.
         nodes: sizes of the trees that are compared.
-        repeats: how often drafts are compared.
+        repeats: number of runs of each draft in the comparison.
         seed: seeds sampling.
     """
 

@@ -37,7 +37,7 @@ def bench(
         typer.Option(
             metavar="FILE",
             help="YAML file with target, prompts, methods, modes, batch_sizes.",
-            show_default="the model in the package against its peers",
+            show_default="selfspec and transformers' own methods on the model in the package",
         ),
     ] = None,
     shape: Annotated[

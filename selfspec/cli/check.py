@@ -23,7 +23,7 @@ def check(
             "--file",
             "-f",
             help='Prompts: JSON lines with a "prompt" each, or one plain text; - reads stdin.',
-            show_default="passages of held-out novels",
+            show_default="prose, code and maths in the package",
         ),
     ] = None,
     model: opt.Model = None,

@@ -48,7 +48,7 @@ def fit(
         list[str] | None,
         typer.Option(
             metavar="FILES",
-            help="Text to measure on, never trained on; as --text.",
+            help="Text to measure on, which is never trained on; same formats as --text.",
             show_default="the last twentieth of the text",
         ),
     ] = None,
@@ -109,7 +109,7 @@ def regenerate(
     config: ConfigFile = None,
     as_json: opt.AsJson = False,
 ) -> None:
-    """Have a model continue prompts cut from a text: the best text to fit its heads to.
+    """Have a model continue prompts cut from a text, which makes the best text to fit heads to.
 
     The model drafts with its heads, if it has any. The same command resumes a stopped run.
     """

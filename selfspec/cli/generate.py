@@ -105,7 +105,7 @@ def generate(
     form: FormatOption = "text",
     as_json: opt.AsJson = False,
 ) -> None:
-    """Continue prompts: the output of the model's own decoding, sooner."""
+    """Continue prompts by self-speculation; the output is that of the model's own decoding."""
     if prompt is not None and file is not None:
         raise typer.BadParameter("give a prompt or --file, not both")
     if (prompts_file is None) != (output is None) or (output and (prompt or file)):

@@ -35,7 +35,10 @@ Model = Annotated[
 Heads = Annotated[
     str | None,
     typer.Option(
-        metavar="PATH", help="Folder of exit heads fitted to the model.", rich_help_panel=_TARGET
+        metavar="PATH_OR_ID",
+        help="Folder or Hugging Face id of exit heads fitted to the model.",
+        show_default="those beside the model, if any",
+        rich_help_panel=_TARGET,
     ),
 ]
 DtypeOption = Annotated[
@@ -60,9 +63,9 @@ KernelsOption = Annotated[
     Kernels,
     typer.Option(
         "--kernels",
-        help="How layers are computed: as transformers does, with linear maps packed once for a "
-        "CPU in half precision (twice the weights' memory), through torch.compile, or on a CUDA "
-        "device as CUDA graphs.",
+        help="How layers are computed. eager: as transformers does. prepacked: with linear maps "
+        "packed once for a CPU in half precision (twice the weights' memory). compiled: through "
+        "torch.compile. graphs: as CUDA graphs on a CUDA device.",
         rich_help_panel=_TARGET,
     ),
 ]
@@ -70,7 +73,7 @@ KVCacheOption = Annotated[
     KVCacheDtype,
     typer.Option(
         "--kv-cache-dtype",
-        help="Dtype of the KV cache: that of the layers, or int8, which rounds keys and values.",
+        help="Dtype of the KV cache: auto is that of the layers; int8 rounds keys and values.",
         rich_help_panel=_TARGET,
     ),
 ]
@@ -80,7 +83,7 @@ Profile = Annotated[
     typer.Option(
         metavar="FILE",
         help="Profile made by selfspec tune.",
-        show_default="the one beside the heads or the model",
+        show_default="the one beside the heads or the model, or in the user's cache",
         rich_help_panel=_DRAFT,
     ),
 ]
@@ -115,14 +118,15 @@ Draft = Annotated[
     ),
 ]
 TopK = Annotated[
-    int | None, typer.Option(min=1, help="Sample from the K likeliest.", rich_help_panel=_TEXT)
+    int | None,
+    typer.Option(min=1, help="Sample from the K most likely tokens.", rich_help_panel=_TEXT),
 ]
 TopP = Annotated[
     float | None,
     typer.Option(
         min=0.0,
         max=1.0,
-        help="Sample from the smallest set of that probability.",
+        help="Sample from the smallest set of tokens with at least this probability.",
         rich_help_panel=_TEXT,
     ),
 ]

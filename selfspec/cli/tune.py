@@ -31,9 +31,9 @@ Texts = Annotated[
         "--text",
         "-t",
         metavar="FILE",
-        help='Text like what will be written on: plain, or JSON lines with a "prompt" each; may '
-        "be repeated.",
-        show_default="passages of novels in the package",
+        help='Text similar to your prompts: plain, or JSON lines with a "prompt" each; may be '
+        "repeated.",
+        show_default="prose, code and maths in the package",
     ),
 ]
 
@@ -47,7 +47,7 @@ def tune(
     text: Texts = None,
     config: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="YAML file with what is run; --set goes before it."),
+        typer.Option(metavar="FILE", help="YAML file with keys of the tuning; --set overrides it."),
     ] = None,
     fields: Annotated[
         list[str] | None,
@@ -55,7 +55,7 @@ def tune(
             "--set",
             "-s",
             metavar="KEY=VALUE",
-            help="What is run, such as batch=4, temperature=1 or exits=[2,4]; may be repeated.",
+            help="A key of the tuning: batch=4, temperature=1, exits=[2,4], …; may be repeated.",
         ),
     ] = None,
     output: Annotated[
@@ -64,12 +64,12 @@ def tune(
             "--output",
             "-o",
             metavar="FILE",
-            help="Where the profile goes.",
+            help="File to write the profile to.",
             show_default="beside the heads or the model, else the user's cache",
         ),
     ] = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Run again what an earlier tuning has run.")
+        bool, typer.Option("--fresh", help="Measure again what an earlier tuning has measured.")
     ] = False,
     as_json: opt.AsJson = False,
 ) -> None:
