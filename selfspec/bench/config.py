@@ -241,7 +241,7 @@ class BenchConfig(StrictConfig):
     kernels: Kernels = "eager"
     kv_cache_dtype: KVCacheDtype = "auto"
     threads: int | None = Field(default=None, ge=1)
-    prompts: tuple[PromptSetConfig, ...] = (PromptSetConfig(name="novels", count=4),)
+    prompts: tuple[PromptSetConfig, ...] = (PromptSetConfig(name="passages", count=4),)
     methods: tuple[MethodConfig, ...] = _METHODS
     modes: tuple[ModeConfig, ...] = tuple(_MODES.values())
     batch_sizes: tuple[PositiveInt, ...] = Field(default=(1,), min_length=1)
