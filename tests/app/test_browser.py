@@ -111,7 +111,7 @@ def test_a_reader_can_stop_and_is_told_of_mistakes(reader):
     typed(reader, "#prompt textarea", PROMPT)
     typed(reader, "#tokens input[type=number]", "512")
     find(reader, "#write").click()
-    says(reader, "plain decoding writes")
+    says(reader, "plain decoding")
     find(reader, "#stop").click()
     says(reader, "stopped")
     assert find(reader, "#write").is_enabled()
