@@ -9,6 +9,7 @@ from transformers import (
     GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    LogitsProcessor,
     LogitsProcessorList,
     MistralConfig,
     MistralForCausalLM,
@@ -586,3 +587,26 @@ def test_what_a_prefill_takes_is_in_no_other_part():
     )
     assert stats.seconds["prefill"] > 0
     assert not any(stats.seconds[part] for part in PARTS)
+
+
+class Counts(LogitsProcessor):
+    """Prefers another token in every call."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        scores = scores.clone()
+        scores[:, self.calls % VOCAB] += 5
+        return scores
+
+
+def test_a_processor_that_counts_its_calls_is_told_of():
+    ids, _ = prompt(6)
+    own = greedy(target, ids, max_new_tokens=8, logits_processor=LogitsProcessorList([Counts()]))
+    options = {"max_new_tokens": 8, "do_sample": False}
+    with pytest.warns(UserWarning, match="Counts changes from call to call"):
+        spec.generate(ids, draft=DRAFT, logits_processor=LogitsProcessorList([Counts()]), **options)
+    alone = LogitsProcessorList([Counts()])
+    assert torch.equal(spec.generate(ids, draft="none", logits_processor=alone, **options), own)

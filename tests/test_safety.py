@@ -43,11 +43,10 @@ class Nth:
     """Raises at its n-th call."""
 
     def __init__(self, n, error):
-        self.left, self.error = n, error
+        self.left, self.error = iter(range(n - 1)), error
 
     def tick(self):
-        self.left -= 1
-        if self.left == 0:
+        if next(self.left, None) is None:
             raise self.error
 
 

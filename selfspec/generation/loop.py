@@ -286,6 +286,7 @@ def open_session(
     prompt = Prompt(call.engine, input_ids, mask, call.cache, keep_cache=as_dict)
     call.engine.ranks.check_alike(input_ids)
     sampler = Sampler(logits_processor, bool(generation_config.do_sample), call.generator)
+    sampler.drafts = call.drafter.name != "none"
     if sampler.do_sample:
         device = prompt.tokens.device
         call.engine.ranks.draw_alike(call.generator, device)

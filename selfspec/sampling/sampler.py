@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -178,6 +179,14 @@ class Context:
             yield length, places, [self.rows[place] for place in places]
 
 
+_SUSPECT = 4  # calls in a row after which a processor has changed
+
+
+def _numbers(processor: Any) -> dict[str, float]:
+    own = getattr(processor, "__dict__", {})
+    return {name: value for name, value in own.items() if type(value) in (int, float)}
+
+
 @dataclass
 class Sampler:
     """Turns scores into tokens with the caller's processors, greedily or by sampling.
@@ -187,12 +196,16 @@ class Sampler:
         do_sample: whether tokens are sampled.
         generator: source of random numbers; `None` takes torch's global one.
         noise: noise of every position, for the rule "coupled".
+        drafts: whether there are drafts, which processors see before they are accepted.
     """
 
     processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
     do_sample: bool = False
     generator: torch.Generator | None = None
     noise: Noise | None = None
+    drafts: bool = False
+    _numbers: list[dict[str, float]] = field(default_factory=list, init=False, repr=False)
+    _changes: int = field(default=0, init=False, repr=False)
 
     @property
     def chooses(self) -> bool:
@@ -285,11 +298,31 @@ class Sampler:
 
     def _process(self, tokens: Tensor, scores: Tensor) -> Tensor:
         if self.reads_prefix:
-            return self.processors(tokens, scores)  # pyright: ignore
+            scores = self.processors(tokens, scores)  # pyright: ignore
+            if self.drafts and self._changes < _SUSPECT:
+                self._look_for_state()
+            return scores
         # The list looks up the signature of every processor at every call; these are known.
         for processor in self.processors:
             scores = processor(tokens, scores)  # pyright: ignore
         return scores
+
+    def _look_for_state(self) -> None:
+        """Warn if numbers in a processor change from call to call, as a counter does."""
+        before, self._numbers = self._numbers, [_numbers(each) for each in self.processors]
+        changed = [
+            type(each).__name__
+            for each, was, now in zip(self.processors, before, self._numbers, strict=False)
+            if was != now
+        ]
+        self._changes = self._changes + 1 if changed else 0
+        if self._changes == _SUSPECT:
+            warnings.warn(
+                f"{changed[0]} changes from call to call. If its scores depend on that, the output "
+                "is not the model's own: a processor is also called for drafts that are rejected. "
+                "Make its scores depend on input_ids only, or pass draft='none'",
+                stacklevel=2,
+            )
 
     def drawable(self, scores: Tensor) -> Tensor:
         """Processed scores `[..., vocab]` of a draft with something to draw in every row.
