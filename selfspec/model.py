@@ -26,7 +26,12 @@ from selfspec.generation.batch import Batch, RequestOutput
 from selfspec.generation.loop import Call, Session, SpecOutput, open_session, speculate
 from selfspec.generation.prompts import left_padded
 from selfspec.generation.stopping import without_stop_strings
-from selfspec.generation.unsupported import check_counts, refuse_in_batches, refuse_other_loops
+from selfspec.generation.unsupported import (
+    check_counts,
+    refuse_in_batches,
+    refuse_other_loops,
+    samples,
+)
 from selfspec.heads import (
     CONFIG_NAME,
     ExitHead,
@@ -178,8 +183,17 @@ class SelfSpecModel:
 
     @property
     def default_draft(self) -> DraftConfig:
-        """The draft of `generate` without `draft=`: the profile's, else `Engine.default_draft`."""
+        """The profile's draft, else `Engine.default_draft`; see `draft_for`."""
         return self.engine.default_draft if self.profile is None else self.profile.draft
+
+    def draft_for(self, sampled: bool) -> DraftConfig:
+        """The draft of `generate` without `draft=`, for sampling or for greedy decoding.
+
+        It is `default_draft`, unless the profile is of the other one: what is fastest differs.
+        """
+        if self.profile is not None and (self.profile.temperature > 0) != sampled:
+            return self.engine.default_draft
+        return self.default_draft
 
     def save_pretrained(self, folder: str | Path, **kwargs: Any) -> None:
         """Write the model (`PreTrainedModel.save_pretrained`) and its heads to `folder`."""
@@ -234,7 +248,7 @@ class SelfSpecModel:
         Args:
             inputs: `[batch, width]` prompt token ids, padded left or right (or `input_ids=`).
             draft: how to draft: a `DraftConfig`, a dict with its keys, or a drafter's name;
-                `"none"` is plain decoding, `None` takes `default_draft`.
+                `"none"` is plain decoding, `None` takes `draft_for`.
             assistant_model: as in transformers, a smaller model that drafts (drafter `two_model`).
             generator: source of random numbers; `None` takes torch's global one.
             streamer: gets all tokens of a round as soon as they are committed.
@@ -252,7 +266,8 @@ class SelfSpecModel:
         """
         own = self.causal_lm.generation_config
         refuse_other_loops(kwargs, generation_config, own)
-        engine, drafting = self._drafting(draft, assistant_model)
+        sampled = samples(kwargs, generation_config, own)
+        engine, drafting = self._drafting(draft, assistant_model, sampled)
         call = Call(
             engine,
             make_drafter(engine, drafting),
@@ -348,7 +363,8 @@ class SelfSpecModel:
         own = self.causal_lm.generation_config
         refuse_other_loops(kwargs, generation_config, own)
         refuse_in_batches(kwargs, generation_config, own, batch_size)
-        engine, drafting = self._drafting(draft, assistant_model)
+        sampled = samples(kwargs, generation_config, own)
+        engine, drafting = self._drafting(draft, assistant_model, sampled)
         criteria = StoppingCriteriaList(stopping_criteria or [])
         config = without_stop_strings(generation_config, own, criteria, kwargs)
         drafter = partial(make_drafter, engine, drafting)
@@ -385,12 +401,15 @@ class SelfSpecModel:
         return call.session
 
     def _drafting(
-        self, draft: DraftConfig | Mapping[str, Any] | str | None, assistant: nn.Module | None
+        self,
+        draft: DraftConfig | Mapping[str, Any] | str | None,
+        assistant: nn.Module | None,
+        sampled: bool,
     ) -> tuple[Engine, DraftConfig]:
         """The engine and the draft config of a call."""
         if assistant is not None:
             return self.engine.beside(assistant), _assisted(DraftConfig.of(draft))
-        return self.engine, self.default_draft if draft is None else DraftConfig.of(draft)
+        return self.engine, self.draft_for(sampled) if draft is None else DraftConfig.of(draft)
 
 
 def _seeded(

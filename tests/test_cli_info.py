@@ -1,11 +1,14 @@
 """`selfspec info`: facts that are those of the model."""
 
+import shutil
+
 import transformers
 from cli_tools import call, one_object
 
-from selfspec import DEMO_MODEL, SelfSpecModel
+from selfspec import DEMO_MODEL, DraftConfig, SelfSpecModel
 from selfspec.cli import info
 from selfspec.heads import LensHead, save_heads
+from selfspec.schedule.profile import PROFILE_NAME, Place, Profile
 
 
 def test_info_says_what_the_model_is():
@@ -41,3 +44,14 @@ def test_info_lists_heads(folder, tmp_path):
     assert found["exit_heads"] == [expected]
     assert found["default_draft"]["head"] == "lens"
     assert "lens after layer 3" in call(*common).stdout
+
+
+def test_info_shows_the_profile_that_generate_takes(folder, tmp_path):
+    spec = SelfSpecModel.from_pretrained(folder, dtype="auto")
+    draft = DraftConfig(drafter="prompt_lookup", num_draft_tokens=5)
+    target = tmp_path / "target"
+    shutil.copytree(folder, target)
+    Profile(draft=draft, place=Place.of(spec.engine.decoder)).save(target / PROFILE_NAME)
+    found = one_object(call("info", "--model", target, "--json"))
+    assert found["profile"]["draft"]["drafter"] == "prompt_lookup"
+    assert "prompt_lookup: 5 tokens a round" in call("info", "--model", target).stdout

@@ -99,6 +99,23 @@ def test_generate_drafts_as_the_profile_says_unless_it_is_told(as_file, tmp_path
     )
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_profile_is_used_as_it_was_made_greedily_or_sampling(temperature, sampled):
+    model = tiny_llama()
+    profile = profile_for(model).model_copy(update={"temperature": temperature})
+    spec = SelfSpecModel(model, profile=profile)
+    fits = sampled == (temperature > 0)
+    assert spec.draft_for(sampled) == (DRAFT if fits else spec.engine.default_draft)
+
+    def trace(**options):
+        torch.manual_seed(0)
+        spec.generate(prompt(5)[0], max_new_tokens=9, do_sample=sampled, **options)
+        return spec.last_trace
+
+    assert (trace() == trace(draft=DRAFT)) == fits
+
+
 def saved(tmp_path, model):
     model.save_pretrained(tmp_path / "tiny")
     return tmp_path / "tiny"

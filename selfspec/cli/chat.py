@@ -62,7 +62,7 @@ def chat(
     interactive = sys.stdin.isatty() and sys.stdout.isatty() and not as_json
     with reporting(as_json) as console:
         target = Source(model, heads, dtype, device, profile, kernels).load()
-        drafting = drafting or target.spec.default_draft
+        drafting = drafting or target.spec.draft_for(sampled=temperature > 0)
         conversation = Conversation(
             target.spec, target.tokenizer, drafting, options, seed=seed, system=system
         )

@@ -82,10 +82,12 @@ def demo(
     drafting = opt.draft_config(config, draft)
     with reporting(as_json) as console:
         target = Source(model, heads, dtype, device, profile, kernels).load()
+        temperature = 0.0 if greedy else temperature
+        drafting = drafting or target.spec.draft_for(sampled=temperature > 0)
         options = DemoOptions(
-            draft=_filled_in(target, drafting or target.spec.default_draft),
+            draft=_filled_in(target, drafting),
             max_new_tokens=max_new_tokens,
-            temperature=0.0 if greedy else temperature,
+            temperature=temperature,
             no_repeat_ngram_size=no_repeat_ngram,
             seed=seed,
             repeats=repeats,

@@ -120,7 +120,7 @@ def generate(
         return
     with reporting(as_json) as console:
         target = source.load()
-        drafting = drafting or target.spec.default_draft
+        drafting = drafting or target.spec.draft_for(sampled=temperature > 0)
         options["draft"] = drafting
         results = [_continue(target, text, options, seed, form, console) for text in prompts]
     if as_json:

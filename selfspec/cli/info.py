@@ -20,8 +20,10 @@ from selfspec.cli.common import (
 )
 
 if TYPE_CHECKING:
+    from selfspec.config import DraftConfig
     from selfspec.decoder import Decoder
     from selfspec.drafters.engine import Engine
+    from selfspec.schedule.profile import Profile
 
 
 def info(
@@ -39,14 +41,17 @@ def info(
 ) -> None:
     """Describe a target and its heads: shape, memory, and the default draft."""
     from selfspec.heads import CONFIG_NAME
+    from selfspec.schedule.profile import PROFILE_NAME
 
     with reporting(as_json) as console:
         name, path = resolve(model)
-        has_heads = heads is not None or (Path(path) / CONFIG_NAME).is_file() or _has_mtp(path)
-        engine = None if has_heads else _without_weights(path)
+        beside = any((Path(path) / file).is_file() for file in (CONFIG_NAME, PROFILE_NAME))
+        is_bare = heads is None and not beside and not _has_mtp(path)
+        engine, profile = _without_weights(path) if is_bare else None, None
         if engine is None:
-            engine = Source(model, heads).load_spec().engine
-        facts = {"model": name, **describe(engine, context)}
+            spec = Source(model, heads).load_spec()
+            engine, profile = spec.engine, spec.profile
+        facts = {"model": name, **describe(engine, context, profile)}
         console.print(info_table(facts))
     if as_json:
         print_json(facts)
@@ -112,15 +117,14 @@ def cache_bytes(decoder: Decoder) -> CacheBytes:
     return CacheBytes(slots.token_bytes, *slots.state_bytes)
 
 
-def describe(engine: Engine, context: int | None) -> dict[str, Any]:
+def describe(engine: Engine, context: int | None, profile: Profile | None = None) -> dict[str, Any]:
     """A target's facts as plain values."""
-    decoder, draft = engine.decoder, engine.default_draft
+    decoder = engine.decoder
     config, model = decoder.config, decoder.causal_lm
     context = context or decoder.max_positions or 4096
     sizes = cache_bytes(decoder)
     per_token, attending = sum(sizes.token), len([size for size in sizes.token if size])
     windows = Counter(window for window in decoder.windows if window is not None)
-    head = None if draft.drafter == "none" else engine.head(draft)
     return {
         "architecture": type(model).__name__,
         "layers": decoder.depth,
@@ -150,13 +154,25 @@ def describe(engine: Engine, context: int | None) -> dict[str, Any]:
             }
             for head in engine.heads
         ],
-        "default_draft": {
-            **draft.model_dump(include={"drafter", "schedule", "times"}),
-            "num_draft_tokens": draft.most_tokens,
-            "exit_layer": head and head.exit_layer,
-            "head": head and head.kind,
-        },
+        "default_draft": _of_draft(engine, engine.default_draft),
+        "profile": {
+            "temperature": profile.temperature,
+            "draft": _of_draft(engine, profile.draft),
+        }
+        if profile
+        else {},
         "fitting": {} if engine.heads else expected_of_fitting(decoder),
+    }
+
+
+def _of_draft(engine: Engine, draft: DraftConfig) -> dict[str, Any]:
+    has_exit = draft.drafter in ("early_exit", "tree", "cascade", "auto")
+    head = engine.head(draft) if has_exit else None
+    return {
+        **draft.model_dump(include={"drafter", "schedule", "times"}),
+        "num_draft_tokens": draft.most_tokens,
+        "exit_layer": head and head.exit_layer,
+        "head": head and head.kind,
     }
 
 
@@ -205,6 +221,10 @@ def info_table(facts: dict[str, Any]) -> Table:
         "exit heads": "\n".join(heads) or "none fitted",
         "default draft": _default_draft(facts["default_draft"]),
     }
+    if facts["profile"]:
+        tuned = facts["profile"]
+        which = "when sampling" if tuned["temperature"] else "when decoding greedily"
+        rows["profile"] = f"{which}, by `selfspec tune`:\n{_default_draft(tuned['draft'])}"
     if not facts["recurrent_layers"]:
         del rows["recurrent states"]
     if facts["fitting"]:
@@ -215,15 +235,17 @@ def info_table(facts: dict[str, Any]) -> Table:
 
 
 def _default_draft(draft: dict[str, Any]) -> str:
-    """The default draft, in words."""
+    """A draft, in words."""
     if draft["drafter"] == "none":
-        return "none: the model has one layer"
+        return "none: plain decoding"
     if draft["drafter"] == "auto":
         return (
             "auto: lookup where the text repeats itself, plain decoding elsewhere;\nthe exit after "
             f"layer {draft['exit_layer']} ({draft['head']} head) only if it agrees with the last "
             "layer"
         )
+    if draft["head"] is None:
+        return f"{draft['drafter']}: {draft['num_draft_tokens']} tokens a round"
     return (
         f"{draft['drafter']}: exit after layer {draft['exit_layer']} ({draft['head']} head), "
         f"{draft['num_draft_tokens']} tokens a round"

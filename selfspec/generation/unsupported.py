@@ -68,6 +68,19 @@ def refuse_other_loops(options: Mapping[str, Any], *configs: GenerationConfig | 
             )
 
 
+def samples(
+    options: Mapping[str, Any], config: GenerationConfig | None, own: GenerationConfig
+) -> bool:
+    """Whether a call samples, by its options, its generation config, or the model's own."""
+    return bool(_chosen("do_sample", options, config, own))
+
+
+def _chosen(
+    name: str, options: Mapping[str, Any], config: GenerationConfig | None, own: GenerationConfig
+) -> Any:
+    return options.get(name, getattr(config or own, name, None))
+
+
 def refuse_in_batches(
     options: Mapping[str, Any],
     config: GenerationConfig | None,
@@ -92,7 +105,7 @@ def refuse_in_batches(
         )
 
     def chosen(name: str) -> Any:
-        return options.get(name, getattr(config or own, name, None))
+        return _chosen(name, options, config, own)
 
     if (chosen("num_return_sequences") or 1) > 1:
         raise ValueError(
