@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
     from selfspec.model import SelfSpecModel
     from selfspec.schedule.stats import Stats
+
+_LINE_EVERY = 10.0  # seconds between lines of progress where there is no terminal
 
 
 @contextmanager
@@ -66,14 +69,23 @@ def progress() -> Console:
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
     """Yields a function that shows what is done, how many of it, and of how many.
 
-    On a terminal it is a bar on stderr.
+    On a terminal it is a bar on stderr, elsewhere a line on stderr every `_LINE_EVERY` seconds.
     """
     console = progress()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     bar = Progress(*columns, TimeRemainingColumn(), console=console, disable=console.quiet)
+    last = time.monotonic()
+
+    def show(doing: str, done: int, of: int) -> None:
+        nonlocal last
+        bar.update(task, completed=done, total=of, description=doing)
+        if console.quiet and time.monotonic() - last >= _LINE_EVERY:
+            last = time.monotonic()
+            typer.echo(f"{done}/{of}  {doing}", err=True)
+
     with bar:
         task = bar.add_task("", total=None)
-        yield lambda doing, done, of: bar.update(task, completed=done, total=of, description=doing)
+        yield show
 
 
 def complain(message: str) -> None:
