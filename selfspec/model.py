@@ -301,6 +301,7 @@ class SelfSpecModel:
             Ctrl-C, those of finished requests, with a warning.
 
         Raises:
+            TypeError: a prompt is no list of token ids.
             ValueError: an unsupported option, or a draft that this model cannot make; raised before
                 anything runs. An error in one request is stored in the `error` of its output.
         """
@@ -343,6 +344,7 @@ class SelfSpecModel:
                 of tensors: processors and options of the generation config.
 
         Raises:
+            TypeError: a prompt is no list of token ids; with an iterator, when it is read.
             ValueError: an unsupported option, or a draft that this model cannot make.
         """
         own = self.causal_lm.generation_config
@@ -357,6 +359,7 @@ class SelfSpecModel:
             check_counts(len(inputs), max_new_tokens=max_new_tokens, seed=seed)
             if not inputs:
                 return iter(())
+            inputs = [*map(_token_ids, inputs)]  # before anything runs
         source = partial(_seeded, seed, engine.decoder.device)
 
         def open_request(prompt: Sequence[int], number: int) -> Session:
@@ -367,7 +370,7 @@ class SelfSpecModel:
             options = {**options, "generation_config": config, "stopping_criteria": criteria}
             return self._open(prompt, Call(engine, any_drafter, generator=source(number)), options)
 
-        batch = Batch(open_request, drafter, inputs, batch_size, source(0))
+        batch = Batch(open_request, drafter, map(_token_ids, inputs), batch_size, source(0))
         self.last_stats, self.last_trace = batch.stats, None
         return iter(batch)
 
@@ -391,6 +394,16 @@ class SelfSpecModel:
         if assistant is not None:
             return self.engine.beside(assistant), _assisted(DraftConfig.of(draft))
         return self.engine, self.default_draft if draft is None else DraftConfig.of(draft)
+
+
+def _token_ids(prompt: Sequence[int]) -> Sequence[int]:
+    """The prompt, if it is no text and no single token."""
+    if isinstance(prompt, (str, int)):
+        raise TypeError(
+            f"generate_batch takes lists of token ids, got {prompt!r:.60} in the place of one; "
+            'for texts pass tokenizer(prompts)["input_ids"]'
+        )
+    return prompt
 
 
 def _seeded(
