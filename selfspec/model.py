@@ -17,10 +17,10 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+from selfspec.checkpoints import find_checkpoint, load_causal_lm
 from selfspec.config import DraftConfig, Kernels, KVCacheDtype
 from selfspec.decoder import Decoder
 from selfspec.drafters import make_drafter
-from selfspec.drafters.draft_models import load_causal_lm
 from selfspec.drafters.engine import Engine
 from selfspec.generation.batch import Batch, RequestOutput
 from selfspec.generation.loop import Call, Session, SpecOutput, open_session, speculate
@@ -127,6 +127,7 @@ class SelfSpecModel:
             OSError: there is no such checkpoint.
             ValueError: the weights are damaged, or the model is not supported.
         """
+        path = find_checkpoint(path, kwargs)
         model = load_causal_lm(path, **kwargs)
         if heads is None and (Path(path) / CONFIG_NAME).is_file():
             heads = path

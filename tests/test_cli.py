@@ -132,6 +132,32 @@ def test_truncated_weights_are_named(tmp_path, folder):
     assert re.fullmatch(rf"selfspec: the weights in {folder} cannot be read .*\n", result.stderr)
 
 
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("no/such/folder", r"no model folder at {name}; give"),
+        ("half", r"no model folder at {name}: it has no config\.json; give"),
+    ],
+)
+def test_python_says_what_is_wrong_with_a_folder_as_the_commands_do(name, says, tmp_path):
+    (tmp_path / "half").mkdir()
+    name = str(tmp_path / name)
+    told = call("info", "--model", name, code=1).stderr
+    assert re.search(says.format(name=name), told)
+    for given in (name, Path(name)):
+        with pytest.raises(FileNotFoundError) as raised:
+            SelfSpecModel.from_pretrained(given)
+        assert told == f"selfspec: {raised.value}\n"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_a_missing_file_of_a_checkpoint_is_named(name, folder):
+    for path in Path(folder).glob(name.partition(".")[0] + "*"):
+        path.unlink()
+    told = call("generate", PROMPT, "--model", folder, code=1).stderr
+    assert name in told and folder in told
+
+
 def test_debug_shows_the_whole_error(folder):
     result = call("--debug", "generate", PROMPT, "--model", "/no/such/folder", code=1)
     assert isinstance(result.exception, FileNotFoundError)

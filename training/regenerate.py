@@ -10,9 +10,10 @@ from typing import Any, Literal
 
 import numpy as np
 from pydantic import Field
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from selfspec import DEMO_MODEL, DraftConfig, SelfSpecModel
+from selfspec.checkpoints import load_tokenizer
 from selfspec.config import StrictConfig
 from selfspec.heads.files import refuse_changes
 
@@ -108,7 +109,7 @@ def load(config: RegenerateConfig) -> tuple[SelfSpecModel, PreTrainedTokenizerBa
     spec = SelfSpecModel.from_pretrained(
         source, config.heads, dtype=config.dtype, device_map=processes().device
     )
-    return spec, AutoTokenizer.from_pretrained(source)
+    return spec, load_tokenizer(source)
 
 
 def write_texts(

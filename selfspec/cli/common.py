@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -147,18 +146,13 @@ def resolve(model: str | None) -> tuple[str, Path | str]:
     """The target's name, and the folder or id to load it from.
 
     Raises:
-        FileNotFoundError: `model` looks like a path, and there is no model.
+        FileNotFoundError: `model` is a path, and there is no model.
     """
     if model is None:
         return DEMO_MODEL.name, DEMO_MODEL
-    path = Path(model).expanduser()
-    looks_like_path = model.startswith((".", "~", os.sep)) or model.count("/") > 1
-    is_model = any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
-    if looks_like_path and not is_model:
-        raise FileNotFoundError(
-            f"no model folder at {model}; give a folder with a config.json, or a Hugging Face id"
-        )
-    return model, path if is_model else model
+    from selfspec.checkpoints import find_checkpoint
+
+    return model, find_checkpoint(model)
 
 
 class Source(NamedTuple):
@@ -182,9 +176,9 @@ class Source(NamedTuple):
         name, path = resolve(self.model)
         with progress().status(f"loading {name}"):
             spec = self.load_spec()
-            from transformers import AutoTokenizer
+            from selfspec.checkpoints import load_tokenizer
 
-            return Loaded(name, spec, AutoTokenizer.from_pretrained(path))
+            return Loaded(name, spec, load_tokenizer(path))
 
     def load_spec(self) -> SelfSpecModel:
         """Load the target without its tokenizer; raises as `load` does."""

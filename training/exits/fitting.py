@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from pydantic import Field, field_validator
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from selfspec import DEMO_MODEL, SelfSpecModel
+from selfspec.checkpoints import load_tokenizer
 from selfspec.config import StrictConfig
 from selfspec.decoder import Decoder
 from selfspec.heads import CARD_NAME, ExitHead, heads_card, load_heads, save_heads
@@ -105,7 +106,7 @@ class FitConfig(StrictConfig):
     def load_target(self) -> tuple[SelfSpecModel, PreTrainedTokenizerBase]:
         """The frozen target in float32, without heads, and its tokenizer."""
         model = AutoModelForCausalLM.from_pretrained(self.source, dtype=torch.float32)
-        return SelfSpecModel(model.eval()), AutoTokenizer.from_pretrained(self.source)
+        return SelfSpecModel(model.eval()), load_tokenizer(self.source)
 
     def read_text(self, tokenizer: PreTrainedTokenizerBase) -> tuple[Mixture, dict[str, Blocks]]:
         """The training text, and the held-out blocks of each domain."""
