@@ -18,8 +18,9 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from selfspec.checkpoints import find_checkpoint, load_causal_lm
-from selfspec.config import DraftConfig, Kernels, KVCacheDtype
+from selfspec.config import DraftConfig, Kernels, KVCacheDtype, unknown_name
 from selfspec.decoder import Decoder
+from selfspec.decoder.families import refuse_options
 from selfspec.drafters import make_drafter
 from selfspec.drafters.engine import Engine
 from selfspec.generation.batch import Batch, RequestOutput
@@ -125,10 +126,15 @@ class SelfSpecModel:
 
         Raises:
             OSError: there is no such checkpoint.
+            TypeError: an unknown option.
             ValueError: the weights are damaged, or the model is not supported.
         """
+        refuse_options(kernels, kv_cache_dtype)
         path = find_checkpoint(path, kwargs)
-        model = load_causal_lm(path, **kwargs)
+        try:
+            model = load_causal_lm(path, **kwargs)
+        except TypeError as error:
+            raise _with_our_options(error, kwargs) from None
         if heads is None and (Path(path) / CONFIG_NAME).is_file():
             heads = path
         spec = cls(model, heads, draft_model, profile, kernels, kv_cache_dtype)
@@ -395,6 +401,18 @@ class SelfSpecModel:
         if assistant is not None:
             return self.engine.beside(assistant), _assisted(DraftConfig.of(draft))
         return self.engine, self.default_draft if draft is None else DraftConfig.of(draft)
+
+
+_OPTIONS = ("heads", "draft_model", "profile", "kernels", "kv_cache_dtype")
+
+
+def _with_our_options(error: TypeError, options: Mapping[str, Any]) -> TypeError:
+    """The error of loading, which for an unknown option names the nearest one of ours."""
+    unknown = [name for name in options if f"unexpected keyword argument '{name}'" in str(error)]
+    if not unknown:
+        return error
+    known = [*_OPTIONS, "and those of AutoModelForCausalLM.from_pretrained"]
+    return TypeError(unknown_name("option of from_pretrained", unknown[0], known))
 
 
 def _token_ids(prompt: Sequence[int]) -> Sequence[int]:

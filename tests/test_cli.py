@@ -150,6 +150,20 @@ def test_python_says_what_is_wrong_with_a_folder_as_the_commands_do(name, says, 
         assert told == f"selfspec: {raised.value}\n"
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"head": "heads"}, TypeError, "unknown option of .*'head'; did you mean 'heads'?"),
+        ({"kernel": "eager"}, TypeError, "did you mean 'kernels'?"),
+        ({"kernels": "compile"}, ValueError, "kernels must be one of"),
+    ],
+)
+def test_a_wrong_option_is_named_before_weights_are_read(options, error, says, folder):
+    (Path(folder) / "model.safetensors").write_bytes(b"")
+    with pytest.raises(error, match=says):
+        SelfSpecModel.from_pretrained(folder, **options)
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
 def test_a_missing_file_of_a_checkpoint_is_named(name, folder):
     for path in Path(folder).glob(name.partition(".")[0] + "*"):
