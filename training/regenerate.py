@@ -19,7 +19,7 @@ from selfspec.heads.files import refuse_changes
 
 from .data import SourceConfig
 from .data.prompts import Prompt, PromptConfig, read_prompts
-from .loop.checkpoint import digest, read_facts, target_facts, write_facts
+from .loop.checkpoint import digest, name_of, read_facts, target_facts, write_facts
 from .loop.metrics import Display
 from .loop.parallel import processes
 from .loop.script import run_script, start_output
@@ -63,7 +63,8 @@ class RegenerateConfig(StrictConfig):
     @property
     def identity(self) -> dict[str, Any]:
         """What must stay as it is when the run is resumed."""
-        return self.model_dump(mode="json", exclude={"output"})
+        told = self.model_dump(mode="json", exclude={"output"})
+        return {**told, "target": name_of(self.target)}
 
 
 def regenerate(config: RegenerateConfig) -> Path:

@@ -19,7 +19,7 @@ from selfspec.heads import CARD_NAME, ExitHead, heads_card, load_heads, save_hea
 from selfspec.heads.hub import DEMO
 
 from ..data import Blocks, Mixture, SourceConfig, pack, tokenize
-from ..loop.checkpoint import write_folder
+from ..loop.checkpoint import name_of, write_folder
 from ..loop.loop import LoopConfig
 from ..loop.optim import OptimizerConfig
 from .features import FeaturesConfig
@@ -78,7 +78,8 @@ class FitConfig(StrictConfig):
         """Settings that must not change when the run is resumed."""
         names = ("target", "heads", "start", "data", "block_size", "loss", "optimizer")
         parts: dict[str, Any] = {**dict.fromkeys(names, True), "features": {"dtype"}}
-        return {**self.model_dump(mode="json", include=parts), "loop": self.loop.identity}
+        told = self.model_dump(mode="json", include=parts)
+        return {**told, "target": name_of(self.target), "loop": self.loop.identity}
 
     @property
     def source(self) -> str:
@@ -98,9 +99,9 @@ class FitConfig(StrictConfig):
 
     @property
     def code(self) -> str:
-        """The line of Python that loads the heads."""
-        target = "selfspec.DEMO_MODEL" if self.target == DEMO else repr(self.target)
-        arguments = f"{target}, heads={str(self.folder)!r}"
+        """The line of Python that loads the heads, from any working directory."""
+        target = "selfspec.DEMO_MODEL" if self.target == DEMO else repr(name_of(self.target))
+        arguments = f"{target}, heads={str(self.folder.absolute())!r}"
         return f"import selfspec; spec = selfspec.SelfSpecModel.from_pretrained({arguments})"
 
     def load_target(self) -> tuple[SelfSpecModel, PreTrainedTokenizerBase]:
