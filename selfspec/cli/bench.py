@@ -83,7 +83,9 @@ def bench(
         page = report.write_page(output, pictures)
         drawn = [picture.name for picture in pictures]
         written = [*report.write(output), "runs.jsonl", page, *drawn, *none]
-        console.print(*(grid.table() for grid in report.grids), *report.failures, sep="\n")
+        console.print(
+            *(grid.table(console.width) for grid in report.grids), *report.failures, sep="\n"
+        )
         console.print(NOTES)
         console.print(f"\nwritten to {output}: {', '.join(written)}")
     if as_json:
