@@ -342,7 +342,7 @@ class Grid(NamedTuple):
 
     def table(self, width: int) -> Table:
         """For a terminal of `width` characters."""
-        table = Table(title=self.title, box=box.SIMPLE_HEAD)
+        table = Table(title=f"\n{self.title}", box=box.SIMPLE_HEAD)
         table.title_justify = table.caption_justify = "left"
         table.show_edge, table.pad_edge, table.collapse_padding = False, False, True
         name, *others = self.columns

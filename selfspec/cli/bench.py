@@ -131,7 +131,8 @@ def _announce(bench: Bench, done: int) -> None:
     """Say on stderr how much there is to do."""
     decoder = bench.spec.engine.decoder
     parameters = sum(parameter.numel() for parameter in decoder.causal_lm.parameters())
-    slow = "; on a CPU this takes minutes" if decoder.device.type == "cpu" else ""
+    is_slow = bench.config.shape is not None and decoder.device.type == "cpu"
+    slow = "; on a CPU this takes minutes" * is_slow
     typer.echo(
         f"{in_units(parameters)} parameters on {decoder.device}: {bench.total - done} of "
         f"{bench.total} timed calls to make, each of up to {bench.config.max_new_tokens} new "
