@@ -237,7 +237,12 @@ def _error_lines(error: ValidationError, source: str) -> Iterator[str]:
     for item in error.errors():
         place = ".".join(str(part) for part in item["loc"])
         message = item["msg"].removeprefix("Value error, ")
-        yield f"{source}: {place + ': ' if place else ''}{message}"
+        yield f"{source}: {place + ': ' if place else ''}{message}{given_value(item)}"
+
+
+def given_value(item: Mapping[str, Any]) -> str:
+    """The end of the message of one of pydantic's errors; our own messages name the value."""
+    return "" if item["type"] in ("missing", "value_error") else f", got {item['input']!r:.80}"
 
 
 def load_config(
@@ -271,7 +276,14 @@ def _override(data: dict[str, Any], override: str) -> None:
     key, separator, value = override.partition("=")
     if not separator or not key:
         raise ValueError(f"an override reads section.field=value, got {override!r}")
-    *sections, field = key.split(".")
+    *sections, field = names = key.split(".")
+    entry = next((place for place, name in enumerate(names) if name.isdigit()), 0)
+    if entry:
+        whole = ".".join(names[:entry])
+        raise ValueError(
+            f"override {override!r}: an entry of a list cannot be set alone; give the whole list "
+            f"as YAML, such as {whole}='[{{key: value}}]'"
+        )
     for section in sections:
         data = data.setdefault(section, {})
         if not isinstance(data, dict):

@@ -17,10 +17,11 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from selfspec.config import DraftConfig, Kernels, KVCacheDtype
+from selfspec.checkpoints import find_checkpoint, load_causal_lm
+from selfspec.config import DraftConfig, Kernels, KVCacheDtype, unknown_name
 from selfspec.decoder import Decoder
+from selfspec.decoder.families import refuse_options
 from selfspec.drafters import make_drafter
-from selfspec.drafters.draft_models import load_causal_lm
 from selfspec.drafters.engine import Engine
 from selfspec.generation.batch import Batch, RequestOutput
 from selfspec.generation.loop import Call, Session, SpecOutput, open_session, speculate
@@ -130,9 +131,15 @@ class SelfSpecModel:
 
         Raises:
             OSError: there is no such checkpoint.
+            TypeError: an unknown option.
             ValueError: the weights are damaged, or the model is not supported.
         """
-        model = load_causal_lm(path, **kwargs)
+        refuse_options(kernels, kv_cache_dtype)
+        path = find_checkpoint(path, kwargs)
+        try:
+            model = load_causal_lm(path, **kwargs)
+        except TypeError as error:
+            raise _with_our_options(error, kwargs) from None
         if heads is None and (Path(path) / CONFIG_NAME).is_file():
             heads = path
         spec = cls(model, heads, draft_model, profile, kernels, kv_cache_dtype)
@@ -316,6 +323,7 @@ class SelfSpecModel:
             Ctrl-C, those of finished requests, with a warning.
 
         Raises:
+            TypeError: a prompt is no list of token ids.
             ValueError: an unsupported option, or a draft that this model cannot make; raised before
                 anything runs. An error in one request is stored in the `error` of its output.
         """
@@ -358,6 +366,7 @@ class SelfSpecModel:
                 of tensors: processors and options of the generation config.
 
         Raises:
+            TypeError: a prompt is no list of token ids; with an iterator, when it is read.
             ValueError: an unsupported option, or a draft that this model cannot make.
         """
         own = self.causal_lm.generation_config
@@ -373,6 +382,7 @@ class SelfSpecModel:
             check_counts(len(inputs), max_new_tokens=max_new_tokens, seed=seed)
             if not inputs:
                 return iter(())
+            inputs = [*map(_token_ids, inputs)]  # before anything runs
         source = partial(_seeded, seed, engine.decoder.device)
 
         def open_request(prompt: Sequence[int], number: int) -> Session:
@@ -383,7 +393,7 @@ class SelfSpecModel:
             options = {**options, "generation_config": config, "stopping_criteria": criteria}
             return self._open(prompt, Call(engine, any_drafter, generator=source(number)), options)
 
-        batch = Batch(open_request, drafter, inputs, batch_size, source(0))
+        batch = Batch(open_request, drafter, map(_token_ids, inputs), batch_size, source(0))
         self.last_stats, self.last_trace = batch.stats, None
         return iter(batch)
 
@@ -410,6 +420,28 @@ class SelfSpecModel:
         if assistant is not None:
             return self.engine.beside(assistant), _assisted(DraftConfig.of(draft))
         return self.engine, self.draft_for(sampled) if draft is None else DraftConfig.of(draft)
+
+
+_OPTIONS = ("heads", "draft_model", "profile", "kernels", "kv_cache_dtype")
+
+
+def _with_our_options(error: TypeError, options: Mapping[str, Any]) -> TypeError:
+    """The error of loading, which for an unknown option names the nearest one of ours."""
+    unknown = [name for name in options if f"unexpected keyword argument '{name}'" in str(error)]
+    if not unknown:
+        return error
+    known = [*_OPTIONS, "and those of AutoModelForCausalLM.from_pretrained"]
+    return TypeError(unknown_name("option of from_pretrained", unknown[0], known))
+
+
+def _token_ids(prompt: Sequence[int]) -> Sequence[int]:
+    """The prompt, if it is no text and no single token."""
+    if isinstance(prompt, (str, int)):
+        raise TypeError(
+            f"generate_batch takes lists of token ids, got {prompt!r:.60} in the place of one; "
+            'for texts pass tokenizer(prompts)["input_ids"]'
+        )
+    return prompt
 
 
 def _seeded(

@@ -1,5 +1,6 @@
 """The benchmark: its statistics, its bookkeeping, and what it says of methods that go wrong."""
 
+import io
 import itertools
 import json
 import re
@@ -15,6 +16,7 @@ import yaml
 from conftest import EXIT, tiny_llama
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 from typer.testing import CliRunner
 
 from selfspec import SelfSpecModel
@@ -29,7 +31,7 @@ from selfspec.bench import (
     write_plots,
 )
 from selfspec.bench.prompts import Batch
-from selfspec.bench.results import loops, median_interval, percentile
+from selfspec.bench.results import SHEETS, Grid, loops, median_interval, percentile
 from selfspec.bench.run import Key, Place, Run, _status, peak_memory
 from selfspec.cli import commands
 from selfspec.config import parse
@@ -327,6 +329,33 @@ def test_every_batch_size_has_its_tables_and_the_speed_against_them_a_picture(
         f"{kind}_greedy.png"
         for kind in ("speedup", "acceptance", "lengths", "time", "batches", *MEMORY)
     }
+
+
+@pytest.mark.parametrize("width", [50, 60, 80, 120])
+def test_a_terminal_shows_names_and_speeds_whole_and_says_what_it_leaves_out(width):
+    sheet, names = SHEETS[0], ["plain", "HF assistant_early_exit", "fused 1, tree of 12, 0.7"]
+    cells = [
+        "131.5",
+        "1.71x (1.50–1.93)",
+        "1.62",
+        "0.812",
+        "3.41",
+        "NOT EQUAL: 3/4, margin 1.2e-05",
+    ]
+    rows = [[name, *cells] for name in names]
+    columns = ["method", *sheet.columns]
+    grid = Grid("speed", columns, rows, sheet.wraps, sheet.spare)
+    console = Console(width=width, file=io.StringIO())
+    console.print(grid.table(width))
+    shown = console.file.getvalue()
+    assert "…" not in shown and max(map(len, shown.splitlines())) <= width
+    assert shown.count("131.5  1.71x (1.50–1.93)") == len(names)
+    assert all(word in shown for word in [*columns[:3], *" ".join(names).split()])
+    caption = " ".join(shown.split()).partition("left out, as the terminal is narrow: ")[2]
+    left_out = caption.split(", ") if caption else []
+    assert set(left_out) == set(sheet.spare[: len(left_out)])
+    assert ("0.812" in shown) == ("accepted" not in left_out)
+    assert bool(left_out) == (width < 120)
 
 
 def test_one_row_wrong_in_a_batch_is_caught(tokenizer, config, tmp_path, monkeypatch):

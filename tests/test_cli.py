@@ -132,6 +132,46 @@ def test_truncated_weights_are_named(tmp_path, folder):
     assert re.fullmatch(rf"selfspec: the weights in {folder} cannot be read .*\n", result.stderr)
 
 
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("no/such/folder", r"no model folder at {name}; give"),
+        ("half", r"no model folder at {name}: it has no config\.json; give"),
+    ],
+)
+def test_python_says_what_is_wrong_with_a_folder_as_the_commands_do(name, says, tmp_path):
+    (tmp_path / "half").mkdir()
+    name = str(tmp_path / name)
+    told = call("info", "--model", name, code=1).stderr
+    assert re.search(says.format(name=name), told)
+    for given in (name, Path(name)):
+        with pytest.raises(FileNotFoundError) as raised:
+            SelfSpecModel.from_pretrained(given)
+        assert told == f"selfspec: {raised.value}\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"head": "heads"}, TypeError, "unknown option of .*'head'; did you mean 'heads'?"),
+        ({"kernel": "eager"}, TypeError, "did you mean 'kernels'?"),
+        ({"kernels": "compile"}, ValueError, "kernels must be one of"),
+    ],
+)
+def test_a_wrong_option_is_named_before_weights_are_read(options, error, says, folder):
+    (Path(folder) / "model.safetensors").write_bytes(b"")
+    with pytest.raises(error, match=says):
+        SelfSpecModel.from_pretrained(folder, **options)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_a_missing_file_of_a_checkpoint_is_named(name, folder):
+    for path in Path(folder).glob(name.partition(".")[0] + "*"):
+        path.unlink()
+    told = call("generate", PROMPT, "--model", folder, code=1).stderr
+    assert name in told and folder in told
+
+
 def test_debug_shows_the_whole_error(folder):
     result = call("--debug", "generate", PROMPT, "--model", "/no/such/folder", code=1)
     assert isinstance(result.exception, FileNotFoundError)
@@ -147,6 +187,7 @@ def test_debug_shows_the_whole_error(folder):
         ("bench repeat=2", "unknown key of BenchConfig: 'repeat'; did you mean 'repeats'?"),
         ("bench repeats", "an override reads section.field=value, got 'repeats'"),
         ("bench max_new_tokens=some", "overrides: max_new_tokens: Input should be a valid integer"),
+        ("bench methods.0.name=a", "give the whole list as YAML, such as methods='["),
         ("chat --model ./none", "no model folder at ./none"),
         ("chat --config binary", "binary is no UTF-8 text (byte 0)"),
         ("chat --draft exit_lyer=1", "did you mean 'exit_layer'?"),
@@ -155,6 +196,8 @@ def test_debug_shows_the_whole_error(folder):
         ("check --config list.yaml", "list.yaml must hold a YAML mapping, got list"),
         ("demo --draft drafter=tree --model .", "no model folder at ."),
         ("demo --draft schedule=never", "draft.schedule: Input should be 'fixed'"),
+        ("demo --draft rule=couple", "or 'typical_lossy', got 'couple'"),
+        ("demo --draft exit_layer=-1", "greater than or equal to 0, got -1"),
         ("demo --config other.yaml", "unknown key of Sections: 'drafts'; did you mean 'draft'?"),
         ("generate --file binary", "binary is no UTF-8 text (byte 0)"),
         ("generate a --profile none.json --model {folder}", "no profile at none.json"),
@@ -214,6 +257,18 @@ def test_wrong_usage_is_one_line_and_exit_code_2(line):
     result = call(*line.split(), code=2)
     assert result.stdout == ""
     assert re.fullmatch(r"selfspec: .*; see selfspec.* --help\n", result.stderr)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("generate a -n -5", "greater than or equal to 1, got '-5'; see"),
+        ("generate a --temperature -1", "greater than or equal to 0, got '-1'; see"),
+        ("generate a --format html", ": 'html' is not one of 'text'"),
+    ],
+)
+def test_wrong_usage_names_the_value(line, says):
+    assert says in call(*line.split(), code=2).stderr
 
 
 RUNS = ("bench", "chat", "check", "demo", "generate a", "info", "tune")

@@ -51,6 +51,13 @@ def test_reset_forgets_and_quit_leaves(folder):
     assert talk(folder, said=said).stdout == f"{first}\n{first}\n"
 
 
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_help_lists_the_commands_and_is_no_turn(folder, options):
+    result = talk(folder, *options, said="/help\n")
+    assert result.stdout == ""
+    assert result.stderr == "/help: list the commands, /reset: forget every turn, /quit: leave\n"
+
+
 def test_what_only_looks_like_a_command_is_text(folder):
     assert talk(folder, said="on /reset\n/ a\n").stdout.count("\n") == 2
 

@@ -1,6 +1,7 @@
 """`selfspec fit`, `measure` and `regenerate`: what is not given is chosen, the rest is kept."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,20 @@ def test_the_line_that_is_printed_loads_the_heads(made, fitted):
     assert [(head.kind, head.exit_layer) for head in names["spec"].heads] == [("fused", 1)]
     shown = call("measure", made / "run", "measure.prompts=0").stdout.strip().splitlines()
     assert shown[-1] == fitted["code"]
+
+
+def test_a_target_is_the_same_by_another_path_and_another_is_refused_first(
+    made, fitted, monkeypatch
+):
+    monkeypatch.chdir(made)
+    shutil.copytree("run", "again")
+    options = ("--text", made / "*.txt", "--output", "again", *QUICK)
+    shown = call("fit", "target", *options).stdout
+    assert "is complete at step 3 of 3" in shown
+    assert f"'{made / 'target'}', heads='{made / 'again' / 'heads'}'" in shown
+    shutil.copytree("target", "copy")
+    result = call("fit", "copy", *options, code=1)
+    assert result.stdout == "" and "again holds a run with another target" in result.stderr
 
 
 def test_a_part_of_the_text_is_held_out_where_no_other_is_given(fitted):

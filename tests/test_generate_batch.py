@@ -419,6 +419,14 @@ def test_a_drafter_that_cannot_take_in_rows_is_refused(monkeypatch):
         SelfSpecModel(tiny_llama()).generate_batch(some_prompts(2), draft="keeps", max_new_tokens=4)
 
 
+@pytest.mark.parametrize("prompts", [["the cat"], "the cat", {"input_ids": [[1]]}, [[1], 2]])
+def test_a_prompt_is_a_list_of_token_ids(prompts):
+    spec = SelfSpecModel(tiny_llama())
+    for given in (prompts, iter(prompts)):
+        with pytest.raises(TypeError, match=r'tokenizer\(prompts\)\["input_ids"\]'):
+            spec.generate_batch(given, batch_size=1, max_new_tokens=2, do_sample=False)
+
+
 def test_no_prompts_no_results():
     spec = SelfSpecModel(tiny_llama())
     assert spec.generate_batch([], max_new_tokens=4) == {}

@@ -592,4 +592,8 @@ def test_a_folder_without_heads_is_named(target, tmp_path):
         SelfSpecModel(target, heads=str(tmp_path / "absent"))
     with pytest.raises(FileNotFoundError, match=r"no selfspec\.json in "):
         SelfSpecModel(target, heads=str(tmp_path))
+    decoder = Decoder(target)
+    save_heads([lens(decoder)], decoder, tmp_path / "run" / "heads")
+    with pytest.raises(FileNotFoundError, match=r"run; did you mean .*run/heads\?$"):
+        SelfSpecModel(target, heads=str(tmp_path / "run"))
     assert not shutil.os.path.exists(tmp_path / "absent")

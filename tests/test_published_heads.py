@@ -235,6 +235,8 @@ def test_the_guide_beside_an_exported_head(tmp_path):
     save_heads([head], spec.engine.decoder, tmp_path / "heads")
     out = tmp_path / "out"
     options = ["--model", tmp_path / "target", "--heads", tmp_path / "heads", "-k", 3, "--json"]
+    told = call("export", "eagle3", out, *options[:2], code=1).stderr
+    assert "no eagle3 head here (heads: none); give the folder of one with --heads" in told
     facts = one_object(call("export", "eagle3", out, *options))
     assert facts["vocabulary"] == VOCAB and facts["folder"] == str(out)
     guide = (out / "README.md").read_text()

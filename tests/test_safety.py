@@ -481,6 +481,8 @@ def test_a_model_without_an_lm_head_is_refused():
 def test_what_is_no_causal_lm_is_refused():
     with pytest.raises(TypeError, match="must be a transformers PreTrainedModel, got Linear"):
         SelfSpecModel(torch.nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=r"got str; SelfSpecModel\.from_pretrained loads one"):
+        SelfSpecModel("path/to/model")
 
 
 def test_pipeline_stages_are_refused():

@@ -23,7 +23,7 @@ from selfspec.bench.shapes import (
     read_shape,
     size_of,
 )
-from selfspec.cli import commands
+from selfspec.cli import bench, commands, common
 from selfspec.decoder import Span
 from selfspec.drafters.engine import Engine
 from selfspec.heads import build_head
@@ -221,9 +221,33 @@ def test_the_command_says_in_every_table_that_acceptance_was_planted(tmp_path):
     assert titles and all("acceptance planted" in title for title in titles)
     # The runs are there; nothing is measured again.
     before = (tmp_path / "runs.jsonl").read_text()
+    assert re.search(r"of \d+ timed calls .* on a CPU this takes minutes\n", result.stderr)
     again = CliRunner().invoke(commands, [*args, *SMALL, PROMPTS])
     assert again.exit_code == 0, again.output
+    assert again.stderr == ""
     assert (tmp_path / "runs.jsonl").read_text() == before
+
+
+def test_every_shape_has_a_default_folder_of_its_own(tmp_path, monkeypatch):
+    folders = []
+
+    def record(config, output):
+        folders.append(str(output))
+        raise ValueError("seen")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench, "run_bench", record)
+    for args in ([], ["--shape", "Llama-3.2-1B"], ["shape=Qwen3-4B"], ["shape=a/my/config.json"]):
+        CliRunner().invoke(commands, ["bench", *args])
+    names = ["bench", "bench-Llama-3.2-1B", "bench-Qwen3-4B", "bench-my"]
+    assert folders == [f"outputs/{name}" for name in names]
+
+
+def test_progress_is_lines_where_there_is_no_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(common, "_LINE_EVERY", 0.0)
+    with common.progress_bar() as show:
+        show("greedy", 1, 4)
+    assert capsys.readouterr().err == "1/4  greedy\n"
 
 
 def test_what_is_given_is_kept_and_the_rest_is_chosen_by_the_device():

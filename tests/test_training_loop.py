@@ -141,6 +141,19 @@ def test_a_resumed_run_is_an_uninterrupted_one_bit_for_bit(tmp_path, optimizer, 
     assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
 
 
+def test_an_interrupted_run_says_where_it_goes_on(tmp_path, capsys):
+    def interrupt(loss):
+        raise KeyboardInterrupt
+
+    for step, says in [(1, "no checkpoint yet; the same command begins anew"), (8, "is step 6 in")]:
+        with pytest.raises(KeyboardInterrupt):
+            run(Line({step: interrupt}), tmp_path)
+        assert f"{says}" in capsys.readouterr().out.splitlines()[-1]
+    run(Line(), tmp_path)
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == f"resuming the run in {tmp_path} after step 6 of 10"
+
+
 def test_what_a_resumed_run_repeats_is_in_the_metrics_once(tmp_path):
     with pytest.raises(Stopped):
         run(Line({8: stop}), tmp_path)

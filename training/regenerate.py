@@ -10,15 +10,16 @@ from typing import Any, Literal
 
 import numpy as np
 from pydantic import Field
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from selfspec import DEMO_MODEL, DraftConfig, SelfSpecModel
+from selfspec.checkpoints import load_tokenizer
 from selfspec.config import StrictConfig
 from selfspec.heads.files import refuse_changes
 
 from .data import SourceConfig
 from .data.prompts import Prompt, PromptConfig, read_prompts
-from .loop.checkpoint import digest, read_facts, target_facts, write_facts
+from .loop.checkpoint import digest, name_of, read_facts, target_facts, write_facts
 from .loop.metrics import Display
 from .loop.parallel import processes
 from .loop.script import run_script, start_output
@@ -62,7 +63,8 @@ class RegenerateConfig(StrictConfig):
     @property
     def identity(self) -> dict[str, Any]:
         """What must stay as it is when the run is resumed."""
-        return self.model_dump(mode="json", exclude={"output"})
+        told = self.model_dump(mode="json", exclude={"output"})
+        return {**told, "target": name_of(self.target)}
 
 
 def regenerate(config: RegenerateConfig) -> Path:
@@ -108,7 +110,7 @@ def load(config: RegenerateConfig) -> tuple[SelfSpecModel, PreTrainedTokenizerBa
     spec = SelfSpecModel.from_pretrained(
         source, config.heads, dtype=config.dtype, device_map=processes().device
     )
-    return spec, AutoTokenizer.from_pretrained(source)
+    return spec, load_tokenizer(source)
 
 
 def write_texts(

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import groupby, pairwise
 from pathlib import Path
 from statistics import median
+from textwrap import fill
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -315,6 +316,13 @@ def _equality(
     )
 
 
+_GAP = 2  # characters between columns
+
+
+def _longest(texts: Sequence[str]) -> int:
+    return max(map(len, texts), default=0)
+
+
 class Grid(NamedTuple):
     """A table of strings.
 
@@ -323,22 +331,47 @@ class Grid(NamedTuple):
         columns: names of the columns; the first names the rows.
         rows: cells.
         wraps: columns that may wrap on a terminal, beside the first.
+        spare: columns that a narrow terminal leaves out, the first one first.
     """
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     wraps: Sequence[str] = ()
+    spare: Sequence[str] = ()
 
-    def table(self) -> Table:
-        """For a terminal."""
-        table = Table(title=self.title, title_justify="left", box=box.SIMPLE_HEAD)
-        for place, column in enumerate(self.columns):
-            wraps = place == 0 or column in self.wraps
-            table.add_column(column, justify="right" if place else "left", no_wrap=not wraps)
+    def table(self, width: int) -> Table:
+        """For a terminal of `width` characters."""
+        table = Table(title=f"\n{self.title}", box=box.SIMPLE_HEAD)
+        table.title_justify = table.caption_justify = "left"
+        table.show_edge, table.pad_edge, table.collapse_padding = False, False, True
+        name, *others = self.columns
+        names = [name, *(row[0] for row in self.rows)]
+        longest_word = _longest(" ".join(names).split())
+
+        def room() -> int:
+            return width - sum(_GAP + self._width(column) for column in others)
+
+        spare = list(self.spare)
+        while room() < longest_word and spare:
+            others.remove(spare.pop(0))
+        left_out = [column for column in self.columns[1:] if column not in others]
+        if left_out:
+            table.caption = f"left out, as the terminal is narrow: {', '.join(left_out)}"
+        table.add_column(name, width=max(longest_word, min(_longest(names), room())))
+        for column in others:
+            header = column if column in self.wraps else fill(column, self._width(column))
+            table.add_column(header, justify="right", no_wrap=column not in self.wraps)
+        places = [0, *map(self.columns.index, others)]
         for row in self.rows:
-            table.add_row(*row)
+            table.add_row(*(row[place] for place in places))
         return table
+
+    def _width(self, column: str) -> int:
+        """Characters that a column needs."""
+        cells = [row[self.columns.index(column)] for row in self.rows]
+        words = " ".join(cells).split() if column in self.wraps else cells
+        return _longest([*column.split(), *words])
 
     def markdown(self) -> list[str]:
         """Lines of Markdown, below a heading."""
@@ -372,11 +405,13 @@ class Sheet(NamedTuple):
         title: its title.
         columns: formats a row's cell, by the name of the column.
         wraps: columns that may wrap.
+        spare: columns that a narrow terminal leaves out, the first one first.
     """
 
     title: str
     columns: dict[str, Cell]
     wraps: Sequence[str] = ()
+    spare: Sequence[str] = ()
 
 
 def _interval(found: Interval | None) -> str:
@@ -440,6 +475,7 @@ SHEETS = (
             "outputs equal": lambda row: _equal(row.equality),
         },
         wraps=["outputs equal"],
+        spare=["over own loop", "length", "accepted", "outputs equal"],
     ),
     Sheet(
         "drafts",
@@ -488,7 +524,9 @@ def grids(rows: Sequence[Row]) -> Iterator[Grid]:
             cells = [_cells(sheet, row) for row in shown]
             if sheet is LIMIT and not any(row.limit for row in shown):
                 continue  # the bandwidth was not measured
-            yield Grid(f"{title} · {sheet.title}", ["method", *sheet.columns], cells, sheet.wraps)
+            columns = ["method", *sheet.columns]
+            name = f"{title} · {sheet.title}"
+            yield Grid(name, columns, cells, sheet.wraps, sheet.spare)
 
 
 def _cells(sheet: Sheet, row: Row) -> list[str]:

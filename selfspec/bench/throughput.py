@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, StoppingCriteria
 from transformers.utils import logging
@@ -86,7 +85,9 @@ def main() -> None:
     for rows in arguments.rows:
         methods = _methods(spec, prompts, lengths, arguments.draft)
         _measure(methods, rows, arguments.repeats, single, spec.causal_lm.device)
-        console.print(_table(methods, rows, sum(lengths), len(prompts), arguments))
+        console.print(
+            _grid(methods, rows, sum(lengths), len(prompts), arguments).table(console.width)
+        )
 
 
 def _arguments() -> argparse.Namespace:
@@ -223,13 +224,13 @@ def _measure(
             method.memory = max(filter(None, (method.memory, memory)), default=None)
 
 
-def _table(
+def _grid(
     methods: Sequence[BatchMethod],
     at_a_time: int,
     tokens: int,
     prompts: int,
     arguments: argparse.Namespace,
-) -> Table:
+) -> Grid:
     low, high = arguments.lengths
     rows: list[list[str]] = []
     for method in methods:
@@ -254,8 +255,7 @@ def _table(
         f"{arguments.dtype}, greedy; medians of {arguments.repeats} interleaved runs",
         columns,
         rows,
-        wraps=columns,
-    ).table()
+    )
 
 
 if __name__ == "__main__":

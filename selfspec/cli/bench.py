@@ -13,6 +13,7 @@ from selfspec.cli import options as opt
 from selfspec.cli.common import (
     Loaded,
     Source,
+    in_units,
     print_json,
     progress_bar,
     quiet_transformers,
@@ -45,7 +46,7 @@ def bench(
         typer.Option(
             metavar="NAME_OR_CONFIG",
             help="A published size with random weights instead of a model: its name, or the path "
-            "of a config.json. Acceptance is planted.",
+            "of a config.json. Acceptance is planted. On a CPU this takes minutes.",
             show_default=False,
         ),
     ] = None,
@@ -58,8 +59,13 @@ def bench(
         ),
     ] = None,
     output: Annotated[
-        Path, typer.Option(metavar="DIR", help="Folder of runs and report; existing runs are kept.")
-    ] = Path("outputs/bench"),
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Folder of runs and report; existing runs are kept.",
+            show_default="outputs/bench, and outputs/bench-NAME for a shape",
+        ),
+    ] = None,
     as_json: opt.AsJson = False,
 ) -> None:
     """Compare methods on one target: speed, acceptance and equality of outputs, in one run."""
@@ -70,19 +76,31 @@ def bench(
     chosen = [] if shape is None else [f"shape={shape}"]
     chosen += [] if acceptance is None else [f"acceptance=[{acceptance}]"]
     wanted = load_config(BenchConfig, config, [*(fields or ()), *chosen])
+    output = output or _folder(wanted.shape)
     with reporting(as_json) as console:
         report = run_bench(wanted, output)
         pictures, none = _pictures(report, output)
         page = report.write_page(output, pictures)
         drawn = [picture.name for picture in pictures]
         written = [*report.write(output), "runs.jsonl", page, *drawn, *none]
-        console.print(*(grid.table() for grid in report.grids), *report.failures, sep="\n")
+        console.print(
+            *(grid.table(console.width) for grid in report.grids), *report.failures, sep="\n"
+        )
         console.print(NOTES)
         console.print(f"\nwritten to {output}: {', '.join(written)}")
     if as_json:
         print_json(report.to_dict())
     if report.failed:
         raise typer.Exit(1)
+
+
+def _folder(shape: str | None) -> Path:
+    """The default folder; shapes have one each, as a folder holds the runs of one benchmark."""
+    if shape is None:
+        return Path("outputs/bench")
+    path = Path(shape).resolve()
+    name = path.parent.name if path.name == "config.json" else path.name.removesuffix(".json")
+    return Path(f"outputs/bench-{name}")
 
 
 def run_bench(config: BenchConfig, output: Path) -> Report:
@@ -93,6 +111,8 @@ def run_bench(config: BenchConfig, output: Path) -> Report:
     config = bench.config
     identity = {"config": config.model_dump(mode="json"), "where": where}
     file = RunFile(output, identity)
+    if len(file.runs) < bench.total:
+        _announce(bench, len(file.runs))
     with progress_bar() as show:
         bench.run(file, show)
     facts = {
@@ -105,6 +125,20 @@ def run_bench(config: BenchConfig, output: Path) -> Report:
         "batch sizes": list(config.batch_sizes),
     }
     return Report(facts, summarise(bench, file))
+
+
+def _announce(bench: Bench, done: int) -> None:
+    """Say on stderr how much there is to do."""
+    decoder = bench.spec.engine.decoder
+    parameters = sum(parameter.numel() for parameter in decoder.causal_lm.parameters())
+    is_slow = bench.config.shape is not None and decoder.device.type == "cpu"
+    slow = "; on a CPU this takes minutes" * is_slow
+    typer.echo(
+        f"{in_units(parameters)} parameters on {decoder.device}: {bench.total - done} of "
+        f"{bench.total} timed calls to make, each of up to {bench.config.max_new_tokens} new "
+        f"tokens a row{slow}",
+        err=True,
+    )
 
 
 def _pictures(report: Report, output: Path) -> tuple[list[Path], list[str]]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from selfspec.cli.conversation import Conversation, Turn
 
 _COMMAND = re.compile(r"/[a-z]+")
-_COMMANDS = {"/reset": "forget every turn", "/quit": "leave"}
+_COMMANDS = {"/help": "list the commands", "/reset": "forget every turn", "/quit": "leave"}
 
 
 def chat(
@@ -52,8 +52,8 @@ def chat(
     """Chat with a model; accepted tokens are coloured, and each turn shows speed and acceptance.
 
     With a chat template turns are messages, without one they are lines of one text. Off a terminal
-    every line of stdin is a turn. /reset forgets every turn, /quit or Ctrl-D leaves; Ctrl-C stops a
-    reply, or leaves.
+    every line of stdin is a turn. /help lists the commands, /reset forgets every turn, /quit or
+    Ctrl-D leaves; Ctrl-C stops a reply, or leaves.
     """
     from selfspec.cli.conversation import Conversation
 
@@ -114,16 +114,22 @@ def _obey(line: str, conversation: Conversation) -> bool:
         from selfspec.config import unknown_name
 
         raise ValueError(unknown_name("command", line, list(_COMMANDS)))
-    conversation.reset()  # /quit ends the lines
+    if line == "/help":
+        typer.echo(_commands(), err=True)
+    else:
+        conversation.reset()  # /quit ends the lines
     return True
+
+
+def _commands() -> str:
+    return ", ".join(f"{command}: {does}" for command, does in _COMMANDS.items())
 
 
 def _greet(console: Console, name: str, conversation: Conversation) -> None:
     from selfspec.display import in_colour, legend
 
     kind = "messages" if conversation.templated else "lines of one text (no chat template)"
-    commands = ", ".join(f"{command}: {does}" for command, does in _COMMANDS.items())
-    console.print(f"{name}; turns are {kind}\n{commands}", style="dim")
+    console.print(f"{name}; turns are {kind}\n{_commands()}", style="dim")
     if in_colour(console):
         console.print(legend(console))
 

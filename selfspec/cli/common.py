@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from selfspec.model import SelfSpecModel
     from selfspec.schedule.stats import Stats
+
+_LINE_EVERY = 10.0  # seconds between lines of progress where there is no terminal
 
 
 @contextmanager
@@ -66,14 +68,23 @@ def progress() -> Console:
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
     """Yields a function that shows what is done, how many of it, and of how many.
 
-    On a terminal it is a bar on stderr.
+    On a terminal it is a bar on stderr, elsewhere a line on stderr every `_LINE_EVERY` seconds.
     """
     console = progress()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     bar = Progress(*columns, TimeRemainingColumn(), console=console, disable=console.quiet)
+    last = time.monotonic()
+
+    def show(doing: str, done: int, of: int) -> None:
+        nonlocal last
+        bar.update(task, completed=done, total=of, description=doing)
+        if console.quiet and time.monotonic() - last >= _LINE_EVERY:
+            last = time.monotonic()
+            typer.echo(f"{done}/{of}  {doing}", err=True)
+
     with bar:
         task = bar.add_task("", total=None)
-        yield lambda doing, done, of: bar.update(task, completed=done, total=of, description=doing)
+        yield show
 
 
 def complain(message: str) -> None:
@@ -135,18 +146,13 @@ def resolve(model: str | None) -> tuple[str, Path | str]:
     """The target's name, and the folder or id to load it from.
 
     Raises:
-        FileNotFoundError: `model` looks like a path, and there is no model.
+        FileNotFoundError: `model` is a path, and there is no model.
     """
     if model is None:
         return DEMO_MODEL.name, DEMO_MODEL
-    path = Path(model).expanduser()
-    looks_like_path = model.startswith((".", "~", os.sep)) or model.count("/") > 1
-    is_model = any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
-    if looks_like_path and not is_model:
-        raise FileNotFoundError(
-            f"no model folder at {model}; give a folder with a config.json, or a Hugging Face id"
-        )
-    return model, path if is_model else model
+    from selfspec.checkpoints import find_checkpoint
+
+    return model, find_checkpoint(model)
 
 
 class Source(NamedTuple):
@@ -170,9 +176,9 @@ class Source(NamedTuple):
         name, path = resolve(self.model)
         with progress().status(f"loading {name}"):
             spec = self.load_spec()
-            from transformers import AutoTokenizer
+            from selfspec.checkpoints import load_tokenizer
 
-            return Loaded(name, spec, AutoTokenizer.from_pretrained(path))
+            return Loaded(name, spec, load_tokenizer(path))
 
     def load_spec(self) -> SelfSpecModel:
         """Load the target without its tokenizer; raises as `load` does."""

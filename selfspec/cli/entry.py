@@ -66,7 +66,14 @@ class _Commands(TyperGroup):
 
 def _told_usage(error: Any) -> int:
     """Print a usage error; returns the exit code."""
+    from pydantic import ValidationError
+
+    from selfspec.config import given_value
+
     message = error.format_message()
+    if isinstance(error.__cause__, ValidationError):
+        message = message.replace("Value error, ", "").rstrip(".")
+        message += given_value(error.__cause__.errors()[0])
     if message:  # empty if the help was shown instead
         path = error.ctx.command_path if error.ctx else "selfspec"
         complain(f"{message.rstrip('.')}; see {path} --help")

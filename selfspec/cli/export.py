@@ -104,15 +104,20 @@ def eagle3(
     """Write an eagle3 head in the layouts of EAGLE and of speculators, for serving engines."""
     from dataclasses import asdict
 
-    from selfspec.config import DraftConfig
     from selfspec.export import check_free, export_eagle3
     from selfspec.heads import Eagle3Head
 
     with reporting(as_json) as console:
         check_free(out)
         engine = Source(model, heads, dtype, "cpu").load_spec().engine
-        head = engine.head(DraftConfig(exit_layer=0, head=Eagle3Head.kind))
-        assert isinstance(head, Eagle3Head)
+        head = next((head for head in engine.heads if isinstance(head, Eagle3Head)), None)
+        if head is None:
+            have = ", ".join(head.kind for head in engine.heads) or "none"
+            raise ValueError(
+                f"there is no eagle3 head here (heads: {have}); give the folder of one with "
+                "--heads, or fit one: selfspec fit MODEL --text FILES "
+                "heads='[{kind: eagle3, exit_layer: 0}]'"
+            )
         name, path = resolve(model)
         exported = export_eagle3(
             engine.decoder, head, out, target=str(path), num_draft_tokens=num_draft_tokens

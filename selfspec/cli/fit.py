@@ -67,6 +67,8 @@ def fit(
     with reporting(as_json) as console:
         quiet_transformers()
         settings = _training("exits.defaults").complete(given, str(config or "fit"))
+        checkpoints = _training("loop.checkpoint").Checkpoints(Path(settings.output))
+        checkpoints.check_identity(settings.identity)  # before anything is printed
         head, loop = settings.heads[0], settings.loop
         console.print(
             f"{head.kind} head, exit {head.exit_layer}, for {settings.target}: {loop.steps} steps "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -33,7 +34,10 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
         if hasattr(model, "get_base_model"):
             inner = model.get_base_model()  # pyright: ignore[reportCallIssue]
     if not isinstance(inner, PreTrainedModel):
-        raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
+        remedy = "; SelfSpecModel.from_pretrained loads one" * isinstance(model, (str, Path))
+        raise TypeError(
+            f"model must be a transformers PreTrainedModel, got {type(model).__name__}{remedy}"
+        )
     return inner
 
 

@@ -6,12 +6,10 @@ import copy
 import json
 from functools import cache
 from pathlib import Path
-from typing import Any
 
-from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM
 
+from selfspec.checkpoints import find_checkpoint, load_causal_lm
 from selfspec.config import DraftConfig
 from selfspec.decoder import Decoder
 
@@ -65,7 +63,7 @@ class DraftModels:
 
     def _load(self, path: str) -> Decoder:
         if path not in self._loaded:
-            model = load_causal_lm(path, dtype=self._target.dtype)
+            model = load_causal_lm(find_checkpoint(path), dtype=self._target.dtype)
             self._loaded[path] = self._admit(model.to(self._target.device))
         return self._loaded[path]
 
@@ -78,21 +76,6 @@ class DraftModels:
         check_vocabulary(self._target, decoder)
         # A model has one set of gates; as its own draft model it shares the target's.
         return self._target if decoder.causal_lm is self._target.causal_lm else decoder
-
-
-def load_causal_lm(path: str | Path, **options: Any) -> nn.Module:
-    """Load a checkpoint with `AutoModelForCausalLM.from_pretrained`, ready to decode.
-
-    Raises:
-        OSError: there is no such checkpoint.
-        ValueError: the weights are damaged.
-    """
-    try:
-        return AutoModelForCausalLM.from_pretrained(path, **options).eval()
-    except SafetensorError as error:
-        raise ValueError(
-            f"the weights in {path} cannot be read ({error}); the file may be truncated"
-        ) from None
 
 
 def check_vocabulary(target: Decoder, small: Decoder) -> None:

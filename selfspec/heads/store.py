@@ -170,7 +170,9 @@ def _load_head(
 
 def _read_config(path: Path) -> _HeadsFile:
     if not path.is_file():
-        raise FileNotFoundError(f"no {CONFIG_NAME} in {path.parent}; heads are saved by save_heads")
+        raise FileNotFoundError(
+            f"no {CONFIG_NAME} in {path.parent}; {_where_heads_are(path.parent)}"
+        )
     file = parse(_HeadsFile, read_object(path), str(path))
     if file.format_version != _FORMAT:
         raise ValueError(
@@ -178,6 +180,15 @@ def _read_config(path: Path) -> _HeadsFile:
             "update selfspec or save the heads again"
         )
     return file
+
+
+def _where_heads_are(folder: Path) -> str:
+    """The remedy for a folder without heads: a folder of heads inside it, such as a fit has."""
+    names = (CONFIG_NAME, PUBLISHED_CONFIG)
+    inner = [str(path.parent) for name in names for path in sorted(folder.glob(f"*/{name}"))]
+    if inner:
+        return f"did you mean {inner[0]}?"
+    return "selfspec fit and selfspec.heads.save_heads write it"
 
 
 def _read_weights(path: Path) -> dict[str, Any]:

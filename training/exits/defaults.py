@@ -9,9 +9,10 @@ from typing import Any
 
 import psutil
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from selfspec import DEMO_MODEL
+from selfspec.checkpoints import load_tokenizer
 from selfspec.config import parse
 from selfspec.decoder import Decoder
 from selfspec.heads import head_class
@@ -125,7 +126,7 @@ def _of_size(config: FitConfig, decoder: Decoder, given: Mapping[str, Any]) -> d
 
 def _steps(config: FitConfig, tokens_a_step: int) -> int:
     """Steps for `_PASSES` passes over the text; counting stops at the maximum."""
-    tokenizer = AutoTokenizer.from_pretrained(config.source)
+    tokenizer = load_tokenizer(config.source)
     tokens = 0
     for source in config.data:
         for document in tokenize(source, tokenizer):

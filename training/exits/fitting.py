@@ -9,16 +9,17 @@ from typing import Any
 import torch
 from pydantic import Field, field_validator
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from selfspec import DEMO_MODEL, SelfSpecModel
+from selfspec.checkpoints import load_tokenizer
 from selfspec.config import StrictConfig
 from selfspec.decoder import Decoder
 from selfspec.heads import CARD_NAME, ExitHead, heads_card, load_heads, save_heads
 from selfspec.heads.hub import DEMO
 
 from ..data import Blocks, Mixture, SourceConfig, pack, tokenize
-from ..loop.checkpoint import write_folder
+from ..loop.checkpoint import name_of, write_folder
 from ..loop.loop import LoopConfig
 from ..loop.optim import OptimizerConfig
 from .features import FeaturesConfig
@@ -77,7 +78,8 @@ class FitConfig(StrictConfig):
         """Settings that must not change when the run is resumed."""
         names = ("target", "heads", "start", "data", "block_size", "loss", "optimizer")
         parts: dict[str, Any] = {**dict.fromkeys(names, True), "features": {"dtype"}}
-        return {**self.model_dump(mode="json", include=parts), "loop": self.loop.identity}
+        told = self.model_dump(mode="json", include=parts)
+        return {**told, "target": name_of(self.target), "loop": self.loop.identity}
 
     @property
     def source(self) -> str:
@@ -97,15 +99,15 @@ class FitConfig(StrictConfig):
 
     @property
     def code(self) -> str:
-        """The line of Python that loads the heads."""
-        target = "selfspec.DEMO_MODEL" if self.target == DEMO else repr(self.target)
-        arguments = f"{target}, heads={str(self.folder)!r}"
+        """The line of Python that loads the heads, from any working directory."""
+        target = "selfspec.DEMO_MODEL" if self.target == DEMO else repr(name_of(self.target))
+        arguments = f"{target}, heads={str(self.folder.absolute())!r}"
         return f"import selfspec; spec = selfspec.SelfSpecModel.from_pretrained({arguments})"
 
     def load_target(self) -> tuple[SelfSpecModel, PreTrainedTokenizerBase]:
         """The frozen target in float32, without heads, and its tokenizer."""
         model = AutoModelForCausalLM.from_pretrained(self.source, dtype=torch.float32)
-        return SelfSpecModel(model.eval()), AutoTokenizer.from_pretrained(self.source)
+        return SelfSpecModel(model.eval()), load_tokenizer(self.source)
 
     def read_text(self, tokenizer: PreTrainedTokenizerBase) -> tuple[Mixture, dict[str, Blocks]]:
         """The training text, and the held-out blocks of each domain."""

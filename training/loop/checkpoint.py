@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 
 from selfspec.decoder import Decoder
 from selfspec.heads.files import read_object, refuse_changes, replace_text
+from selfspec.heads.hub import DEMO
 from selfspec.heads.store import fingerprint
 
 from .parallel import placed, whole
@@ -27,6 +29,13 @@ def target_facts(decoder: Decoder) -> dict[str, Any]:
     facts = fingerprint(decoder)
     dtype = str(decoder.dtype).removeprefix("torch.")
     return {**facts, "weights": digest(facts["weights"]), "dtype": dtype}
+
+
+def name_of(target: str) -> str:
+    """The target's id, or the absolute path of its folder, which has one spelling only."""
+    folder = Path(target).expanduser()
+    is_folder = folder.is_dir() and target != DEMO
+    return os.path.normpath(folder.absolute()) if is_folder else target
 
 
 def digest(data: Any) -> str:

@@ -233,10 +233,18 @@ class Loop:
         if self.finished:
             display.say(f"the run in {self.output} is complete at step {progress.step} of {steps}")
             return progress.figures
+        if progress.step:
+            display.say(f"resuming the run in {self.output} after step {progress.step} of {steps}")
         log = MetricsLog(self.output, progress.step) if self.main else None
         with display:
-            while not self.finished:
-                self._advance(display, log)
+            try:
+                while not self.finished:
+                    self._advance(display, log)
+            except KeyboardInterrupt:
+                again = "goes on from there" if self.checkpoints.steps() else "begins anew"
+                last = self.checkpoints.last_good()
+                display.say(f"stopped; {last}; the same command {again}")
+                raise
         for tracker in self.accelerator.trackers:
             tracker.finish()
         return progress.figures
