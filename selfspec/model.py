@@ -17,9 +17,9 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from selfspec.checkpoints import find_checkpoint, load_causal_lm
 from selfspec.config import DraftConfig, Kernels, KVCacheDtype, unknown_name
 from selfspec.decoder import Decoder
+from selfspec.decoder.checkpoints import find_checkpoint, load_causal_lm
 from selfspec.decoder.families import refuse_options
 from selfspec.drafters import make_drafter
 from selfspec.drafters.engine import Engine

@@ -13,8 +13,8 @@ from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
 from selfspec import DEMO_MODEL, DraftConfig, SelfSpecModel
-from selfspec.checkpoints import load_tokenizer
 from selfspec.config import StrictConfig
+from selfspec.decoder.checkpoints import load_tokenizer
 from selfspec.heads.files import refuse_changes
 
 from .data import SourceConfig

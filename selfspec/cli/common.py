@@ -150,7 +150,7 @@ def resolve(model: str | None) -> tuple[str, Path | str]:
     """
     if model is None:
         return DEMO_MODEL.name, DEMO_MODEL
-    from selfspec.checkpoints import find_checkpoint
+    from selfspec.decoder.checkpoints import find_checkpoint
 
     return model, find_checkpoint(model)
 
@@ -176,7 +176,7 @@ class Source(NamedTuple):
         name, path = resolve(self.model)
         with progress().status(f"loading {name}"):
             spec = self.load_spec()
-            from selfspec.checkpoints import load_tokenizer
+            from selfspec.decoder.checkpoints import load_tokenizer
 
             return Loaded(name, spec, load_tokenizer(path))
 

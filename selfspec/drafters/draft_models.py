@@ -9,9 +9,9 @@ from pathlib import Path
 
 from torch import nn
 
-from selfspec.checkpoints import find_checkpoint, load_causal_lm
 from selfspec.config import DraftConfig
 from selfspec.decoder import Decoder
+from selfspec.decoder.checkpoints import find_checkpoint, load_causal_lm
 
 
 class DraftModels:

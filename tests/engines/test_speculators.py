@@ -7,8 +7,8 @@ import torch
 from transformers import AutoTokenizer
 
 from selfspec import DEMO_MODEL
-from selfspec.checkpoints import load_causal_lm
 from selfspec.decoder import Decoder
+from selfspec.decoder.checkpoints import load_causal_lm
 from selfspec.export import export_eagle3
 from selfspec.heads import Eagle3Head, draft_states, target_states
 

@@ -12,9 +12,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from selfspec import DEMO_MODEL
-from selfspec.checkpoints import load_tokenizer
 from selfspec.config import parse
 from selfspec.decoder import Decoder
+from selfspec.decoder.checkpoints import load_tokenizer
 from selfspec.heads import head_class
 from selfspec.heads.hub import DEMO
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from selfspec import DEMO_MODEL, SelfSpecModel
-from selfspec.checkpoints import load_tokenizer
 from selfspec.config import StrictConfig
 from selfspec.decoder import Decoder
+from selfspec.decoder.checkpoints import load_tokenizer
 from selfspec.heads import CARD_NAME, ExitHead, heads_card, load_heads, save_heads
 from selfspec.heads.hub import DEMO
 
