@@ -378,11 +378,12 @@ class SelfSpecModel:
         config = without_stop_strings(generation_config, own, criteria, kwargs)
         drafter = partial(make_drafter, engine, drafting)
         any_drafter = drafter()  # its rule is that of all
+        prompts: Iterable[Sequence[int]] = map(_token_ids, inputs)
         if isinstance(inputs, Sequence):
             check_counts(len(inputs), max_new_tokens=max_new_tokens, seed=seed)
             if not inputs:
                 return iter(())
-            inputs = [*map(_token_ids, inputs)]  # before anything runs
+            prompts = [*prompts]  # checked before anything runs
         source = partial(_seeded, seed, engine.decoder.device)
 
         def open_request(prompt: Sequence[int], number: int) -> Session:
@@ -393,7 +394,7 @@ class SelfSpecModel:
             options = {**options, "generation_config": config, "stopping_criteria": criteria}
             return self._open(prompt, Call(engine, any_drafter, generator=source(number)), options)
 
-        batch = Batch(open_request, drafter, map(_token_ids, inputs), batch_size, source(0))
+        batch = Batch(open_request, drafter, prompts, batch_size, source(0))
         self.last_stats, self.last_trace = batch.stats, None
         return iter(batch)
 

@@ -14,7 +14,13 @@ from head_tools import KINDS, WITH_LAYER, assert_reads_as_forced, close_in_doubl
 from test_drafters import FAMILIES, SKIP, TREES
 from test_families import CASES_BY_FAMILY, model_of
 from test_hybrid import KINDS as RECURRENT
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    SequenceBiasLogitsProcessor,
+    StoppingCriteria,
+)
 
 from selfspec import SelfSpecModel
 from selfspec.decoder import Decoder
@@ -214,6 +220,9 @@ def test_processors_of_all_requests_are_applied_at_once(draft, criteria, monkeyp
     model, prompts, lengths = tiny_llama(), some_prompts(10), [12, 20] * 5
     options = {"repetition_penalty": 1.2, "min_new_tokens": 8, "eos_token_id": [5, 13, 21]}
     options["stopping_criteria"] = criteria
+    # All requests share it, and the first call fills it in.
+    bias = SequenceBiasLogitsProcessor([[[7], -3.0], [[8, 9], 2.0]])
+    options["logits_processor"] = LogitsProcessorList([bias])
     outputs = SelfSpecModel(model).generate_batch(
         prompts, draft=draft, batch_size=5, max_new_tokens=lengths, do_sample=False, **options
     )

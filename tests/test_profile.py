@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import EXIT, greedy, prompt, tiny_llama
 from head_tools import own_head
+from transformers import GenerationConfig
 
 from selfspec import DEMO_MODEL, DraftConfig, SelfSpecModel
 from selfspec.heads import save_heads
@@ -114,6 +115,21 @@ def test_a_profile_is_used_as_it_was_made_greedily_or_sampling(temperature, samp
         return spec.last_trace
 
     assert (trace() == trace(draft=DRAFT)) == fits
+
+
+def test_a_call_samples_as_the_model_does_unless_it_is_told():
+    model = tiny_llama()
+    model.generation_config.do_sample = True
+    sampling = profile_for(model).model_copy(update={"temperature": 1.0})
+    spec, short = SelfSpecModel(model, profile=sampling), GenerationConfig(max_new_tokens=9)
+
+    def trace(**options):
+        torch.manual_seed(0)
+        spec.generate(prompt(5)[0], generation_config=short, **options)
+        return spec.last_trace
+
+    assert trace() == trace(draft=DRAFT)
+    assert trace(do_sample=False) != trace(do_sample=False, draft=DRAFT)
 
 
 def saved(tmp_path, model):

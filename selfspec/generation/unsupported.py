@@ -78,7 +78,9 @@ def samples(
 def _chosen(
     name: str, options: Mapping[str, Any], config: GenerationConfig | None, own: GenerationConfig
 ) -> Any:
-    return options.get(name, getattr(config or own, name, None))
+    """An option, as transformers finds it: what is unset in one place is looked up in the next."""
+    given = (options.get(name), getattr(config, name, None), getattr(own, name, None))
+    return next((value for value in given if value is not None), None)
 
 
 def refuse_in_batches(

@@ -252,6 +252,8 @@ def signature(processors: Sequence[Any]) -> list[Any] | None:
     known = []
     for processor in processors:
         facts = {**vars(processor)}
+        if isinstance(processor, hf.SequenceBiasLogitsProcessor):
+            facts = {"sequence_bias": processor.sequence_bias}  # the rest is made in the first call
         of_batch = isinstance(facts.get("prompt_ignore_length"), Tensor)
         if of_batch or not runs_in_blocks(processor):
             return None
