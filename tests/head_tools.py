@@ -28,7 +28,7 @@ def class_of(kind: str) -> type[ExitHead]:
 def build(decoder: Decoder, kind: str, exit_layer: int, **options) -> ExitHead:
     """An untrained head of such a kind."""
     if kind in PARALLEL:
-        options = {"parallel": True, "markov": 4, **options}
+        options = {"parallel": True, "markov": 4, "confidence": True, **options}
     return class_of(kind).build(decoder, exit_of(kind, exit_layer), **options)
 
 
@@ -101,11 +101,18 @@ def record(monkeypatch) -> list[Seen]:
 
 
 @torch.no_grad()
-def forced(decoder: Decoder, head: ExitHead, text: Tensor, step: int) -> Tensor:
-    """`[1, vocab]` what the head says behind `text`, of whose tokens the last `step` are drafts."""
+def forced_state(decoder: Decoder, head: ExitHead, text: Tensor, step: int) -> Tensor:
+    """`[1, 1, hidden]` the head's state behind `text`, of whose tokens `step` are drafts."""
     reading = target_states(decoder, text[None], None, head.input_layers)
     *_, last = draft_states(decoder, head, reading, step + 1)
-    logits = head.draft_logits(decoder, last[:, -1:], step, text[None, -1:])
+    return last[:, -1:]
+
+
+@torch.no_grad()
+def forced(decoder: Decoder, head: ExitHead, text: Tensor, step: int) -> Tensor:
+    """`[1, vocab]` what the head says behind `text`, of whose tokens the last `step` are drafts."""
+    last = forced_state(decoder, head, text, step)
+    logits = head.draft_logits(decoder, last, step, text[None, -1:])
     return head.expand_logits(logits, decoder)[0]
 
 

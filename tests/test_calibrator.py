@@ -85,20 +85,23 @@ def test_a_probability_is_above_0_and_below_1(seed, spread, depth):
 
 
 @pytest.mark.parametrize("depth", [0, 2, 9])
-def test_the_estimator_gives_what_the_calibrator_gives(depth):
+def test_the_confidence_in_a_greedy_draft_is_what_the_calibrator_gives(depth):
     for calibrator in (Calibrator(), fit_calibrator(*drafts())):
         drafted_from = torch.cat([scores(), scores(spread=300.0), scores(spread=0.01)])
         expected = calibrator(drafted_from, depth)
-        probs = drafted_from.softmax(-1)
-        estimated = calibrator.estimator()([probs, probs.flip(0)], depth)
-        torch.testing.assert_close(torch.tensor(estimated[0]), expected)
-        deeper = calibrator(drafted_from, depth + 1)
-        torch.testing.assert_close(torch.tensor(estimated[1]), deeper.flip(0))
+        found = calibrator.confidence()(drafted_from[:, None], None, depth)
+        torch.testing.assert_close(torch.tensor(found), expected)
+
+
+def test_a_sampled_draft_is_as_sure_as_two_draws_are_to_agree():
+    probs = torch.tensor([[[0.5, 0.3, 0.2]], [[1.0, 0.0, 0.0]], [[torch.nan] * 3]])
+    found = Calibrator().confidence()(probs.log(), probs, 0)
+    assert found == pytest.approx([0.38, 1.0, 0.0])
 
 
 def test_a_draft_of_scores_that_are_nan_is_sure_to_be_rejected():
     for calibrator in (Calibrator(), fit_calibrator(*drafts())):
-        ((chance,),) = calibrator.estimator()([torch.full((1, 9), torch.nan)], 0)
+        (chance,) = calibrator.confidence()(torch.full((1, 1, 9), torch.nan), None, 0)
         assert chance < 1e-6
 
 

@@ -124,7 +124,7 @@ def test_the_loss_of_every_head_falls(made, fitted):
 
 
 def test_a_head_that_drafts_in_one_pass_may_start_from_one_that_does_not(made, fitted, folder):
-    options = {"parallel": True, "markov": 4}
+    options = {"parallel": True, "markov": 4, "confidence": True}
     heads = [{"kind": "fused", "exit_layer": 2, "options": options}]
     changes = {"loss": {"depths": 3, "share": 0.5}, "optimizer": {"lr": 1e-12}}
     fit(settings(folder, heads=heads, start=str(fitted / "heads"), **changes))
@@ -134,6 +134,24 @@ def test_a_head_that_drafts_in_one_pass_may_start_from_one_that_does_not(made, f
     assert head.drafts_at_once and head.options == before.options | options
     for name, weight in before.named_parameters():
         torch.testing.assert_close(head.get_parameter(name), weight)
+    check_exact(spec)
+
+
+def test_a_confidence_output_is_trained_and_leaves_the_drafts_alone(made, fitted, folder):
+    options = {"confidence": True}
+    changes = {"loss": {"depths": 2}, "loop": {"steps": 16}, "measure": CHANGES["measure"]}
+    for run, own in (("plain", {}), ("run", options)):
+        heads = [{"kind": "fused", "exit_layer": 2, "options": own}]
+        fit(settings(folder, **changes, heads=heads, output=str(folder / run)))
+    spec = load(made, folder / "run")
+    ((head,), (without,)) = (load(made, folder / run).heads for run in ("run", "plain"))
+    assert head.options == without.options | options
+    known = dict(without.named_parameters())
+    for name, weight in head.named_parameters():
+        if not name.startswith("confidence."):
+            torch.testing.assert_close(weight, known[name])
+    exits = json.loads((folder / "run" / "report.json").read_text())["reliability"]
+    assert len(exits) == 4 and "fused, exit 2, sampled, own output" in exits
     check_exact(spec)
 
 

@@ -184,6 +184,41 @@ def test_tokens_of_a_prompt_teach_nothing(decoder, kind):
     assert all(p.grad is None or not p.grad.any() for p in heads[0].parameters())
 
 
+@pytest.mark.parametrize("trimmed", [False, True])
+@pytest.mark.parametrize("kind", ["block", "fused parallel"])
+def test_the_confidence_output_learns_what_is_accepted(decoder, kind, trimmed):
+    """And its loss moves nothing else."""
+    head, data = own_head(decoder, kind, 2, trimmed=trimmed, confidence=True), batch(5, 7)
+    made = task(decoder, head, depths=2, loss="tv")
+    output, head.confidence = head.confidence, None
+    alone = made(data, 0, 0.0)[0]
+    alone.backward()
+    expected = {name: p.grad.clone() for name, p in head.named_parameters() if p.grad is not None}
+    head.confidence = output
+    head.zero_grad()
+    loss = made(data, 0, 0.0)[0]
+    loss.backward()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(head.get_parameter(name).grad, gradient)
+    optimizer, losses = torch.optim.LBFGS(output.parameters(), max_iter=100), []
+
+    def closure():
+        output.zero_grad()
+        loss = made(data, 0, 0.0)[0] - alone.detach()
+        loss.backward()
+        losses.append(loss.item())
+        return loss
+
+    optimizer.step(closure)
+    assert losses[-1] < losses[0]
+    # With a bias, a logistic regression is right on average.
+    drafts = measure(decoder, head, text(5, 7), depths=len(made.config.weights))
+    mean = torch.stack([drafts.agreed, drafts.accepted], dim=1).mean(0)
+    torch.testing.assert_close(
+        drafts.confidence.mean(0), mean.to(drafts.confidence), atol=1e-3, rtol=0
+    )
+
+
 def at_depth(decoder, head, data, depth, name):
     """Σ of a loss over the positions that a draft of this depth reaches."""
     reading = target_states(decoder, data.tokens, data.documents, head.input_layers)

@@ -3,11 +3,21 @@
 import pytest
 import torch
 from conftest import EXIT, greedy, prompt, tiny_llama
-from head_tools import COPIES, WITH_LAYER, assert_reads_as_forced, close_in_double, own_head, record
+from head_tools import (
+    COPIES,
+    PARALLEL,
+    WITH_LAYER,
+    assert_reads_as_forced,
+    close_in_double,
+    forced_state,
+    own_head,
+    record,
+)
 
 from selfspec import SelfSpecModel
 from selfspec.decoder import Decoder
 from selfspec.generation.loop import Session
+from selfspec.schedule import Schedule
 
 IDS, MASK = prompt(3, 8, 5)
 ONE = IDS[1:2]
@@ -99,6 +109,35 @@ def test_a_round_without_drafts_leaves_no_gap(monkeypatch, kind):
     )
     spec.generate(IDS, attention_mask=MASK, max_new_tokens=20, draft={"head": head.kind})
     assert_reads_as_forced(decoder, head, seen, close_in_double)
+
+
+@pytest.mark.parametrize("kind", [*COPIES, *PARALLEL])
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_a_schedule_reads_the_confidence_that_fitting_trains(monkeypatch, kind, sampled):
+    model = tiny_llama("sometimes")
+    decoder = Decoder(model)
+    head = own_head(decoder, kind, EXIT, confidence=True, noise=0.2)
+    spec, seen, read = SelfSpecModel(model, heads=[head]), record(monkeypatch), []
+    monkeypatch.setattr(Schedule, "begin", lambda self, confidence: read.append((confidence, [])))
+
+    def goes_on(self, scores, tokens, probs):
+        confidence, drafts = read[-1]
+        found = confidence(scores, probs, len(drafts))
+        drafts.append((seen[-len(found) :], found))
+        return True
+
+    monkeypatch.setattr(Schedule, "goes_on", goes_on)
+    draft = {"head": head.kind, "num_draft_tokens": 3}
+    options = {"attention_mask": MASK, "max_new_tokens": 16, "do_sample": sampled}
+    spec.generate(IDS, draft=draft, **options)
+    chances = []
+    for rows, found in (each for _, drafts in read for each in drafts):
+        for row, chance in zip(rows, found, strict=True):
+            state = forced_state(decoder, head, row.text, row.step)
+            odds = head.confidence(head(state))[0, 0, int(sampled)]
+            assert chance == pytest.approx(float(odds.sigmoid()), abs=1e-5)
+            chances.append(chance)
+    assert max(chances) - min(chances) > 0.05
 
 
 def test_what_tokens_add_to_drafts_follows_the_weights(monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from selfspec import DraftConfig
+from selfspec.heads import Calibrator
 from selfspec.schedule import (
     ConfidenceStop,
     OptimalStop,
@@ -270,16 +271,16 @@ def play(
 
     What drafts were made from says these chances, or `said(source)`.
     """
+    by_probs = Calibrator().confidence()
     source, began, emitted, lengths = random.Random(seed), clock.now, 0, []
     scores, tokens_drawn = torch.zeros(rows, 1, 2), torch.zeros(rows, 1, dtype=torch.long)
     while emitted < tokens:
         chances = [chance(source) for _ in range(longest)]
         says = chances if said is None else [said(source) for _ in range(longest)]
 
-        def judge(drafts, first, says=says):
-            assert not drawn
+        def judge(scores, probs, depth, says=says):
             clock.now += judge_seconds
-            return [[says[first + place]] * rows for place in range(len(drafts))]
+            return [says[depth]] * rows if probs is None else by_probs(scores, probs, depth)
 
         schedule.begin(judge)
         drafted = 0

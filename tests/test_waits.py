@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LogitsProcessor
 
 from selfspec import SelfSpecModel
+from selfspec.drafters.exit_reader import LayerReader
 from selfspec.generation import rounds
 from selfspec.generation.loop import Session
-from selfspec.schedule import OptimalStop
 
 READS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
 WAITS = {
@@ -167,16 +167,32 @@ def test_a_round_waits_once(waits, specs, draft, processors, sampled):
     assert max(map(len, found)) == 1, found
 
 
-@pytest.mark.parametrize("draft", ["auto", {"schedule": "optimal"}], ids=str)
+OPTIMAL = {"schedule": "optimal", "num_draft_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    "draft",
+    ["auto", OPTIMAL, {**OPTIMAL, "exit_layer": 1, "head": "fused"}],
+    ids=["auto", "optimal", "own output"],
+)
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_reading_the_confidence_in_a_draft_is_another_wait(
     waits, specs, monkeypatch, draft, sampled
 ):
     """`auto` and `optimal` read it where the time that this takes is worth it, and once in 16."""
-    reads, read = [], OptimalStop._read
-    monkeypatch.setattr(OptimalStop, "_read", lambda *args: reads.append(1) or read(*args))
+    reads, confidence = [], LayerReader.confidence
+    calibrated = []
+
+    def counted(reader):
+        read = confidence(reader)
+        calibrated[:] = [reader.head.confidence is None]
+        return lambda *args: reads.append(1) or read(*args)
+
+    monkeypatch.setattr(LayerReader, "confidence", counted)
     found = waits(specs[True], IDS, MASK, do_sample=sampled, draft=draft, max_new_tokens=40)
-    once = 5 if reads and not sampled else 0  # the calibrator's constants, once in a call
+    assert reads or draft == "auto"
+    # The calibrator's constants, once in a call.
+    once = 5 if reads and calibrated == [True] and not sampled else 0
     assert sum(map(len, found)) == len(found) + len(reads) + once
 
 

@@ -13,7 +13,7 @@ from selfspec.decoder import Pass
 from selfspec.drafters.base import Drafter
 from selfspec.drafters.engine import State, Verified
 from selfspec.drafters.exit_reader import ExitReader
-from selfspec.heads import AcceptanceEstimator
+from selfspec.heads import Confidence
 from selfspec.sampling.draft import Draft, Verdict
 from selfspec.schedule import Schedule
 
@@ -26,7 +26,7 @@ def draft_chain(
     state: State,
     limit: int,
     schedule: Schedule,
-    acceptance: AcceptanceEstimator,
+    confidence: Confidence,
     read: Read,
     depth: int = 0,
     trimmed: bool = False,
@@ -37,12 +37,12 @@ def draft_chain(
         state: the call.
         limit: the most tokens to draft.
         schedule: when to stop earlier.
-        acceptance: estimates how likely a greedy draft is accepted, for schedules that use it.
+        confidence: the chance that a draft is accepted, for schedules that use it.
         read: runs the drafting model on one more token.
         depth: layers below the hidden states that `read` returns; 0 if there are none.
         trimmed: whether the drafting model lacks tokens of the target's vocabulary.
     """
-    schedule.begin(acceptance)
+    schedule.begin(confidence)
     sampler, context, seconds = state.sampler, state.context, state.stats.seconds
     token = state.pending
     tokens: list[Tensor] = []
@@ -102,7 +102,7 @@ class ExitDrafter(Drafter):
             state,
             longest,
             self.schedule,
-            self.reader.acceptance(),
+            self.reader.confidence(),
             lambda token, step: self.reader.read(state, token, step),
             self.reader.head.exit_layer,
             self.reader.head.vocab_ids is not None,

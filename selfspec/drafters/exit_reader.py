@@ -15,7 +15,7 @@ from torch.nn.functional import embedding
 
 from selfspec.decoder import OwnLayer, Pass, Span, StandaloneLayer
 from selfspec.drafters.engine import Engine, State, Verified
-from selfspec.heads import AcceptanceEstimator, Calibrator, ExitHead
+from selfspec.heads import Calibrator, Confidence, ExitHead
 from selfspec.heads.mask import MaskToken
 from selfspec.sampling.draft import Tree
 
@@ -36,7 +36,7 @@ class ExitReader:
     def __init__(self, engine: Engine, head: ExitHead):
         self.engine, self.decoder, self.head = engine, engine.decoder, head
         self._trimmed = head.vocab_ids is not None
-        self._acceptance: AcceptanceEstimator | None = None
+        self._confidence: Confidence | None = None
 
     def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
         """Called after each block of the prefill; see `Drafter.prefilled`."""
@@ -89,11 +89,11 @@ class ExitReader:
         with torch.inference_mode(False):  # the calibrator outlives this call
             return fitted.to(self.decoder.device)
 
-    def acceptance(self) -> AcceptanceEstimator:
-        """Estimates how likely greedy drafts are accepted."""
-        if self._acceptance is None:
-            self._acceptance = self.calibrator(sampled=False).estimator()
-        return self._acceptance
+    def confidence(self) -> Confidence:
+        """The chance that the last draft is accepted, by the head's calibrator."""
+        if self._confidence is None:
+            self._confidence = self.calibrator(sampled=False).confidence()
+        return self._confidence
 
     def verified(self, state: State, drafted: int, verified: Verified) -> None:
         """Called after verification of a chain, before it is committed.
@@ -320,6 +320,20 @@ class LayerReader(ExitReader):
         self._known = list(map(stacked, self._known, other._known))
         self._base, self._right = self._base + other._base, self._right + other._right
 
+    def confidence(self) -> Confidence:
+        """The chance that the last draft is accepted, by the head's own output if it has one."""
+        return super().confidence() if self.head.confidence is None else self._predicted
+
+    def _predicted(self, scores: Tensor, probs: Tensor | None, depth: int) -> list[float]:
+        assert self.head.confidence is not None
+        odds = self.head.confidence(self.head(self._state(depth)))[:, 0, int(probs is not None)]
+        # In this order NaN gives 0.
+        return [max(0.0, chance) for chance in odds.float().sigmoid().tolist()]
+
+    def _state(self, depth: int) -> Tensor:
+        """`[rows, 1, hidden]` the layer's output that the last draft was read from."""
+        return self._last
+
     # Drafting
 
     def read(
@@ -538,6 +552,9 @@ class ParallelReader(LayerReader):
         with state.stats.clock("head"):
             code = embedding(tokens.to(self._codes.device), self._codes)
             return self._spread(logits + self._mask.bias(self._gates[self._level], code)), None
+
+    def _state(self, depth: int) -> Tensor:
+        return self._last[:, depth : depth + 1]
 
     def _draft_all(self, state: State, pending: Tensor) -> Tensor | None:
         """Run the head over the pending token and the masks; returns the exit's hidden state."""

@@ -15,7 +15,7 @@ from selfspec.drafters.base import Drafter
 from selfspec.drafters.chain import draft_chain
 from selfspec.drafters.engine import Engine, State, Verified
 from selfspec.sampling.draft import Draft, Tree, Verdict
-from selfspec.schedule import Schedule, make_schedule, plain_estimator
+from selfspec.schedule import Schedule, make_schedule, uncalibrated
 
 
 class FixedSkips:
@@ -217,7 +217,7 @@ class SkipLayers(Drafter):
 
     def __init__(self, engine: Engine, chooser: FixedSkips, longest: int, schedule: Schedule):
         self.decoder, self.chooser = engine.decoder, chooser
-        self.longest, self.schedule, self._acceptance = longest, schedule, plain_estimator()
+        self.longest, self.schedule, self._confidence = longest, schedule, uncalibrated()
 
     @classmethod
     def from_config(cls, engine: Engine, config: DraftConfig) -> SkipLayers:
@@ -241,7 +241,7 @@ class SkipLayers(Drafter):
             state,
             min(self.longest, limit),
             self.schedule,
-            self._acceptance,
+            self._confidence,
             lambda token, step: self._read(state, token, step, depth),
             depth,
         )

@@ -17,7 +17,7 @@ from selfspec.drafters.base import Drafter
 from selfspec.drafters.chain import draft_chain
 from selfspec.drafters.engine import Engine, State, Verified
 from selfspec.sampling.draft import Draft, Verdict
-from selfspec.schedule import Schedule, make_schedule, plain_estimator
+from selfspec.schedule import Schedule, make_schedule, uncalibrated
 
 _PIECE = 512  # tokens per pass when the smaller model catches up
 
@@ -40,7 +40,7 @@ class TwoModel(Drafter):
 
     def __init__(self, decoder: Decoder, longest: int, schedule: Schedule):
         self.small, self.decoder, self.decoders = Engine(decoder), decoder, (decoder,)
-        self.longest, self.schedule, self._acceptance = longest, schedule, plain_estimator()
+        self.longest, self.schedule, self._confidence = longest, schedule, uncalibrated()
         self.slots: SlotCache  # made when the prompt is prefilled
 
     @classmethod
@@ -70,7 +70,7 @@ class TwoModel(Drafter):
             return Draft.empty(state.rows, state.pending.device)
         longest = min(self.longest, limit, room)
         read = partial(self._read, replace(state, slots=self.slots))
-        return draft_chain(state, longest, self.schedule, self._acceptance, read)
+        return draft_chain(state, longest, self.schedule, self._confidence, read)
 
     def _read(self, state: State, token: Tensor, step: int) -> tuple[Tensor, None]:
         """Logits `[rows, 1, vocab]` after the pending token or the last draft."""

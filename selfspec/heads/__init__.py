@@ -11,7 +11,7 @@ from selfspec.heads.base import (
     register_head,
 )
 from selfspec.heads.block import BlockHead
-from selfspec.heads.calibrator import AcceptanceEstimator, Calibrator
+from selfspec.heads.calibrator import Calibrator, Confidence
 from selfspec.heads.eagle import EagleHead
 from selfspec.heads.eagle3 import Eagle3Head
 from selfspec.heads.files import CheckpointFiles, replacing
@@ -36,10 +36,10 @@ __all__ = [
     "CARD_NAME",
     "CONFIG_NAME",
     "HEAD_KINDS",
-    "AcceptanceEstimator",
     "BlockHead",
     "Calibrator",
     "CheckpointFiles",
+    "Confidence",
     "Eagle3Head",
     "EagleHead",
     "ExitHead",

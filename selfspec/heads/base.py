@@ -50,6 +50,9 @@ class ExitHead(nn.Module):
         drafts_at_once: whether all drafts of a round are made in one pass: over a `mask`, or, if
             the head has no layer, by `all_logits`.
         mask: the mask token of a head with a layer that `drafts_at_once`.
+        confidence: maps what `forward` returns to the log odds `[..., 2]` that the target accepts a
+            greedy draft and a sampled one (SpecDec++, Huang et al. 2024); `None` if the head has no
+            such output.
         longest: the most tokens that the head drafts in a round; `None` if there is no limit.
         facts: what is known about the head: its training data (`data`) and its measurements by
             domain (`held_out`). Plain values, which go into files and model cards.
@@ -72,6 +75,7 @@ class ExitHead(nn.Module):
         self.register_buffer("vocab_ids", None)
         self.layer: nn.Module | None = None
         self.mask: MaskToken | None = None
+        self.confidence: nn.Linear | None = None
         self.calibrators = nn.ModuleDict()
         self.facts: dict[str, Any] = {}
         # In a tuple, because it shares the target's weights: it is neither stored nor trained.

@@ -37,17 +37,25 @@ class BlockHead(ExitHead):
         """A copy of the next layer with attention; the option `place` names another to copy.
 
         With `parallel` the head makes all drafts of a round in one pass over the newest token and
-        masks (`MaskToken`); `markov` is the rank of the bias by the token before.
+        masks (`MaskToken`); `markov` is the rank of the bias by the token before. With `confidence`
+        it also predicts whether each of its drafts is accepted.
         """
         at = cls.check_exit(decoder, exit_layer)
         place = options["place"] if "place" in options else decoder.layer_for(at)
         norm = copy_final_norm(decoder)
         head = cls(exit_layer, decoder.copy_layer(place), place, norm, decoder.config.hidden_size)
-        head.add_mask(decoder, **options)
+        head.add_parts(decoder, **options)
         return head.to(decoder.device_at(exit_layer))
 
-    def add_mask(self, decoder: Decoder, parallel: bool = False, markov: int = 0, **_: Any) -> None:
-        """Draft in one pass, if `parallel`.
+    def add_parts(
+        self,
+        decoder: Decoder,
+        parallel: bool = False,
+        markov: int = 0,
+        confidence: bool = False,
+        **_: Any,
+    ) -> None:
+        """Draft in one pass, if `parallel`; predict acceptance, if `confidence`.
 
         Raises:
             ValueError: `markov` is negative, or the head is not `parallel`; there is a recurrent
@@ -67,11 +75,16 @@ class BlockHead(ExitHead):
         if parallel:
             self.mask = move_to_exit(MaskToken(decoder, markov), decoder, self.exit_layer)
             self.drafts_at_once = True
+        if confidence:
+            assert self.width is not None
+            self.confidence = move_to_exit(nn.Linear(self.width, 2), decoder, self.exit_layer)
 
     @property
     def options(self) -> dict[str, Any]:
-        """The index of the copied layer, and the options of the mask, if there is one."""
-        return {"place": self.place, **({} if self.mask is None else self.mask.options)}
+        """The index of the copied layer, and the options of what `add_parts` added."""
+        of_mask = {} if self.mask is None else self.mask.options
+        of_confidence = {} if self.confidence is None else {"confidence": True}
+        return {"place": self.place, **of_mask, **of_confidence}
 
     def trim(self, decoder: Decoder, vocab_ids: Tensor) -> None:
         """Draft only the tokens in `vocab_ids`."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 
 import torch
 from torch import Tensor, nn
 
-AcceptanceEstimator = Callable[[Sequence[Tensor], int], list[list[float]]]
-"""Acceptance probabilities of successive drafts of a chain, for each draft one number a row.
+Confidence = Callable[[Tensor, Tensor | None, int], list[float]]
+"""The chance that the target accepts the last draft, for each row.
 
-Its arguments are the draft probabilities `[rows, vocab]` of each token, and the depth of the first.
+Its arguments are the draft's processed scores `[rows, 1, vocab]`, their probabilities if it was
+sampled, and its depth.
 """
 
 # In nats. With top-k 1 the true margin would be infinite.
@@ -80,8 +81,12 @@ class Calibrator(nn.Module):
         logit = logit.nan_to_num(nan=-_LARGEST_LOGIT)
         return logit.clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT).sigmoid()
 
-    def estimator(self) -> AcceptanceEstimator:
-        """The same as `forward`, but faster for few rows: it computes without tensors."""
+    def confidence(self) -> Confidence:
+        """The confidence in greedy drafts by `forward`, and in sampled ones by their probabilities.
+
+        A sampled draft counts as sure as two draws from its distribution are to agree, Σ q²
+        (Simpson 1949). For few rows this is faster than `forward`: it computes without tensors.
+        """
         constants = cache(self._constants)
 
         def probability(summary: list[float], depth: int) -> float:
@@ -94,14 +99,14 @@ class Calibrator(nn.Module):
             # In this order of arguments NaN gives the lower bound: it counts as rejected.
             return 1 / (1 + math.exp(-max(-_LARGEST_LOGIT, min(logit, _LARGEST_LOGIT))))
 
-        def estimate(drafts: Sequence[Tensor], first: int) -> list[list[float]]:
-            probs = torch.stack(list(drafts)) if len(drafts) > 1 else drafts[0][None]
-            return [
-                [probability(row, depth) for row in rows]
-                for depth, rows in enumerate(_summary(probs).tolist(), first)
-            ]
+        def confidence(scores: Tensor, probs: Tensor | None, depth: int) -> list[float]:
+            if probs is not None:
+                # In this order NaN, of scores that are NaN, gives 0.
+                return [max(0.0, p) for p in torch.linalg.vecdot(probs, probs)[:, 0].tolist()]
+            rows = _summary(scores[:, 0].softmax(-1)).tolist()
+            return [probability(row, depth) for row in rows]
 
-        return estimate
+        return confidence
 
     def _constants(self) -> tuple[list[tuple[float, float, float]], float]:
         """Lower bound, upper bound and slope of each feature, and the intercept."""

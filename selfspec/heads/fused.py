@@ -74,7 +74,7 @@ class FusedHead(BlockHead):
         check_feature_layers(decoder, layers, exit_layer)
         norm = copy_final_norm(decoder)
         head = cls(exit_layer, decoder.copy_layer(place), place, norm, width, layers)
-        head.add_mask(decoder, **options)
+        head.add_parts(decoder, **options)
         for part in (head.feature_norms, head.fuse, head.entry_norm, head.entry):
             move_to_exit(part, decoder, exit_layer)
         return head.to(decoder.device_at(exit_layer))

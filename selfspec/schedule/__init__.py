@@ -8,7 +8,7 @@ from selfspec.schedule.stopping import (
     OptimalStop,
     Schedule,
     make_schedule,
-    plain_estimator,
+    uncalibrated,
 )
 
 __all__ = [
@@ -19,5 +19,5 @@ __all__ = [
     "Schedule",
     "Work",
     "make_schedule",
-    "plain_estimator",
+    "uncalibrated",
 ]

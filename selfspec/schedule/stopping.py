@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from selfspec.config import DraftConfig
-from selfspec.heads import AcceptanceEstimator, Calibrator
+from selfspec.heads import Calibrator, Confidence
 from selfspec.schedule.round_model import RoundModel, RoundTimer, Work
 
 _LOOK = 16  # rounds after which the confidence is read and one more draft is made, to learn
@@ -17,8 +16,8 @@ _LOOK = 16  # rounds after which the confidence is read and one more draft is ma
 class Schedule:
     """Decides after each drafted token whether to draft another; this one always does."""
 
-    def begin(self, acceptance: AcceptanceEstimator) -> None:
-        """A round begins; `acceptance` estimates the chance of a greedy draft."""
+    def begin(self, confidence: Confidence) -> None:
+        """A round begins; `confidence` tells the chance of each draft."""
 
     def pause(self) -> None:
         """The next round belongs to another drafter."""
@@ -63,9 +62,7 @@ class OptimalStop(Schedule):
 
     The head's confidence in a draft is read only where it could change the decision, because
     reading takes time, and in every 16th round to learn how much it tells. Such a round also has
-    one draft more, because rounds of one length do not show the time of a draft. The confidence in
-    a greedy draft comes from the head's calibrator; in a sampled one it is the probability that two
-    draws agree.
+    one draft more, because rounds of one length do not show the time of a draft.
 
     Args:
         model: times and acceptance rates, which outlive the call.
@@ -74,7 +71,7 @@ class OptimalStop(Schedule):
 
     def __init__(self, model: RoundModel, longest: int = 16):
         self.model, self.timer, self.longest = model, RoundTimer(model), longest
-        self._acceptance: AcceptanceEstimator | None = None
+        self._confidence: Confidence | None = None
         self._rounds, self._made, self._sampled = 0, 0, False
         self._further = False  # whether the round has one draft more, to learn from
         self._reach = [1.0]  # chance that all drafts so far are accepted, per row or for all rows
@@ -84,10 +81,10 @@ class OptimalStop(Schedule):
         self._price = 0.0  # tokens that the time of another draft is worth
         self._confidences: dict[int, list[float]] = {}  # by position, of each row
 
-    def begin(self, acceptance: AcceptanceEstimator) -> None:
+    def begin(self, confidence: Confidence) -> None:
         """Time the round from here."""
         self.timer.begin()
-        self._acceptance, self._reach, self._confidences = acceptance, [1.0], {}
+        self._confidence, self._reach, self._confidences = confidence, [1.0], {}
         self._rounds, self._made, self._further = self._rounds + 1, 0, False
 
     def pause(self) -> None:
@@ -111,7 +108,8 @@ class OptimalStop(Schedule):
         pays = low <= price < high and worth > self._read_seconds[self._sampled] * self._rate
         if pays or self._rounds % _LOOK == 0:
             began = self.model.clock()
-            confidences = self._confidences[position] = self._read(position, scores, probs)
+            assert self._confidence is not None
+            confidences = self._confidences[position] = self._confidence(scores, probs, position)
             self._read_seconds[self._sampled] = self.model.clock() - began
             chances = [rates.with_confidence(rate, confidence) for confidence in confidences]
             reach = self._reach if len(self._reach) > 1 else self._reach * len(chances)
@@ -131,14 +129,6 @@ class OptimalStop(Schedule):
         self._rate = best.rate
         self._price = best.rate * self.model.times(rows).draft_seconds
         self._rates = self.model.drafts[sampled].rates(self.longest + 1)
-
-    def _read(self, position: int, scores: Tensor, probs: Tensor | None) -> list[float]:
-        """The head's confidence in its last draft, for each row."""
-        if probs is not None:  # Simpson 1949
-            # In this order NaN, of scores that are NaN, gives 0.
-            return [max(0.0, p) for p in torch.linalg.vecdot(probs, probs)[:, 0].tolist()]
-        assert self._acceptance is not None
-        return self._acceptance([scores[:, 0].softmax(-1)], position)[0]
 
     def end(self, drafted: int, accepted: Sequence[int]) -> None:
         """Learn from the round: `accepted` of the `drafted` tokens in each row."""
@@ -168,6 +158,6 @@ def make_schedule(config: DraftConfig, model: RoundModel | None = None) -> Sched
     return Schedule()
 
 
-def plain_estimator() -> AcceptanceEstimator:
-    """Estimates acceptance of drafts without a fitted calibrator."""
-    return Calibrator().estimator()
+def uncalibrated() -> Confidence:
+    """The confidence in drafts of a model without a fitted calibrator."""
+    return Calibrator().confidence()

@@ -134,7 +134,7 @@ def go_on_from(heads: Sequence[ExitHead], decoder: Decoder, folder: str) -> None
     Raises:
         FileNotFoundError: there are no heads.
         ValueError: they were fitted to another target, none of them is among `heads`, or one has
-            other options (a mask may be new) or a trimmed vocabulary.
+            other options (a mask and a confidence output may be new) or a trimmed vocabulary.
     """
     saved = {(head.kind, head.exit_layer): head for head in load_heads(decoder, folder)}
     known = [head for head in heads if (head.kind, head.exit_layer) in saved]
@@ -142,7 +142,7 @@ def go_on_from(heads: Sequence[ExitHead], decoder: Decoder, folder: str) -> None
         raise ValueError(f"start: none of the heads to fit is among {sorted(saved)} in {folder}")
     for head in known:
         before = saved[head.kind, head.exit_layer]
-        new = {} if before.mask or not head.mask else head.mask.options
+        new = {name: v for name, v in head.options.items() if name not in before.options}
         if before.vocab_ids is not None or before.options | new != head.options:
             raise ValueError(
                 f"start: {folder} has {head.kind}@{head.exit_layer} with options {before.options}"

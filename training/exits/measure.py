@@ -165,28 +165,39 @@ def calibrate(
 
     Returns:
         On the other half: the expected calibration error of each head for greedy decoding, and the
-        bins of each calibrator, by the name of the exit and of the mode.
+        bins of each calibrator, and of each head's own confidence output, by the name of the exit
+        and of the mode.
     """
     errors: list[float] = []
     bins: dict[str, list[Bin]] = {}
     for head, drafts in zip(spec.heads, zip(*drafted, strict=True), strict=True):
-        for mode in ("greedy", "sampled"):
-            predicted, accepted = _calibrate(head, mode, drafts)
-            bins[f"{head.kind}, exit {head.exit_layer}, {mode}"] = reliability(predicted, accepted)
+        own = torch.cat([d.confidence for d in drafts])
+        for column, mode in enumerate(("greedy", "sampled")):
+            name = f"{head.kind}, exit {head.exit_layer}, {mode}"
+            held, predicted, accepted = _calibrate(head, mode, drafts)
+            bins[name] = reliability(predicted, accepted)
+            if head.confidence is not None:
+                bins[f"{name}, own output"] = reliability(own[held, column], accepted)
             if mode == "greedy":
                 errors.append(expected_calibration_error(predicted, accepted))
         head.calibrators.to(spec.engine.decoder.device)
     return errors, bins
 
 
-def _calibrate(head: ExitHead, mode: str, drafts: Sequence[Drafts]) -> tuple[Tensor, Tensor]:
-    """Fit a calibrator on one half; returns `[n]` predictions and outcomes on the other."""
+def _calibrate(
+    head: ExitHead, mode: str, drafts: Sequence[Drafts]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Fit a calibrator on one half.
+
+    Returns:
+        A mask `[n]` of the other half, and predictions and outcomes there.
+    """
     features = torch.cat([d.features for d in drafts])
     accepted = torch.cat([d.agreed if mode == "greedy" else d.accepted for d in drafts])
     held = (torch.arange(len(features)) // _RUN) % 2 == 1
     fitted = fit_calibrator(features[~held], accepted[~held])
     head.calibrators[mode] = fitted
-    return fitted.probability(features[held]), accepted[held]
+    return held, fitted.probability(features[held]), accepted[held]
 
 
 def measure(

@@ -24,7 +24,30 @@ from selfspec.heads.teacher_forcing import (
 from ..data import Batch, Blocks, collate
 from ..loop.loop import Task
 from .features import Reader, streams_of, target_reader
-from .losses import NO_TOKEN, LossSchedule, acceptance_rate, agreement, draft_losses
+from .losses import (
+    NO_TOKEN,
+    LossSchedule,
+    acceptance_rate,
+    agreement,
+    confidence_losses,
+    draft_losses,
+)
+
+
+class DraftsAtDepth(NamedTuple):
+    """The drafts of one head at one depth.
+
+    Attributes:
+        logits: `[m, head's vocabulary]` draft logits.
+        there: `[n]` which of a lesson's positions they are: those with at least `depth` tokens of
+            the document before them.
+        confidence: `[m, 2]` log odds of acceptance by the head's own output; `[m, 0]` if it has
+            none. They train that output alone.
+    """
+
+    logits: Tensor
+    there: Tensor
+    confidence: Tensor
 
 
 class Lesson(NamedTuple):
@@ -52,7 +75,7 @@ class Lesson(NamedTuple):
 
     def drafts(
         self, decoder: Decoder, head: ExitHead, depths: int, share: float = 1.0
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    ) -> Iterator[DraftsAtDepth]:
         """A head's drafts at these positions, by depth; one depth if it is not unrolled.
 
         Args:
@@ -60,10 +83,6 @@ class Lesson(NamedTuple):
             head: the exit head.
             depths: number of depths.
             share: random share of the positions at one depth that is used at the next.
-
-        Yields:
-            Draft logits `[m, head's vocabulary]`, and a mask `[n]` of their positions: those
-            with at least `depth` tokens of the document before them.
         """
         tokens = self.reading.tokens[self.learned]
         positions = self.reading.packing.positions[self.learned]
@@ -72,7 +91,11 @@ class Lesson(NamedTuple):
             if share < 1 and depth:
                 there &= torch.rand(there.shape, device=there.device) < share**depth
             state = state[self.learned][there][None]
-            yield head.draft_logits(decoder, state, depth, tokens[there][None])[0], there
+            logits = head.draft_logits(decoder, state, depth, tokens[there][None])[0]
+            confidence = logits[:, :0]
+            if head.confidence is not None:
+                confidence = head.confidence(head(state).detach())[0]
+            yield DraftsAtDepth(logits, there, confidence)
 
 
 @dataclass
@@ -85,6 +108,7 @@ class Drafts:
         features: `[n, 4]` the calibrator's features of every draft; `[n, 0]` unless asked for.
         agreed: `[n]` whether the top token was the target's, 1 or 0.
         accepted: `[n]` Σ min(p, q).
+        confidence: `[n, 2]` what the head's own output predicts of these two; `[n, 0]` without it.
     """
 
     agreement: list[float]
@@ -92,6 +116,7 @@ class Drafts:
     features: Tensor
     agreed: Tensor
     accepted: Tensor
+    confidence: Tensor
 
 
 class _Seen(NamedTuple):
@@ -100,6 +125,7 @@ class _Seen(NamedTuple):
     agreed: Tensor
     accepted: Tensor
     features: Tensor
+    confidence: Tensor
 
     @classmethod
     def all_of(cls, parts: Sequence[_Seen]) -> _Seen:
@@ -173,13 +199,14 @@ class HeldOutDrafts:
 
     def _look(self, lesson: Lesson, head: ExitHead, with_features: bool) -> Iterator[_Seen]:
         drafts = lesson.drafts(self.decoder, head, self.depths)
-        for depth, (logits, there) in enumerate(drafts):
+        for depth, (logits, there, confidence) in enumerate(drafts):
             target_logits = lesson.target_logits[there]
             features = Calibrator.features(logits, depth) if with_features else logits[:, :0]
             yield _Seen(
                 agreement(target_logits, logits, head.vocab_ids).float().cpu(),
                 acceptance_rate(target_logits, logits, head.vocab_ids).cpu(),
                 features.cpu(),
+                confidence.float().sigmoid().cpu(),
             )
 
     def _sum_up(self, parts: Sequence[Sequence[_Seen]]) -> Drafts:
@@ -196,6 +223,7 @@ class HeldOutDrafts:
             features=every.features,
             agreed=every.agreed,
             accepted=every.accepted,
+            confidence=every.confidence,
         )
 
 
@@ -381,11 +409,13 @@ class ExitTask(Task):
         share = self.config.share
         drafts = lesson.drafts(self.decoder, head, len(weights), share)
         total = lesson.target_logits.new_zeros((), dtype=torch.float32)
-        for depth, ((logits, there), weight) in enumerate(zip(drafts, weights, strict=True)):
-            losses = draft_losses(
-                names, lesson.target_logits[there], logits, lesson.following[there], head.vocab_ids
-            )
+        for depth, (drafted, weight) in enumerate(zip(drafts, weights, strict=True)):
+            logits, there, confidence = drafted
+            target, following = lesson.target_logits[there], lesson.following[there]
+            losses = draft_losses(names, target, logits, following, head.vocab_ids)
             mixed = sum(part * losses[name].sum() for name, part in names.items())
+            if head.confidence is not None:
+                mixed = mixed + confidence_losses(confidence, target, logits, head.vocab_ids).sum()
             total = total + weight / share**depth * mixed
         return total
 
