@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     StoppingCriteriaList,
 )
@@ -235,6 +236,36 @@ class SelfSpecModel:
     def causal_lm(self) -> PreTrainedModel:
         """The transformers model inside, PEFT wrapping removed."""
         return self.engine.decoder.causal_lm
+
+    # What the pipelines of transformers ask a model for
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """The model's config."""
+        return self.causal_lm.config
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        """The model's own defaults of `generate`."""
+        config = self.causal_lm.generation_config
+        assert config is not None  # `Decoder` takes models that generate
+        return config
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the embeddings, where prompts go."""
+        return self.engine.decoder.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the model."""
+        return self.causal_lm.dtype
+
+    def can_generate(self) -> bool:
+        """Whether there is a `generate`."""
+        return True
+
+    # Generation
 
     def generate(
         self,

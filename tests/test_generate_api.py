@@ -5,6 +5,7 @@ import torch
 from conftest import EXIT, VOCAB, greedy, prompt, tiny_llama
 from head_tools import own_head
 from transformers import (
+    AutoTokenizer,
     DynamicCache,
     GenerationConfig,
     GPT2Config,
@@ -15,10 +16,11 @@ from transformers import (
     MistralForCausalLM,
     StaticCache,
     SynthIDTextWatermarkingConfig,
+    pipeline,
 )
 from transformers.generation.logits_process import TemperatureLogitsWarper
 
-from selfspec import DraftConfig, SelfSpecModel
+from selfspec import DEMO_MODEL, DraftConfig, SelfSpecModel
 from selfspec.decoder import Decoder
 from selfspec.decoder.cache import SlotCache, take_row
 from selfspec.generation.loop import SpecOutput
@@ -600,6 +602,21 @@ class Counts(LogitsProcessor):
         scores = scores.clone()
         scores[:, self.calls % VOCAB] += 5
         return scores
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_in_a_pipeline_it_stands_for_its_model(batch_size):
+    spec = SelfSpecModel.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    options = {"max_new_tokens": 12, "do_sample": False, "batch_size": batch_size}
+    spoken, own = (
+        pipeline("text-generation", model=model, tokenizer=tokenizer, device=spec.device)(
+            ["It was a dark", "She said to him that"], **options
+        )
+        for model in (spec, spec.model)
+    )
+    assert spoken == own and spec.last_stats.drafted > 0
+    assert spec.config is spec.model.config and spec.dtype == torch.float32
 
 
 def test_a_processor_that_counts_its_calls_is_told_of():
