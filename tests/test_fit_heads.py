@@ -151,7 +151,7 @@ def test_a_confidence_output_is_trained_and_leaves_the_drafts_alone(made, fitted
         if not name.startswith("confidence."):
             torch.testing.assert_close(weight, known[name])
     exits = json.loads((folder / "run" / "report.json").read_text())["reliability"]
-    assert len(exits) == 4 and "fused, exit 2, sampled, own output" in exits
+    assert len(exits) == 3 and "fused, exit 2, sampled, own output" in exits
     check_exact(spec)
 
 

@@ -321,12 +321,14 @@ class LayerReader(ExitReader):
         self._base, self._right = self._base + other._base, self._right + other._right
 
     def confidence(self) -> Confidence:
-        """The chance that the last draft is accepted, by the head's own output if it has one."""
+        """By the head's own output, if it has one and the draft is sampled; else as any head."""
         return super().confidence() if self.head.confidence is None else self._predicted
 
     def _predicted(self, scores: Tensor, probs: Tensor | None, depth: int) -> list[float]:
+        if probs is None:
+            return super().confidence()(scores, probs, depth)
         assert self.head.confidence is not None
-        odds = self.head.confidence(self.head(self._state(depth)))[:, 0, int(probs is not None)]
+        odds = self.head.confidence(self.head(self._state(depth)))[:, 0, 0]
         # In this order NaN gives 0.
         return [max(0.0, chance) for chance in odds.float().sigmoid().tolist()]
 

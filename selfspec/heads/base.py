@@ -50,9 +50,8 @@ class ExitHead(nn.Module):
         drafts_at_once: whether all drafts of a round are made in one pass: over a `mask`, or, if
             the head has no layer, by `all_logits`.
         mask: the mask token of a head with a layer that `drafts_at_once`.
-        confidence: maps what `forward` returns to the log odds `[..., 2]` that the target accepts a
-            greedy draft and a sampled one (SpecDec++, Huang et al. 2024); `None` if the head has no
-            such output.
+        confidence: maps what `forward` returns to the log odds `[..., 1]` that the target accepts a
+            sampled draft (SpecDec++, Huang et al. 2024); `None` if the head has no such output.
         longest: the most tokens that the head drafts in a round; `None` if there is no limit.
         facts: what is known about the head: its training data (`data`) and its measurements by
             domain (`held_out`). Plain values, which go into files and model cards.

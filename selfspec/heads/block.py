@@ -38,7 +38,7 @@ class BlockHead(ExitHead):
 
         With `parallel` the head makes all drafts of a round in one pass over the newest token and
         masks (`MaskToken`); `markov` is the rank of the bias by the token before. With `confidence`
-        it also predicts whether each of its drafts is accepted.
+        it also predicts whether each of its sampled drafts is accepted.
         """
         at = cls.check_exit(decoder, exit_layer)
         place = options["place"] if "place" in options else decoder.layer_for(at)
@@ -77,7 +77,7 @@ class BlockHead(ExitHead):
             self.drafts_at_once = True
         if confidence:
             assert self.width is not None
-            self.confidence = move_to_exit(nn.Linear(self.width, 2), decoder, self.exit_layer)
+            self.confidence = move_to_exit(nn.Linear(self.width, 1), decoder, self.exit_layer)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -145,25 +145,6 @@ def agreement(
     return drafted == target_logits.argmax(-1)
 
 
-def confidence_losses(
-    log_odds: Tensor,
-    target_logits: Tensor,
-    draft_logits: Tensor,
-    vocab_ids: Tensor | None = None,
-) -> Tensor:
-    """Cross-entropy `[..., 2]` of predicted with actual acceptance, greedy and sampled.
-
-    Args:
-        log_odds: `[..., 2]` of greedy acceptance (`agreement`) and of sampled (`acceptance_rate`).
-        target_logits: `[..., vocab]`.
-        draft_logits: `[..., vocab]`, or `[..., N]` over a trimmed vocabulary.
-        vocab_ids: `[N]` the tokens of a trimmed vocabulary.
-    """
-    outcomes = [f(target_logits, draft_logits, vocab_ids) for f in (agreement, acceptance_rate)]
-    actual = torch.stack(outcomes, dim=-1).float()
-    return F.binary_cross_entropy_with_logits(log_odds.float(), actual, reduction="none")
-
-
 def _check(target_logits: Tensor, draft_logits: Tensor, vocab_ids: Tensor | None) -> None:
     width = target_logits.shape[-1] if vocab_ids is None else len(vocab_ids)
     expected = (*target_logits.shape[:-1], width)

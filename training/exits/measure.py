@@ -165,21 +165,21 @@ def calibrate(
 
     Returns:
         On the other half: the expected calibration error of each head for greedy decoding, and the
-        bins of each calibrator, and of each head's own confidence output, by the name of the exit
-        and of the mode.
+        bins of each calibrator, by the name of the exit and of the mode. A head's own confidence
+        output has bins, too.
     """
     errors: list[float] = []
     bins: dict[str, list[Bin]] = {}
     for head, drafts in zip(spec.heads, zip(*drafted, strict=True), strict=True):
         own = torch.cat([d.confidence for d in drafts])
-        for column, mode in enumerate(("greedy", "sampled")):
+        for mode in ("greedy", "sampled"):
             name = f"{head.kind}, exit {head.exit_layer}, {mode}"
             held, predicted, accepted = _calibrate(head, mode, drafts)
             bins[name] = reliability(predicted, accepted)
-            if head.confidence is not None:
-                bins[f"{name}, own output"] = reliability(own[held, column], accepted)
             if mode == "greedy":
                 errors.append(expected_calibration_error(predicted, accepted))
+            elif head.confidence is not None:
+                bins[f"{name}, own output"] = reliability(own[held], accepted)
         head.calibrators.to(spec.engine.decoder.device)
     return errors, bins
 

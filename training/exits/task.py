@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
 from typing_extensions import Self
 
 from selfspec.config import StrictConfig
@@ -24,14 +25,7 @@ from selfspec.heads.teacher_forcing import (
 from ..data import Batch, Blocks, collate
 from ..loop.loop import Task
 from .features import Reader, streams_of, target_reader
-from .losses import (
-    NO_TOKEN,
-    LossSchedule,
-    acceptance_rate,
-    agreement,
-    confidence_losses,
-    draft_losses,
-)
+from .losses import NO_TOKEN, LossSchedule, acceptance_rate, agreement, draft_losses
 
 
 class DraftsAtDepth(NamedTuple):
@@ -41,8 +35,8 @@ class DraftsAtDepth(NamedTuple):
         logits: `[m, head's vocabulary]` draft logits.
         there: `[n]` which of a lesson's positions they are: those with at least `depth` tokens of
             the document before them.
-        confidence: `[m, 2]` log odds of acceptance by the head's own output; `[m, 0]` if it has
-            none. They train that output alone.
+        confidence: `[m]` log odds of acceptance by the head's own output, `[0]` if it has none.
+            They train that output alone.
     """
 
     logits: Tensor
@@ -92,9 +86,9 @@ class Lesson(NamedTuple):
                 there &= torch.rand(there.shape, device=there.device) < share**depth
             state = state[self.learned][there][None]
             logits = head.draft_logits(decoder, state, depth, tokens[there][None])[0]
-            confidence = logits[:, :0]
+            confidence = logits.new_zeros(0)
             if head.confidence is not None:
-                confidence = head.confidence(head(state).detach())[0]
+                confidence = head.confidence(head(state).detach())[0, :, 0]
             yield DraftsAtDepth(logits, there, confidence)
 
 
@@ -108,7 +102,7 @@ class Drafts:
         features: `[n, 4]` the calibrator's features of every draft; `[n, 0]` unless asked for.
         agreed: `[n]` whether the top token was the target's, 1 or 0.
         accepted: `[n]` Σ min(p, q).
-        confidence: `[n, 2]` what the head's own output predicts of these two; `[n, 0]` without it.
+        confidence: `[n]` what the head's own output predicts of the last; `[0]` without it.
     """
 
     agreement: list[float]
@@ -412,10 +406,14 @@ class ExitTask(Task):
         for depth, (drafted, weight) in enumerate(zip(drafts, weights, strict=True)):
             logits, there, confidence = drafted
             target, following = lesson.target_logits[there], lesson.following[there]
-            losses = draft_losses(names, target, logits, following, head.vocab_ids)
+            wanted = names if head.confidence is None else {*names, "acceptance"}
+            losses = draft_losses(wanted, target, logits, following, head.vocab_ids)
             mixed = sum(part * losses[name].sum() for name, part in names.items())
             if head.confidence is not None:
-                mixed = mixed + confidence_losses(confidence, target, logits, head.vocab_ids).sum()
+                accepted = losses["acceptance"].detach().neg().exp()
+                mixed = mixed + binary_cross_entropy_with_logits(
+                    confidence.float(), accepted.float(), reduction="sum"
+                )
             total = total + weight / share**depth * mixed
         return total
 
