@@ -3,6 +3,7 @@
 import importlib.util
 import re
 import runpy
+import shutil
 import sys
 from base64 import b64decode
 
@@ -26,7 +27,7 @@ from training.loop import script
 
 # Added to commands that measure: the same code on less work.
 _QUESTION = "[{name: question, reader: gsm8k, count: 1}]"
-_QUICK_TUNE = ("prompts=2", "new_tokens=4", "turns=1", "repeats=1", "best=1", "nodes=[8]")
+_QUICK_TUNE = ("prompts=2", "new_tokens=4", "repeats=1", "best=1", "nodes=[8]")
 SMALL = {
     "bench": (f"prompts={_QUESTION}", "max_new_tokens=4", "warm_up=2", "repeats=1"),
     "check": ("--max-new-tokens", "4", "--samples", "32"),
@@ -171,10 +172,14 @@ def desk(tmp_path, monkeypatch):
     for name in ("target", "checkpoint"):
         (tmp_path / "path/to" / name).symlink_to(DEMO_MODEL)
     publish(spec.engine.decoder, tmp_path / "path/to/head")
+    (tmp_path / "path/to/eagle3-head").symlink_to("head")
     modules = str(tmp_path / "modules")  # transformers copies there what custom_generate loads
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", modules)
     monkeypatch.syspath_prepend(modules)
     monkeypatch.setattr("selfspec.model.push_heads", lambda heads, decoder, repo, *_: repo)
+    texts = tmp_path / "my/texts"  # what a user brings
+    texts.mkdir(parents=True)
+    shutil.copy(ROOT / "training/text/garden.txt", texts)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
