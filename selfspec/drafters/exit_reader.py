@@ -90,7 +90,7 @@ class ExitReader:
             return fitted.to(self.decoder.device)
 
     def confidence(self) -> Confidence:
-        """The chance that the last draft is accepted, by the head's calibrator."""
+        """The confidence in the last draft, from its scores by the head's calibrator."""
         if self._confidence is None:
             self._confidence = self.calibrator(sampled=False).confidence()
         return self._confidence
@@ -321,7 +321,7 @@ class LayerReader(ExitReader):
         self._base, self._right = self._base + other._base, self._right + other._right
 
     def confidence(self) -> Confidence:
-        """By the head's own output, if it has one and the draft is sampled; else as any head."""
+        """As for any head, but of sampled drafts from the confidence output, if there is one."""
         return super().confidence() if self.head.confidence is None else self._predicted
 
     def _predicted(self, scores: Tensor, probs: Tensor | None, depth: int) -> list[float]:

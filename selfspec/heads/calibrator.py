@@ -82,10 +82,11 @@ class Calibrator(nn.Module):
         return logit.clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT).sigmoid()
 
     def confidence(self) -> Confidence:
-        """The confidence in greedy drafts by `forward`, and in sampled ones by their probabilities.
+        """A function that tells how likely a draft is accepted, for schedules.
 
-        A sampled draft counts as sure as two draws from its distribution are to agree, Σ q²
-        (Simpson 1949). For few rows this is faster than `forward`: it computes without tensors.
+        For a greedy draft it gives what `forward` gives, but faster for few rows, because it
+        computes without tensors. For a sampled one it gives the probability that two draws from
+        its distribution agree, Σ q² (Simpson 1949).
         """
         constants = cache(self._constants)
 

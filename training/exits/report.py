@@ -118,7 +118,7 @@ def _draw_reliability(sheet: Figure, reliability: Mapping[str, Sequence[Bin]]) -
     axes.set_aspect("equal")
     shares.set(xlabel="predicted P(accepted)", ylabel="share of drafts", xlim=(0, 1))
     shares.set_ylim(bottom=0)
-    sheet.legend(loc="outside lower center", ncols=4, frameon=False)
+    sheet.legend(loc="outside lower center", ncols=3, frameon=False)
 
 
 def _axes(sheet: Figure, place: tuple[int, int, int] = (1, 1, 1), title: str = "") -> Axes:
