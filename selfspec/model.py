@@ -20,7 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from selfspec.config import DraftConfig, Kernels, KVCacheDtype, unknown_name
 from selfspec.decoder import Decoder
-from selfspec.decoder.checkpoints import find_checkpoint, load_causal_lm
+from selfspec.decoder.checkpoints import find_checkpoint, folder_of, load_causal_lm
 from selfspec.decoder.families import refuse_options
 from selfspec.drafters import make_drafter
 from selfspec.drafters.engine import Engine
@@ -118,7 +118,7 @@ class SelfSpecModel:
         """Load a checkpoint with `AutoModelForCausalLM.from_pretrained` and wrap it.
 
         Args:
-            path: a folder or a model id.
+            path: a folder, a model id, or a `.gguf` file (with the package `gguf`).
             heads: exit heads, the folder they were saved in, or their id on the hub; `None` takes
                 those saved beside the checkpoint, else its multi-token prediction layer, if there
                 are any.
@@ -141,13 +141,14 @@ class SelfSpecModel:
             model = load_causal_lm(path, **kwargs)
         except TypeError as error:
             raise _with_our_options(error, kwargs) from None
-        if heads is None and (Path(path) / CONFIG_NAME).is_file():
-            heads = path
+        beside = folder_of(path)
+        if heads is None and (Path(beside) / CONFIG_NAME).is_file():
+            heads = beside
         spec = cls(model, heads, draft_model, profile, kernels, kv_cache_dtype)
         if heads is None:
             spec._draft_with_mtp(path, kwargs)
         if profile is None:
-            folders = [at for at in (heads, path) if isinstance(at, (str, Path))]
+            folders = [at for at in (heads, beside) if isinstance(at, (str, Path))]
             spec.profile = spec._found(find_profile(spec.engine.decoder, folders))
         return spec
 

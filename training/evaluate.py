@@ -6,10 +6,10 @@ python -m training.evaluate --config configs/evaluate.yaml [section.field=value 
 from __future__ import annotations
 
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from selfspec import DEMO_MODEL
 from selfspec.config import StrictConfig
+from selfspec.decoder.checkpoints import load_causal_lm, load_tokenizer
 
 from .language.task import HeldOut
 from .loop.script import run_script
@@ -30,8 +30,8 @@ class EvaluateConfig(StrictConfig):
 def evaluate(config: EvaluateConfig) -> dict[str, float]:
     """Bits per byte by domain, in float32."""
     source = DEMO_MODEL if config.target == "demo" else config.target
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype="float32").eval()
+    tokenizer = load_tokenizer(source)
+    model = load_causal_lm(source, dtype="float32")
     console, figures = Console(highlight=False), {}
     for domain, windows in config.held_out.read(tokenizer).items():
         figures[domain] = windows.measure(model)

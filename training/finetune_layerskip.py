@@ -20,15 +20,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.pytorch_utils import Conv1D
 
 from selfspec.config import StrictConfig
+from selfspec.decoder.checkpoints import load_causal_lm, load_config, load_tokenizer
 
 from .data import Mixture, SourceConfig
 from .language.layerskip import LayerSkip, LayerSkipConfig
@@ -140,7 +138,7 @@ def finetune(config: FinetuneConfig) -> Comparison | None:
     refuse_overwriting(config)
     output = start_output(config, Path(config.output), config.identity)
     announce(config)
-    tokenizer = AutoTokenizer.from_pretrained(config.model)
+    tokenizer = load_tokenizer(config.model)
     windows = config.held_out.read(tokenizer)
     data = Mixture.read(config.data, tokenizer, config.block_size, config.loop.seed)
     task = LayerSkip(make_model(config), windows, config.layerskip, config.loop)
@@ -182,12 +180,12 @@ def refuse_overwriting(config: FinetuneConfig) -> None:
 
 def make_model(config: FinetuneConfig) -> PreTrainedModel:
     """The model to train, in float32, as it starts: with adapters where they are asked for."""
-    if getattr(AutoConfig.from_pretrained(config.model), "quantization_config", None):
+    if getattr(load_config(config.model), "quantization_config", None):
         raise ValueError(
             f"{config.model} is quantized, and LayerSkip writes its weights anew; give the "
             "checkpoint that it was quantized from"
         )
-    model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
+    model = load_causal_lm(config.model, dtype=torch.float32)
     if config.lora:
         torch.manual_seed(config.loop.seed)
         add_adapters(model, config.lora)
@@ -214,7 +212,7 @@ def merged(config: FinetuneConfig, weights: Mapping[str, Tensor]) -> PreTrainedM
 
     A new one, for the one that was trained may lie in shards.
     """
-    model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
+    model = load_causal_lm(config.model, dtype=torch.float32)
     adapted = add_adapters(model, config.lora) if config.lora else None
     model.load_state_dict(weights)
     if adapted:
@@ -227,7 +225,7 @@ def merged(config: FinetuneConfig, weights: Mapping[str, Tensor]) -> PreTrainedM
 
 def stored_dtype(config: FinetuneConfig) -> torch.dtype:
     """The dtype of the checkpoint to start from, which the new one gets as well."""
-    dtype = AutoConfig.from_pretrained(config.model).dtype
+    dtype = load_config(config.model).dtype
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 

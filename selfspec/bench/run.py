@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import (
-    AutoModelForCausalLM,
     ContinuousBatchingConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -26,6 +25,7 @@ from transformers import (
 from selfspec.bench.config import PEER_OPTIONS, BenchConfig, MethodConfig, ModeConfig
 from selfspec.bench.planted import GreedyTexts, generate_planted
 from selfspec.bench.prompts import Batch, make_batches, read_prompts
+from selfspec.decoder.checkpoints import find_checkpoint, load_causal_lm
 from selfspec.generation.streaming import RoundStreamer
 from selfspec.heads.files import append_line, read_lines, read_object, refuse_changes
 from selfspec.model import SelfSpecModel
@@ -216,8 +216,8 @@ def _texts(spec: SelfSpecModel, output: Tensor, width: int) -> list[list[int]]:
 
 def _assistant(spec: SelfSpecModel, path: str) -> PreTrainedModel:
     decoder = spec.engine.decoder
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=decoder.dtype)
-    return model.to(decoder.device).eval()
+    model: Any = load_causal_lm(find_checkpoint(path), dtype=decoder.dtype)
+    return model.to(decoder.device)
 
 
 def _speculate(

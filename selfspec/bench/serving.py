@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoTokenizer
 
 from selfspec import DEMO_MODEL, DraftConfig, SelfSpecModel
 from selfspec.bench.config import PromptSetConfig
 from selfspec.bench.prompts import read_prompts
+from selfspec.decoder.checkpoints import load_tokenizer
 from selfspec.export import FOLDABLE, export_draft, export_eagle3
 from selfspec.heads import Eagle3Head, ExitHead
 from selfspec.serving import SCHEME
@@ -101,7 +101,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _prompts(model: str, count: int) -> list[list[int]]:
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = load_tokenizer(model)
     each = -(-count // len(_SETS))
     sets = [PromptSetConfig(name=name, reader=name, count=min(each, 8)) for name in _SETS]
     read = [prompt for one in sets for prompt in read_prompts(one, tokenizer, 384)]

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel, StoppingCriteria
+from transformers import PreTrainedModel, StoppingCriteria
 from transformers.utils import logging
 
 from selfspec import DEMO_MODEL, SelfSpecModel
@@ -28,6 +28,7 @@ from selfspec.bench.config import PromptSetConfig
 from selfspec.bench.prompts import padded, read_prompts
 from selfspec.bench.results import Grid, memory_cell
 from selfspec.bench.run import Memory, peak_memory
+from selfspec.decoder.checkpoints import load_tokenizer
 
 _PAGE = 64  # slots of a page of transformers' continuous batching
 _SETS = ("text", "gsm8k", "humaneval", "mbpp")
@@ -106,7 +107,7 @@ def _arguments() -> argparse.Namespace:
 
 def _requests(arguments: argparse.Namespace) -> tuple[list[list[int]], list[int]]:
     """Prompts and the lengths of their answers, in a random order that is the same in every run."""
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    tokenizer = load_tokenizer(arguments.model)
     count = -(-arguments.prompts // len(_SETS))
     sets = [PromptSetConfig(name=name, reader=name, count=count) for name in _SETS]
     read = [prompt for one in sets for prompt in read_prompts(one, tokenizer)]

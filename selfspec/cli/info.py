@@ -40,12 +40,15 @@ def info(
     as_json: opt.AsJson = False,
 ) -> None:
     """Describe a target and its heads: shape, memory, and the default draft."""
+    from selfspec.decoder.checkpoints import folder_of
     from selfspec.heads import CONFIG_NAME
     from selfspec.schedule.profile import PROFILE_NAME
 
     with reporting(as_json) as console:
         name, path = resolve(model)
-        beside = any((Path(path) / file).is_file() for file in (CONFIG_NAME, PROFILE_NAME))
+        beside = any(
+            (Path(folder_of(path)) / file).is_file() for file in (CONFIG_NAME, PROFILE_NAME)
+        )
         is_bare = heads is None and not beside and not _has_mtp(path)
         engine, profile = _without_weights(path) if is_bare else None, None
         if engine is None:
@@ -59,11 +62,10 @@ def info(
 
 def _has_mtp(path: Path | str) -> bool:
     """Whether the checkpoint has a multi-token prediction layer."""
-    from transformers import AutoConfig
-
+    from selfspec.decoder.checkpoints import load_config
     from selfspec.heads import find_mtp
 
-    config = AutoConfig.from_pretrained(path).get_text_config(decoder=True)
+    config = load_config(path).get_text_config(decoder=True)
     depth = getattr(config, "num_hidden_layers", None)
     return depth is not None and find_mtp(path, depth) is not None
 
@@ -71,13 +73,14 @@ def _has_mtp(path: Path | str) -> bool:
 def _without_weights(path: Path | str) -> Engine | None:
     """The target on the meta device, without weights; `None` if its family cannot run there."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     from selfspec.decoder import Decoder
+    from selfspec.decoder.checkpoints import load_config
     from selfspec.drafters.engine import Engine
 
     quiet_transformers()
-    config = AutoConfig.from_pretrained(path)
+    config = load_config(path)
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.float32)

@@ -7,50 +7,111 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
-from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils.import_utils import is_gguf_available, is_kernels_available
 
+GGUF = ".gguf"
 # Options of `from_pretrained` with which a folder needs no config.json of its own.
 _ELSEWHERE = {"config", "gguf_file", "subfolder"}
 
 
 def find_checkpoint(name: str | Path, options: Collection[str] = ()) -> Path | str:
-    """The folder of a checkpoint, or the Hugging Face id that `name` is.
+    """The folder or GGUF file of a checkpoint, or the Hugging Face id that `name` is.
 
     Args:
-        name: a folder or a Hugging Face id.
+        name: a folder, a `.gguf` file, or a Hugging Face id. A folder without a config.json may
+            hold one GGUF file.
         options: names of the options of `from_pretrained`.
 
     Raises:
-        FileNotFoundError: `name` is a folder without a config.json, or looks like a path, and there
-            is no folder.
+        FileNotFoundError: `name` is a folder with neither a config.json nor one GGUF file, or looks
+            like a path, and there is nothing.
     """
-    folder = Path(name).expanduser()
+    path = Path(name).expanduser()
     text = str(name)
     is_path = isinstance(name, Path) or text.startswith((".", "~", os.sep)) or text.count("/") > 1
-    if any((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
-        return folder
-    if folder.is_dir() and _ELSEWHERE.intersection(options):
-        return folder
-    if folder.is_dir() or is_path:
-        missing = ": it has no config.json" if folder.is_dir() else ""
-        raise FileNotFoundError(
-            f"no model folder at {name}{missing}; give a folder with a config.json, or a Hugging "
-            "Face id"
-        )
-    return text
+    if any((path / file).is_file() for file in ("config.json", "adapter_config.json")):
+        return path
+    if path.suffix.lower() == GGUF:
+        if not path.is_file():
+            raise FileNotFoundError(f"no GGUF file at {name}")
+        return path
+    if not path.is_dir() and not is_path:
+        return text
+    if path.is_dir() and _ELSEWHERE.intersection(options):
+        return path
+    files = sorted(path.glob(f"*{GGUF}")) if path.is_dir() else []
+    if len(files) == 1:
+        return files[0]
+    missing = ""
+    if path.is_dir():
+        found = f", and {len(files)} GGUF files, of which one has to be named" if files else ""
+        missing = f": it has no config.json{found}"
+    raise FileNotFoundError(
+        f"no model at {name}{missing}; give a folder with a config.json, a GGUF file, or a Hugging "
+        "Face id"
+    )
 
 
-def load_causal_lm(path: str | Path, **options: Any) -> nn.Module:
-    """Load a checkpoint with `AutoModelForCausalLM.from_pretrained`, ready to decode.
+def folder_of(path: str | Path) -> str | Path:
+    """The folder of a GGUF file, where heads and profiles lie; another checkpoint's own name."""
+    return Path(path).parent if Path(path).suffix.lower() == GGUF else path
+
+
+def _named(path: str | Path) -> tuple[str | Path, dict[str, Any]]:
+    """What `from_pretrained` takes as the checkpoint, and its option for a GGUF file.
 
     Raises:
+        ImportError: the package `gguf` is not installed.
+    """
+    file = Path(path)
+    if file.suffix.lower() != GGUF:
+        return path, {}
+    if not is_gguf_available():
+        raise ImportError(
+            f"{path} is a GGUF file, which needs the package gguf: pip install 'selfspec[gguf]'"
+        )
+    return file.parent, {"gguf_file": file.name}
+
+
+def load_config(path: str | Path) -> PreTrainedConfig:
+    """Load a checkpoint's config.
+
+    Raises:
+        ImportError: it is a GGUF file, and the package `gguf` is not installed.
+        OSError: there is none.
+    """
+    source, named = _named(path)
+    return AutoConfig.from_pretrained(source, **named)
+
+
+def load_causal_lm(path: str | Path, **options: Any) -> PreTrainedModel:
+    """Load a checkpoint with `AutoModelForCausalLM.from_pretrained`, ready to decode.
+
+    The weights of a GGUF file stay packed where transformers has kernels for them (the package
+    `kernels`) and `dtype` is float32, in which these compute; else they are dequantized to `dtype`.
+
+    Raises:
+        ImportError: it is a GGUF file, and the package `gguf` is not installed.
         OSError: there is no such checkpoint.
         ValueError: the weights are damaged.
     """
+    source, named = _named(path)
+    if named:
+        packed = is_kernels_available() and options.get("dtype") in ("float32", torch.float32)
+        named["quantization_config"] = GgufConfig(dequantize=not packed)
     try:
-        return AutoModelForCausalLM.from_pretrained(path, **options).eval()
+        return AutoModelForCausalLM.from_pretrained(source, **{**named, **options}).eval()
     except SafetensorError as error:
         raise ValueError(
             f"the weights in {path} cannot be read ({error}); the file may be truncated"
@@ -61,11 +122,13 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Load a checkpoint's tokenizer.
 
     Raises:
+        ImportError: it is a GGUF file, and the package `gguf` is not installed.
         OSError: there is none.
         ValueError: it cannot be read.
     """
+    source, named = _named(path)
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(source, **named)
     except (ValueError, OSError) as error:
         folder = Path(path)
         if not folder.is_dir() or (folder / "tokenizer.json").is_file():

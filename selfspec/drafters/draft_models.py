@@ -63,7 +63,7 @@ class DraftModels:
 
     def _load(self, path: str) -> Decoder:
         if path not in self._loaded:
-            model = load_causal_lm(find_checkpoint(path), dtype=self._target.dtype)
+            model: nn.Module = load_causal_lm(find_checkpoint(path), dtype=self._target.dtype)
             self._loaded[path] = self._admit(model.to(self._target.device))
         return self._loaded[path]
 

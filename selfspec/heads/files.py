@@ -16,6 +16,8 @@ from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
+from selfspec.decoder.checkpoints import folder_of
+
 _HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
 
 
@@ -101,7 +103,7 @@ class CheckpointFiles:
     """The safetensors files of a checkpoint, which are read tensor by tensor.
 
     Args:
-        path: a folder or a hub id.
+        path: a folder, a GGUF file in one, or a hub id.
         options: options of `from_pretrained`, of which those of the hub are used.
 
     Attributes:
@@ -109,7 +111,7 @@ class CheckpointFiles:
     """
 
     def __init__(self, path: str | Path, **options: Any):
-        self._path = path
+        self._path = folder_of(path)
         self._options = {name: options[name] for name in _HUB_OPTIONS if name in options}
         index, whole = self._file(SAFE_WEIGHTS_INDEX_NAME), None
         self.files: dict[str, str] = {}

@@ -9,12 +9,12 @@ from typing import Any
 
 import psutil
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from selfspec import DEMO_MODEL
 from selfspec.config import parse
 from selfspec.decoder import Decoder
-from selfspec.decoder.checkpoints import load_tokenizer
+from selfspec.decoder.checkpoints import load_config, load_tokenizer
 from selfspec.heads import head_class
 from selfspec.heads.hub import DEMO
 
@@ -86,7 +86,7 @@ def _filled(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, 
 
 def _without_weights(source: str | Path) -> Decoder:
     """The target on the meta device."""
-    config = AutoConfig.from_pretrained(source)
+    config = load_config(source)
     with torch.device("meta"):
         return Decoder(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
 

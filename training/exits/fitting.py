@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from pydantic import Field, field_validator
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from selfspec import DEMO_MODEL, SelfSpecModel
 from selfspec.config import StrictConfig
 from selfspec.decoder import Decoder
-from selfspec.decoder.checkpoints import load_tokenizer
+from selfspec.decoder.checkpoints import load_causal_lm, load_config, load_tokenizer
 from selfspec.heads import CARD_NAME, ExitHead, heads_card, load_heads, save_heads
 from selfspec.heads.hub import DEMO
 
@@ -106,8 +106,8 @@ class FitConfig(StrictConfig):
 
     def load_target(self) -> tuple[SelfSpecModel, PreTrainedTokenizerBase]:
         """The frozen target in float32, without heads, and its tokenizer."""
-        model = AutoModelForCausalLM.from_pretrained(self.source, dtype=torch.float32)
-        return SelfSpecModel(model.eval()), load_tokenizer(self.source)
+        model = load_causal_lm(self.source, dtype=torch.float32)
+        return SelfSpecModel(model), load_tokenizer(self.source)
 
     def read_text(self, tokenizer: PreTrainedTokenizerBase) -> tuple[Mixture, dict[str, Blocks]]:
         """The training text, and the held-out blocks of each domain."""
@@ -178,7 +178,7 @@ def write_heads(
 
 def _stored_dtype(config: FitConfig) -> torch.dtype | None:
     """The dtype in which the target's weights are stored; heads get the same."""
-    dtype = AutoConfig.from_pretrained(config.source).dtype
+    dtype = load_config(config.source).dtype
     return dtype if isinstance(dtype, torch.dtype) else None
 
 

@@ -32,10 +32,10 @@ def target_facts(decoder: Decoder) -> dict[str, Any]:
 
 
 def name_of(target: str) -> str:
-    """The target's id, or the absolute path of its folder, which has one spelling only."""
-    folder = Path(target).expanduser()
-    is_folder = folder.is_dir() and target != DEMO
-    return os.path.normpath(folder.absolute()) if is_folder else target
+    """The target's id, or the absolute path of its folder or file, which has one spelling only."""
+    path = Path(target).expanduser()
+    is_path = path.exists() and target != DEMO
+    return os.path.normpath(path.absolute()) if is_path else target
 
 
 def digest(data: Any) -> str:
