@@ -90,9 +90,9 @@ def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase
     )
     merges = told["model"]["merges"]
     writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
-    if tokenizer.bos_token_id is not None:
+    if isinstance(tokenizer.bos_token_id, int):
         writer.add_bos_token_id(tokenizer.bos_token_id)
-    if tokenizer.eos_token_id is not None:
+    if isinstance(tokenizer.eos_token_id, int):
         writer.add_eos_token_id(tokenizer.eos_token_id)
     writer.add_add_bos_token(False)
     if tokenizer.chat_template:

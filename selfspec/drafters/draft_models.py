@@ -63,8 +63,9 @@ class DraftModels:
 
     def _load(self, path: str) -> Decoder:
         if path not in self._loaded:
-            model: nn.Module = load_causal_lm(find_checkpoint(path), dtype=self._target.dtype)
-            self._loaded[path] = self._admit(model.to(self._target.device))
+            device, dtype = self._target.device, self._target.dtype
+            model = load_causal_lm(find_checkpoint(path), dtype=dtype)
+            self._loaded[path] = self._admit(nn.Module.to(model, device))
         return self._loaded[path]
 
     def _admit(self, draft_model: nn.Module) -> Decoder:
