@@ -61,7 +61,8 @@ class SelfSpecModel:
         profile: a profile made by `selfspec tune`, or its file; its draft is the default of
             `generate`. A profile for another device, dtype, target or kernels is ignored with a
             warning.
-        kernels: how layers of target, heads and draft models are computed. `"eager"`: as in
+        kernels: how layers of target, heads and draft models are computed. `"auto"`: `"prepacked"`
+            on a CPU in half precision if the memory is there, else `"eager"`. `"eager"`: as in
             transformers. `"prepacked"`: in half precision on a CPU, linear layers have a second
             copy of their weights in oneDNN's layout, and heads that share keys attend together.
             `"compiled"`: passes over few tokens use `torch.compile`; the first ones wait for the
@@ -90,7 +91,7 @@ class SelfSpecModel:
         heads: Sequence[ExitHead] | str | Path | None = None,
         draft_model: nn.Module | str | Path | None = None,
         profile: Profile | str | Path | None = None,
-        kernels: Kernels = "eager",
+        kernels: Kernels = "auto",
         kv_cache_dtype: KVCacheDtype = "auto",
     ):
         self.model = model
@@ -111,7 +112,7 @@ class SelfSpecModel:
         heads: Sequence[ExitHead] | str | Path | None = None,
         draft_model: nn.Module | str | Path | None = None,
         profile: Profile | str | Path | None = None,
-        kernels: Kernels = "eager",
+        kernels: Kernels = "auto",
         kv_cache_dtype: KVCacheDtype = "auto",
         **kwargs: Any,
     ) -> SelfSpecModel:

@@ -49,7 +49,7 @@ def packed(spec):
 @pytest.mark.parametrize("lengths", [(6,), (9, 5, 2)])
 def test_logits_are_the_same_to_the_bit(family, lengths):
     model = build(family, "sdpa").to(HALF)
-    eager, spec = SelfSpecModel(model), SelfSpecModel(model, kernels="prepacked")
+    eager, spec = SelfSpecModel(model, kernels="eager"), SelfSpecModel(model, kernels="prepacked")
     for draft in DRAFTS:
         assert torch.equal(
             logits(spec, *lengths, draft=draft), logits(eager, *lengths, draft=draft)
@@ -61,7 +61,7 @@ def test_logits_are_the_same_to_the_bit(family, lengths):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_computes_the_same(family):
     model = build(family, "eager").to(HALF)
-    eager, spec = SelfSpecModel(model), SelfSpecModel(model, kernels="prepacked")
+    eager, spec = SelfSpecModel(model, kernels="eager"), SelfSpecModel(model, kernels="prepacked")
     expected, made = (logits(one, 9, 5, 2, new_tokens=1) for one in (eager, spec))
     assert packed(spec)
     torch.testing.assert_close(made, expected, rtol=2**-5, atol=2**-5 * expected.abs().max().item())
@@ -106,7 +106,8 @@ def test_heads_are_packed_too():
     written = logits(spec, 6, draft=draft, vocab=64)
     drafted = spec.last_trace
     assert torch.equal(
-        written, logits(SelfSpecModel(model, heads=[head]), 6, draft=draft, vocab=64)
+        written,
+        logits(SelfSpecModel(model, heads=[head], kernels="eager"), 6, draft=draft, vocab=64),
     )
     assert head.entry in prepacked._PACKED and head.layer.mlp.gate_proj in prepacked._PACKED
     assert drafted is not None and spec.last_stats.drafted
@@ -159,7 +160,7 @@ def test_weights_that_change_between_calls_are_packed_anew(change):
         change(model.model.layers[1].mlp.up_proj.weight)
     after = logits(spec, 6, vocab=64)
     assert not torch.equal(before, after)
-    assert torch.equal(after, logits(SelfSpecModel(model), 6, vocab=64))
+    assert torch.equal(after, logits(SelfSpecModel(model, kernels="eager"), 6, vocab=64))
 
 
 def test_an_interrupt_while_packing_leaves_the_model_as_it_was(monkeypatch):
@@ -177,13 +178,18 @@ def test_an_interrupt_while_packing_leaves_the_model_as_it_was(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         logits(spec, 6, vocab=64)
     assert [set(vars(module)) for module in model.modules()] == names
-    assert torch.equal(logits(spec, 6, vocab=64), logits(SelfSpecModel(model), 6, vocab=64))
+    assert torch.equal(
+        logits(spec, 6, vocab=64), logits(SelfSpecModel(model, kernels="eager"), 6, vocab=64)
+    )
 
 
 def test_adapters_are_merged_and_taken_out():
     config = LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
     adapted = get_peft_model(tiny_llama("sometimes", dtype=HALF), config).eval()
-    spec, eager = SelfSpecModel(adapted, kernels="prepacked"), SelfSpecModel(adapted)
+    spec, eager = (
+        SelfSpecModel(adapted, kernels="prepacked"),
+        SelfSpecModel(adapted, kernels="eager"),
+    )
     for step in (lambda: None, adapted.merge_adapter, adapted.unmerge_adapter):
         step()
         assert torch.equal(logits(spec, 6, vocab=64), logits(eager, 6, vocab=64))
@@ -222,7 +228,7 @@ def test_what_cannot_be_packed_runs_as_it_is_and_says_so_once(dtype):
     with pytest.warns(UserWarning, match="nothing of LlamaForCausalLM can be prepacked") as told:
         written = [logits(spec, 6, vocab=64) for _ in range(2)]
     assert len(told) == 1 and not packed(spec)
-    assert torch.equal(written[0], logits(SelfSpecModel(model), 6, vocab=64))
+    assert torch.equal(written[0], logits(SelfSpecModel(model, kernels="eager"), 6, vocab=64))
 
 
 def test_other_kernels_are_refused():
@@ -244,7 +250,7 @@ def test_the_command_line_packs(folder):
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "mixtral", "phi3"])
 def test_heads_that_share_keys_attend_to_them_together(family, monkeypatch):
     model, calls = build(family, "sdpa").to(HALF), []
-    expected = logits(SelfSpecModel(model), 6)
+    expected = logits(SelfSpecModel(model, kernels="eager"), 6)
     attend = torch.nn.functional.scaled_dot_product_attention
 
     def counted(query, key, value, **options):
@@ -266,3 +272,19 @@ def test_one_token_needs_no_mask_elsewhere(family, attention, dtype):
     model = build(family, attention).to(dtype)
     assert not prepacked.joins_heads(model)
     assert prepacked.joins_heads(build("llama", "sdpa").to(HALF))
+
+
+def test_auto_packs_what_can_be_packed_and_fits(monkeypatch):
+    half, whole = tiny_llama().to(HALF), tiny_llama()
+    assert Decoder(half).kernels == "prepacked" and Decoder(whole).kernels == "eager"
+    with torch.device("meta"):
+        assert Decoder(tiny_llama()).kernels == "eager"
+    layers = [m for m in half.modules() if isinstance(m, torch.nn.Linear)]
+    size = sum(layer.weight.nbytes for layer in layers)
+
+    def left(available):
+        memory = type("Memory", (), {"available": available})
+        monkeypatch.setattr(prepacked.psutil, "virtual_memory", lambda: memory)
+        return Decoder(half).kernels
+
+    assert left(2 * size) == "prepacked" and left(size) == "eager"

@@ -238,7 +238,7 @@ class BenchConfig(StrictConfig):
     profile: Path | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str | None = None
-    kernels: Kernels = "eager"
+    kernels: Kernels = "auto"
     kv_cache_dtype: KVCacheDtype = "auto"
     threads: int | None = Field(default=None, ge=1)
     prompts: tuple[PromptSetConfig, ...] = (PromptSetConfig(name="passages", count=4),)

@@ -23,7 +23,7 @@ def app(
     config: opt.Config = None,
     draft: opt.Draft = None,
     profile: opt.Profile = None,
-    kernels: opt.KernelsOption = "eager",
+    kernels: opt.KernelsOption = "auto",
     host: Annotated[
         str, typer.Option(help="Address to listen at.", rich_help_panel=_SERVER)
     ] = "127.0.0.1",

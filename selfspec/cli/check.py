@@ -30,7 +30,7 @@ def check(
     heads: opt.Heads = None,
     dtype: opt.DtypeOption = "auto",
     device: opt.Device = None,
-    kernels: opt.KernelsOption = "eager",
+    kernels: opt.KernelsOption = "auto",
     kv_cache: opt.KVCacheOption = "auto",
     profile: opt.Profile = None,
     config: opt.Config = None,

@@ -163,7 +163,7 @@ class Source(NamedTuple):
     dtype: Dtype = "auto"
     device: str | None = None
     profile: Path | None = None
-    kernels: Kernels = "eager"
+    kernels: Kernels = "auto"
     kv_cache: KVCacheDtype = "auto"
 
     def load(self) -> Loaded:

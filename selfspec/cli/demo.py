@@ -46,7 +46,7 @@ def demo(
     heads: opt.Heads = None,
     dtype: opt.DtypeOption = "auto",
     device: opt.Device = None,
-    kernels: opt.KernelsOption = "eager",
+    kernels: opt.KernelsOption = "auto",
     config: opt.Config = None,
     draft: opt.Draft = None,
     profile: opt.Profile = None,

@@ -92,7 +92,7 @@ def generate(
     heads: opt.Heads = None,
     dtype: opt.DtypeOption = "auto",
     device: opt.Device = None,
-    kernels: opt.KernelsOption = "eager",
+    kernels: opt.KernelsOption = "auto",
     kv_cache: opt.KVCacheOption = "auto",
     config: opt.Config = None,
     draft: opt.Draft = None,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 # As in `selfspec.config`, whose import would make `--help` slower.
-Kernels = Literal["eager", "prepacked", "compiled", "graphs"]
+Kernels = Literal["auto", "eager", "prepacked", "compiled", "graphs"]
 KVCacheDtype = Literal["auto", "int8"]
 
 _TARGET = "Target"
@@ -63,7 +63,8 @@ KernelsOption = Annotated[
     Kernels,
     typer.Option(
         "--kernels",
-        help="How layers are computed. eager: as transformers does. prepacked: with linear maps "
+        help="How layers are computed. auto: prepacked where it pays and fits, else eager. "
+        "eager: as transformers does. prepacked: with linear maps "
         "packed once for a CPU in half precision (twice the weights' memory). compiled: through "
         "torch.compile. graphs: as CUDA graphs on a CUDA device.",
         rich_help_panel=_TARGET,

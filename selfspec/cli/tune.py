@@ -43,7 +43,7 @@ def tune(
     heads: opt.Heads = None,
     dtype: opt.DtypeOption = "auto",
     device: opt.Device = None,
-    kernels: opt.KernelsOption = "eager",
+    kernels: opt.KernelsOption = "auto",
     text: Texts = None,
     config: Annotated[
         Path | None,

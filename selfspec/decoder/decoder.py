@@ -26,6 +26,7 @@ from selfspec.decoder.families import (
     unwrap,
 )
 from selfspec.decoder.gates import Gates, first_of
+from selfspec.decoder.kernels.prepacked import choose_kernels
 from selfspec.decoder.masks import Masks, Packing
 from selfspec.decoder.passes import (
     MASK,
@@ -102,7 +103,7 @@ class Decoder:
         kv_cache_dtype: dtype of the KV cache.
 
     Attributes:
-        kernels: how layers are computed.
+        kernels: how layers are computed; never `auto`.
         kv_cache_dtype: dtype of the KV cache.
         causal_lm: the transformers model inside.
         base: its body, which owns the layers.
@@ -124,19 +125,19 @@ class Decoder:
     def __init__(
         self,
         model: nn.Module,
-        kernels: Kernels = "eager",
+        kernels: Kernels = "auto",
         kv_cache_dtype: KVCacheDtype = "auto",
     ):
         refuse_options(kernels, kv_cache_dtype)
-        self.kernels: Kernels = kernels
         self.kv_cache_dtype: KVCacheDtype = kv_cache_dtype
         self.causal_lm = unwrap(model)
+        self.kernels: Kernels = choose_kernels(self.causal_lm) if kernels == "auto" else kernels
         self.config = self.causal_lm.config.get_text_config(decoder=True)
         refuse_unsupported(self.causal_lm)
         self.base, name, self.layers = find_layers(self.causal_lm, self.config.num_hidden_layers)
         self.windows = layer_windows(self.config, len(self.layers))
         self.attention_layers = attention_layers(self.config, len(self.layers))
-        self.gates = Gates(self.causal_lm, self.base, name, self.layers, self.windows, kernels)
+        self.gates = Gates(self.causal_lm, self.base, name, self.layers, self.windows, self.kernels)
         self.depth = self.gates.depth
         self.recurrent_layers = [index for _, index in self.gates.mixers.found]
         # The KV cache of the last call, and dtype and devices of its layers then.

@@ -6,6 +6,7 @@ import copy
 import json
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -64,8 +65,8 @@ class DraftModels:
     def _load(self, path: str) -> Decoder:
         if path not in self._loaded:
             device, dtype = self._target.device, self._target.dtype
-            model = load_causal_lm(find_checkpoint(path), dtype=dtype)
-            self._loaded[path] = self._admit(nn.Module.to(model, device))
+            model: Any = load_causal_lm(find_checkpoint(path), dtype=dtype)
+            self._loaded[path] = self._admit(model.to(device))
         return self._loaded[path]
 
     def _admit(self, draft_model: nn.Module) -> Decoder:

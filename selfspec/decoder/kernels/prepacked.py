@@ -14,10 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import psutil
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+
+from selfspec.config import Kernels
 
 _OPS: Any = torch.ops.mkldnn
 
@@ -77,6 +80,17 @@ class PrepackedLinears:
                 "runs as it is: leave kernels out to get no warning",
                 stacklevel=2,
             )
+
+
+def choose_kernels(model: nn.Module) -> Kernels:
+    """`"prepacked"` if linear layers can be packed and a copy of them fits, else `"eager"`.
+
+    A quarter of the memory that is free stays so.
+    """
+    found = [_weight(module) for bundle in _bundles(model) for module in bundle]
+    copies = sum(weight.nbytes for weight in found)
+    fits = 4 * copies <= 3 * psutil.virtual_memory().available
+    return "prepacked" if found and fits else "eager"
 
 
 class _Bundle:
