@@ -21,7 +21,7 @@ from training.exits import fitting, report
 from training.exits import measure as measure_module
 from training.exits.fitting import FitConfig
 from training.exits.measure import expected_tokens
-from training.exits.task import ExitTask, HeldOutDrafts, build_heads, trim_heads
+from training.exits.task import DraftLossConfig, ExitTask, HeldOutDrafts, build_heads, trim_heads
 from training.fit_heads import fit
 from training.loop.checkpoint import Checkpoints
 from training.measure_heads import measure_heads
@@ -135,6 +135,32 @@ def test_a_head_that_drafts_in_one_pass_may_start_from_one_that_does_not(made, f
     for name, weight in before.named_parameters():
         torch.testing.assert_close(head.get_parameter(name), weight)
     check_exact(spec)
+
+
+def test_a_fit_goes_on_from_a_trimmed_head_with_its_vocabulary(made, fitted, folder):
+    """On other text, whose most frequent tokens are others."""
+    (before,) = [h for h in load(made, fitted).heads if h.kind == "lora"]
+    head = {"kind": before.kind, "exit_layer": before.exit_layer, "options": before.options}
+    heads = [{**head, "vocab_size": len(before.vocab_ids)}]
+    start, still = str(fitted / "heads"), {"lr": 1e-12}
+    (folder / "other.txt").write_text("zebras jump over quiet foxes. " * 400)
+    changes = {"data": [{"files": [str(folder / "other.txt")]}], "optimizer": still}
+    fit(settings(folder, heads=heads, start=start, **changes))
+    (after,) = load(made, folder / "run").heads
+    assert torch.equal(after.vocab_ids, before.vocab_ids)
+    for name, weight in before.named_parameters():
+        torch.testing.assert_close(after.get_parameter(name), weight)
+    for size in (0, 41):
+        with pytest.raises(ValueError, match=f"drafts 40 tokens, .*vocab_size={size}; give"):
+            other = {"start": start, "output": str(folder / f"run{size}")}
+            fit(settings(folder, heads=[{**head, "vocab_size": size}], **other))
+
+
+def test_later_drafts_wait_until_the_first_is_learned():
+    config = DraftLossConfig(depths=3, depth_weights=[2.0, 1.0, 1.0], unroll_from=0.5)
+    assert config.weights(0.0) == config.weights(0.49) == [1.0]
+    assert config.weights(0.5) == config.weights(1.0) == [0.5, 0.25, 0.25]
+    assert DraftLossConfig(depths=2).weights(0.0) == [0.5, 0.5]
 
 
 def test_a_confidence_output_is_trained_and_leaves_the_drafts_alone(made, fitted, folder):

@@ -212,7 +212,7 @@ def test_the_confidence_output_learns_what_is_accepted(decoder, kind, trimmed):
     optimizer.step(closure)
     assert losses[-1] < losses[0]
     # With a bias, a logistic regression is right on average.
-    drafts = measure(decoder, head, text(5, 7), depths=len(made.config.weights))
+    drafts = measure(decoder, head, text(5, 7), depths=made.config.depths)
     assert float(drafts.confidence.mean()) == pytest.approx(float(drafts.accepted.mean()), abs=1e-3)
 
 

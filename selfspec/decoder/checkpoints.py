@@ -58,8 +58,8 @@ def find_checkpoint(name: str | Path, options: Collection[str] = ()) -> Path | s
         found = f", and {len(files)} GGUF files, of which one has to be named" if files else ""
         missing = f": it has no config.json{found}"
     raise FileNotFoundError(
-        f"no model folder at {name}{missing}; give a folder with a config.json, a GGUF file, or a Hugging "
-        "Face id"
+        f"no model folder at {name}{missing}; give a folder with a config.json, a GGUF file, or a "
+        "Hugging Face id"
     )
 
 

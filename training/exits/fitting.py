@@ -131,10 +131,12 @@ class FitConfig(StrictConfig):
 def go_on_from(heads: Sequence[ExitHead], decoder: Decoder, folder: str) -> None:
     """Start heads from the weights of heads of the same kind and exit layer in `folder`.
 
+    A trimmed head keeps its vocabulary.
+
     Raises:
         FileNotFoundError: there are no heads.
         ValueError: they were fitted to another target, none of them is among `heads`, or one has
-            other options (a mask and a confidence output may be new) or a trimmed vocabulary.
+            other options; a mask and a confidence output may be new.
     """
     saved = {(head.kind, head.exit_layer): head for head in load_heads(decoder, folder)}
     known = [head for head in heads if (head.kind, head.exit_layer) in saved]
@@ -143,12 +145,13 @@ def go_on_from(heads: Sequence[ExitHead], decoder: Decoder, folder: str) -> None
     for head in known:
         before = saved[head.kind, head.exit_layer]
         new = {name: v for name, v in head.options.items() if name not in before.options}
-        if before.vocab_ids is not None or before.options | new != head.options:
+        if before.options | new != head.options:
             raise ValueError(
-                f"start: {folder} has {head.kind}@{head.exit_layer} with options {before.options}"
-                f"{' and a trimmed vocabulary' if before.vocab_ids is not None else ''}; a fit "
-                f"goes on from the same options ({head.options}) and all tokens"
+                f"start: {folder} has {head.kind}@{head.exit_layer} with options {before.options}; "
+                f"a fit goes on from the same options, got {head.options}"
             )
+        if before.vocab_ids is not None:  # the head learned to choose among these tokens
+            head.trim(decoder, before.vocab_ids)
         known_weights = before.state_dict()
         weights = {name: known_weights.get(name, own) for name, own in head.state_dict().items()}
         head.load_state_dict(weights)

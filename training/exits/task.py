@@ -260,12 +260,15 @@ class DraftLossConfig(StrictConfig):
         depth_weights: weight of each depth; empty for equal weights.
         share: random share of the positions at one depth that is trained at the next, as in
             P-EAGLE; less than 1 saves memory and time.
+        unroll_from: share of the run before which only the first draft is trained. Later drafts
+            read the head's own output, which tells nothing until the first one is learned.
     """
 
     schedule: LossSchedule = LossSchedule()
     depths: int = Field(default=1, ge=1)
     depth_weights: list[float] = Field(default_factory=list)
     share: float = Field(default=1.0, gt=0, le=1)
+    unroll_from: float = Field(default=0.0, ge=0, lt=1)
 
     @model_validator(mode="after")
     def _one_weight_a_depth(self) -> Self:
@@ -280,10 +283,13 @@ class DraftLossConfig(StrictConfig):
             )
         return self
 
-    @property
-    def weights(self) -> list[float]:
-        """The weight of each depth; they add up to 1."""
+    def weights(self, progress: float) -> list[float]:
+        """The weight of each depth that is trained after the share `progress` of the run.
+
+        They add up to 1.
+        """
         weights = self.depth_weights or [1.0] * self.depths
+        weights = weights if progress >= self.unroll_from else [1.0]
         return [weight / sum(weights) for weight in weights]
 
 
@@ -315,11 +321,20 @@ def trim_heads(
 ) -> None:
     """Restrict heads to the most frequent tokens of a text, as `configs` ask for.
 
+    A head that goes on from a trimmed one has its vocabulary already.
+
     Raises:
-        ValueError: a vocabulary is not smaller than the target's.
+        ValueError: a vocabulary is not smaller than the target's, or has another size than that
+            of the head to go on from.
     """
     for head, config in zip(heads, configs, strict=True):
-        if config.vocab_size:
+        known = None if head.vocab_ids is None else len(head.vocab_ids)
+        if known not in (None, config.vocab_size):
+            raise ValueError(
+                f"start: {head.kind}@{head.exit_layer} drafts {known} tokens, and heads ask for "
+                f"vocab_size={config.vocab_size}; give vocab_size={known}, or begin anew"
+            )
+        if config.vocab_size and known is None:
             head.trim(decoder, frequent_tokens(text, decoder.vocab_size, config.vocab_size))
 
 
@@ -392,14 +407,16 @@ class ExitTask(Task):
         lesson = Lesson.of(self.decoder, batch, self.reader(batch))
         names = self.config.schedule.weights(progress)
         losses = {
-            f"loss_{head.kind}_{head.exit_layer}": self._loss(head, lesson, names)
+            f"loss_{head.kind}_{head.exit_layer}": self._loss(head, lesson, names, progress)
             for head in self._fitted
         }
         return torch.stack(list(losses.values())).mean(), losses
 
-    def _loss(self, head: ExitHead, lesson: Lesson, names: Mapping[str, float]) -> Tensor:
+    def _loss(
+        self, head: ExitHead, lesson: Lesson, names: Mapping[str, float], progress: float
+    ) -> Tensor:
         """The loss of one head, summed over positions; `names` are the losses and their weights."""
-        weights = self.config.weights[: head.longest] if is_unrolled(head) else [1.0]
+        weights = self.config.weights(progress)[: head.longest] if is_unrolled(head) else [1.0]
         share = self.config.share
         drafts = lesson.drafts(self.decoder, head, len(weights), share)
         total = lesson.target_logits.new_zeros((), dtype=torch.float32)
