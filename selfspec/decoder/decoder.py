@@ -25,12 +25,12 @@ from selfspec.decoder.families import (
     refuse_unsupported,
     unwrap,
 )
-from selfspec.decoder.gates import Gates, first_of
 from selfspec.decoder.kernels.prepacked import choose_kernels
 from selfspec.decoder.masks import Masks, Packing
 from selfspec.decoder.passes import (
     MASK,
     ActivePass,
+    LayerCall,
     OwnLayer,
     Pass,
     Skips,
@@ -38,7 +38,7 @@ from selfspec.decoder.passes import (
     StandaloneLayer,
 )
 from selfspec.decoder.quantized import trainable
-from selfspec.decoder.runner import Runner
+from selfspec.decoder.run import Runner
 from selfspec.sampling.draft import Tree
 
 
@@ -137,12 +137,14 @@ class Decoder:
         self.base, name, self.layers = find_layers(self.causal_lm, self.config.num_hidden_layers)
         self.windows = layer_windows(self.config, len(self.layers))
         self.attention_layers = attention_layers(self.config, len(self.layers))
-        self.gates = Gates(self.causal_lm, self.base, name, self.layers, self.windows, self.kernels)
+        self._runner = Runner(
+            self.causal_lm, self.base, name, self.layers, self.windows, self.kernels
+        )
+        self.gates = self._runner.gates
         self.depth = self.gates.depth
         self.recurrent_layers = [index for _, index in self.gates.mixers.found]
         # The KV cache of the last call, and dtype and devices of its layers then.
         self._spare: tuple[SlotCache | None, tuple[Any, ...] | None] = (None, None)
-        self._runner = Runner(self.causal_lm, self.base, self.gates)
         self._masks = Masks(self.gates, self.windows)
         kind = self.config.model_type
         # These size their position bias from a 2-D mask and refuse a 4-D one.
@@ -404,7 +406,8 @@ class Decoder:
             "past_key_values": cache,
         }
         place = active.span.stop - 1
-        output = first_of(self.gates.run_own(own.layer, place, active, hidden, (), arguments))
+        call = LayerCall(place, own.layer, (), arguments)
+        output = self._runner.run_calls(active, [call], hidden, ())
         return Pass(output, output, 0.0, time.perf_counter() - began, [])
 
     def embed(self, tokens: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Gates in place of decoder layers turn a model's own forward into a pass over a span.
 
-While gates are active, the model's body iterates over them instead of its layers. A gate runs its
-layer, or hands the hidden states through if the layer is outside the span. Only instance attributes
-are shadowed; removing them restores the model.
+While gates are active, the model's body iterates over them instead of its layers. A gate records
+what its layer is called with and hands the hidden states on; the last one has the layers of the
+span run (`run.py`). Only instance attributes are shadowed; removing them restores the model.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.config import Kernels
-from selfspec.decoder.devices import device_of
 from selfspec.decoder.direct import lean_forward, shortcuts
 from selfspec.decoder.families import (
     RotaryTables,
@@ -34,20 +32,15 @@ from selfspec.decoder.kernels.compiled import CompiledLayers
 from selfspec.decoder.kernels.graphs import GraphedLayers
 from selfspec.decoder.kernels.prepacked import PrepackedLinears, joins_heads
 from selfspec.decoder.mixers import Mixers
-from selfspec.decoder.passes import MASK, ActivePass, OwnLayer, Stretch
+from selfspec.decoder.passes import MASK, ActivePass, LayerCall
 
 
 class BodyError(Exception):
     """A model's body does more with hidden states than hand them from layer to layer."""
 
 
-def first_of(output: Any) -> Tensor:
-    """The hidden states of what a layer returns."""
-    return output[0] if isinstance(output, tuple) else output
-
-
 class Gate:
-    """Stands in for a decoder layer while its gates are in."""
+    """Stands in for a decoder layer while its gates are in: records what it is called with."""
 
     def __init__(self, gates: Gates, index: int, layer: nn.Module):
         self.gates = gates
@@ -60,108 +53,44 @@ class Gate:
         return getattr(self.layer, name)
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer; hand `hidden_states` through where it is skipped or outside the span."""
+        """Record the call and hand its input on; the last gate runs the layers of the span."""
         gates, index = self.gates, self.index
         active = gates.active
         if active is None or gates.owner != threading.get_ident():
             # Plain use of the model, from a streamer or from another thread.
             return self.layer(hidden_states, *args, **kwargs)
-        start, stop = active.span
-        if index == stop:
-            active.result = hidden_states
-        if not start <= index < stop:
-            if index in active.keep:
-                active.kept[index] = hidden_states
-            return self._through(hidden_states)
-        if active.masks:
-            args, kwargs = self._masked(active, args, kwargs)
-        if index == start:
-            active.began = time.perf_counter()
-        if active.own is not None and index == stop - 1:
-            output = self._run_own(
-                active.own, active, self._input(active, hidden_states), args, kwargs
-            )
-        elif active.stretch is not None:
-            output = self._defer(active, active.stretch, hidden_states, args, kwargs)
-        else:
-            output = self._run(active, self._input(active, hidden_states), args, kwargs)
-        if index == stop - 1:
-            if active.own is None:
-                active.layer_seconds += time.perf_counter() - active.began
-            if stop == gates.depth:
-                active.result = active.kept[stop] = first_of(output)
-        return output
-
-    def _through(self, hidden_states: Tensor) -> Any:
-        return self.gates.returned(hidden_states)
-
-    def _input(self, active: ActivePass, hidden_states: Tensor) -> Tensor:
-        """The layer's input, which is kept if the caller asked for it."""
-        if self.index == active.span.start and active.hidden is not None:
-            hidden_states = active.hidden
-        if self.index in active.keep:
-            active.kept[self.index] = hidden_states
-        return hidden_states
-
-    def _run(
-        self,
-        active: ActivePass,
-        hidden_states: Tensor,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Run the layer without its skipped sublayers."""
-        gates, skips = self.gates, active.skips
-        if skips is not None:
-            if self.index in skips.layers:
-                return self._through(hidden_states)
-            skipped = gates.sublayers.skipped(self.index, skips)
-            if skipped:
-                with gates.skipping(self.layer, skipped):
-                    return self.layer(hidden_states, *args, **kwargs)
-        output = gates.call(self.layer, self.index, hidden_states, args, kwargs)
-        if gates.returned_values is None:
-            gates.returned_values = len(output) if isinstance(output, tuple) else 0
-        return output
-
-    def _defer(
-        self,
-        active: ActivePass,
-        stretch: Stretch,
-        handed: Tensor,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Record the layer's arguments; the last layer of a stretch runs all of them."""
-        if not stretch.layers:
-            stretch.handed = handed
-        elif handed is not stretch.handed:
+        if active.one_by_one:
+            return gates.returned(self._run_now(active, hidden_states, args, kwargs))
+        if index != active.count or (index and hidden_states is not active.handed):
             raise BodyError
-        stretch.add(self.index, self.layer, args, kwargs)
-        last = active.span.stop - (1 if active.own is None else 2)
-        if self.index < last:
-            return self._through(handed)
-        hidden = handed if active.hidden is None else active.hidden
-        return self._through(self.gates.run_stretch(active, stretch, hidden))
+        active.count, active.handed = index + 1, hidden_states
+        self._record(active, args, kwargs)
+        if index == gates.depth - 1:
+            hidden_states = gates.run(active, hidden_states)
+        return gates.returned(hidden_states)
 
-    def _run_own(
+    def _record(self, active: ActivePass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if active.span.start <= self.index < active.span.stop:
+            if active.masks:
+                args, kwargs = self._masked(active, args, kwargs)
+            active.calls.append(LayerCall(self.index, self.layer, args, kwargs))
+
+    def _run_now(
         self,
-        own: OwnLayer,
         active: ActivePass,
         hidden_states: Tensor,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> Any:
-        began = time.perf_counter()
-        active.layer_seconds += began - active.began
-        if own.enter is not None:
-            hidden_states = own.enter(hidden_states)
-        if "_hf_hook" in self.layer.__dict__:  # which brings the layer what comes from elsewhere
-            device = device_of(own.layer)
-            args, kwargs = send_to_device((args, kwargs), device, skip_keys="past_key_values")
-        output = self.gates.run_own(own.layer, self.index, active, hidden_states, args, kwargs)
-        active.head_seconds += time.perf_counter() - began
-        return output
+    ) -> Tensor:
+        """Run the layer alone, where the body may do more than hand its output on."""
+        watch = active.watch
+        if watch is not None:
+            watch.receive(self.index, hidden_states)
+        if self.index > active.span.stop:
+            return hidden_states
+        self._record(active, args, kwargs)
+        hidden_states = self.gates.run(active, hidden_states)
+        return hidden_states if watch is None else watch.give(hidden_states)
 
     def _masked(
         self, active: ActivePass, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -197,10 +126,13 @@ class Gates:
         layers_name: their name in it.
         layers: the decoder layers.
         windows: sliding window of each, or `None`.
+        run: runs the recorded calls of a pass, given the hidden states that the body hands over.
         kernels: how layers are computed.
 
     Attributes:
         depth: number of layers.
+        hands_on: whether the body only hands hidden states from layer to layer, so that its layers
+            can run together; `None` before the first pass over all layers.
         active: the pass in progress.
         owner: the thread whose passes are gated; other threads use the model as it is.
         returned_values: size of the tuples that layers return; 0 if they return tensors, `None`
@@ -224,14 +156,16 @@ class Gates:
         layers_name: str,
         layers: nn.ModuleList,
         windows: Sequence[int | None],
+        run: Callable[[ActivePass, Tensor], Tensor],
         kernels: Kernels = "eager",
     ):
-        self.model, self.base, self.layers = model, base, layers
+        self.model, self.base, self.layers, self.run = model, base, layers, run
         self.depth = len(layers)
         self.layers_name, self.windows = layers_name, windows
         self.active: ActivePass | None = None
         self.owner: int | None = None
         self.returned_values: int | None = None
+        self.hands_on: bool | None = None
         self.sublayers = Sublayers(layers)
         self._rotary = [module for module in base.children() if is_static(module)]
         self.own_masks = causal_tables(layers)
@@ -368,49 +302,6 @@ class Gates:
             attributes.pop(name, None)  # a module that was put there since has taken it away
         else:
             attributes[name] = held
-
-    def call(
-        self,
-        layer: nn.Module,
-        index: int,
-        hidden_states: Tensor,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Call a layer that runs at index `index`, compiled if that was asked for."""
-        if self.compiled is None:
-            return layer(hidden_states, *args, **kwargs)
-        return self.compiled(layer, index, hidden_states, args, kwargs)
-
-    def run_own(
-        self,
-        layer: nn.Module,
-        index: int,
-        active: ActivePass,
-        hidden_states: Tensor,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Run a head's own layer at index `index`, by a recorded graph if there is one."""
-        if self.graphs is not None:
-            stretch = Stretch()
-            stretch.add(index, layer, args, kwargs)
-            output = self.graphs.run(active, stretch, hidden_states)
-            if output is not None:
-                return self.returned(output)
-        return self.call(layer, index, hidden_states, args, kwargs)
-
-    def run_stretch(self, active: ActivePass, stretch: Stretch, hidden: Tensor) -> Tensor:
-        """Run deferred layers by a recorded graph, or one by one while there is none."""
-        assert self.graphs is not None
-        output = self.graphs.run(active, stretch, hidden)
-        if output is not None:
-            return output
-        for index, (layer, (args, kwargs)) in enumerate(stretch.calls(), stretch.start):
-            if index in stretch.keep:
-                active.kept[index] = hidden
-            hidden = first_of(layer(hidden, *args, **kwargs))
-        return hidden
 
     def returned(self, hidden_states: Tensor) -> Any:
         """The return value of a layer that passes `hidden_states` through unchanged."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
@@ -117,53 +118,54 @@ class Pass(NamedTuple):
     kept: list[Tensor]
 
 
-Bound = tuple[tuple[Any, ...], dict[str, Any]]  # what a layer is called with
-
-
-class Stretch:
-    """Consecutive layers of one pass, and the arguments that each is called with.
-
-    Args:
-        keep: indices of layers whose inputs to keep.
+class LayerCall(NamedTuple):
+    """What the model's body calls one of its layers with, beside the hidden states.
 
     Attributes:
-        start: index of the first layer.
-        layers: the layers.
-        bound: arguments beside the hidden states; layers with the same objects share an entry.
-        kind_of: index into `bound` for each layer.
-        handed: the hidden states that the body hands from layer to layer.
+        layer_index: index of the layer.
+        layer: the layer, or a head's own layer in its place.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
     """
 
-    def __init__(self, keep: Sequence[int] = ()):
-        self.keep, self.start = keep, 0
-        self.layers: list[nn.Module] = []
-        self.bound: list[Bound] = []
-        self.kind_of: list[int] = []
-        self.handed: Tensor | None = None
-        self._kinds: dict[Hashable, int] = {}
+    layer_index: int
+    layer: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
-    def add(
-        self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Add the next layer, which has this index."""
-        if not self.layers:
-            self.start = index
-        kind = tuple(map(id, args)), tuple(kwargs), tuple(map(id, kwargs.values()))
-        if kind not in self._kinds:
-            self._kinds[kind] = len(self.bound)
-            self.bound.append((args, kwargs))
-        self.layers.append(layer)
-        self.kind_of.append(self._kinds[kind])
 
-    def calls(self) -> Iterator[tuple[nn.Module, Bound]]:
-        """Each layer with what it is called with."""
-        for layer, kind in zip(self.layers, self.kind_of, strict=True):
-            yield layer, self.bound[kind]
+class BodyWatch:
+    """Finds out whether a body only hands hidden states from layer to layer.
+
+    It watches one pass over all layers, which run when the body calls them.
+
+    Attributes:
+        hands_on: whether it has done nothing else so far.
+    """
+
+    def __init__(self) -> None:
+        self.hands_on = True
+        self._count = 0
+        self._output: Tensor | None = None
+        self._given: Tensor | None = None
+
+    def receive(self, index: int, hidden: Tensor) -> None:
+        """Compare what the body hands to a layer with what it was given by the one before."""
+        same = index == self._count
+        if same and self._given is not None and self._output is not None:
+            same = hidden is self._given and are_equal([hidden], [self._output])
+        self.hands_on = self.hands_on and same
+        self._count = index + 1
+
+    def give(self, output: Tensor) -> Tensor:
+        """A copy of a layer's output, in which a change made in place will show."""
+        self._output, self._given = output, output.clone()
+        return self._given
 
 
 @dataclass(slots=True)
 class ActivePass:
-    """A pass in progress, as the gates see it.
+    """A pass in progress: what it shall do, what the gates have recorded, and its results.
 
     Attributes:
         span: the layers that run.
@@ -176,11 +178,14 @@ class ActivePass:
         own: the head's layer that replaces the span's last layer, or `None`.
         normed: whether the final norm's output is used; otherwise the norm is skipped.
         skips: skipped sublayers, or `None`.
-        stretch: collects the layers' calls, to be run together; `None`: each layer runs at once.
+        documents: lengths of packed documents, in order; `None` if each row is one.
+        one_by_one: whether each layer runs when the body calls it, not all after the last call.
+        watch: learns what the body does between its layers, or `None`.
+        calls: the recorded calls of the span's layers that have not run.
+        count: how many layers the body has called.
+        handed: the hidden states that it hands from layer to layer.
         kept: the hidden states that were kept, by the number of layers below.
         result: hidden states after the span, once computed.
-        documents: lengths of packed documents, in order; `None` if each row is one.
-        began: when the first layer began.
         layer_seconds: wall time inside layers so far.
         head_seconds: wall time inside a head's own layer, the final norm and the LM head so far.
     """
@@ -194,11 +199,14 @@ class ActivePass:
     own: OwnLayer | None = None
     normed: bool = True
     skips: Skips | None = None
-    stretch: Stretch | None = None
+    documents: Sequence[int] | None = None
+    one_by_one: bool = False
+    watch: BodyWatch | None = None
+    calls: list[LayerCall] = field(default_factory=list)
+    count: int = 0
+    handed: Tensor | None = None
     kept: dict[int, Tensor] = field(default_factory=dict)
     result: Tensor | None = None
-    documents: Sequence[int] | None = None
-    began: float = 0.0
     layer_seconds: float = 0.0
     head_seconds: float = 0.0
 
@@ -207,3 +215,9 @@ class ActivePass:
         assert self.result is not None
         kept = [self.kept[layer] for layer in self.keep] if self.keep else []
         return Pass(self.result, output, self.layer_seconds, self.head_seconds, kept)
+
+
+def are_equal(one: Iterable[Tensor], other: Iterable[Tensor]) -> bool:
+    """Whether tensors are the same to the bit, where NaN equals NaN."""
+    pairs = zip(one, other, strict=True)
+    return all(torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True) for a, b in pairs)

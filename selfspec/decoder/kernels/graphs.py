@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Protocol
 from weakref import ref
 
@@ -24,7 +25,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from selfspec.decoder.cache import WIDEST, LayerKV, SlotCache
 from selfspec.decoder.direct import hooked_part
 from selfspec.decoder.kernels.fallback import FallbackKernel, summarize
-from selfspec.decoder.passes import ActivePass, Bound, Span, Stretch
+from selfspec.decoder.passes import ActivePass, LayerCall, are_equal
 
 
 class Tape(Protocol):
@@ -92,6 +93,8 @@ class CudaRecorder:
         return CudaTape(graph, outputs)
 
 
+RunLayers = Callable[[Iterable[LayerCall], Tensor, Sequence[int], dict[int, Tensor]], Tensor]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Recorder = Callable[[Callable[[], list[Tensor]]], Tape]
 RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaRecorder}
 
@@ -103,13 +106,16 @@ _PATIENCE = 2  # passes of a shape, of several calls, that run eagerly before on
 
 
 class _Recording:
-    """A recorded stretch of layers.
+    """Recorded layers.
 
     It owns its inputs and outputs, but holds weak references to keys and values: once a cache has
     freed its buffers, the recording is dead.
 
     Args:
-        stretch: the layers.
+        run_layers: runs layers one after the other.
+        calls: the layers.
+        kinds: index into the arguments in `leaves` for each layer.
+        keep: indices of layers whose inputs to keep.
         leaves: the flattened inputs: hidden states, slots, then the layers' arguments.
         spec: how to unflatten them.
         layer_kvs: keys, values, slots and `seen` of each layer.
@@ -121,32 +127,29 @@ class _Recording:
 
     def __init__(
         self,
-        stretch: Stretch,
+        run_layers: RunLayers,
+        calls: Sequence[LayerCall],
+        kinds: Sequence[int],
+        keep: Sequence[int],
         leaves: Sequence[Any],
         spec: TreeSpec,
         layer_kvs: Sequence[tuple[Tensor, ...]],
     ):
         self._inputs = [_clone(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         hidden, slots, *_ = self._inputs
-        self.layers, self._spec = stretch.layers, spec
+        self.layers, self._spec = [call.layer for call in calls], spec
         self._buffers = list(map(ref, _buffers_of(layer_kvs)))
-        calls: list[tuple[nn.Module, bool, Bound]] = []
-        for place, layer in enumerate(stretch.layers):
-            keys, values, _, seen = layer_kvs[place]
+        own_calls: list[LayerCall] = []  # with arguments that stay where they are
+        for call, kind, (keys, values, _, seen) in zip(calls, kinds, layer_kvs, strict=True):
             layer_kv = LayerKV(keys, values, slots, seen)
             filled = [layer_kv if isinstance(leaf, SlotCache) else leaf for leaf in self._inputs]
             _, _, bound = tree_unflatten(filled, spec)
-            is_kept = stretch.start + place in stretch.keep
-            calls.append((layer, is_kept, bound[stretch.kind_of[place]]))
+            own_calls.append(LayerCall(call.layer_index, call.layer, *bound[kind]))
 
         def run() -> list[Tensor]:
-            stream, kept = hidden, []
-            for layer, is_kept, (args, kwargs) in calls:
-                if is_kept:
-                    kept.append(stream.clone())  # it may be the static input
-                output = layer(stream, *args, **kwargs)
-                stream = output[0] if isinstance(output, tuple) else output
-            return [*kept, stream]
+            kept: dict[int, Tensor] = {}
+            last = run_layers(own_calls, hidden, keep, kept)
+            return [*(kept[index].clone() for index in keep), last]  # it may be the static input
 
         self._run: Callable[[], list[Tensor]] | None = run
         self._tape: Tape | None = None
@@ -199,20 +202,17 @@ class _Recording:
 
 
 class GraphedLayers(FallbackKernel):
-    """Runs stretches of layers as CUDA graphs, and eagerly where that is impossible.
+    """Runs consecutive layers as CUDA graphs, and eagerly where that is impossible.
 
     Args:
         name: the model's, for the warning.
 
-    Attributes:
-        checked: spans of which a pass was found equal deferred and layer by layer.
     """
 
     manner = "recorded as graphs"
 
     def __init__(self, name: str):
         super().__init__(name)
-        self.checked: set[Span] = set()
         self._recordings: dict[Hashable, _Recording] = {}  # in the order of their last use
         self._passes: Counter[Hashable] = Counter()
         self._recorders: dict[torch.device, Recorder] = {}
@@ -245,56 +245,55 @@ class GraphedLayers(FallbackKernel):
 
     def end(self) -> None:
         """Forget what was seen in a call, except recordings and shapes that may be recorded."""
-        self.checked.clear()
         if len(self._passes) > 2 * MOST:
             self._passes = Counter({key: self._passes[key] for key in self._recordings})
 
-    def takes(self, active: ActivePass) -> bool:
-        """Whether layers of a pass may be recorded."""
-        window = active.window
-        if self.problem is not None or window is None or active.skips is not None:
-            return False
-        # A pass with a head's own layer cannot be run twice to compare it: its states are used up.
-        known = active.own is None or bool(self.checked)
-        return known and window.width <= WIDEST and not active.add_masks
-
-    def run(self, active: ActivePass, stretch: Stretch, hidden: Tensor) -> Tensor | None:
-        """Run a stretch of layers.
+    def run(
+        self,
+        run_layers: RunLayers,
+        active: ActivePass,
+        calls: Sequence[LayerCall],
+        hidden: Tensor,
+        keep: Sequence[int],
+    ) -> Tensor | None:
+        """Run consecutive layers.
 
         Args:
+            run_layers: runs them one after the other.
             active: the pass, which receives the kept hidden states.
-            stretch: the layers.
+            calls: the layers.
             hidden: `[rows, width, hidden]` the first layer's input.
+            keep: indices of layers whose inputs to keep.
 
         Returns:
             `[rows, width, hidden]` the last layer's output; `None` if they have to run eagerly.
         """
         window = active.window
-        if self.problem is not None or window is None or hidden.shape[1] > WIDEST:
+        if self.problem is not None or window is None or not calls or hidden.shape[1] > WIDEST:
             return None
-        leaves, spec = tree_flatten((hidden, window.slots, stretch.bound))
+        bound, kinds = _arguments(calls)
+        leaves, spec = tree_flatten((hidden, window.slots, bound))
         slots = next((leaf for leaf in leaves if isinstance(leaf, SlotCache)), None)
         strange = next((leaf for leaf in leaves if not isinstance(leaf, _KNOWN)), None)
         if strange is not None:
             return self.give_up(f"they are called with a {type(strange).__name__}")
         if slots is None:
             return None
-        places = range(stretch.start, stretch.start + len(stretch.layers))
-        layer_kvs = [layer_kv for layer_kv in map(slots.layer_kv, places) if layer_kv is not None]
-        if len(layer_kvs) < len(places):  # the cache is still empty
+        layer_kvs = [kv for call in calls if (kv := slots.layer_kv(call.layer_index)) is not None]
+        if len(layer_kvs) < len(calls):  # the cache is still empty
             return None
-        keep = tuple(place for place in places if place in stretch.keep)
-        which = tuple(map(id, stretch.layers)), stretch.start, tuple(stretch.kind_of), keep
+        keep = tuple(call.layer_index for call in calls if call.layer_index in keep)
+        which = tuple(id(call.layer) for call in calls), calls[0].layer_index, tuple(kinds), keep
         # Caches that are used in turn have recordings of their own.
         key = which, id(layer_kvs[0][0]), window.end, tuple(map(_shape_of, leaves))
         recording = self._recordings.pop(key, None)
         if recording is not None and not recording.fits(spec, _buffers_of(layer_kvs)):
             recording = None
+        make = partial(_Recording, run_layers, calls, kinds, keep, leaves, spec, layer_kvs)
         if recording is not None and not recording.trusted:
-            layers = _Recording(stretch, leaves, spec, layer_kvs)
-            recording = recording if recording.agrees(leaves, layers) else None
+            recording = recording if recording.agrees(leaves, make()) else None
         if recording is None:
-            recording = self._record(key, stretch, leaves, spec, layer_kvs)
+            recording = self._record(key, hidden.device, make)
         if recording is None:
             return None
         self._recordings[key] = recording
@@ -303,20 +302,14 @@ class GraphedLayers(FallbackKernel):
         return last
 
     def _record(
-        self,
-        key: Hashable,
-        stretch: Stretch,
-        leaves: Sequence[Any],
-        spec: TreeSpec,
-        layer_kvs: Sequence[tuple[Tensor, ...]],
+        self, key: Hashable, device: torch.device, make: Callable[[], _Recording]
     ) -> _Recording | None:
         """Record a pass, if its shape has occurred before."""
         self._passes[key] += 1
         if self._passes[key] <= _PATIENCE:
             return None
         self._make_room()
-        recording = _Recording(stretch, leaves, spec, layer_kvs)
-        device = leaves[0].device
+        recording = make()
         try:
             if device not in self._recorders:
                 self._recorders[device] = RECORDERS[device.type](device)
@@ -346,10 +339,18 @@ def _addresses(layer: nn.Module) -> list[int] | None:
         return None
 
 
-def are_equal(one: Iterable[Tensor], other: Iterable[Tensor]) -> bool:
-    """Whether tensors are the same to the bit, where NaN equals NaN."""
-    pairs = zip(one, other, strict=True)
-    return all(torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True) for a, b in pairs)
+def _arguments(calls: Sequence[LayerCall]) -> tuple[list[Arguments], list[int]]:
+    """What layers are called with, and for each an index into it: many share the same objects."""
+    bound: list[Arguments] = []
+    kinds: dict[Hashable, int] = {}
+    kind_of: list[int] = []
+    for _, _, args, kwargs in calls:
+        kind = tuple(map(id, args)), tuple(kwargs), tuple(map(id, kwargs.values()))
+        if kind not in kinds:
+            kinds[kind] = len(bound)
+            bound.append((args, kwargs))
+        kind_of.append(kinds[kind])
+    return bound, kind_of
 
 
 def _clone(tensor: Tensor) -> Tensor:

@@ -1,0 +1,301 @@
+"""One pass: the model's own code with gates in it, the loop over layers, and on to logits.
+
+The body of the model is called with gates in place of its layers. They record what the body calls
+each layer with; the last of them calls back, and the layers of the span run in one loop
+(`run_layers`). The body then goes on with their output.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate.utils import send_to_device
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from selfspec.config import Kernels
+from selfspec.decoder.devices import device_of
+from selfspec.decoder.gates import BodyError, Gates
+from selfspec.decoder.passes import (
+    ActivePass,
+    BodyWatch,
+    LayerCall,
+    OwnLayer,
+    Pass,
+    Skips,
+)
+
+CallLayer = Callable[[nn.Module, int, Tensor, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Tail:
+    """The part of the causal LM's `forward` after its body.
+
+    Args:
+        causal_lm: the model.
+        base: its body.
+        gates: the model's gates.
+
+    Attributes:
+        takes: parameter names of the causal LM's `forward`.
+        output_class: the body's output class.
+    """
+
+    def __init__(self, causal_lm: PreTrainedModel, base: nn.Module, gates: Gates):
+        self.causal_lm, self.base, self.gates = causal_lm, base, gates
+        self.takes = set(inspect.signature(type(causal_lm).forward).parameters)
+        self.output_class: type[Any] = BaseModelOutputWithPast
+
+    def run(self, inputs: dict[str, Any]) -> Tensor:
+        """Logits of a pass through body and tail, on the tokens' device."""
+        if "output_router_logits" in self.takes:
+            inputs["output_router_logits"] = False
+        return self.causal_lm(**inputs).logits.to(_device_of_inputs(inputs))
+
+    def unembed(self, normed: Tensor, readout: nn.Module | None) -> Tensor:
+        """Logits `[rows, width, vocab]` of `normed`, with the body (and the LM head) replaced."""
+        gates, base, lm_head = self.gates, self.base, self.causal_lm.get_output_embeddings()
+        assert lm_head is not None  # a model without is refused
+        # A replaced module's device hooks do not run, so the states are moved here.
+        normed = normed.to(device_of(lm_head if readout is None else readout))
+        output = self.output_class(last_hidden_state=normed)
+        others = [(base, lambda *args, **kwargs: output)]
+        if readout is not None:
+            others.append((lm_head, readout))
+        with gates.lock:
+            for module, other in others:
+                gates.shadow(module.__dict__, "forward", _mine(other, module.forward))
+            try:
+                tail = self.causal_lm(inputs_embeds=normed, use_cache=False, return_dict=True)
+            finally:
+                for _ in others:
+                    gates.unshadow()
+        return tail.logits
+
+
+def _mine(mine: Callable[..., Any], others: Callable[..., Any]) -> Callable[..., Any]:
+    """`mine` in this thread, `others` in every other thread."""
+    owner = threading.get_ident()
+
+    def either(*args: Any, **kwargs: Any) -> Any:
+        return (mine if threading.get_ident() == owner else others)(*args, **kwargs)
+
+    return either
+
+
+def call_layer(
+    layer: nn.Module, index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call a layer as it is."""
+    return layer(hidden, *args, **kwargs)
+
+
+def run_layers(
+    calls: Iterable[LayerCall],
+    hidden: Tensor,
+    keep: Sequence[int],
+    kept: dict[int, Tensor],
+    call: CallLayer = call_layer,
+) -> Tensor:
+    """Run layers one after the other: the loop that every pass of a model goes through.
+
+    Args:
+        calls: the layers, and what each is called with.
+        hidden: `[rows, width, hidden]` input of the first.
+        keep: indices of layers whose inputs to keep.
+        kept: takes the kept inputs, by the index of the layer.
+        call: calls a layer: as it is, compiled, or without some of its sublayers.
+
+    Returns:
+        `[rows, width, hidden]` output of the last.
+    """
+    for index, layer, args, kwargs in calls:
+        if index in keep:
+            kept[index] = hidden
+        output = call(layer, index, hidden, args, kwargs)
+        hidden = output[0] if isinstance(output, tuple) else output
+    return hidden
+
+
+class Runner:
+    """Runs passes: the model's own code with gates in it, and the layers that these record.
+
+    Args:
+        causal_lm: the model.
+        base: its body, which owns the layers.
+        layers_name: their name in it.
+        layers: the decoder layers.
+        windows: sliding window of each, or `None`.
+        kernels: how layers are computed.
+
+    Attributes:
+        gates: the model's gates.
+        tail: maps the body's output to logits.
+    """
+
+    def __init__(
+        self,
+        causal_lm: PreTrainedModel,
+        base: nn.Module,
+        layers_name: str,
+        layers: nn.ModuleList,
+        windows: Sequence[int | None],
+        kernels: Kernels,
+    ):
+        self.base = base
+        self.gates = Gates(causal_lm, base, layers_name, layers, windows, self._run_span, kernels)
+        self.tail = Tail(causal_lm, base, self.gates)
+        compiled = self.gates.compiled
+        self._call: CallLayer = call_layer if compiled is None else compiled
+
+    def run(self, active: ActivePass, inputs: dict[str, Any], unembed: bool) -> Pass:
+        """Run a pass.
+
+        Args:
+            active: the pass.
+            inputs: what the body is called with.
+            unembed: whether to compute logits.
+        """
+        gates = self.gates
+        ends = active.span.stop == gates.depth and active.own is None
+        active.normed = unembed or ends
+        if gates.own_masks:
+            gates.open_masks(active)
+        try:
+            if gates.hands_on is None:
+                return self._run_watched(active, inputs, unembed)
+            active.one_by_one = not gates.hands_on
+            return self._run_once(active, inputs, unembed)
+        except BodyError:  # for other inputs the body did nothing between its layers
+            again = replace(active, one_by_one=True, calls=[], kept={}, result=None)
+            return self._run_once(again, inputs, unembed)
+        finally:
+            gates.active = None
+            if gates.own_masks:
+                gates.close_masks()
+
+    def _run_watched(self, active: ActivePass, inputs: dict[str, Any], unembed: bool) -> Pass:
+        """Run one of the first passes, and learn what the body does between its layers."""
+        gates, watch = self.gates, BodyWatch()
+        active.one_by_one, active.watch = True, watch
+        result = self._run_once(active, inputs, unembed)
+        if active.span == (0, gates.depth) and active.own is None:
+            gates.hands_on = watch.hands_on
+            if gates.graphs is not None and not watch.hands_on:
+                body = type(self.base).__name__
+                gates.graphs.give_up(f"{body} does more than call them one by one")
+        return result
+
+    def _run_once(self, active: ActivePass, inputs: dict[str, Any], unembed: bool) -> Pass:
+        """The pass through the model's own code."""
+        self.gates.active = active
+        if unembed and self.tail.takes >= inputs.keys():
+            return active.done(self.tail.run(inputs))
+        output = self.base(**inputs)
+        self.tail.output_class = type(output)
+        if not unembed:
+            return active.done(output[0])
+        logits = self.tail.unembed(output[0], None)  # the LM head's gate knows what an `own` reads
+        return active.done(logits.to(_device_of_inputs(inputs)))
+
+    def _run_span(self, active: ActivePass, handed: Tensor) -> Tensor:
+        """Run the layers that the gates have recorded, and a head's own in place of the last."""
+        calls, active.calls = active.calls, []
+        hidden = handed
+        if active.hidden is not None and calls and calls[0].layer_index == active.span.start:
+            hidden = active.hidden
+        own, stop = active.own, active.span.stop
+        replaced = calls.pop() if own and calls and calls[-1].layer_index == stop - 1 else None
+        began = time.perf_counter()
+        hidden = self.run_calls(active, calls, hidden, active.keep)
+        active.layer_seconds += time.perf_counter() - began
+        if own and replaced:
+            hidden = self._run_own(active, own, replaced, hidden)
+        if stop in active.keep:
+            active.kept[stop] = hidden
+        active.result = hidden
+        return hidden
+
+    def run_calls(
+        self, active: ActivePass, calls: Sequence[LayerCall], hidden: Tensor, keep: Sequence[int]
+    ) -> Tensor:
+        """Run consecutive layers: by a recorded graph if there is one, else in the loop.
+
+        Args:
+            active: the pass, which takes the kept states.
+            calls: the layers, and what each is called with.
+            hidden: `[rows, width, hidden]` input of the first.
+            keep: indices of layers whose inputs to keep.
+        """
+        graphs = self.gates.graphs
+        if graphs is not None and active.skips is None and not active.one_by_one:
+            output = graphs.run(run_layers, active, calls, hidden, keep)
+            if output is not None:
+                return output
+        return run_layers(calls, hidden, keep, active.kept, self._caller(active))
+
+    def _caller(self, active: ActivePass) -> CallLayer:
+        if active.skips is not None:
+            return partial(self._call_in_part, active.skips)
+        return self._call if active.watch is None else self._call_first
+
+    def _run_own(
+        self, active: ActivePass, own: OwnLayer, replaced: LayerCall, hidden: Tensor
+    ) -> Tensor:
+        """Run a head's own layer with what the body calls the layer with that it replaces."""
+        index, layer, args, kwargs = replaced
+        began = time.perf_counter()
+        if index in active.keep:
+            active.kept[index] = hidden
+        if own.enter is not None:
+            hidden = own.enter(hidden)
+        if "_hf_hook" in layer.__dict__:  # which brings the layer what comes from elsewhere
+            device = device_of(own.layer)
+            args, kwargs = send_to_device((args, kwargs), device, skip_keys="past_key_values")
+        output = self.run_calls(active, [LayerCall(index, own.layer, args, kwargs)], hidden, ())
+        active.head_seconds += time.perf_counter() - began
+        return output
+
+    def _call_first(
+        self,
+        layer: nn.Module,
+        index: int,
+        hidden: Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Call a layer in one of the first passes, and learn what layers return."""
+        output = self._call(layer, index, hidden, args, kwargs)
+        self.gates.returned_values = len(output) if isinstance(output, tuple) else 0
+        return output
+
+    def _call_in_part(
+        self,
+        skips: Skips,
+        layer: nn.Module,
+        index: int,
+        hidden: Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Call a layer without its skipped sublayers."""
+        if index in skips.layers:
+            return hidden
+        skipped = self.gates.sublayers.skipped(index, skips)
+        if not skipped:
+            return self._call(layer, index, hidden, args, kwargs)
+        with self.gates.skipping(layer, skipped):
+            return layer(hidden, *args, **kwargs)
+
+
+def _device_of_inputs(inputs: dict[str, Any]) -> torch.device:
+    given = inputs.get("input_ids")
+    return (inputs["inputs_embeds"] if given is None else given).device
