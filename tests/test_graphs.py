@@ -413,7 +413,7 @@ def test_layers_that_are_skipped_in_part_run_as_they_are():
 class Meddling(LlamaModel):
     """A body that may do more than hand hidden states from layer to layer."""
 
-    meddle = ""
+    meddle: str | int = ""
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -441,6 +441,9 @@ class Meddling(LlamaModel):
                 hidden = hidden + 1
             if self.meddle == "in place" and index == 1:
                 hidden.mul_(2)
+            marked = input_ids == self.meddle if isinstance(self.meddle, int) else None
+            if marked is not None and marked.any() and index == 1:
+                hidden = hidden + marked[..., None]
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
 
 

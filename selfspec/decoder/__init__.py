@@ -1,11 +1,12 @@
 """Runs any span of decoder layers of any Hugging Face causal language model.
 
-While a decoder is entered, the model's body iterates over gates instead of its layers: a gate
-outside the span hands its input through, the first one of the span may start from a stored hidden
-state, and what the span leaves (the residual stream before the final norm) is kept. The model's
-own `forward` still makes embeddings, positions and rotary tables, so nothing of a family's
-modelling code is copied, and a layer with all that hangs on it (adapters, quantized weights, hooks,
-device placement) is called as it is. Outside `with decoder:` the model is exactly what it was.
+While a decoder is entered, the model's body iterates over gates instead of its layers. A gate
+records what the body calls its layer with; after the last one, one loop runs the layers of the span
+(`run.py`), from the embeddings or from stored hidden states, and what it leaves (the residual
+stream before the final norm) is kept. The model's own `forward` still makes embeddings, positions
+and rotary tables, so nothing of a family's modelling code is copied, and a layer with all that
+hangs on it (adapters, quantized weights, hooks, device placement) is called as it is. Outside `with
+decoder:` the model is exactly what it was.
 
 This package alone knows transformers' layer API.
 """
