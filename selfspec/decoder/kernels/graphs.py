@@ -25,7 +25,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from selfspec.decoder.cache import WIDEST, LayerKV, SlotCache
 from selfspec.decoder.direct import hooked_part
 from selfspec.decoder.kernels.fallback import FallbackKernel, summarize
-from selfspec.decoder.passes import ActivePass, LayerCall, are_equal
+from selfspec.decoder.passes import ActivePass, LayerCall
 
 
 class Tape(Protocol):
@@ -351,6 +351,12 @@ def _arguments(calls: Sequence[LayerCall]) -> tuple[list[Arguments], list[int]]:
             bound.append((args, kwargs))
         kind_of.append(kinds[kind])
     return bound, kind_of
+
+
+def are_equal(one: Iterable[Tensor], other: Iterable[Tensor]) -> bool:
+    """Whether tensors are the same to the bit, where NaN equals NaN."""
+    pairs = zip(one, other, strict=True)
+    return all(torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True) for a, b in pairs)
 
 
 def _clone(tensor: Tensor) -> Tensor:
