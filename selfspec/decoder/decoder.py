@@ -103,6 +103,7 @@ class Decoder:
         kv_cache_dtype: dtype of the KV cache.
 
     Attributes:
+        requested_kernels: `kernels` as it was given.
         kernels: how layers are computed; never `auto`.
         kv_cache_dtype: dtype of the KV cache.
         causal_lm: the transformers model inside.
@@ -131,6 +132,7 @@ class Decoder:
         refuse_options(kernels, kv_cache_dtype)
         self.kv_cache_dtype: KVCacheDtype = kv_cache_dtype
         self.causal_lm = unwrap(model)
+        self.requested_kernels: Kernels = kernels
         self.kernels: Kernels = choose_kernels(self.causal_lm) if kernels == "auto" else kernels
         self.config = self.causal_lm.config.get_text_config(decoder=True)
         refuse_unsupported(self.causal_lm)

@@ -72,7 +72,7 @@ class DraftModels:
     def _admit(self, draft_model: nn.Module) -> Decoder:
         """A checked decoder of a draft model."""
         try:
-            decoder = Decoder(draft_model, self._target.kernels)
+            decoder = Decoder(draft_model, self._target.requested_kernels)
         except ValueError as error:
             raise ValueError(f"draft model: {error}") from None
         check_vocabulary(self._target, decoder)
