@@ -296,4 +296,4 @@ def test_a_chat_without_a_question_is_named(folder):
 def test_a_chat_that_leaves_no_room_is_left_out(folder, tokenizer):
     source = SourceConfig(**chats(folder, [("u", "an")], [("u", "an east train " * 20)]))
     kept = read_prompts([source], PromptConfig(), tokenizer, seed=0, longest=60)
-    assert len(kept) == 1 and kept[0].messages == [{"role": "user", "content": "an"}]
+    assert len(kept) == 1 and kept[0].chat.messages == [{"role": "user", "content": "an"}]

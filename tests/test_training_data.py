@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from selfspec.bench.prompts import clean_prose
 from training.data import Document, Mixture, SourceConfig, collate, pack, read_texts, tokenize
-from training.data.sources import chat_document, find_files
+from training.data.chats import BadRecord, chat_documents, read_chat
+from training.data.sources import find_files
 from training.language.task import LanguageModelling, held_out_windows, model_inputs
 from training.loop.loop import LoopConfig
 
@@ -46,6 +47,11 @@ def chat(*turns):
 def chatty(tokenizer):
     tokenizer.chat_template = TEMPLATE
     return tokenizer
+
+
+def chat_document(record, tokenizer):
+    (document,) = chat_documents(read_chat(record), tokenizer)
+    return document
 
 
 def learned(document, tokenizer):
@@ -169,11 +175,10 @@ def test_a_data_set_of_the_library_itself(tmp_path):
 def test_a_chat_is_rendered_by_the_template_and_only_replies_are_learned(tmp_path, chatty):
     record = chat("the sea", "the top", "a ban", "on it", "and then")
     path = write_lines(tmp_path / "a.jsonl", record, chat("hi"))
-    document, silent = tokenize(SourceConfig(files=[path]), chatty)
+    (document,) = tokenize(SourceConfig(files=[path]), chatty)
     whole = chatty.apply_chat_template(record["messages"][:4], tokenize=False)
     assert chatty.decode(document.tokens) == whole
     assert learned(document, chatty) == ["the top;\n", "on it;\n"]
-    assert silent.tokens == [] and silent.trained == []
 
 
 def test_a_token_that_begins_in_the_prompt_is_not_learned(chatty):
@@ -183,15 +188,10 @@ def test_a_token_that_begins_in_the_prompt_is_not_learned(chatty):
     assert learned(document, chatty) == [" op;\n"]
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused(chatty):
-    chatty.chat_template = "{% for m in messages[-2:] %}{{ m.content }}{% endfor %}"
-    with pytest.raises(ValueError, match=r"rewrites earlier turns.*one record per reply"):
-        chat_document(chat("a", "b", "c", "d"), chatty)
-
-
-def test_a_tokenizer_without_a_template_is_refused(tokenizer):
+def test_a_tokenizer_without_a_template_is_refused(tmp_path, tokenizer):
+    source = SourceConfig(files=[write_lines(tmp_path / "a.jsonl", chat("a", "b"))])
     with pytest.raises(ValueError, match=r"no chat template .*; set tokenizer\.chat_template"):
-        chat_document(chat("a", "b"), tokenizer)
+        list(tokenize(source, tokenizer))
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_a_tokenizer_without_a_template_is_refused(tokenizer):
     ],
 )
 def test_a_record_that_is_no_chat_is_refused(chatty, record, refusal):
-    with pytest.raises(ValueError, match=refusal):
+    with pytest.raises(BadRecord, match=refusal):
         chat_document(record, chatty)
 
 
@@ -234,9 +234,9 @@ def test_a_pattern_without_files_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("line", "refusal"),
     [
-        ('{"text": "b"', r"a\.jsonl, line 3 is no JSON object: '\{"),
-        ("[1]", r"a\.jsonl, line 3 is no JSON object: '\[1\]'"),
-        ("plain words", r"a\.jsonl, line 3 is no JSON object: 'plain words'"),
+        ('{"text": "b"', r"a\.jsonl, line 3: no JSON object: '\{"),
+        ("[1]", r"a\.jsonl, line 3: no JSON object: '\[1\]'"),
+        ("plain words", r"a\.jsonl, line 3: no JSON object: 'plain words'"),
     ],
 )
 def test_a_bad_line_is_named_by_file_and_number(tmp_path, line, refusal):
@@ -267,7 +267,8 @@ def test_a_template_is_checked_before_text_is_read(template):
 def test_text_shorter_than_a_block_is_refused(tmp_path, tokenizer, content):
     path = write(tmp_path / "a.txt", content)
     count = len(tokenizer(content).input_ids)
-    refusal = rf"a\.txt holds {count} tokens in 1 documents, less than one block of 8; give more"
+    held = rf"a\.txt holds {count} tokens in {min(count, 1)} documents"
+    refusal = held + ", less than one block of 8; give more"
     with pytest.raises(ValueError, match=refusal):
         Mixture.read([SourceConfig(files=[path])], tokenizer, 8, 0)
 

@@ -199,11 +199,12 @@ def record(
 ) -> dict[str, Any]:
     """The record of a prompt: the whole text, or the chat with the new reply."""
     options: dict[str, Any] = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-    if prompt.messages is None:
+    if prompt.chat is None:
         said: dict[str, Any] = {"text": tokenizer.decode([*prompt.tokens, *new], **options)}
     else:
-        reply = {"role": "assistant", "content": tokenizer.decode(new, **options)}
-        said = {"messages": [*prompt.messages, reply]}
+        content = prompt.opened + str(tokenizer.decode(new, **options))
+        messages = [*prompt.chat.messages, {"role": "assistant", "content": content}]
+        said = {"messages": messages, **prompt.chat.options}
     counts = {"prompt_tokens": len(prompt.tokens), "new_tokens": len(new)}
     return {**said, **counts, "source": prompt.source, "number": number}
 

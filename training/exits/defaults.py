@@ -129,7 +129,7 @@ def _steps(config: FitConfig, tokens_a_step: int) -> int:
     tokenizer = load_tokenizer(config.source)
     tokens = 0
     for source in config.data:
-        for document in tokenize(source, tokenizer):
+        for document in tokenize(source, tokenizer, silent=True):  # read again by the fit
             tokens += len(document.tokens)
             if tokens * _PASSES >= _MOST * tokens_a_step:
                 return _MOST
