@@ -1,5 +1,6 @@
 """Text becomes blocks: every kind of source, no leak between documents, errors that say where."""
 
+import gzip
 import importlib.util
 import json
 import sys
@@ -163,10 +164,43 @@ def test_a_data_set_needs_the_library(monkeypatch):
         texts(dataset="some/set")
 
 
+def test_a_folder_that_datasets_saved_is_a_file(tmp_path, monkeypatch):
+    asked = []
+
+    def load_from_disk(folder):
+        asked.append(folder)
+        rows = [{"text": "one", "more": None}, {"text": None}]
+        return {"train": rows, "test": rows[:1]} if folder.endswith("several") else rows
+
+    module = types.ModuleType("datasets")
+    module.load_from_disk = load_from_disk  # pyright: ignore
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    write(tmp_path / "single" / "state.json", "{}")
+    write(tmp_path / "several" / "dataset_dict.json", "{}")
+    write(tmp_path / "several" / "train" / "state.json", "{}")
+    for name in ("single", "several"):
+        folder = str(tmp_path / name)
+        for origin in ({"files": [folder]}, {"dataset": folder}):
+            assert texts(**origin, max_bad_share=0.5) == ["one"]
+            with pytest.raises(ValueError, match=f"{name}, row 2: .*'text'"):
+                texts(**origin)
+    assert texts(files=[str(tmp_path / "several")], split="test") == ["one"]
+    everything = SourceConfig(files=[str(tmp_path / "**" / "*")])
+    assert [path.name for path in find_files(everything)] == ["several", "single"]
+    with pytest.raises(ValueError, match=r"has the splits \['test', 'train'\], not `split` 'dev'"):
+        texts(files=[str(tmp_path / "several")], split="dev")
+    assert set(asked) == {str(tmp_path / "single"), str(tmp_path / "several")}
+
+
 @pytest.mark.skipif(not importlib.util.find_spec("datasets"), reason="datasets is not installed")
 def test_a_data_set_of_the_library_itself(tmp_path):
     write_lines(tmp_path / "train.jsonl", {"text": "one"}, {"text": "two"})
     assert texts(dataset=str(tmp_path)) == ["one", "two"]
+    import datasets
+
+    datasets.Dataset.from_list([{"text": "one"}, {"text": "two"}]).save_to_disk(tmp_path / "saved")
+    for origin in ({"files": [str(tmp_path / "saved")]}, {"dataset": str(tmp_path / "saved")}):
+        assert texts(**origin) == ["one", "two"]
 
 
 # Chats
@@ -283,6 +317,78 @@ def test_held_out_text_shorter_than_a_window_is_refused(tmp_path, tokenizer):
     source = SourceConfig(files=[write(tmp_path / "a.txt", "the sea")])
     with pytest.raises(ValueError, match=r"a\.txt does not hold one window of 64 tokens"):
         held_out_windows(source, tokenizer, 64, 1)
+
+
+# Bad records among good ones
+
+
+GOOD = {"text": "the sea", "n": 5}
+BAD = [
+    ({"text": None, "n": 5}, "the field 'text' is null"),
+    ({"text": ["the sea"], "n": 5}, "the field 'text' is a list"),
+    ({"text": True, "n": 5}, "the field 'text' is a bool"),
+    ({"n": 5}, "names 'text'"),
+    ({"text": "the sea"}, "names 'n'"),
+    ({"text": "the sea", "n": None}, "'n' of a record is None"),
+    ({"messages": [{"role": "user", "content": None}]}, "`where` of"),
+]
+
+
+@pytest.mark.parametrize(("record", "reason"), BAD)
+def test_a_bad_record_is_skipped_and_summed_up(tmp_path, capsys, record, reason):
+    path = write_lines(tmp_path / "a.jsonl", *[GOOD] * 60, record, *[GOOD] * 60)
+    source = {"files": [path], "where": {"n": (0, 9)}}
+    assert texts(**source) == ["the sea"] * 120
+    first, total = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"skipped {path}, line 61: ") and reason in first
+    assert total == f"{path}: skipped 1 bad records of 121"
+
+
+def test_more_than_a_share_stops_the_run_and_the_share_can_be_set(tmp_path, tokenizer, capsys):
+    records = [GOOD] * 97 + [{"text": None}] * 3
+    source = {"files": [write_lines(tmp_path / "a.jsonl", *records)]}
+    refusal = r"3 of the 100 records of .* cannot be used, more than max_bad_share \(0\.01\) allows"
+    for read in (texts, lambda **s: Mixture.read([SourceConfig(**s)], tokenizer, 8, 0)):
+        with pytest.raises(ValueError, match=refusal + r": .*a\.jsonl, line 98: ") as caught:
+            read(**source)
+        assert "\n" not in str(caught.value)
+    assert capsys.readouterr().out == ""
+    assert texts(**source, max_bad_share=0.03) == ["the sea"] * 97
+    assert len(capsys.readouterr().out.splitlines()) == 4
+
+
+def test_many_bad_records_are_not_all_printed(tmp_path, capsys):
+    records = [{"text": None}] * 150
+    path = write_lines(tmp_path / "a.jsonl", *records)
+    assert texts(files=[path], max_bad_share=1) == []
+    *shown, more, total = capsys.readouterr().out.splitlines()
+    assert len(shown) == 100 and more == "skipped 50 more" and "150 bad records" in total
+
+
+def test_chats_without_a_reply_are_counted_and_stop_nothing(tmp_path, chatty, capsys):
+    path = write_lines(tmp_path / "a.jsonl", chat("the sea"), chat("the top", "on it"), chat("hi"))
+    (document,) = tokenize(SourceConfig(files=[path]), chatty)
+    assert learned(document, chatty) == ["on it;\n"]
+    assert f"{path}: 2 of 3 records have no reply to train on" in capsys.readouterr().out
+
+
+def test_files_of_every_kind_are_one_source(tmp_path, chatty, capsys):
+    """Chats and texts, each with a bad record."""
+    write(tmp_path / "in" / "a.md", "the sea")
+    lines = [json.dumps(record) for record in [GOOD] * 9 + [{"text": None}]]
+    write(tmp_path / "in" / "b.txt", "\n".join(lines))
+    write(tmp_path / "in" / "c", "[" + ",\n".join(lines) + "]")
+    (tmp_path / "in" / "d.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode("utf-16")))
+    chats = [json.dumps(record) for record in [chat("on", "it")] * 9 + [{"messages": []}]]
+    write(tmp_path / "in" / "e.json", "\n".join(chats))
+    source = SourceConfig(files=[str(tmp_path / "in" / "*")], max_bad_share=0.2)
+    found = [learned(document, chatty) for document in tokenize(source, chatty)]
+    assert found == [["the sea"]] * 28 + [["it;\n"]] * 9
+    *skipped, total = capsys.readouterr().out.splitlines()
+    places = ["b.txt, line 10", "c, record 10, line 10", "d.jsonl.gz, line 10", "e.json, line 10"]
+    assert len(skipped) == 4 and "skipped 4 bad records of 41" in total
+    for line, place in zip(skipped, places, strict=True):
+        assert line.startswith(f"skipped {tmp_path / 'in' / place}: ")
 
 
 # Packing

@@ -21,7 +21,6 @@ from selfspec.display.demo import load_prompts
 from selfspec.records import sound_fields
 
 ItemT = TypeVar("ItemT")
-_MOMENT = datetime(2026, 1, 1, 12)  # the time in chats
 _STRAIGHT = str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'"})  # noqa: RUF001
 
 
@@ -150,12 +149,27 @@ def render_chat(
         list(messages),
         tools=tools,
         documents=documents,
+        chat_template=_at_noon(tokenizer.get_chat_template(tools=tools)),
         tokenize=False,
         add_generation_prompt=reply_next,
-        # The same text in every run, also from templates that print the time.
-        **{"strftime_now": _MOMENT.strftime, **(chat_template_kwargs or {})},
+        **(chat_template_kwargs or {}),
     )
     return str(text)
+
+
+_MOMENT = datetime(2026, 1, 1, 12)
+_DIRECTIVES = [*"aAbBcdfHIjmMpSUwWxXyYzZ", "-d", "-m", "-H", "-I"]
+
+
+def _at_noon(template: str) -> str:
+    """A chat template in which the time stands still, so that a text is the same in every run."""
+    if "strftime_now" not in template:
+        return template
+    words = {f"%{name}": _MOMENT.strftime(f"%{name}") for name in _DIRECTIVES}
+    told = "".join(f" | replace({name!r}, {word!r})" for name, word in words.items())
+    macro = "{% macro strftime_now(format) %}{{ format" + told + " }}{% endmacro %}"
+    # Behind an expression, unlike behind a block, jinja leaves a line feed as it is.
+    return macro + "{{ '' }}" + template
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -215,7 +215,8 @@ def chat_documents(chat: Chat, tokenizer: PreTrainedTokenizerBase) -> list[Docum
     replies = [_reply(chat, place, tokenizer) for place in _trained_turns(chat.messages)]
     texts = [reply.prompt + reply.text for reply in replies]
     prompts = [reply.prompt for reply in replies[1:]]
-    if all(prompt.startswith(text) for text, prompt in zip(texts, prompts, strict=False)):
+    kept = all(prompt.startswith(text) for text, prompt in zip(texts, prompts, strict=False))
+    if kept and all(reply.shown for reply in replies):
         spans = [(len(reply.prompt), len(text)) for reply, text in zip(replies, texts, strict=True)]
         return [_document(texts[-1], spans, tokenizer)] if texts else []
     ended = [_up_to_the_end(text, tokenizer) for text in texts]
@@ -246,10 +247,17 @@ def _counts(message: Message) -> bool:
 
 
 class _Reply(NamedTuple):
-    """A prompt as the model sees it, and what it should write: the text up to the turn's end."""
+    """A reply, and what asks for it.
+
+    Attributes:
+        prompt: the text that the model sees.
+        text: the text that it is to write, up to the turn's end.
+        shown: whether the template gives the text like this, whole and behind the prompt.
+    """
 
     prompt: str
     text: str
+    shown: bool
 
 
 def _reply(chat: Chat, place: int, tokenizer: PreTrainedTokenizerBase) -> _Reply:
@@ -259,9 +267,9 @@ def _reply(chat: Chat, place: int, tokenizer: PreTrainedTokenizerBase) -> _Reply
     whole = Chat(chat.messages[: place + 1], chat.options).render(tokenizer, reply_next=False)
     shown = whole[len(prompt) :]
     if whole.startswith(prompt) and message["content"].strip() in shown:
-        return _Reply(prompt, shown)
+        return _Reply(prompt, shown, True)
     opened, end = frame(before, tokenizer, prompt, message)
-    return _Reply(prompt, _said(message, opened) + end)
+    return _Reply(prompt, _said(message, opened) + end, False)
 
 
 # A reply by which the template's own text around replies is found.
