@@ -15,14 +15,14 @@ from transformers import PreTrainedTokenizerBase
 from selfspec import DEMO_MODEL, DraftConfig, SelfSpecModel
 from selfspec.config import StrictConfig
 from selfspec.decoder.checkpoints import load_tokenizer
-from selfspec.heads.files import refuse_changes
+from selfspec.heads.files import check_free, refuse_changes
 
 from .data import SourceConfig
 from .data.prompts import Prompt, PromptConfig, read_prompts
 from .loop.checkpoint import digest, name_of, read_facts, target_facts, write_facts
 from .loop.metrics import Display
 from .loop.parallel import processes
-from .loop.script import run_script, start_output
+from .loop.script import run_folder, run_script
 
 TEXTS_NAME = "texts.jsonl"
 _FACTS_NAME = "texts.json"
@@ -78,8 +78,13 @@ def regenerate(config: RegenerateConfig) -> Path:
     if processes().num_processes > 1:
         raise ValueError("regenerate runs in one process; give each its share of the data instead")
     output = Path(config.output)
+    check_free(output)
     _check(output, config.identity)
-    start_output(config, output)
+    with run_folder(config, output):
+        return _regenerate(config, output)
+
+
+def _regenerate(config: RegenerateConfig, output: Path) -> Path:
     spec, tokenizer = load(config)
     decoder = spec.engine.decoder
     longest = decoder.max_positions and decoder.max_positions - config.new_tokens
