@@ -28,8 +28,8 @@ Text = Annotated[
         "--text",
         "-t",
         metavar="FILES",
-        help="Text files, JSON lines with a `text` or `messages` each, or a quoted pattern such as "
-        "'texts/*.txt'; may be repeated.",
+        help="Files of text, or of records with a `text` or a chat each (JSON lines, parquet, also "
+        "compressed), or a quoted pattern such as 'texts/*.txt'; may be repeated.",
         show_default="for the model in the package, a novel",
     ),
 ]
