@@ -1,14 +1,12 @@
 """A folder is one process's at a time; the lock names it, and none is left when it is killed."""
 
 import os
-import signal
 import socket
 import subprocess
 import sys
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
+from cli_tools import call
 from training_tools import start
 
 from selfspec.config import parse
@@ -31,32 +29,22 @@ with one_run(Path(sys.argv[1])):
 """
 
 
-@contextmanager
-def kept(folder):
-    """Another process that keeps a folder."""
-    process: subprocess.Popen[str] = start([sys.executable, "-c", KEEP, str(folder)])
+def name_of(pid):
+    return rf"process {pid} on {socket.gethostname()}, started \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d"
+
+
+def test_a_folder_is_kept_as_long_as_its_process_lives(tmp_path):
+    process: subprocess.Popen[str] = start([sys.executable, "-c", KEEP, str(tmp_path)])
     assert process.stdout is not None and process.stdout.readline() == "kept\n"
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-@pytest.mark.parametrize("ended_by", [signal.SIGKILL, signal.SIGTERM])
-def test_a_folder_is_kept_as_long_as_its_process_lives(tmp_path, ended_by):
-    owner = rf"process {{}} on {socket.gethostname()}, started \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d"
-    with kept(tmp_path) as process:
-        for attempt in (check_free, lambda folder: one_run(folder).__enter__()):
-            with pytest.raises(BlockingIOError, match=owner.format(process.pid)) as caught:
-                attempt(tmp_path)
-            assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
-        process.send_signal(ended_by)
-        process.wait()
+    for attempt in (check_free, lambda folder: one_run(folder).__enter__()):
+        with pytest.raises(BlockingIOError, match=name_of(process.pid)) as caught:
+            attempt(tmp_path)
+        assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+    process.kill()
+    process.communicate()
+    check_free(tmp_path)
+    with one_run(tmp_path), pytest.raises(BlockingIOError, match=name_of(os.getpid())):
         check_free(tmp_path)
-        with one_run(tmp_path):
-            with pytest.raises(BlockingIOError, match=owner.format(os.getpid())):
-                check_free(tmp_path)
 
 
 def test_a_block_that_ends_lets_go(tmp_path):
@@ -84,50 +72,40 @@ def test_without_locks_of_the_file_system_a_run_goes_on(tmp_path, monkeypatch):
 
 
 TEXT = {"data": [{"files": ["none.txt"]}]}
-RUNS = {
-    "fit": (fit, FitConfig, {**TEXT, "heads": [{"kind": "lens", "exit_layer": 1}]}),
-    "measure": (measure_heads, FitConfig, {**TEXT, "heads": [{"kind": "lens", "exit_layer": 1}]}),
-    "regenerate": (regenerate, RegenerateConfig, TEXT),
-    "pretrain": (
-        pretrain,
-        PretrainConfig,
-        {**TEXT, "model": {"model_type": "llama"}, "held_out": {}},
-    ),
-    "finetune": (
-        finetune,
-        FinetuneConfig,
-        {**TEXT, "model": "none", "held_out": {"sources": {"a": TEXT["data"][0]}}},
-    ),
-}
+LENS = {**TEXT, "heads": [{"kind": "lens", "exit_layer": 1}]}
+LLAMA = {**TEXT, "model": {"model_type": "llama"}, "held_out": {}}
+OLD = {**TEXT, "model": "none", "held_out": {"sources": {"a": TEXT["data"][0]}}}
+RUNS = [
+    (fit, FitConfig, LENS),
+    (measure_heads, FitConfig, LENS),
+    (regenerate, RegenerateConfig, TEXT),
+    (pretrain, PretrainConfig, LLAMA),
+    (finetune, FinetuneConfig, OLD),
+]
 
 
-def test_no_run_begins_in_a_folder_that_is_kept(tmp_path):
-    with kept(tmp_path) as process:
-        for run, config, fields in RUNS.values():
-            settings = parse(config, {**fields, "output": str(tmp_path)}, "test")
-            with pytest.raises(BlockingIOError, match=f"in use by process {process.pid}"):
-                run(settings)
-        assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+@pytest.mark.parametrize(("run", "config", "fields"), RUNS)
+def test_no_run_begins_in_a_folder_that_is_kept(tmp_path, run, config, fields):
+    settings = parse(config, {**fields, "output": str(tmp_path)}, "test")
+    with one_run(tmp_path), pytest.raises(BlockingIOError, match=name_of(os.getpid())):
+        run(settings)
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
 def test_no_job_begins_where_another_writes(tmp_path):
     output = tmp_path / "answers.jsonl"
-    with kept(tmp_path / "answers.jsonl.parts") as process:
-        with pytest.raises(BlockingIOError, match=f"in use by process {process.pid}"):
-            run_job(["a"], lambda worker, workers: lambda prompts: [(0, {})], output, {})
-    run_job(["a"], lambda worker, workers: lambda prompts: [(0, {})], output, {})
+    job = (["a"], lambda worker, workers: lambda prompts: [(0, {})], output, {})
+    with one_run(tmp_path / "answers.jsonl.parts"):
+        with pytest.raises(BlockingIOError, match=name_of(os.getpid())):
+            run_job(*job)
+    run_job(*job)
     assert [path.name for path in tmp_path.iterdir()] == [output.name]
 
 
-def test_a_second_fit_is_one_line_before_its_text_is_read(tmp_path):
-    output = Path(tmp_path / "run")
-    with kept(output) as process:
-        for command in ("fit", "regenerate"):
-            told = subprocess.run(
-                [sys.executable, "-m", "selfspec.cli", command, "--output", str(output)],
-                capture_output=True,
-                text=True,
-            )
-            (line,) = told.stderr.splitlines()
-            assert told.returncode == 1 and f"in use by process {process.pid} on" in line
-            assert told.stdout == ""
+@pytest.mark.parametrize("command", ["fit", "regenerate"])
+def test_a_second_run_is_one_line_before_its_text_is_read(tmp_path, command):
+    words = (command, "--text", "none.txt", "--output", tmp_path, "target=none")
+    with one_run(tmp_path):
+        told = call(*words, code=1)
+    (line,) = told.output.splitlines()
+    assert f"in use by process {os.getpid()} on" in line
