@@ -139,8 +139,8 @@ def test_a_set_that_cannot_be_is_refused(fields, says):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("{cut off", "line 1 is no JSON object"),
-        ("[1, 2]\n", "line 1 is no JSON object"),
+        ("{cut off", "line 1: no JSON object"),
+        ("[1, 2]\n", "line 1: no JSON object"),
         ('\n{"answer": "2"}\n', "no such field .*question.*it has answer"),
         ("", "has 0 prompts"),
     ],

@@ -118,6 +118,31 @@ def test_the_last_reply_of_a_chat_is_written_anew(folder, tokenizer):
         assert any(document.trained) and not all(document.trained)
 
 
+def test_a_reply_is_read_again_as_it_was_written(folder, tokenizer):
+    """With the tools that it may call, and behind the thought that the prompt has opened."""
+    opening = TEMPLATE.replace("{{ m.content }}", "{{ m.content.split('end')[-1] }}")
+    opening = opening.replace("(assistant) {", "(assistant) so\n{")
+    tools = [{"type": "function", "function": {"name": "an oven"}}]
+    source = chats(folder, [("u", "an east train"), ("a", "so\non end it is"), ("u", "then")])
+    (path,) = map(Path, source["files"])
+    path.write_text(json.dumps({**json.loads(path.read_text()), "tools": tools}) + "\n")
+    for template in (TEMPLATE, opening):
+        tokenizer.chat_template = "{{ tools[0].function.name }}" + template
+        tokenizer.save_pretrained(folder / "target")
+        run = {"data": [source], "output": str(folder / ("a" if template is opening else "b"))}
+        written = regenerate(settings(folder, **run))
+        (record,) = records(written)
+        assert record["tools"] == tools
+        *_, document = tokenize(SourceConfig(files=[str(written)]), tokenizer)
+        asked = record["prompt_tokens"]
+        (prompt,) = prompts_of(folder, tokenizer, data=[source])
+        assert document.tokens[:asked] == prompt.tokens
+        reply = tokenizer.decode(document.tokens[asked:])
+        content = record["messages"][-1]["content"]
+        assert content.startswith("so\n") == (template is opening)
+        assert reply == content.removeprefix("so\n" * (template is opening)) + ";\n"
+
+
 TEMPLATE_TEXT = "(user) {};\n(assistant) "
 
 
@@ -296,4 +321,4 @@ def test_a_chat_without_a_question_is_named(folder):
 def test_a_chat_that_leaves_no_room_is_left_out(folder, tokenizer):
     source = SourceConfig(**chats(folder, [("u", "an")], [("u", "an east train " * 20)]))
     kept = read_prompts([source], PromptConfig(), tokenizer, seed=0, longest=60)
-    assert len(kept) == 1 and kept[0].messages == [{"role": "user", "content": "an"}]
+    assert len(kept) == 1 and kept[0].chat.messages == [{"role": "user", "content": "an"}]

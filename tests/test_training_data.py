@@ -1,5 +1,6 @@
 """Text becomes blocks: every kind of source, no leak between documents, errors that say where."""
 
+import gzip
 import importlib.util
 import json
 import sys
@@ -12,7 +13,8 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from selfspec.bench.prompts import clean_prose
 from training.data import Document, Mixture, SourceConfig, collate, pack, read_texts, tokenize
-from training.data.sources import chat_document, find_files
+from training.data.chats import BadRecord, chat_documents, read_chat
+from training.data.sources import find_files
 from training.language.task import LanguageModelling, held_out_windows, model_inputs
 from training.loop.loop import LoopConfig
 
@@ -46,6 +48,11 @@ def chat(*turns):
 def chatty(tokenizer):
     tokenizer.chat_template = TEMPLATE
     return tokenizer
+
+
+def chat_document(record, tokenizer):
+    (document,) = chat_documents(read_chat(record), tokenizer)
+    return document
 
 
 def learned(document, tokenizer):
@@ -157,10 +164,43 @@ def test_a_data_set_needs_the_library(monkeypatch):
         texts(dataset="some/set")
 
 
+def test_a_folder_that_datasets_saved_is_a_file(tmp_path, monkeypatch):
+    asked = []
+
+    def load_from_disk(folder):
+        asked.append(folder)
+        rows = [{"text": "one", "more": None}, {"text": None}]
+        return {"train": rows, "test": rows[:1]} if folder.endswith("several") else rows
+
+    module = types.ModuleType("datasets")
+    module.load_from_disk = load_from_disk  # pyright: ignore
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    write(tmp_path / "single" / "state.json", "{}")
+    write(tmp_path / "several" / "dataset_dict.json", "{}")
+    write(tmp_path / "several" / "train" / "state.json", "{}")
+    for name in ("single", "several"):
+        folder = str(tmp_path / name)
+        for origin in ({"files": [folder]}, {"dataset": folder}):
+            assert texts(**origin, max_bad_share=0.5) == ["one"]
+            with pytest.raises(ValueError, match=f"{name}, row 2: .*'text'"):
+                texts(**origin)
+    assert texts(files=[str(tmp_path / "several")], split="test") == ["one"]
+    everything = SourceConfig(files=[str(tmp_path / "**" / "*")])
+    assert [path.name for path in find_files(everything)] == ["several", "single"]
+    with pytest.raises(ValueError, match=r"has the splits \['test', 'train'\], not `split` 'dev'"):
+        texts(files=[str(tmp_path / "several")], split="dev")
+    assert set(asked) == {str(tmp_path / "single"), str(tmp_path / "several")}
+
+
 @pytest.mark.skipif(not importlib.util.find_spec("datasets"), reason="datasets is not installed")
 def test_a_data_set_of_the_library_itself(tmp_path):
     write_lines(tmp_path / "train.jsonl", {"text": "one"}, {"text": "two"})
     assert texts(dataset=str(tmp_path)) == ["one", "two"]
+    import datasets
+
+    datasets.Dataset.from_list([{"text": "one"}, {"text": "two"}]).save_to_disk(tmp_path / "saved")
+    for origin in ({"files": [str(tmp_path / "saved")]}, {"dataset": str(tmp_path / "saved")}):
+        assert texts(**origin) == ["one", "two"]
 
 
 # Chats
@@ -169,11 +209,10 @@ def test_a_data_set_of_the_library_itself(tmp_path):
 def test_a_chat_is_rendered_by_the_template_and_only_replies_are_learned(tmp_path, chatty):
     record = chat("the sea", "the top", "a ban", "on it", "and then")
     path = write_lines(tmp_path / "a.jsonl", record, chat("hi"))
-    document, silent = tokenize(SourceConfig(files=[path]), chatty)
+    (document,) = tokenize(SourceConfig(files=[path]), chatty)
     whole = chatty.apply_chat_template(record["messages"][:4], tokenize=False)
     assert chatty.decode(document.tokens) == whole
     assert learned(document, chatty) == ["the top;\n", "on it;\n"]
-    assert silent.tokens == [] and silent.trained == []
 
 
 def test_a_token_that_begins_in_the_prompt_is_not_learned(chatty):
@@ -183,15 +222,10 @@ def test_a_token_that_begins_in_the_prompt_is_not_learned(chatty):
     assert learned(document, chatty) == [" op;\n"]
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused(chatty):
-    chatty.chat_template = "{% for m in messages[-2:] %}{{ m.content }}{% endfor %}"
-    with pytest.raises(ValueError, match=r"rewrites earlier turns.*one record per reply"):
-        chat_document(chat("a", "b", "c", "d"), chatty)
-
-
-def test_a_tokenizer_without_a_template_is_refused(tokenizer):
+def test_a_tokenizer_without_a_template_is_refused(tmp_path, tokenizer):
+    source = SourceConfig(files=[write_lines(tmp_path / "a.jsonl", chat("a", "b"))])
     with pytest.raises(ValueError, match=r"no chat template .*; set tokenizer\.chat_template"):
-        chat_document(chat("a", "b"), tokenizer)
+        list(tokenize(source, tokenizer))
 
 
 @pytest.mark.parametrize(
@@ -204,7 +238,7 @@ def test_a_tokenizer_without_a_template_is_refused(tokenizer):
     ],
 )
 def test_a_record_that_is_no_chat_is_refused(chatty, record, refusal):
-    with pytest.raises(ValueError, match=refusal):
+    with pytest.raises(BadRecord, match=refusal):
         chat_document(record, chatty)
 
 
@@ -234,9 +268,9 @@ def test_a_pattern_without_files_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("line", "refusal"),
     [
-        ('{"text": "b"', r"a\.jsonl, line 3 is no JSON object: '\{"),
-        ("[1]", r"a\.jsonl, line 3 is no JSON object: '\[1\]'"),
-        ("plain words", r"a\.jsonl, line 3 is no JSON object: 'plain words'"),
+        ('{"text": "b"', r"a\.jsonl, line 3: no JSON object: '\{"),
+        ("[1]", r"a\.jsonl, line 3: no JSON object: '\[1\]'"),
+        ("plain words", r"a\.jsonl, line 3: no JSON object: 'plain words'"),
     ],
 )
 def test_a_bad_line_is_named_by_file_and_number(tmp_path, line, refusal):
@@ -267,7 +301,8 @@ def test_a_template_is_checked_before_text_is_read(template):
 def test_text_shorter_than_a_block_is_refused(tmp_path, tokenizer, content):
     path = write(tmp_path / "a.txt", content)
     count = len(tokenizer(content).input_ids)
-    refusal = rf"a\.txt holds {count} tokens in 1 documents, less than one block of 8; give more"
+    held = rf"a\.txt holds {count} tokens in {min(count, 1)} documents"
+    refusal = held + ", less than one block of 8; give more"
     with pytest.raises(ValueError, match=refusal):
         Mixture.read([SourceConfig(files=[path])], tokenizer, 8, 0)
 
@@ -282,6 +317,78 @@ def test_held_out_text_shorter_than_a_window_is_refused(tmp_path, tokenizer):
     source = SourceConfig(files=[write(tmp_path / "a.txt", "the sea")])
     with pytest.raises(ValueError, match=r"a\.txt does not hold one window of 64 tokens"):
         held_out_windows(source, tokenizer, 64, 1)
+
+
+# Bad records among good ones
+
+
+GOOD = {"text": "the sea", "n": 5}
+BAD = [
+    ({"text": None, "n": 5}, "the field 'text' is null"),
+    ({"text": ["the sea"], "n": 5}, "the field 'text' is a list"),
+    ({"text": True, "n": 5}, "the field 'text' is a bool"),
+    ({"n": 5}, "names 'text'"),
+    ({"text": "the sea"}, "names 'n'"),
+    ({"text": "the sea", "n": None}, "'n' of a record is None"),
+    ({"messages": [{"role": "user", "content": None}]}, "`where` of"),
+]
+
+
+@pytest.mark.parametrize(("record", "reason"), BAD)
+def test_a_bad_record_is_skipped_and_summed_up(tmp_path, capsys, record, reason):
+    path = write_lines(tmp_path / "a.jsonl", *[GOOD] * 60, record, *[GOOD] * 60)
+    source = {"files": [path], "where": {"n": (0, 9)}}
+    assert texts(**source) == ["the sea"] * 120
+    first, total = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"skipped {path}, line 61: ") and reason in first
+    assert total == f"{path}: skipped 1 bad records of 121"
+
+
+def test_more_than_a_share_stops_the_run_and_the_share_can_be_set(tmp_path, tokenizer, capsys):
+    records = [GOOD] * 97 + [{"text": None}] * 3
+    source = {"files": [write_lines(tmp_path / "a.jsonl", *records)]}
+    refusal = r"3 of the 100 records of .* cannot be used, more than max_bad_share \(0\.01\) allows"
+    for read in (texts, lambda **s: Mixture.read([SourceConfig(**s)], tokenizer, 8, 0)):
+        with pytest.raises(ValueError, match=refusal + r": .*a\.jsonl, line 98: ") as caught:
+            read(**source)
+        assert "\n" not in str(caught.value)
+    assert capsys.readouterr().out == ""
+    assert texts(**source, max_bad_share=0.03) == ["the sea"] * 97
+    assert len(capsys.readouterr().out.splitlines()) == 4
+
+
+def test_many_bad_records_are_not_all_printed(tmp_path, capsys):
+    records = [{"text": None}] * 150
+    path = write_lines(tmp_path / "a.jsonl", *records)
+    assert texts(files=[path], max_bad_share=1) == []
+    *shown, more, total = capsys.readouterr().out.splitlines()
+    assert len(shown) == 100 and more == "skipped 50 more" and "150 bad records" in total
+
+
+def test_chats_without_a_reply_are_counted_and_stop_nothing(tmp_path, chatty, capsys):
+    path = write_lines(tmp_path / "a.jsonl", chat("the sea"), chat("the top", "on it"), chat("hi"))
+    (document,) = tokenize(SourceConfig(files=[path]), chatty)
+    assert learned(document, chatty) == ["on it;\n"]
+    assert f"{path}: 2 of 3 records have no reply to train on" in capsys.readouterr().out
+
+
+def test_files_of_every_kind_are_one_source(tmp_path, chatty, capsys):
+    """Chats and texts, each with a bad record."""
+    write(tmp_path / "in" / "a.md", "the sea")
+    lines = [json.dumps(record) for record in [GOOD] * 9 + [{"text": None}]]
+    write(tmp_path / "in" / "b.txt", "\n".join(lines))
+    write(tmp_path / "in" / "c", "[" + ",\n".join(lines) + "]")
+    (tmp_path / "in" / "d.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode("utf-16")))
+    chats = [json.dumps(record) for record in [chat("on", "it")] * 9 + [{"messages": []}]]
+    write(tmp_path / "in" / "e.json", "\n".join(chats))
+    source = SourceConfig(files=[str(tmp_path / "in" / "*")], max_bad_share=0.2)
+    found = [learned(document, chatty) for document in tokenize(source, chatty)]
+    assert found == [["the sea"]] * 28 + [["it;\n"]] * 9
+    *skipped, total = capsys.readouterr().out.splitlines()
+    places = ["b.txt, line 10", "c, record 10, line 10", "d.jsonl.gz, line 10", "e.json, line 10"]
+    assert len(skipped) == 4 and "skipped 4 bad records of 41" in total
+    for line, place in zip(skipped, places, strict=True):
+        assert line.startswith(f"skipped {tmp_path / 'in' / place}: ")
 
 
 # Packing

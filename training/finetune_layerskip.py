@@ -35,7 +35,7 @@ from .loop.checkpoint import write_facts
 from .loop.loop import Loop, LoopConfig
 from .loop.optim import OptimizerConfig
 from .loop.parallel import processes, whole
-from .loop.script import finish_folder, run_script, start_output
+from .loop.script import finish_folder, run_folder, run_script
 
 COMPARISON_NAME = "comparison.json"
 
@@ -136,7 +136,11 @@ def finetune(config: FinetuneConfig) -> Comparison | None:
         ValueError: the output would overwrite the input, or the model cannot be trained this way.
     """
     refuse_overwriting(config)
-    output = start_output(config, Path(config.output), config.identity)
+    with run_folder(config, Path(config.output), config.identity) as output:
+        return _finetune(config, output)
+
+
+def _finetune(config: FinetuneConfig, output: Path) -> Comparison | None:
     announce(config)
     tokenizer = load_tokenizer(config.model)
     windows = config.held_out.read(tokenizer)

@@ -16,13 +16,17 @@ from .exits.task import ExitTask, HeldOutDrafts, build_heads, trim_heads
 from .loop.checkpoint import digest, target_facts
 from .loop.loop import Loop
 from .loop.parallel import whole
-from .loop.script import CONFIG_NAME, run_script, start_output
+from .loop.script import CONFIG_NAME, run_folder, run_script
 from .measure_heads import measure_saved
 
 
 def fit(config: FitConfig) -> Path:
     """Run a fit, or go on with the one in its folder; returns the folder of the heads."""
-    output = start_output(config, Path(config.output), config.identity)
+    with run_folder(config, Path(config.output), config.identity) as output:
+        return _fit(config, output)
+
+
+def _fit(config: FitConfig, output: Path) -> Path:
     spec, tokenizer = config.load_target()
     decoder = spec.engine.decoder
     torch.manual_seed(config.loop.seed)

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from selfspec import SelfSpecModel
 from selfspec.heads import load_heads
+from selfspec.heads.files import check_free, one_run
 
 from .data import Blocks
 from .exits.fitting import FIT_NAME, FitConfig, write_heads
@@ -21,8 +22,10 @@ from .loop.script import run_script
 
 def measure_heads(config: FitConfig) -> dict[str, list[ExitFigures]]:
     """Measure the heads in the fit's folder anew."""
+    check_free(Path(config.output))
     spec, tokenizer = config.load_target()
-    return measure_saved(config, spec, config.read_held_out(tokenizer))
+    with one_run(Path(config.output)):
+        return measure_saved(config, spec, config.read_held_out(tokenizer))
 
 
 def measure_saved(

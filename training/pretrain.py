@@ -31,7 +31,7 @@ from .loop.checkpoint import Checkpoints
 from .loop.loop import Loop, LoopConfig
 from .loop.optim import OptimizerConfig
 from .loop.parallel import processes, whole
-from .loop.script import finish_folder, run_script, start_output
+from .loop.script import finish_folder, run_folder, run_script
 
 
 class PretrainConfig(StrictConfig):
@@ -85,7 +85,11 @@ class PretrainConfig(StrictConfig):
 
 def pretrain(config: PretrainConfig) -> dict[str, float]:
     """Run a pretraining, or go on with the one in its folder, and return its held-out figures."""
-    output = start_output(config, Path(config.output), config.identity)
+    with run_folder(config, Path(config.output), config.identity) as output:
+        return _pretrain(config, output)
+
+
+def _pretrain(config: PretrainConfig, output: Path) -> dict[str, float]:
     tokenizer = get_tokenizer(config, output)
     held_out = config.held_out.read(tokenizer)
     data = Mixture.read(config.data, tokenizer, config.block_size, config.loop.seed)

@@ -15,14 +15,14 @@ from transformers import PreTrainedTokenizerBase
 from selfspec import DEMO_MODEL, DraftConfig, SelfSpecModel
 from selfspec.config import StrictConfig
 from selfspec.decoder.checkpoints import load_tokenizer
-from selfspec.heads.files import refuse_changes
+from selfspec.heads.files import check_free, refuse_changes
 
 from .data import SourceConfig
 from .data.prompts import Prompt, PromptConfig, read_prompts
 from .loop.checkpoint import digest, name_of, read_facts, target_facts, write_facts
 from .loop.metrics import Display
 from .loop.parallel import processes
-from .loop.script import run_script, start_output
+from .loop.script import run_folder, run_script
 
 TEXTS_NAME = "texts.jsonl"
 _FACTS_NAME = "texts.json"
@@ -78,8 +78,13 @@ def regenerate(config: RegenerateConfig) -> Path:
     if processes().num_processes > 1:
         raise ValueError("regenerate runs in one process; give each its share of the data instead")
     output = Path(config.output)
+    check_free(output)
     _check(output, config.identity)
-    start_output(config, output)
+    with run_folder(config, output):
+        return _regenerate(config, output)
+
+
+def _regenerate(config: RegenerateConfig, output: Path) -> Path:
     spec, tokenizer = load(config)
     decoder = spec.engine.decoder
     longest = decoder.max_positions and decoder.max_positions - config.new_tokens
@@ -199,11 +204,12 @@ def record(
 ) -> dict[str, Any]:
     """The record of a prompt: the whole text, or the chat with the new reply."""
     options: dict[str, Any] = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-    if prompt.messages is None:
+    if prompt.chat is None:
         said: dict[str, Any] = {"text": tokenizer.decode([*prompt.tokens, *new], **options)}
     else:
-        reply = {"role": "assistant", "content": tokenizer.decode(new, **options)}
-        said = {"messages": [*prompt.messages, reply]}
+        content = prompt.opened + str(tokenizer.decode(new, **options))
+        messages = [*prompt.chat.messages, {"role": "assistant", "content": content}]
+        said = {"messages": messages, **prompt.chat.options}
     counts = {"prompt_tokens": len(prompt.tokens), "new_tokens": len(new)}
     return {**said, **counts, "source": prompt.source, "number": number}
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import glob
-import json
 import random
 import re
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from selfspec import DEMO_MODEL
 from selfspec.bench.config import PromptSetConfig
 from selfspec.display.demo import load_prompts
+from selfspec.records import sound_fields
 
 ItemT = TypeVar("ItemT")
 _STRAIGHT = str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'"})  # noqa: RUF001
@@ -117,42 +118,67 @@ def _records(config: PromptSetConfig) -> Iterator[dict[str, Any]]:
     )
     if not path.is_file():
         raise FileNotFoundError(f"no prompt file at {path}, which {config.name!r} reads")
-    for record in json_lines(path, path.read_text(encoding="utf-8")):
+    for record in sound_fields(path, "records"):
         if config.reader != "mbpp" or record.get("task_id", 11) in _MBPP_TEST:
             yield record | {"turn": (record.get("turns") or [None])[0]}
 
 
-def json_lines(path: Path, text: str) -> Iterator[dict[str, Any]]:
-    """The JSON objects in the lines of `text`; ValueError names a bad line of `path`."""
-    # Not splitlines: JSON strings may contain other line separators, such as U+2028.
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            record = None
-        if not isinstance(record, dict):
-            raise ValueError(f"{path}, line {number} is no JSON object: {line[:60]!r}")
-        yield record
-
-
 def render_chat(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Any], reply_next: bool = True
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Any],
+    reply_next: bool = True,
+    tools: list[Any] | None = None,
+    documents: list[Any] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
-    """A rendered chat; `reply_next` opens the assistant's turn.
+    """A rendered chat.
+
+    Args:
+        tokenizer: the target's.
+        messages: the chat.
+        reply_next: open the assistant's turn.
+        tools: the tools that the assistant may call.
+        documents: the documents that it may read.
+        chat_template_kwargs: further variables of the template, such as `enable_thinking`.
 
     Raises:
         ValueError: the tokenizer has no template.
     """
+    check_template(tokenizer)
+    text = tokenizer.apply_chat_template(
+        list(messages),
+        tools=tools,
+        documents=documents,
+        chat_template=_at_noon(tokenizer.get_chat_template(tools=tools)),
+        tokenize=False,
+        add_generation_prompt=reply_next,
+        **(chat_template_kwargs or {}),
+    )
+    return str(text)
+
+
+_MOMENT = datetime(2026, 1, 1, 12)
+_DIRECTIVES = [*"aAbBcdfHIjmMpSUwWxXyYzZ", "-d", "-m", "-H", "-I"]
+
+
+def _at_noon(template: str) -> str:
+    """A chat template in which the time stands still, so that a text is the same in every run."""
+    if "strftime_now" not in template:
+        return template
+    words = {f"%{name}": _MOMENT.strftime(f"%{name}") for name in _DIRECTIVES}
+    told = "".join(f" | replace({name!r}, {word!r})" for name, word in words.items())
+    macro = "{% macro strftime_now(format) %}{{ format" + told + " }}{% endmacro %}"
+    # Behind an expression, unlike behind a block, jinja leaves a line feed as it is.
+    return macro + "{{ '' }}" + template
+
+
+def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ValueError if the tokenizer has no chat template."""
     if tokenizer.chat_template is None:
         raise ValueError(
             f"the tokenizer has no chat template ({type(tokenizer).__name__}); set "
             "tokenizer.chat_template and save it, or take plain text"
         )
-    messages = list(messages)
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=reply_next)
-    return str(text)
 
 
 def evenly(items: Sequence[ItemT], count: int) -> list[ItemT]:
@@ -211,10 +237,7 @@ def _texts(config: PromptSetConfig) -> list[str]:
     files = sorted(path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file())  # noqa: PTH207
     if not files:
         raise FileNotFoundError(f"no text file at {config.path}, which {config.name!r} reads")
-    try:
-        texts = [file.read_text(encoding="utf-8-sig") for file in files]
-    except UnicodeDecodeError as error:
-        raise ValueError(f"prompt set {config.name!r}: a file is no UTF-8 text ({error})") from None
+    texts = [fields["text"] for file in files for fields in sound_fields(file, "text")]
     return [text for text in texts if text.strip()]
 
 

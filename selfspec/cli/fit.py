@@ -28,8 +28,8 @@ Text = Annotated[
         "--text",
         "-t",
         metavar="FILES",
-        help="Text files, JSON lines with a `text` or `messages` each, or a quoted pattern such as "
-        "'texts/*.txt'; may be repeated.",
+        help="Files of text, or of records with a `text` or a chat each (JSON lines, parquet, also "
+        "compressed), or a quoted pattern such as 'texts/*.txt'; may be repeated.",
         show_default="for the model in the package, a novel",
     ),
 ]
@@ -61,12 +61,16 @@ def fit(
     Defaults of kind, exit, steps and batch depend on the model, the size of the text and the
     available memory; any key of the config can be set. The same command resumes a stopped run.
     """
+    from selfspec.heads.files import check_free
+
     given = _given(words, text, output, config)
     if held_out:
         given["held_out"] = {"held out": {"files": held_out}}
     with reporting(as_json) as console:
         quiet_transformers()
-        settings = _training("exits.defaults").complete(given, str(config or "fit"))
+        defaults = _training("exits.defaults")
+        check_free(Path(given.get("output", defaults.OUTPUT)))  # before the text is read
+        settings = defaults.complete(given, str(config or "fit"))
         checkpoints = _training("loop.checkpoint").Checkpoints(Path(settings.output))
         checkpoints.check_identity(settings.identity)  # before anything is printed
         head, loop = settings.heads[0], settings.loop

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from selfspec.heads.files import read_object, refuse_changes
+from selfspec.heads.files import one_run, read_object, refuse_changes
 
 Answer = dict[str, Any]
 # Called in every process with its number and the number of processes; returns the function that
@@ -45,6 +45,7 @@ def run_job(
 
     Raises:
         FileExistsError: `output` exists.
+        BlockingIOError: another process answers the same prompts to the same file.
         ValueError: another job was interrupted here, or the prompts cannot be answered.
         OSError: all processes died without an answer.
     """
@@ -52,7 +53,25 @@ def run_job(
     if output.exists():
         raise FileExistsError(f"{output} is there already; delete it, or name another output")
     parts = output.with_name(f"{output.name}.parts")
-    _claim(parts, json.loads(json.dumps({**identity, "prompts": list(prompts)})))
+    facts = json.loads(json.dumps({**identity, "prompts": list(prompts)}))
+    with one_run(parts):
+        _claim(parts, facts)
+        known = _answer_all(prompts, maker, parts, processes, answered)
+        whole = parts / "whole"
+        lines = (json.dumps(known[row], ensure_ascii=False) + "\n" for row in range(len(prompts)))
+        whole.write_text("".join(lines), encoding="utf-8")
+        whole.replace(output)
+    shutil.rmtree(parts)
+
+
+def _answer_all(
+    prompts: Sequence[str],
+    maker: Maker,
+    parts: Path,
+    processes: int,
+    answered: Callable[[int], None],
+) -> dict[int, Answer]:
+    """Answer the prompts that have no answer yet; returns the answers of all, by row."""
     known = _journals(parts)
     answered(len(known))
     while missing := [row for row in range(len(prompts)) if row not in known]:
@@ -63,18 +82,13 @@ def run_job(
                 f"every process died without an answer; what there is stays in {parts}, and the "
                 "same command goes on from there"
             )
-    whole = parts / "whole"
-    lines = (json.dumps(known[row], ensure_ascii=False) + "\n" for row in range(len(prompts)))
-    whole.write_text("".join(lines), encoding="utf-8")
-    whole.replace(output)
-    shutil.rmtree(parts)
+    return known
 
 
 def _claim(parts: Path, identity: dict[str, Any]) -> None:
     """Begin a job, or resume it."""
     file = parts / "job.json"
     if not file.is_file():
-        parts.mkdir(parents=True, exist_ok=True)
         scratch = parts / "job.tmp"
         scratch.write_text(json.dumps(identity), encoding="utf-8")
         scratch.replace(file)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from socket import gethostname
+from typing import IO, Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
@@ -44,6 +47,79 @@ def replace_text(path: Path, text: str) -> None:
     """Write a text file atomically."""
     with replacing(path) as scratch:
         scratch.write_text(text, encoding="utf-8")
+
+
+_LOCK = ".lock"
+
+
+@contextmanager
+def one_run(folder: Path) -> Iterator[None]:
+    """Keep a folder for this process until the block ends.
+
+    The lock is the operating system's, so that none is left of a process that is killed.
+
+    Args:
+        folder: made if it is not there. The file `.lock` in it names the process.
+
+    Raises:
+        BlockingIOError: another process keeps the folder.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / _LOCK).open("a+", encoding="utf-8") as file:
+        if not _is_locked(file):
+            raise BlockingIOError(
+                f"{folder} is in use by {_owner(file)}; wait until it ends, or give another output"
+            )
+        try:
+            file.truncate(0)
+            started = datetime.now().astimezone().isoformat(" ", "seconds")
+            json.dump({"pid": os.getpid(), "host": gethostname(), "started": started}, file)
+            file.flush()
+            yield
+        finally:
+            file.truncate(0)
+
+
+def check_free(folder: Path) -> None:
+    """Raise BlockingIOError if another process keeps a folder (`one_run`)."""
+    if (folder / _LOCK).exists():
+        with one_run(folder):
+            pass
+
+
+def _is_locked(file: IO[str]) -> bool:
+    """Lock an open file for this process; false if another one has it."""
+    try:
+        _lock(file)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:  # the file system has no locks
+        return True
+    return True
+
+
+if sys.platform == "win32":
+    import msvcrt
+
+    def _lock(file: IO[str]) -> None:
+        file.seek(2**30)  # what is locked cannot be read: a byte far behind the text
+        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+
+else:
+    import fcntl
+
+    def _lock(file: IO[str]) -> None:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _owner(file: IO[str]) -> str:
+    """The process that keeps a lock, in words."""
+    file.seek(0)
+    try:
+        told = json.loads(file.read())
+        return "process {pid} on {host}, started {started}".format(**told)
+    except (ValueError, KeyError, TypeError):  # it has not written its name yet
+        return "another process"
 
 
 def read_object(path: Path, remedy: str = "it may be truncated") -> dict[str, Any]:

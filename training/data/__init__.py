@@ -1,8 +1,9 @@
 """Text to blocks of tokens."""
 
 from .blocks import Batch, Blocks, collate, pack
+from .chats import Document
 from .mixture import Mixture
-from .sources import Document, SourceConfig, read_texts, tokenize
+from .sources import SourceConfig, read_texts, tokenize
 
 __all__ = [
     "Batch",

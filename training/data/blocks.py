@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from .sources import Document
+from .chats import Document
 
 
 @dataclass

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.bench.prompts import evenly, render_chat
+from selfspec.bench.prompts import check_template, evenly
 from selfspec.config import StrictConfig
 
 from . import SourceConfig, read_texts
-from .sources import is_chat, read_chats
+from .chats import Chat, frame, read_chat
+from .sources import is_chat, use_records
 
 
 class Prompt(NamedTuple):
@@ -22,12 +24,14 @@ class Prompt(NamedTuple):
     Attributes:
         tokens: token ids.
         source: name of the source.
-        messages: the chat; `None` for plain text.
+        chat: the chat; `None` for plain text.
+        opened: what the prompt has opened of the reply, such as `<think>`.
     """
 
     tokens: list[int]
     source: str
-    messages: list[dict[str, Any]] | None = None
+    chat: Chat | None = None
+    opened: str = ""
 
 
 class PromptConfig(StrictConfig):
@@ -86,8 +90,9 @@ def _of_source(
     source: SourceConfig, config: PromptConfig, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[Prompt]:
     if is_chat(source):
-        for messages in read_chats(source):
-            yield _of_chat(messages, source, tokenizer)
+        check_template(tokenizer)
+        prompts = partial(_of_chat, source=source, tokenizer=tokenizer)
+        yield from use_records(source, prompts, unused="hold nothing but the assistant's turns")
         return
     # The output is later read as a document, so a prompt begins like one.
     start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
@@ -98,15 +103,15 @@ def _of_source(
 
 
 def _of_chat(
-    messages: list[dict[str, Any]], source: SourceConfig, tokenizer: PreTrainedTokenizerBase
-) -> Prompt:
-    """The chat without the replies that end it."""
-    asked = max((n for n, m in enumerate(messages, 1) if m["role"] != "assistant"), default=0)
-    if not asked:
-        raise ValueError(f"a chat of {source.name} holds nothing but the assistant's turns")
-    text = render_chat(tokenizer, messages[:asked], reply_next=True)
+    fields: Mapping[str, Any], source: SourceConfig, tokenizer: PreTrainedTokenizerBase
+) -> list[Prompt]:
+    """The chat without the replies that end it; none if nothing is left."""
+    chat = read_chat(fields).asked()
+    if not chat.messages:
+        return []
+    text = chat.render(tokenizer, reply_next=True)
     ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-    return Prompt(ids, source.name, messages[:asked])
+    return [Prompt(ids, source.name, chat, frame(chat, tokenizer, text)[0])]
 
 
 def _nothing(source: SourceConfig, config: PromptConfig, found: int, longest: int | None) -> str:
@@ -116,6 +121,6 @@ def _nothing(source: SourceConfig, config: PromptConfig, found: int, longest: in
             "model's positions leave beside new_tokens; lower new_tokens or prompts.tokens"
         )
     return (
-        f"{source.name} has no prompt: no document of {config.tokens} tokens, no chat; lower "
-        "prompts.tokens, or give other text"
+        f"{source.name} has no prompt: no document of {config.tokens} tokens, and no chat but such "
+        "as hold nothing but the assistant's turns; lower prompts.tokens, or give other text"
     )

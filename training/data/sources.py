@@ -1,41 +1,49 @@
-"""Text sources: files, JSON lines, chats, and data sets by name."""
+"""Text sources: files and data sets as documents, without the records that cannot be used."""
 
 from __future__ import annotations
 
 import glob
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from string import Formatter
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field, field_validator, model_validator
+from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import Self
 
-from selfspec.bench.prompts import clean_prose, json_lines, render_chat
+from selfspec.bench.prompts import check_template, clean_prose
 from selfspec.config import StrictConfig
+from selfspec.records import Form, Record, read_records, without_nulls
 
-Record = dict[str, Any]
+from ..loop.parallel import processes
+from .chats import BadRecord, Document, chat_documents, is_chat_record, read_chat
+
+ItemT = TypeVar("ItemT")
 
 
 class SourceConfig(StrictConfig):
     """One source of documents.
 
     Attributes:
-        files: paths or globs; `{stdlib}` stands for the running Python's standard library.
+        files: paths or globs; `{stdlib}` stands for the running Python's standard library. The
+            content of a file tells what it is; a folder that `datasets` saved counts as a file.
         exclude: globs of paths to leave out.
         dataset: a name for `datasets.load_dataset`, instead of files.
         subset: configuration name of the data set.
         split: split of the data set.
-        format: `text` takes a file as one document, `jsonl` a line, `chat` the `messages` of a
-            line, with loss on the assistant's replies only; `auto` goes by the file's ending and
-            the first record.
+        format: `text` takes a file as one document, `jsonl` a record, `chat` the chat in a record,
+            with loss on the assistant's replies only; `auto` goes by each file's content and each
+            record's fields.
         template: a record's text, its fields in braces.
         where: per field, the lowest and the highest allowed value.
         clean: `prose` makes quotes straight and puts every paragraph on one line.
+        max_bad_share: the share of the records that may be bad and are skipped; more stop the run.
         max_characters: the most characters of a document; 0 reads all.
         weight: the source's share of the mixture, in tokens, before normalisation.
     """
@@ -49,6 +57,7 @@ class SourceConfig(StrictConfig):
     template: str = "{text}"
     where: dict[str, tuple[float, float]] = Field(default_factory=dict)
     clean: Literal["none", "prose"] = "none"
+    max_bad_share: float = Field(default=0.01, ge=0, le=1)
     max_characters: int = Field(default=0, ge=0)
     weight: float = Field(default=1.0, gt=0)
 
@@ -72,148 +81,226 @@ class SourceConfig(StrictConfig):
         return self.dataset or ", ".join(self.files)
 
 
-class Document(NamedTuple):
-    """One text as tokens.
-
-    Attributes:
-        tokens: token ids.
-        trained: per token, whether it is a training target.
-    """
-
-    tokens: list[int]
-    trained: list[bool]
-
-
-def read_texts(source: SourceConfig) -> Iterator[str]:
+def read_texts(source: SourceConfig, silent: bool = False) -> Iterator[str]:
     """The cleaned documents of a plain-text source.
 
-    Raises:
-        FileNotFoundError: nothing matches `files`.
-        ImportError: `datasets` is not installed.
-        ValueError: a line is no JSON object, or `template` or `where` name a field that is not
-            there.
-    """
-    limit = source.max_characters or None
-    for record in _records(source):
-        text = _fill(source, record)
-        yield (clean_prose(text) if source.clean == "prose" else text)[:limit]
-
-
-def read_chats(source: SourceConfig) -> Iterator[list[dict[str, Any]]]:
-    """The messages of each chat of a source.
+    Args:
+        source: the source.
+        silent: do not print what was skipped.
 
     Raises:
         FileNotFoundError: nothing matches `files`.
-        ImportError: `datasets` is not installed.
-        ValueError: a record is no chat.
+        ImportError: a package that reads this kind of source is not installed.
+        ValueError: a file cannot be read, or more than `max_bad_share` of its records.
     """
-    for record in _records(source):
-        yield _messages(record)
+    yield from use_records(source, lambda fields: [_text(source, fields)], silent)
 
 
-def tokenize(source: SourceConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[Document]:
+def tokenize(
+    source: SourceConfig, tokenizer: PreTrainedTokenizerBase, silent: bool = False
+) -> Iterator[Document]:
     """The documents of a source as tokens, each between the tokenizer's BOS and EOS, if any.
 
     Chats are rendered with their template.
 
+    Args:
+        source: the source.
+        tokenizer: the target's.
+        silent: do not print what was skipped.
+
     Raises:
         FileNotFoundError: nothing matches `files`.
-        ImportError: `datasets` is not installed.
-        ValueError: a record is not what `format`, `template` or `where` expect.
+        ImportError: a package that reads this kind of source is not installed.
+        ValueError: a file cannot be read, or more than `max_bad_share` of its records; or the
+            tokenizer has no template for chats.
     """
-    if is_chat(source):
-        for record in _records(source):
-            yield chat_document(record, tokenizer)
-        return
-    for text in read_texts(source):
-        ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-        start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        tokens = start + ids + end
-        yield Document(tokens, [True] * len(tokens))
+    documents = partial(_documents, source, tokenizer)
+    yield from use_records(source, documents, silent, unused="have no reply to train on")
 
 
-def chat_document(record: Record, tokenizer: PreTrainedTokenizerBase) -> Document:
-    """A chat through the tokenizer's template, the assistant's replies marked as trained.
-
-    Raises:
-        ValueError: the record is no chat, or the template is missing or rewrites earlier turns.
-    """
-    messages = _messages(record)
-    text, replies = "", []
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        prompt = render_chat(tokenizer, messages[:index], reply_next=True)
-        whole = render_chat(tokenizer, messages[: index + 1], reply_next=False)
-        if not (whole.startswith(prompt) and prompt.startswith(text)):
-            raise ValueError(
-                "the chat template rewrites earlier turns, so replies cannot be told from prompts; "
-                "give one record per reply"
-            )
-        replies.append((len(prompt), len(whole)))
-        text = whole
-    # Replies are found by characters: a token may span the end of a prompt.
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    starts = [start for start, _ in encoded.offset_mapping]
-    trained = [any(first <= start < last for first, last in replies) for start in starts]
-    return Document(encoded.input_ids, trained)
-
-
-def _messages(record: Record) -> list[dict[str, Any]]:
-    messages = record.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"a chat record has a list `messages`, got fields {sorted(record)}")
-    for message in messages:
-        if not isinstance(message, dict) or "role" not in message:
-            raise ValueError(f"a chat message has a `role` and a `content`, got {message!r}")
-    return messages
+def _documents(
+    source: SourceConfig, tokenizer: PreTrainedTokenizerBase, fields: Mapping[str, Any]
+) -> list[Document]:
+    if _holds_chat(source, fields):
+        check_template(tokenizer)
+        return chat_documents(read_chat(fields), tokenizer)
+    ids = tokenizer(_text(source, fields), add_special_tokens=False, verbose=False).input_ids
+    start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    tokens = start + ids + end
+    return [Document(tokens, [True] * len(tokens))]
 
 
 def is_chat(source: SourceConfig) -> bool:
-    """Whether a source's records are chats."""
-    if source.format != "auto":
-        return source.format == "chat"
-    return "messages" in next(_records(source), {})
+    """Whether the first sound record of a source is a chat."""
+    first = next((record.fields for record in _records(source) if not record.fault), None)
+    return first is not None and _holds_chat(source, first)
 
 
-def _records(source: SourceConfig) -> Iterator[Record]:
-    for record in _dataset_records(source) if source.dataset else _file_records(source):
-        if all(_lies_within(source, record, *limits) for limits in source.where.items()):
-            yield record
+def _holds_chat(source: SourceConfig, fields: Mapping[str, Any]) -> bool:
+    return source.format == "chat" or (source.format == "auto" and is_chat_record(fields))
+
+
+# Records that cannot be used
+
+
+def use_records(
+    source: SourceConfig,
+    use: Callable[[Mapping[str, Any]], Sequence[ItemT]],
+    silent: bool = False,
+    unused: str = "",
+) -> Iterator[ItemT]:
+    """What `use` makes of each record. Bad records are skipped, and summed up at the end.
+
+    Args:
+        source: the source.
+        use: raises `BadRecord` for a bad record.
+        silent: do not print what was skipped.
+        unused: why a record may give nothing without being bad.
+
+    Raises:
+        ValueError: more than `max_bad_share` of the records are bad.
+    """
+    read = empty = 0
+    bad: list[str] = []
+    for record in _records(source):
+        read += 1
+        try:
+            items = use(record.fields) if _is_wanted(source, record) else None
+        except BadRecord as error:
+            bad.append(" ".join(f"{record.place}: {error}".split()))
+            continue
+        empty += items is not None and not items
+        yield from items or ()
+    if len(bad) > source.max_bad_share * read:
+        raise ValueError(
+            f"{len(bad)} of the {read} records of {source.name} cannot be used, more than "
+            f"max_bad_share ({source.max_bad_share:g}) allows: {'; '.join(bad[:_NAMED])}"
+        )
+    if not silent:
+        _sum_up(source, read, bad, empty, unused)
+
+
+_NAMED, _PRINTED = 3, 100  # bad records in an error, and in a summary
+
+
+def _sum_up(source: SourceConfig, read: int, bad: Sequence[str], empty: int, unused: str) -> None:
+    console = Console(highlight=False, quiet=not processes().is_main_process)
+    say = partial(console.print, markup=False, soft_wrap=True)
+    for fault in bad[:_PRINTED]:
+        say(f"skipped {fault}")
+    if len(bad) > _PRINTED:
+        say(f"skipped {len(bad) - _PRINTED:,} more")
+    if bad:
+        say(f"{source.name}: skipped {len(bad):,} bad records of {read:,}")
+    if empty:
+        say(f"{source.name}: {empty:,} of {read:,} records {unused}")
+
+
+def _is_wanted(source: SourceConfig, record: Record) -> bool:
+    """Whether a record is within the limits of `where`.
+
+    Raises:
+        BadRecord: it cannot be told, or it is no record.
+    """
+    if record.fault:
+        raise BadRecord(record.fault)
+    return all(_lies_within(source, record.fields, *limits) for limits in source.where.items())
 
 
 def _lies_within(
-    source: SourceConfig, record: Record, field: str, limits: tuple[float, float]
+    source: SourceConfig, fields: Mapping[str, Any], field: str, limits: tuple[float, float]
 ) -> bool:
-    if field not in record:
-        raise ValueError(f"`where` of {source.name} names {field!r}, a record has {sorted(record)}")
-    if not isinstance(record[field], int | float):
-        raise ValueError(
-            f"`where` of {source.name} compares numbers, {field!r} of a record is {record[field]!r}"
+    if field not in fields:
+        raise BadRecord(f"`where` of {source.name} names {field!r}, a record has {sorted(fields)}")
+    value = fields[field]
+    if not isinstance(value, int | float):
+        raise BadRecord(
+            f"`where` of {source.name} compares numbers, {field!r} of a record is {value!r:.60}"
         )
-    return limits[0] <= record[field] <= limits[1]
+    return limits[0] <= value <= limits[1]
 
 
-def _dataset_records(source: SourceConfig) -> Iterator[Record]:
+def _text(source: SourceConfig, fields: Mapping[str, Any]) -> str:
+    text = _fill(source, fields)
+    return (clean_prose(text) if source.clean == "prose" else text)[: source.max_characters or None]
+
+
+def _fill(source: SourceConfig, fields: Mapping[str, Any]) -> str:
+    """A record's text.
+
+    Raises:
+        BadRecord: a field is absent or null, or neither a string nor a number.
+    """
+    named = {name for _, name, _, _ in Formatter().parse(source.template) if name is not None}
+    for name in sorted(named):
+        if name not in fields:
+            raise BadRecord(
+                f"the template of {source.name} names {name!r}, a record has {sorted(fields)}; "
+                "`template` takes field names in braces"
+            )
+        if isinstance(fields[name], bool) or not isinstance(fields[name], str | int | float):
+            value = "null" if fields[name] is None else f"a {type(fields[name]).__name__}"
+            raise BadRecord(f"the field {name!r} is {value}, where a string or number is expected")
     try:
-        from datasets import load_dataset  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise ImportError("a `dataset` source needs: pip install 'selfspec[train]'") from None
-    yield from load_dataset(source.dataset, source.subset, split=source.split)
+        return source.template.format_map(fields)
+    except ValueError as error:
+        raise BadRecord(f"the template {source.template!r} does not fit it ({error})") from None
 
 
-def _file_records(source: SourceConfig) -> Iterator[Record]:
+# Where records are
+
+
+def _records(source: SourceConfig) -> Iterator[Record]:
+    if source.dataset:
+        yield from _rows(source.dataset, _load(source))
+        return
+    form: Form = "records" if source.format in ("jsonl", "chat") else source.format
     for path in find_files(source):
-        text = path.read_text(encoding="utf-8", errors="replace")
-        is_lines = source.format in ("jsonl", "chat") or (
-            source.format == "auto" and path.suffix in (".jsonl", ".json")
-        )
-        yield from json_lines(path, text) if is_lines else [{"text": text}]
+        if path.is_dir():
+            yield from _rows(str(path), _load_folder(path, source.split))
+        else:
+            yield from read_records(path, form)
+
+
+def _rows(name: str, rows: Iterable[Any]) -> Iterator[Record]:
+    for number, row in enumerate(rows, 1):
+        yield Record(f"{name}, row {number}", without_nulls(dict(row)))
+
+
+def _load(source: SourceConfig) -> Iterable[Any]:
+    """The rows of a data set by name."""
+    assert source.dataset is not None
+    if _is_saved_dataset(Path(source.dataset)):
+        return _load_folder(Path(source.dataset), source.split)
+    return _datasets().load_dataset(source.dataset, source.subset, split=source.split)
+
+
+def _load_folder(folder: Path, split: str) -> Iterable[Any]:
+    """The rows of a folder that `datasets` saved: a data set, or one of several splits."""
+    found = _datasets().load_from_disk(str(folder))
+    if not isinstance(found, dict):
+        return found
+    if split not in found:
+        raise ValueError(f"{folder} has the splits {sorted(found)}, not `split` {split!r}")
+    return found[split]
+
+
+def _datasets() -> Any:
+    try:
+        import datasets  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise ImportError("a data set needs: pip install 'selfspec[train]'") from None
+    return datasets
+
+
+def _is_saved_dataset(path: Path) -> bool:
+    """Whether a path is a folder that `save_to_disk` of `datasets` wrote."""
+    return any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
 
 
 def find_files(source: SourceConfig) -> list[Path]:
-    """The files of a source, sorted.
+    """The files of a source, and folders that `datasets` saved, sorted.
 
     Raises:
         FileNotFoundError: a pattern matches nothing, or all that matches is excluded.
@@ -222,22 +309,19 @@ def find_files(source: SourceConfig) -> list[Path]:
     found: set[str] = set()
     for pattern in source.files:
         expanded = str(Path(pattern.replace("{stdlib}", stdlib)).expanduser())
-        matches = [p for p in glob.glob(expanded, recursive=True) if Path(p).is_file()]  # noqa: PTH207
+        paths = [Path(p) for p in glob.glob(expanded, recursive=True)]  # noqa: PTH207
+        matches = [str(path) for path in paths if path.is_file() or _is_saved_dataset(path)]
         if not matches:
             raise FileNotFoundError(f"no file matches {expanded}; `files` takes paths and globs")
         found.update(matches)
     excluded = [pattern.replace("{stdlib}", stdlib) for pattern in source.exclude]
-    kept = [Path(p) for p in sorted(found) if not any(fnmatch(p, glob_) for glob_ in excluded)]
+    folders = {path for path in found if Path(path).is_dir()}
+    kept = [
+        Path(path)
+        for path in sorted(found)
+        if not any(fnmatch(path, pattern) for pattern in excluded)
+        and folders.isdisjoint(map(str, Path(path).parents))
+    ]
     if not kept:
         raise FileNotFoundError(f"`exclude` leaves none of the files that {source.name} matches")
     return kept
-
-
-def _fill(source: SourceConfig, record: Record) -> str:
-    try:
-        return source.template.format_map(record)
-    except KeyError as error:
-        raise ValueError(
-            f"the template of {source.name} names {error}, a record has "
-            f"{sorted(record)}; `template` takes field names in braces"
-        ) from None

@@ -22,6 +22,7 @@ from ..data import tokenize
 from .fitting import FitConfig
 from .task import new_head
 
+OUTPUT = "outputs/fit"
 TEXT = Path(__file__).parents[1] / "text"
 _DEMO_TEXT = {
     "data": [{"files": [str(TEXT / "garden.txt")], "clean": "prose"}],
@@ -49,7 +50,7 @@ def complete(given: Mapping[str, Any], source: str) -> FitConfig:
     text = default_text(given)
     target = given.get("target", DEMO)
     decoder = _without_weights(DEMO_MODEL if target == DEMO else target)
-    chosen = {"output": "outputs/fit", **text, **_of_target(decoder)}
+    chosen = {"output": OUTPUT, **text, **_of_target(decoder)}
     config = parse(FitConfig, _filled(given, chosen), source)
     chosen["loop"] = loop = _of_size(config, decoder, given.get("loop", {}))
     if loop["steps"] * loop["batch_size"] * config.block_size >= _LONG:
@@ -129,7 +130,7 @@ def _steps(config: FitConfig, tokens_a_step: int) -> int:
     tokenizer = load_tokenizer(config.source)
     tokens = 0
     for source in config.data:
-        for document in tokenize(source, tokenizer):
+        for document in tokenize(source, tokenizer, silent=True):  # read again by the fit
             tokens += len(document.tokens)
             if tokens * _PASSES >= _MOST * tokens_a_step:
                 return _MOST

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,7 +15,7 @@ from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfspec.config import ConfigT, StrictConfig, load_config
-from selfspec.heads.files import replace_text
+from selfspec.heads.files import one_run, replace_text
 
 from .checkpoint import Checkpoints, write_folder
 from .parallel import processes
@@ -67,10 +68,11 @@ def _end(message: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
-def start_output(
+@contextmanager
+def run_folder(
     config: StrictConfig, output: Path, identity: Mapping[str, Any] | None = None
-) -> Path:
-    """Make the run's folder; save the complete config in it.
+) -> Iterator[Path]:
+    """The run's folder with the complete config in it, kept from other runs until the block ends.
 
     Args:
         config: the run's.
@@ -78,13 +80,15 @@ def start_output(
         identity: facts that must equal those of a run in the folder, if there is one.
 
     Raises:
-        ValueError: they differ; nothing is written then.
+        BlockingIOError: another process runs in the folder.
+        ValueError: the facts differ; the folder is left as it is.
     """
-    Checkpoints(output).check_identity(identity or {})
-    if processes().is_main_process:
-        output.mkdir(parents=True, exist_ok=True)
-        replace_text(output / CONFIG_NAME, as_yaml(config))
-    return output
+    main = processes().is_main_process
+    with one_run(output) if main else nullcontext():
+        Checkpoints(output).check_identity(identity or {})
+        if main:
+            replace_text(output / CONFIG_NAME, as_yaml(config))
+        yield output
 
 
 def as_yaml(config: StrictConfig) -> str:
