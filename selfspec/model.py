@@ -55,7 +55,7 @@ class SelfSpecModel:
     Args:
         model: a decoder-only causal LM of transformers, PEFT-wrapped or not.
         heads: exit heads, the folder they were saved in, or their id on the hub; `None` for none.
-        draft_model: a smaller model of the same vocabulary for the drafter `two_model`, or the
+        draft_model: a smaller model of the same tokenizer for the drafter `two_model`, or the
             folder or id to load it from.
         profile: a profile made by `selfspec tune`, or its file; its draft is the default of
             `generate`. A profile for another device, dtype, target or kernels is ignored with a
@@ -81,7 +81,7 @@ class SelfSpecModel:
     Raises:
         OSError: there is no checkpoint at `draft_model`, or no file at `profile`.
         ValueError: the model is not supported, the heads belong to another target, the draft model
-            has another vocabulary, or the profile is damaged.
+            has another tokenizer, or the profile is damaged.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class SelfSpecModel:
                 those saved beside the checkpoint, else those that it holds: its multi-token
                 prediction layer, or a Medusa or EAGLE head. One that cannot be used is left out
                 with a warning.
-            draft_model: a smaller model of the same vocabulary, or the folder or id to load it
+            draft_model: a smaller model of the same tokenizer, or the folder or id to load it
                 from, with dtype and device of the target.
             profile: a profile made by `selfspec tune`, or its file; `None` takes the one beside the
                 heads or the checkpoint, or in the user's cache, if there is one.
