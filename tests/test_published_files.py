@@ -21,11 +21,11 @@ from published import (
     write_speculators,
 )
 from safetensors.torch import load_file, save_file
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Qwen3Config, Qwen3ForCausalLM
 
 from selfspec import SelfSpecModel
 from selfspec.decoder import Decoder
-from selfspec.heads import EagleHead, load_heads, save_heads
+from selfspec.heads import Eagle3Head, EagleHead, load_heads, save_heads
 
 IDS, MASK = prompt(4, 9, 6)
 LAYERS = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
@@ -107,6 +107,18 @@ def test_the_tensors_say_what_the_config_leaves_out(tmp_path, decoder, layout):
         load(decoder, folder)
     change_layer(folder, head_dim=LAYER["head_dim"])
     assert_same(load(decoder, folder), plain)
+
+
+@pytest.mark.parametrize("kind", [EagleHead, Eagle3Head])
+def test_a_width_that_is_no_multiple_of_the_heads(tmp_path, kind):
+    """As GLM-4.5's: 5120 and 96 heads of 128."""
+    shape = {"hidden_size": 32, "num_attention_heads": 6, "head_dim": 8, "num_key_value_heads": 2}
+    size = {"vocab_size": VOCAB, "num_hidden_layers": 4, "intermediate_size": 40}
+    other = Qwen3ForCausalLM(Qwen3Config(**shape, **size, eos_token_id=None)).eval()
+    save_heads([kind.build(Decoder(other))], Decoder(other), tmp_path)
+    spec = SelfSpecModel(other, heads=tmp_path)
+    assert spec.heads[0].layer.self_attn.q_proj.out_features == 48
+    assert_exact(other, spec)
 
 
 # Rotary embeddings

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from selfspec.decoder import Decoder
@@ -25,7 +26,15 @@ _READERS: tuple[tuple[Callable[[PublishedHead], bool], Callable[..., ExitHead]],
     (eagle.matches, eagle.read),
 )
 # What a file that does not hold what it should leads to, deep inside.
-_DAMAGE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, SafetensorError)
+_DAMAGE = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    SafetensorError,
+    StrictDataclassError,
+    TypeError,
+)
 # Keys by which configs of checkpoints announce multi-token prediction layers.
 _ANNOUNCED = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 
