@@ -38,10 +38,9 @@ from selfspec.heads import (
     CONFIG_NAME,
     ExitHead,
     find_heads,
-    find_mtp,
     load_heads,
+    load_shipped,
     push_heads,
-    read_mtp,
     save_heads,
 )
 from selfspec.schedule.profile import Profile, find_profile
@@ -56,7 +55,7 @@ class SelfSpecModel:
     Args:
         model: a decoder-only causal LM of transformers, PEFT-wrapped or not.
         heads: exit heads, the folder they were saved in, or their id on the hub; `None` for none.
-        draft_model: a smaller model of the same vocabulary for the drafter `two_model`, or the
+        draft_model: a smaller model of the same tokenizer for the drafter `two_model`, or the
             folder or id to load it from.
         profile: a profile made by `selfspec tune`, or its file; its draft is the default of
             `generate`. A profile for another device, dtype, target or kernels is ignored with a
@@ -82,7 +81,7 @@ class SelfSpecModel:
     Raises:
         OSError: there is no checkpoint at `draft_model`, or no file at `profile`.
         ValueError: the model is not supported, the heads belong to another target, the draft model
-            has another vocabulary, or the profile is damaged.
+            has another tokenizer, or the profile is damaged.
     """
 
     def __init__(
@@ -121,9 +120,10 @@ class SelfSpecModel:
         Args:
             path: a folder, a model id, or a `.gguf` file (with the package `gguf`).
             heads: exit heads, the folder they were saved in, or their id on the hub; `None` takes
-                those saved beside the checkpoint, else its multi-token prediction layer, if there
-                are any.
-            draft_model: a smaller model of the same vocabulary, or the folder or id to load it
+                those saved beside the checkpoint, else those that it holds: its multi-token
+                prediction layer, or a Medusa or EAGLE head. One that cannot be used is left out
+                with a warning.
+            draft_model: a smaller model of the same tokenizer, or the folder or id to load it
                 from, with dtype and device of the target.
             profile: a profile made by `selfspec tune`, or its file; `None` takes the one beside the
                 heads or the checkpoint, or in the user's cache, if there is one.
@@ -147,25 +147,20 @@ class SelfSpecModel:
             heads = beside
         spec = cls(model, heads, draft_model, profile, kernels, kv_cache_dtype)
         if heads is None:
-            spec._draft_with_mtp(path, kwargs)
+            spec._draft_with_shipped(path, kwargs)
         if profile is None:
             folders = [at for at in (heads, beside) if isinstance(at, (str, Path))]
             spec.profile = spec._found(find_profile(spec.engine.decoder, folders))
         return spec
 
-    def _draft_with_mtp(self, path: str | Path, options: Mapping[str, Any]) -> None:
-        """Add the checkpoint's multi-token prediction layer; warn if it cannot be used."""
-        decoder = self.engine.decoder
-        found = find_mtp(path, decoder.depth, **options)
-        if found is None:
-            return
+    def _draft_with_shipped(self, path: str | Path, options: Mapping[str, Any]) -> None:
+        """Add the head that the checkpoint holds; warn if it cannot be used."""
         try:
-            self.engine.add(read_mtp(decoder, found))
+            head = load_shipped(self.engine.decoder, path, **options)
+            if head is not None:
+                self.engine.add(head)
         except ValueError as error:
-            warnings.warn(
-                f"the multi-token prediction layer {found.root}* of {path} is not used: {error}",
-                stacklevel=3,
-            )
+            warnings.warn(str(error), stacklevel=3)
 
     def _found(self, path: Path | None) -> Profile | None:
         """The profile at `path`; one that cannot be read is ignored with a warning."""

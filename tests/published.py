@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,13 +46,15 @@ def _drawn(*shape: int, seed: int, scale: float = 0.2) -> Tensor:
     return scale * torch.randn(shape, generator=source, dtype=torch.float64)
 
 
-def layer_tensors(inputs: int, qwen: bool = False) -> dict[str, Tensor]:
-    """A decoder layer whose attention reads `inputs` widths."""
+def layer_tensors(
+    inputs: int, qwen: bool = False, heads: int = HEADS, biases: Sequence[str] = ()
+) -> dict[str, Tensor]:
+    """A decoder layer whose attention reads `inputs` widths; `biases` names maps with a bias."""
     shapes = {
-        "self_attn.q_proj.weight": (HEADS * HEAD_DIM, inputs * WIDTH),
+        "self_attn.q_proj.weight": (heads * HEAD_DIM, inputs * WIDTH),
         "self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, inputs * WIDTH),
         "self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, inputs * WIDTH),
-        "self_attn.o_proj.weight": (WIDTH, HEADS * HEAD_DIM),
+        "self_attn.o_proj.weight": (WIDTH, heads * HEAD_DIM),
         "mlp.gate_proj.weight": (INNER, WIDTH),
         "mlp.up_proj.weight": (INNER, WIDTH),
         "mlp.down_proj.weight": (WIDTH, INNER),
@@ -59,17 +62,25 @@ def layer_tensors(inputs: int, qwen: bool = False) -> dict[str, Tensor]:
     }
     if qwen:
         shapes |= {f"self_attn.{name}_norm.weight": (HEAD_DIM,) for name in "qk"}
+    shapes |= {f"{name}.bias": shapes[f"{name}.weight"][:1] for name in biases}
     return {
-        name: _drawn(*shape, seed=seed) + (len(shape) == 1)
+        name: _drawn(*shape, seed=seed) + ("norm" in name)
         for seed, (name, shape) in enumerate(shapes.items())
     }
 
 
 def eagle3_tensors(
-    *, streams: int = 3, qwen: bool = False, embedding: bool = True, **flags: bool
+    *,
+    streams: int = 3,
+    qwen: bool = False,
+    embedding: bool = True,
+    heads: int = HEADS,
+    biases: Sequence[str] = (),
+    **flags: bool,
 ) -> dict[str, Tensor]:
     """The tensors of an EAGLE-3 head, in the layout of its repository."""
-    tensors = {f"midlayer.{name}": tensor for name, tensor in layer_tensors(2, qwen).items()}
+    layer = layer_tensors(2, qwen, heads, biases)
+    tensors = {f"midlayer.{name}": tensor for name, tensor in layer.items()}
     for seed, name in enumerate(("hidden_norm", "input_layernorm")):
         tensors[f"midlayer.{name}.weight"] = 1 + _drawn(WIDTH, seed=20 + seed)
     tensors |= {
@@ -105,6 +116,21 @@ def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> P
     return folder
 
 
+def changed(folder: Path, **keys: Any) -> None:
+    """Change keys of the config; `None` removes one."""
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), **keys}
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+def change_layer(folder: Path, **keys: Any) -> None:
+    """Change keys of the layer's config, where the layout has it."""
+    nested = json.loads((folder / "config.json").read_text()).get("transformer_layer_config")
+    if nested is None:
+        return changed(folder, **keys)
+    return changed(folder, transformer_layer_config={**nested, **keys})
+
+
 def write_eagle3(folder: Path, tensors: dict[str, Tensor], **flags: Any) -> Path:
     """An EAGLE-3 head in the layout of its repository."""
     config = {**LAYER, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFTS}
@@ -134,14 +160,17 @@ def write_speculators(folder: Path, tensors: dict[str, Tensor], **flags: Any) ->
     return write(folder, config, renamed)
 
 
-def write_eagle(folder: Path, *, bias: bool = True, prefix: str = "") -> dict[str, Tensor]:
+def write_eagle(
+    folder: Path, *, bias: bool = True, prefix: str = "", biases: Sequence[str] = (), **keys: Any
+) -> dict[str, Tensor]:
     """An EAGLE-2 head; returns its tensors."""
-    tensors = {f"layers.0.{name}": tensor for name, tensor in layer_tensors(1).items()}
+    layer = layer_tensors(1, biases=biases)
+    tensors = {f"layers.0.{name}": tensor for name, tensor in layer.items()}
     tensors["fc.weight"] = _drawn(WIDTH, 2 * WIDTH, seed=40)
     tensors["embed_tokens.weight"] = _drawn(VOCAB, WIDTH, seed=41, scale=1.0)
     if bias:
         tensors["fc.bias"] = _drawn(WIDTH, seed=42)
-    config = {**LAYER, "architectures": ["LlamaForCausalLM"], "bias": bias}
+    config = {**LAYER, "architectures": ["LlamaForCausalLM"], "bias": bias, **keys}
     write(folder, config, {prefix + name: tensor for name, tensor in tensors.items()})
     return tensors
 
@@ -167,8 +196,14 @@ def rms(x: Tensor, weight: Tensor) -> Tensor:
     return x * (x.pow(2).mean(-1, keepdim=True) + EPS).rsqrt() * weight
 
 
-def rotated(x: Tensor) -> Tensor:
-    """`[heads, n, dim]` with rotary position embeddings of positions 0 to n - 1."""
+def rotated(x: Tensor, share: float = 1) -> Tensor:
+    """`[heads, n, dim]` with rotary position embeddings of positions 0 to n - 1.
+
+    Only the first `share` of each head is rotated.
+    """
+    turning = int(share * x.shape[-1])
+    if turning < x.shape[-1]:
+        return torch.cat([rotated(x[..., :turning]), x[..., turning:]], dim=-1)
     half = x.shape[-1] // 2
     frequencies = 1 / THETA ** (torch.arange(half, dtype=torch.float) * 2 / x.shape[-1])
     angles = (torch.arange(x.shape[1])[:, None].float() * frequencies).to(x.dtype)
@@ -177,27 +212,35 @@ def rotated(x: Tensor) -> Tensor:
     return x * cos + turned * sin
 
 
-def decoder_layer(w: dict[str, Tensor], read: Tensor, residual: Tensor) -> Tensor:
+def decoder_layer(w: dict[str, Tensor], read: Tensor, residual: Tensor, share: float = 1) -> Tensor:
     """Causal attention over `read` `[n, any]`, and the MLP."""
 
-    def heads(name: str, count: int) -> Tensor:
-        x = linear(read, w[f"self_attn.{name}_proj.weight"]).view(-1, count, HEAD_DIM)
+    def mapped(x: Tensor, name: str) -> Tensor:
+        return linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
+
+    def heads(name: str) -> Tensor:
+        x = mapped(read, f"self_attn.{name}_proj").view(len(read), -1, HEAD_DIM)
         if f"self_attn.{name}_norm.weight" in w:
             x = rms(x, w[f"self_attn.{name}_norm.weight"])
         return x.transpose(0, 1)
 
-    q, k, v = rotated(heads("q", HEADS)), rotated(heads("k", KV_HEADS)), heads("v", KV_HEADS)
-    k, v = (x.repeat_interleave(HEADS // KV_HEADS, 0) for x in (k, v))
+    q, k, v = rotated(heads("q"), share), rotated(heads("k"), share), heads("v")
+    k, v = (x.repeat_interleave(len(q) // KV_HEADS, 0) for x in (k, v))
     attended = scaled_dot_product_attention(q, k, v, is_causal=True)
     joined = attended.transpose(0, 1).reshape(len(read), -1)
-    r = residual + linear(joined, w["self_attn.o_proj.weight"])
+    r = residual + mapped(joined, "self_attn.o_proj")
     x = rms(r, w["post_attention_layernorm.weight"])
-    gated = silu(linear(x, w["mlp.gate_proj.weight"])) * linear(x, w["mlp.up_proj.weight"])
-    return r + linear(gated, w["mlp.down_proj.weight"])
+    gated = silu(mapped(x, "mlp.gate_proj")) * mapped(x, "mlp.up_proj")
+    return r + mapped(gated, "mlp.down_proj")
 
 
 def eagle3_logits(
-    tensors: dict[str, Tensor], tokens: Tensor, streams: list[Tensor], drafts: int, **flags: bool
+    tensors: dict[str, Tensor],
+    tokens: Tensor,
+    streams: list[Tensor],
+    drafts: int,
+    share: float = 1,
+    **flags: bool,
 ) -> list[Tensor]:
     """Logits over the draft vocabulary for the drafts after `tokens`, given the drafts.
 
@@ -207,6 +250,8 @@ def eagle3_logits(
         streams: `[n - drafts - 1, width]` the target's residual streams at all tokens before the
             pending one, which is the last that is no draft.
         drafts: how many there are.
+        share: of each attention head, what is rotated.
+        flags: those of the architecture.
     """
     w = {n.removeprefix("midlayer."): t for n, t in tensors.items() if n.startswith("midlayer.")}
     if flags.get("fc_norm"):
@@ -221,7 +266,8 @@ def eagle3_logits(
         embedded = tensors["embed_tokens.weight"][tokens[1 : len(features) + 1]]
         normed = rms(features, w["hidden_norm.weight"])
         read = torch.cat([rms(embedded, w["input_layernorm.weight"]), normed], dim=-1)
-        y = decoder_layer(w, read, normed if flags.get("norm_before_residual") else features)[-1:]
+        residual = normed if flags.get("norm_before_residual") else features
+        y = decoder_layer(w, read, residual, share)[-1:]
         out = rms(y, tensors["norm.weight"])
         found.append(linear(out, tensors["lm_head.weight"]))
         features = torch.cat([features, out if flags.get("norm_output") else y])

@@ -1,6 +1,7 @@
 """Multi-token prediction layers are found in a checkpoint, and draft what transformers' draft."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -214,11 +215,134 @@ def test_heads_that_are_given_go_before(wrapped):
     assert SelfSpecModel.from_pretrained(folder, heads=[]).heads == []
 
 
-def test_a_layer_that_cannot_be_read_is_left_out_with_the_reason(tmp_path):
-    folder = checkpoint(tmp_path, "mimo")
+# A layer that cannot be used
+
+
+MIMO, GLM = "model.mtp_layers.0.", DEEPSEEK[0]
+
+
+def split(folder, root, file, named=True):
+    """Move the layer into a file of its own, which an index names or leaves out."""
     tensors = load_file(folder / "model.safetensors")
-    del tensors["model.mtp_layers.0.mlp.up_proj.weight"]
+    layer = {name: tensors.pop(name) for name in [*tensors] if name.startswith(root)}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.warns(UserWarning, match=r"mtp_layers.0.\* of .* is not used: .*up_proj"):
+    save_file(layer, folder / file, metadata={"format": "pt"})
+    places = dict.fromkeys(tensors, "model.safetensors")
+    places |= dict.fromkeys(layer, file) if named else {}
+    index = {"metadata": {}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def lose(folder, root, file):
+    (folder / file).unlink()
+
+
+def cut(folder, root, file):
+    (folder / file).write_bytes((folder / file).read_bytes()[:200])
+
+
+def change(new):
+    """Change the tensors of the layer."""
+
+    def changing(folder, root, file):
+        layer = new(load_file(folder / file), root)
+        save_file(layer, folder / file, metadata={"format": "pt"})
+        index = folder / "model.safetensors.index.json"
+        places = json.loads(index.read_text())["weight_map"]
+        places = {name: at for name, at in places.items() if at != file}
+        index.write_text(json.dumps({"weight_map": {**places, **dict.fromkeys(layer, file)}}))
+
+    return changing
+
+
+def packed(tensors, root):
+    name = f"{root}self_attn.q_proj.weight"
+    return {**tensors, name: torch.zeros(WIDTH, WIDTH // 2, dtype=torch.uint8)}
+
+
+def of_another_width(tensors, root):
+    return {**tensors, f"{root}self_attn.q_proj.weight": torch.zeros(WIDTH, WIDTH // 2)}
+
+
+def in_8_bits(tensors, root):
+    name = f"{root}self_attn.o_proj.weight"
+    return {**tensors, name: tensors[name].to(torch.float8_e4m3fn)}
+
+
+def with_scales(tensors, root):
+    return {**tensors, f"{root}self_attn.o_proj.weight_scale_inv": torch.ones(1, 1)}
+
+
+def without(part):
+    return lambda tensors, root: {n: t for n, t in tensors.items() if part not in n}
+
+
+UNUSABLE = {
+    "its file is missing": (lose, r"mtp\.safetensors"),
+    "its file is cut off": (cut, r"mtp\.safetensors cannot be read"),
+    "packed in 4 bits": (change(packed), "q_proj.weight is stored as uint8"),
+    "of another shape": (change(of_another_width), "q_proj"),
+    "in 8 bits": (change(in_8_bits), "o_proj.weight is stored as float8_e4m3fn"),
+    "with a quantizer's scales": (change(with_scales), "weight_scale_inv"),
+    "without a map": (change(without("o_proj")), "o_proj"),
+    "without its entry": (change(without("_proj.weight")), "lacks|fc|eh_proj|input_proj"),
+    "without a norm": (change(without("layernorm")), "layernorm|norm"),
+    "without an expert": (change(without(".experts.3.")), "experts"),
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return {
+        family: checkpoint(tmp_path_factory.mktemp(family), family)
+        for family in ("mimo", "glm4_moe")
+    }
+
+
+@pytest.mark.parametrize("case", UNUSABLE)
+@pytest.mark.parametrize("family", ["mimo", "glm4_moe"])
+def test_a_layer_that_cannot_be_used_does_not_stop_its_target(tmp_path, whole, family, case):
+    if (family, case) == ("mimo", "without an expert"):
+        pytest.skip("MiMo is dense")
+    (damage, reason), root = UNUSABLE[case], {"mimo": MIMO, "glm4_moe": GLM}[family]
+    folder = shutil.copytree(whole[family], tmp_path / "checkpoint")
+    split(folder, root, "mtp.safetensors")
+    damage(folder, root, "mtp.safetensors")
+    what = rf"prediction layer {root}\* of .* is not used: .*{reason}.*; plain drafts are used"
+    with pytest.warns(UserWarning, match=what) as told:
         spec = SelfSpecModel.from_pretrained(folder)
-    assert spec.heads == []
+    assert len(told) == 1 and spec.heads == []
+    text = spec.generate(IDS, attention_mask=MASK, max_new_tokens=6)
+    assert torch.equal(text, greedy(spec.model, IDS, MASK, max_new_tokens=6))
+    assert SelfSpecModel.from_pretrained(folder, heads=[]).heads == []  # without a word
+
+
+@pytest.mark.parametrize("family", ["mimo", "glm4_moe"])
+def test_a_layer_in_a_file_that_the_index_leaves_out_is_used(tmp_path, whole, family):
+    folder = shutil.copytree(whole[family], tmp_path / "checkpoint")
+    split(folder, {"mimo": MIMO, "glm4_moe": GLM}[family], "mtp.safetensors", named=False)
+    (head,) = SelfSpecModel.from_pretrained(folder).heads
+    (other,) = SelfSpecModel.from_pretrained(whole[family]).heads
+    weights = other.state_dict()
+    assert all(torch.equal(weight, weights[name]) for name, weight in head.state_dict().items())
+    cut(folder, None, "mtp.safetensors")
+    with pytest.warns(UserWarning, match=r"not used: .*mtp\.safetensors cannot be read"):
+        assert SelfSpecModel.from_pretrained(folder).heads == []
+
+
+@pytest.mark.parametrize(
+    "key", ["num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers"]
+)
+def test_a_layer_that_is_announced_but_not_there_is_missed(tmp_path, whole, key):
+    """As in every fine-tune that transformers saves."""
+    folder = shutil.copytree(whole["mimo"], tmp_path / "checkpoint")
+    split(folder, MIMO, "mtp.safetensors", named=False)
+    lose(folder, MIMO, "mtp.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    none = {"num_nextn_predict_layers": 0, "num_mtp_layers": 0}
+    (folder / "config.json").write_text(json.dumps({**config, **none, key: 1}))
+    with pytest.warns(UserWarning, match=rf"announces it \({key} = 1\), but no file") as told:
+        assert SelfSpecModel.from_pretrained(folder).heads == []
+    assert len(told) == 1
+    (folder / "config.json").write_text(json.dumps({**config, **none}))
+    assert SelfSpecModel.from_pretrained(folder).heads == []  # without a word

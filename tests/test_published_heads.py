@@ -1,6 +1,5 @@
 """Heads in the formats of others: read, and drafting what their publishers' code would draft."""
 
-import json
 import shutil
 
 import pytest
@@ -11,7 +10,12 @@ from head_tools import own_head, record
 from published import (
     DRAFTS,
     EPS,
+    HEADS,
+    INNER,
+    KV_HEADS,
     WIDTH,
+    change_layer,
+    changed,
     eagle3_logits,
     eagle3_tensors,
     eagle_logits,
@@ -29,6 +33,7 @@ from selfspec import SelfSpecModel
 from selfspec.decoder import Decoder
 from selfspec.export import export_eagle3
 from selfspec.heads import Eagle3Head, draft_states, load_heads, save_heads, target_states
+from selfspec.heads.llama_layer import ATTENTION_MAPS, MLP_MAPS
 
 IDS, MASK = prompt(4, 9, 6)
 NEW = 14
@@ -40,6 +45,19 @@ EAGLE3 = {
     "normed output": {"norm_output": True},
     "Qwen3": {"qwen": True},
 }
+# What only the tensors say: options of the builders, and keys of the config.
+BIASES = [
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("self_attn.o_proj",),
+    ("self_attn.k_proj", "mlp.gate_proj", "mlp.down_proj"),
+    (*ATTENTION_MAPS, *MLP_MAPS),
+]
+LAYERS = [
+    *({"biases": maps} for maps in BIASES),
+    {"heads": 6, "num_attention_heads": 6},  # of which the width is no multiple
+    {"partial_rotary_factor": 0.5},
+    {"qwen": True, "partial_rotary_factor": 0.25, "biases": BIASES[0]},
+]
 
 
 @pytest.fixture(scope="module")
@@ -99,16 +117,48 @@ def test_an_eagle3_head_drafts_what_its_paper_says(
     check_reads(monkeypatch, target, folder, expected, drafter=drafter)
 
 
+@pytest.mark.parametrize("options", LAYERS, ids=str)
+@pytest.mark.parametrize("layout", [write_eagle3, write_speculators])
+def test_a_layer_is_what_its_tensors_say(monkeypatch, tmp_path, target, options, layout):
+    built = {key: value for key, value in options.items() if key in ("biases", "heads", "qwen")}
+    keys = {key: value for key, value in options.items() if key not in built}
+    tensors = eagle3_tensors(streams=2, **built)
+    folder = layout(tmp_path / "head", tensors, eagle_aux_hidden_state_layer_ids=[2, 4])
+    change_layer(folder, **keys)
+    share = options.get("partial_rotary_factor", 1)
+
+    def expected(reading):
+        before = reading.text[: len(reading.text) - reading.step - 1]
+        streams, _ = residual_streams(target, before, (2, 4))
+        return eagle3_logits(tensors, reading.text, streams, reading.step, share)[-1][0]
+
+    check_reads(monkeypatch, target, folder, expected)
+
+
+@pytest.mark.parametrize("maps", BIASES, ids=str)
+def test_an_eagle_head_has_the_biases_of_its_file(monkeypatch, tmp_path, target, maps):
+    tensors = write_eagle(tmp_path / "head", biases=maps, attention_bias=maps == BIASES[1])
+
+    def expected(reading):
+        before = reading.text[: len(reading.text) - reading.step - 1]
+        _, last = residual_streams(target, before, (1,))
+        lm_head = target.lm_head.weight
+        return eagle_logits(tensors, reading.text, last, lm_head, reading.step)[-1][0]
+
+    check_reads(monkeypatch, target, tmp_path / "head", expected, trimmed=False)
+
+
 def test_default_layers_are_those_of_the_paper(tmp_path):
     deep = tiny_llama(num_hidden_layers=12)
     (head,) = load_heads(Decoder(deep), write_eagle3(tmp_path, eagle3_tensors()))
     assert head.feature_layers == (2, 6, 9)
 
 
-def test_ids_inside_eagle_config_name_the_layers_that_are_read(tmp_path, target):
-    nested = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}}
+@pytest.mark.parametrize(("ids", "layers"), [([1, 2, 3], (2, 3, 4)), ([2, 3, 4], (2, 3, 4))])
+def test_ids_inside_eagle_config_are_indices_if_the_first_is_one(tmp_path, target, ids, layers):
+    nested = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ids}}
     (head,) = load_heads(Decoder(target), write_eagle3(tmp_path, eagle3_tensors(), **nested))
-    assert head.feature_layers == (1, 2, 4)
+    assert head.feature_layers == layers
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -205,19 +255,28 @@ def test_vllms_medusa_names_and_token_map(tmp_path, target):
 # Written
 
 
-@pytest.mark.parametrize("variant", EAGLE3)
+WRITTEN = {
+    **EAGLE3,
+    "Qwen3": {"layer": {"model_type": "qwen3"}},
+    "some biases": {"layer": {"biases": ["self_attn.q_proj", "mlp.up_proj"]}},
+    "part of each head rotated": {"layer": {"partial_rotary_factor": 0.5}},
+}
+
+
+@pytest.mark.parametrize("variant", WRITTEN)
 @pytest.mark.parametrize("trimmed", [False, True])
 @pytest.mark.parametrize("layout", ["eagle3", "speculators"])
 def test_an_exported_head_drafts_as_before(tmp_path, target, variant, trimmed, layout):
-    flags = dict(EAGLE3[variant])
-    decoder, qwen = Decoder(target), flags.pop("qwen", False)
-    if qwen:
-        flags["layer"] = {**Eagle3Head.build(decoder).options["layer"], "model_type": "qwen3"}
+    decoder, flags = Decoder(target), dict(WRITTEN[variant])
+    flags["layer"] = {**Eagle3Head.build(decoder).options["layer"], **flags.get("layer", {})}
     head = own_head(decoder, "eagle3", 0, trimmed=trimmed, feature_layers=[1, 2, 4], **flags)
     exported = export_eagle3(decoder, head, tmp_path / "out", target="target")
     assert exported.vocabulary == (VOCAB // 2 if trimmed else VOCAB)
     (again,) = load_heads(decoder, tmp_path / "out" / layout)
     assert again.feature_layers == (1, 2, 4)
+    biases = {name for name in again.state_dict() if name.endswith("bias")}
+    # Engines know one switch for the attention and one for the MLP.
+    assert len(biases) == (7 if variant == "some biases" else 0)
     known = target_states(decoder, IDS[1:2], None, head.input_layers)
     for one, other in zip(
         *(draft_states(decoder, h, known, 3) for h in (head, again)), strict=True
@@ -256,20 +315,29 @@ def test_a_bias_of_the_targets_lm_head_cannot_be_exported(tmp_path):
 # Files that do not fit
 
 
-def changed(folder, **keys):
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
-
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"hidden_size": 48}, "hidden size 48, this one has 32"),
-        ({"vocab_size": 100}, "vocabulary of 100 tokens, the target has 64"),
-        ({"num_hidden_layers": 2}, "has 2 layers"),
+        ({"target_hidden_size": 48}, "hidden size 48, this one has 32"),
+        ({"vocab_size": 100}, "vocabulary of 100 tokens and embeds 64, the target has 64"),
+        ({"num_hidden_layers": 2}, "has 2 layers by num_hidden_layers .* tensors of 1"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, r"feature_layers must be in \[0, 4\]"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, r"fc.weight .* has shape \[32, 96\]"),
-        ({"intermediate_size": 41}, r"gate_proj.weight .* has shape \[40, 32\]"),
+        *(
+            ({key: said}, f"says {key} = {said}, .* say {held}")
+            for key, said, held in [
+                ("hidden_size", 48, WIDTH),
+                ("intermediate_size", 41, INNER),
+                ("num_key_value_heads", 4, KV_HEADS),
+                ("num_attention_heads", 8, HEADS),
+            ]
+        ),
+        ({"head_dim": 16}, "says num_attention_heads = 4, .* say 2"),
+        ({"head_dim": 7}, "head_dim = 7, the head's q_proj and k_proj have 32 and 16 rows"),
+        ({"draft_vocab_size": 23}, "says draft_vocab_size = 23, lm_head.weight .* has 24 rows"),
+        ({"eagle_aux_hidden_state_layer_ids": "2,3"}, "list of whole numbers, got 2,3"),
+        ({"max_position_embeddings": "long"}, "max_position_embeddings .* whole number"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps .* got 'small'"),
         ({"layer_types": ["sliding_attention"]}, "sliding window"),
         ({"hidden_act": "nonsense"}, "nonsense"),
     ],
@@ -303,7 +371,7 @@ def test_a_truncated_file_and_a_draft_vocabulary_of_another_target(tmp_path, tar
     tensors = eagle3_tensors()
     folder = write_eagle3(tmp_path / "head", {**tensors, "d2t": torch.full((DRAFTS,), VOCAB)})
     changed(folder, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
-    with pytest.raises(ValueError, match=r"d2t .* maps 24 draft tokens to 64..87"):
+    with pytest.raises(ValueError, match=r"d2t .* maps 24 draft tokens to 64..87, which must be"):
         SelfSpecModel(target, heads=folder)
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])

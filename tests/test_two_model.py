@@ -10,7 +10,13 @@ import torch
 from conftest import VOCAB, gates, greedy, prompt, tiny_llama
 from test_distribution import draws, exact, p_values, target  # noqa: F401 - a fixture
 from test_families import ALL_ROWS, CASES_BY_FAMILY, LONG_ROW, model_of, own_text, prompts
-from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from selfspec import DraftConfig, SelfSpecModel
@@ -300,3 +306,101 @@ def test_a_broken_draft_model_is_never_followed(model, do_sample):
     assert text.shape == (len(IDS), IDS.shape[1] + 12)
     if not do_sample:
         assert torch.equal(text, greedy(model, IDS, MASK, max_new_tokens=12))
+
+
+# Vocabularies of one tokenizer that are padded to different sizes
+
+
+@pytest.fixture(scope="module")
+def padded():
+    """A target of 80 rows, and the same model with fewer and with more of them."""
+    models = {
+        rows: tiny_llama(vocab_size=rows, num_hidden_layers=2, tie_word_embeddings=False)
+        for rows in (64, 80, 96)
+    }
+    weights = models[96].state_dict()
+    for rows, smaller in models.items():
+        cut = {n: w[:rows] if "embed" in n or "lm_head" in n else w for n, w in weights.items()}
+        smaller.load_state_dict(cut)
+    return models
+
+
+@pytest.fixture(scope="module")
+def saved(padded, tmp_path_factory):
+    """Their folders; the tokenizer has 64 words."""
+    root = tmp_path_factory.mktemp("padded")
+    for rows, one in padded.items():
+        one.save_pretrained(root / str(rows))
+    return root
+
+
+@pytest.fixture
+def folders(saved, tokenizer):
+    for folder in saved.iterdir():
+        tokenizer.save_pretrained(folder)
+    return saved
+
+
+WIDE_IDS = IDS + 20 * (IDS > 40)  # with tokens of the padding
+
+
+@pytest.mark.parametrize("draft", [{}, {"schedule": "optimal"}, {"num_draft_tokens": 1}], ids=str)
+@pytest.mark.parametrize("rows", [64, 96])
+def test_other_padding_drafts_the_tokens_that_both_have(folders, padded, rows, draft):
+    spec = SelfSpecModel.from_pretrained(
+        folders / "80", draft_model=folders / str(rows), dtype=torch.float64
+    )
+    # The last token is forced, and only the target has it.
+    options = {"max_new_tokens": 24, "forced_eos_token_id": 70}
+    text = spec.generate(WIDE_IDS, attention_mask=MASK, draft=DRAFT | draft, **options)
+    assert torch.equal(text, greedy(padded[80], WIDE_IDS, MASK, **options))
+    drafted = [t for row in spec.last_trace.rows for step in row for t in step.drafted]
+    assert drafted and {*drafted} <= {*range(min(rows, 80)), 70}
+    assert max(text[0, IDS.shape[1] :]) >= 64, "the target writes tokens of its padding"
+    if rows == 96:
+        assert spec.last_stats.acceptance_rate == 1
+
+
+@pytest.mark.parametrize("rows", [64, 96])
+def test_other_padding_in_batches_and_with_a_seed(folders, padded, rows):
+    spec = SelfSpecModel.from_pretrained(
+        folders / "80", draft_model=folders / str(rows), dtype=torch.float64
+    )
+    prompts = [row[mask > 0].tolist() for row, mask in zip(WIDE_IDS, MASK, strict=True)]
+    outputs = spec.generate_batch(prompts, batch_size=2, max_new_tokens=10, draft=DRAFT)
+    for given, output in zip(prompts, outputs.values(), strict=True):
+        own = greedy(padded[80], torch.tensor([given]), max_new_tokens=10)[0, len(given) :]
+        assert output.generated_tokens == own.tolist()
+    coupled = {"rule": "coupled", "num_draft_tokens": 3}
+    texts = [
+        spec.generate(
+            WIDE_IDS[1:2],
+            do_sample=True,
+            max_new_tokens=20,
+            generator=torch.Generator().manual_seed(3),
+            draft=coupled | {"drafter": drafter},
+        )
+        for drafter in ("two_model", "none")
+    ]
+    assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("rows", [distribution.VOCAB - 4, distribution.VOCAB + 4])
+def test_sampled_text_of_other_padding_follows_the_target(target, tmp_path, rows):  # noqa: F811
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    other = {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": rows}
+    near = tiny_llama(dtype=torch.float32, spread=0.4, seed=20, **shape, **other)
+    for name, one in (("target", target), ("near", near)):
+        one.save_pretrained(tmp_path / name)
+        (tmp_path / name / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+    draft = DraftConfig(drafter="two_model", draft_model=str(tmp_path / "near"), num_draft_tokens=2)
+    counts, acceptance = draws(loaded, distribution.WARPED, draft, total=8_000)
+    assert 0.05 < acceptance < 0.95
+    assert min(p_values(counts, exact(target, distribution.WARPED))) > 1e-3
+
+
+def test_other_padding_needs_tokenizers_to_compare(folders):
+    (folders / "64" / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"64 tokens, the target .* one of 80; .*tokenizer\.json"):
+        SelfSpecModel.from_pretrained(folders / "80", draft_model=folders / "64")

@@ -49,7 +49,7 @@ def info(
         beside = any(
             (Path(folder_of(path)) / file).is_file() for file in (CONFIG_NAME, PROFILE_NAME)
         )
-        is_bare = heads is None and not beside and not _has_mtp(path)
+        is_bare = heads is None and not beside and not _ships_head(path)
         engine, profile = _without_weights(path) if is_bare else None, None
         if engine is None:
             spec = Source(model, heads).load_spec()
@@ -60,14 +60,14 @@ def info(
         print_json(facts)
 
 
-def _has_mtp(path: Path | str) -> bool:
-    """Whether the checkpoint has a multi-token prediction layer."""
+def _ships_head(path: Path | str) -> bool:
+    """Whether the checkpoint has a head of its own, such as a multi-token prediction layer."""
     from selfspec.decoder.checkpoints import load_config
-    from selfspec.heads import find_mtp
+    from selfspec.heads import ships_head
 
     config = load_config(path).get_text_config(decoder=True)
     depth = getattr(config, "num_hidden_layers", None)
-    return depth is not None and find_mtp(path, depth) is not None
+    return depth is not None and ships_head(path, depth)
 
 
 def _without_weights(path: Path | str) -> Engine | None:

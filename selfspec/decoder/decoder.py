@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 
 from selfspec.config import Kernels, KVCacheDtype
 from selfspec.decoder.cache import RoundedCache, SlotCache, StepCache
-from selfspec.decoder.devices import bare_copy, device_of
+from selfspec.decoder.devices import bare_copy, device_of, weight_of
 from selfspec.decoder.families import (
     attention_layers,
     find_layers,
@@ -412,9 +412,18 @@ class Decoder:
         output = self._runner.run_calls(active, [call], hidden, ())
         return Pass(output, output, 0.0, time.perf_counter() - began, [])
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Embeddings `[rows, width, hidden]` of tokens, without position embeddings."""
-        return self.causal_lm.get_input_embeddings()(tokens)
+    def embed(self, tokens: Tensor, raw: bool = False) -> Tensor:
+        """Embeddings `[rows, width, hidden]` of tokens, without position embeddings.
+
+        Args:
+            tokens: `[rows, width]` token ids.
+            raw: take the rows as they are stored, also where the embedding scales them (Gemma).
+        """
+        embedding = self.causal_lm.get_input_embeddings()
+        scales = type(embedding).forward is not nn.Embedding.forward
+        if raw and scales and isinstance(embedding, nn.Embedding):
+            return nn.functional.embedding(tokens, weight_of(embedding, "weight"))
+        return embedding(tokens)
 
     def check_trees(self, instead: str = "use a drafter that makes chains") -> None:
         """Raise ValueError, which says what to do `instead`, if the target cannot run trees."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
-import json
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+from transformers.utils.hub import cached_file
 
 from selfspec.config import DraftConfig
 from selfspec.decoder import Decoder
 from selfspec.decoder.checkpoints import find_checkpoint, load_causal_lm
+from selfspec.heads.files import read_object
 
 
 class DraftModels:
@@ -24,7 +25,7 @@ class DraftModels:
 
     Raises:
         OSError: there is no such checkpoint.
-        ValueError: it cannot be run, or has another vocabulary.
+        ValueError: it cannot be run, or has another tokenizer.
     """
 
     def __init__(self, target: Decoder, given: nn.Module | str | Path | None = None):
@@ -40,7 +41,7 @@ class DraftModels:
         """A copy with another given model.
 
         Raises:
-            ValueError: it cannot be run, or has another vocabulary.
+            ValueError: it cannot be run, or has another tokenizer.
         """
         other = copy.copy(self)
         other._given = self._admit(model)
@@ -51,7 +52,7 @@ class DraftModels:
 
         Raises:
             OSError: there is no such checkpoint.
-            ValueError: there is none, it cannot be run, or it has another vocabulary.
+            ValueError: there is none, it cannot be run, or it has another tokenizer.
         """
         if config.draft_model is not None:
             return self._load(config.draft_model)
@@ -81,24 +82,46 @@ class DraftModels:
 
 
 def check_vocabulary(target: Decoder, small: Decoder) -> None:
-    """Raise ValueError if vocabulary sizes or tokenizer files differ."""
+    """Raise ValueError unless both have one tokenizer.
+
+    Models of one tokenizer may have padded its vocabulary to different sizes. Where the tokenizers
+    are not both there to be compared, the sizes are.
+    """
     names = [d.causal_lm.name_or_path or type(d.causal_lm).__name__ for d in (target, small)]
     remedy = "choose a draft model with the target's tokenizer"
-    if small.vocab_size != target.vocab_size:
-        raise ValueError(
-            f"the draft model {names[1]} has a vocabulary of {small.vocab_size} tokens, the "
-            f"target {names[0]} one of {target.vocab_size}; {remedy}"
-        )
-    files = [Path(name) / "tokenizer.json" for name in names]
-    if all(file.is_file() for file in files) and not _same_words(*files):
+    one, other = (_tokenizer_of(decoder) for decoder in (target, small))
+    if one is None or other is None:
+        if small.vocab_size != target.vocab_size:
+            raise ValueError(
+                f"the draft model {names[1]} has a vocabulary of {small.vocab_size} tokens, the "
+                f"target {names[0]} one of {target.vocab_size}; {remedy}, or, if only the padding "
+                "differs, load both from folders with a tokenizer.json"
+            )
+    elif not _same_words(one, other):
         raise ValueError(
             f"the tokenizers of the draft model {names[1]} and of the target {names[0]} have "
             f"different vocabularies; {remedy}"
         )
 
 
+def _tokenizer_of(decoder: Decoder) -> Path | None:
+    """The tokenizer file of a model's folder, or of its hub id if it has been downloaded."""
+    name = decoder.causal_lm.name_or_path
+    try:
+        found = cached_file(name, "tokenizer.json", local_files_only=True) if name else None
+    except (OSError, ValueError):
+        return None
+    return None if found is None else Path(found)
+
+
 @cache
 def _same_words(one: Path, other: Path) -> bool:
-    texts = one.read_bytes(), other.read_bytes()
-    words = [json.loads(text)["model"]["vocab"] for text in texts] if texts[0] != texts[1] else []
-    return not words or words[0] == words[1]
+    return one.read_bytes() == other.read_bytes() or _words(one) == _words(other)
+
+
+def _words(path: Path) -> Any:
+    """The vocabulary of a tokenizer: ids of words, or words with their scores."""
+    model = read_object(path).get("model")
+    if not isinstance(model, dict) or "vocab" not in model:
+        raise ValueError(f"{path} has no model.vocab, so it cannot be compared; is it damaged?")
+    return model["vocab"]

@@ -87,7 +87,7 @@ class Engine:
     Args:
         decoder: the target.
         heads: exit heads fitted to it.
-        draft_model: a smaller model of the same vocabulary, or the folder or id to load it from.
+        draft_model: a smaller model of the same tokenizer, or the folder or id to load it from.
 
     Raises:
         OSError: there is no checkpoint at `draft_model`.
@@ -123,7 +123,7 @@ class Engine:
         """The same engine with another draft model, for one call.
 
         Raises:
-            ValueError: `draft_model` cannot be run, or has another vocabulary.
+            ValueError: `draft_model` cannot be run, or has another tokenizer.
         """
         other = copy.copy(self)
         other.draft_models = self.draft_models.beside(draft_model)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from selfspec.config import DraftConfig
 from selfspec.decoder import Decoder, Pass
@@ -23,7 +24,10 @@ _PIECE = 512  # tokens per pass when the smaller model catches up
 
 
 class TwoModel(Drafter):
-    """Drafts with a smaller model of the same vocabulary (Leviathan et al. 2023).
+    """Drafts with a smaller model of the same tokenizer (Leviathan et al. 2023).
+
+    Vocabularies may be padded to different sizes. Then tokens that both models have are drafted,
+    and of a text, tokens that the smaller one lacks are shown to it as token 0.
 
     The smaller model has a KV cache of its own. A round begins by running it over each row up to
     the pending token: after a full acceptance the last draft has no KV yet, and after rounds
@@ -33,14 +37,16 @@ class TwoModel(Drafter):
         decoder: the smaller model; may be the target itself.
         longest: the most tokens drafted in a round.
         schedule: when to stop earlier.
+        vocab_size: tokens of the target.
     """
 
     name = "two_model"
     takes_schedule = True
 
-    def __init__(self, decoder: Decoder, longest: int, schedule: Schedule):
+    def __init__(self, decoder: Decoder, longest: int, schedule: Schedule, vocab_size: int):
         self.small, self.decoder, self.decoders = Engine(decoder), decoder, (decoder,)
         self.longest, self.schedule, self._confidence = longest, schedule, uncalibrated()
+        self._vocab_size, self._lacks_tokens = vocab_size, decoder.vocab_size < vocab_size
         self.slots: SlotCache  # made when the prompt is prefilled
 
     @classmethod
@@ -54,7 +60,8 @@ class TwoModel(Drafter):
         decoder = engine.draft_models.chosen(config)
         name = decoder.causal_lm.name_or_path
         model = engine.round_model(cls.name, name, decoder.depth, times=config.times)
-        return cls(decoder, config.most_tokens, make_schedule(config, model))
+        schedule = make_schedule(config, model)
+        return cls(decoder, config.most_tokens, schedule, engine.decoder.vocab_size)
 
     def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
         """Prefill the smaller model with the whole prompt, earlier turns included."""
@@ -70,7 +77,9 @@ class TwoModel(Drafter):
             return Draft.empty(state.rows, state.pending.device)
         longest = min(self.longest, limit, room)
         read = partial(self._read, replace(state, slots=self.slots))
-        return draft_chain(state, longest, self.schedule, self._confidence, read)
+        return draft_chain(
+            state, longest, self.schedule, self._confidence, read, trimmed=self._lacks_tokens
+        )
 
     def _read(self, state: State, token: Tensor, step: int) -> tuple[Tensor, None]:
         """Logits `[rows, 1, vocab]` after the pending token or the last draft."""
@@ -78,11 +87,20 @@ class TwoModel(Drafter):
             with state.stats.clock("shallow"):
                 logits = self._read_on(state)
         else:
-            token = token.to(self.decoder.device)
+            token = self._readable(token.to(self.decoder.device))
             # The pending token is committed here, so the first draft is at offset 0.
             depth, offset = self.decoder.depth, step - 1
             logits = self.small.shallow(state, token, depth, offset, unembed=True).output
-        return logits.to(state.pending.device), None
+        return self._of_target(logits).to(state.pending.device), None
+
+    def _readable(self, tokens: Tensor) -> Tensor:
+        """The tokens, with 0 in the place of those that the smaller model lacks."""
+        return tokens.masked_fill(tokens >= self.decoder.vocab_size, 0)
+
+    def _of_target(self, logits: Tensor) -> Tensor:
+        """Logits over the target's vocabulary, -inf for tokens that the smaller model lacks."""
+        shared = logits[..., : self._vocab_size]
+        return pad(shared, (0, self._vocab_size - shared.shape[-1]), value=float("-inf"))
 
     def _read_on(self, state: State) -> Tensor:
         """Run over each row's new tokens; `[rows, 1, vocab]` logits after the last one."""
@@ -90,7 +108,7 @@ class TwoModel(Drafter):
         new = [text[have:] for text, have in zip(texts, self.slots.lengths, strict=True)]
         counts = [len(tokens) for tokens in new]
         rows = [tokens + [0] * (max(counts) - len(tokens)) for tokens in new]
-        block = torch.tensor(rows, device=self.decoder.device)
+        block = self._readable(torch.tensor(rows, device=self.decoder.device))
         logits = self.small.prefill(state, block, counts, chunk=_PIECE)
         self.slots.commit(counts)
         return logits

@@ -20,6 +20,7 @@ from selfspec.export.draft_model import HUB_ID, new_folder
 from selfspec.heads import CARD_NAME, Eagle3Head
 from selfspec.heads.formats.eagle import LAYER_IDS
 from selfspec.heads.formats.files import PUBLISHED_CONFIG
+from selfspec.heads.llama_layer import ATTENTION_MAPS, MLP_MAPS
 
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
@@ -110,7 +111,24 @@ def eagle3_tensors(decoder: Decoder, head: Eagle3Head) -> dict[str, Tensor]:
         drafted = torch.zeros(decoder.vocab_size, dtype=torch.bool)
         drafted[ids] = True
         tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": drafted}
+    tensors |= _absent_biases(head, tensors)
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def _absent_biases(head: Eagle3Head, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Zeros for linear maps without a bias beside others with one.
+
+    Engines read `attention_bias` and `mlp_bias`, which mean all maps of a part.
+    """
+    biases = head.options["layer"]["biases"]
+    absent = [
+        f"midlayer.{name}"
+        for maps in (ATTENTION_MAPS, MLP_MAPS)
+        if not set(maps).isdisjoint(biases)
+        for name in maps
+        if name not in biases
+    ]
+    return {f"{name}.bias": torch.zeros_like(tensors[f"{name}.weight"][:, 0]) for name in absent}
 
 
 def _write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -126,11 +144,15 @@ def _layer_config(
 ) -> dict[str, Any]:
     """The layer's config, with the rotary embedding as engines of every age read it."""
     layer = dict(head.options["layer"])
-    rope = dict(layer.pop("rope_parameters"))
+    rope, biases = dict(layer.pop("rope_parameters")), set(layer.pop("biases"))
+    partial = {key: rope[key] for key in ("partial_rotary_factor",) if key in rope}
     theta, kind = rope.pop("rope_theta"), rope.get("rope_type", "default")
     dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
     return {
         **layer,
+        **partial,
+        "attention_bias": not biases.isdisjoint(ATTENTION_MAPS),
+        "mlp_bias": not biases.isdisjoint(MLP_MAPS),
         "num_hidden_layers": 1,
         "vocab_size": decoder.vocab_size,
         "rope_theta": theta,
@@ -156,7 +178,8 @@ def _eagle_config(
     """`config.json` of EAGLE's layout.
 
     SGLang and TensorRT-LLM read the nested ids, which are indices of the layers whose outputs are
-    used; vLLM reads the others, which count layers below.
+    used; vLLM reads the others, which count layers below. SGLang takes nested ids for indices only
+    if the first is 1, which `eagle3_guide` tells.
     """
     outputs = [layers - 1 for layers in sorted(head.feature_layers)]
     kind = "Eagle3Qwen3ForCausalLM" if layer["model_type"] == "qwen3" else "LlamaForCausalLMEagle3"
@@ -225,7 +248,7 @@ python -m sglang.launch_server --model-path {big} \\
   --speculative-algorithm EAGLE3 --speculative-draft-model-path {small} \\
   --speculative-num-steps {k} --speculative-eagle-topk 1 --speculative-num-draft-tokens {sglang_k}
 ```
-
+{sglang_note}
 ## TensorRT-LLM
 
 ```bash
@@ -248,6 +271,12 @@ spec = selfspec.SelfSpecModel.from_pretrained({target!r}, heads={plain!r})
 """
 
 
+_SGLANG_NOTE = """
+SGLang reads other layers of the target for this head, and accepts fewer drafts: it takes the ids \
+in `eagle_config` for indices of layers only if the first is 1.
+"""
+
+
 def eagle3_guide(exported: ExportedEagle3, folder: str) -> str:
     """The README of an exported head, with launch lines."""
     plain, k = f"{folder}/eagle3", exported.num_draft_tokens
@@ -263,6 +292,7 @@ def eagle3_guide(exported: ExportedEagle3, folder: str) -> str:
         small=quote(plain),
         plain=plain,
         k=k,
+        sglang_note="" if exported.feature_layers[0] == 2 else _SGLANG_NOTE,
         sglang_k=k + 1,  # SGLang also counts the token before the first draft
         vllm=quote(json.dumps(vllm)),
         yaml=json.dumps(plain),

@@ -15,7 +15,7 @@ from selfspec.heads.calibrator import Calibrator, Confidence
 from selfspec.heads.eagle import EagleHead
 from selfspec.heads.eagle3 import Eagle3Head
 from selfspec.heads.files import CheckpointFiles, replacing
-from selfspec.heads.formats.mtp import find_mtp, read_mtp
+from selfspec.heads.formats import load_shipped, ships_head
 from selfspec.heads.fused import FusedHead
 from selfspec.heads.hub import CARD_NAME, find_heads, heads_card, push_heads
 from selfspec.heads.lens import LensHead
@@ -56,16 +56,16 @@ __all__ = [
     "differences",
     "draft_states",
     "find_heads",
-    "find_mtp",
     "fingerprint",
     "head_class",
     "heads_card",
     "load_heads",
+    "load_shipped",
     "move_to_exit",
     "push_heads",
-    "read_mtp",
     "register_head",
     "replacing",
     "save_heads",
+    "ships_head",
     "target_states",
 ]

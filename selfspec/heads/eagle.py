@@ -42,6 +42,8 @@ class EagleHead(ExitHead):
         layer: the layer's config.
         bias: whether the map has a bias.
         embedding: rows of an embedding of the head's own; 0 for the target's.
+        raw_embedding: whether the target's rows are read as they are stored, as engines do for
+            published heads, or scaled if the target scales them (Gemma).
     """
 
     kind = "eagle"
@@ -55,12 +57,13 @@ class EagleHead(ExitHead):
         layer: Mapping[str, Any],
         bias: bool,
         embedding: int,
+        raw_embedding: bool,
     ):
         super().__init__(exit_layer)
         width: int = decoder.config.hidden_size
         self.width, self.place = width, decoder.depth - 1
         self.feature_layers = (decoder.depth,)
-        self._config = dict(layer)
+        self._config, self._raw_embedding = dict(layer), raw_embedding
         self.layer = EagleLayer(layer, self.place)
         self.fc = nn.Linear(2 * width, width, bias=bias)
         self.embed_tokens = nn.Embedding(embedding, width) if embedding else None
@@ -71,8 +74,8 @@ class EagleHead(ExitHead):
     def build(cls, decoder: Decoder, exit_layer: int = 0, **options: Any) -> EagleHead:
         """An untrained head.
 
-        The options are `layer` (the layer's config; default: the target's sizes), `bias` and the
-        rows of an `embedding` of its own.
+        The options are `layer` (the layer's config; default: the target's sizes), `bias`, the rows
+        of an `embedding` of its own, and `raw_embedding` (default: False).
 
         Raises:
             ValueError: `exit_layer` is not 0, or the layer's width is not the target's.
@@ -86,19 +89,25 @@ class EagleHead(ExitHead):
                 f"width {decoder.config.hidden_size}, whose LM head it uses"
             )
         bias, embedding = options.get("bias", True), options.get("embedding", 0)
-        head = cls(exit_layer, decoder, config, bias, embedding)
+        raw = options.get("raw_embedding", False)
+        head = cls(exit_layer, decoder, config, bias, embedding, raw)
         return move_to_exit(head, decoder, exit_layer)
 
     @property
     def options(self) -> dict[str, Any]:
         """The options of `build`."""
         embedding = 0 if self.embed_tokens is None else self.embed_tokens.num_embeddings
-        return {"layer": self._config, "bias": self.fc.bias is not None, "embedding": embedding}
+        return {
+            "layer": self._config,
+            "bias": self.fc.bias is not None,
+            "embedding": embedding,
+            "raw_embedding": self._raw_embedding,
+        }
 
     def embed(self, decoder: Decoder, tokens: Tensor) -> Tensor:
         """The head's own embeddings, or the target's."""
         if self.embed_tokens is None:
-            return super().embed(decoder, tokens)
+            return decoder.embed(tokens, raw=self._raw_embedding)
         return self.embed_tokens(tokens)
 
     def join(self, features: list[Tensor]) -> Tensor:

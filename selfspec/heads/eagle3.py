@@ -109,8 +109,10 @@ class Eagle3Head(ExitHead):
         The options are those of published configs: `layer` (the layer's config; default: the
         target's sizes), `feature_layers` (residual streams by the number of layers below; default
         2, half and three before the last), `norm_before_residual`, `norm_before_fc`, `fc_norm`,
-        `norm_output`, and the rows of an `embedding` and an LM head (`vocabulary`) of its own
-        (0: the target's).
+        `norm_output`, the rows of an `embedding` and an LM head (`vocabulary`) of its own
+        (0: the target's), and `raw_embedding` (whether the target's rows are read as they are
+        stored, as engines do for published heads, or scaled if the target scales them; default:
+        False).
 
         Raises:
             ValueError: `exit_layer` is not 0, or an option does not fit.
@@ -125,6 +127,7 @@ class Eagle3Head(ExitHead):
             "fc_norm": False,
             "norm_output": False,
             "embedding": 0,
+            "raw_embedding": False,
             "vocabulary": 0,
         }
         chosen = defaults | {name: options[name] for name in options if name in defaults}
@@ -176,7 +179,7 @@ class Eagle3Head(ExitHead):
     def embed(self, decoder: Decoder, tokens: Tensor) -> Tensor:
         """The head's own embeddings, or the target's."""
         if self.embed_tokens is None:
-            return super().embed(decoder, tokens)
+            return decoder.embed(tokens, raw=self._options["raw_embedding"])
         return self.embed_tokens(tokens)
 
     def join(self, features: list[Tensor]) -> Tensor:

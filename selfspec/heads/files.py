@@ -6,9 +6,10 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from itertools import groupby
 from pathlib import Path
 from socket import gethostname
 from typing import IO, Any
@@ -175,8 +176,29 @@ def append_line(path: Path, record: Mapping[str, Any]) -> None:
         file.write(json.dumps(record, allow_nan=False) + "\n")
 
 
+def read_index(path: Path) -> dict[str, str]:
+    """For each tensor, the file that an index names; ValueError if the index is damaged."""
+    places = read_object(path).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(at, str) for at in places.values()):
+        raise ValueError(f"{path} must map tensors to files under weight_map; it may be truncated")
+    return places
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """A safetensors file to read tensors from; ValueError if it is damaged or lacks one."""
+    try:
+        with safe_open(path, "pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise ValueError(f"{path} cannot be read ({error}); it may be truncated") from None
+
+
 class CheckpointFiles:
     """The safetensors files of a checkpoint, which are read tensor by tensor.
+
+    They are those that its index names, or `model.safetensors`. Files beside them, as people keep a
+    layer for drafting in, are read for names that these lack.
 
     Args:
         path: a folder, a GGUF file in one, or a hub id.
@@ -184,20 +206,36 @@ class CheckpointFiles:
 
     Attributes:
         files: for the name of each tensor, the name of its file; empty if there are none.
+        unreadable: why files beside those of the index could not be read.
+
+    Raises:
+        ValueError: the index or `model.safetensors` is damaged.
     """
 
     def __init__(self, path: str | Path, **options: Any):
         self._path = folder_of(path)
         self._options = {name: options[name] for name in _HUB_OPTIONS if name in options}
-        index, whole = self._file(SAFE_WEIGHTS_INDEX_NAME), None
         self.files: dict[str, str] = {}
-        if index is not None:
-            self.files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        self.unreadable: list[str] = []
+        main = self._file(SAFE_WEIGHTS_INDEX_NAME)
+        if main is not None:
+            self.files = dict(read_index(main))
         else:
-            whole = self._file(SAFE_WEIGHTS_NAME)
-        if whole is not None:
-            with safe_open(whole, "pt") as file:
-                self.files = dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME)
+            main = self._file(SAFE_WEIGHTS_NAME)
+            if main is not None:
+                self._add(main)
+        folder = Path(self._path) if main is None else main.parent
+        for beside in sorted(folder.glob("*.safetensors")):
+            if beside.name not in self.files.values():
+                try:
+                    self._add(beside)
+                except ValueError as error:
+                    self.unreadable.append(str(error))
+
+    def _add(self, path: Path) -> None:
+        with opened(path) as file:
+            for name in file.keys():
+                self.files.setdefault(name, path.name)
 
     def file_of(self, name: str) -> Path:
         """The file that holds a tensor."""
@@ -208,11 +246,26 @@ class CheckpointFiles:
 
     def values(self, name: str, places: Sequence[int]) -> list[float]:
         """Single numbers of a tensor, by their places in row-major order."""
-        with safe_open(self.file_of(name), "pt") as file:
+        with opened(self.file_of(name)) as file:
             tensor = file.get_slice(name)
             width = math.prod(tensor.get_shape()[1:])
             found = [tensor[at // width : at // width + 1].flatten()[at % width] for at in places]
         return [float(value) for value in found]
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Whole tensors.
+
+        Raises:
+            FileNotFoundError: there is no such file as the index names.
+            ValueError: a file is damaged, or lacks a tensor.
+        """
+        tensors: dict[str, Tensor] = {}
+        by_file = sorted((self.files[name], name) for name in names)
+        for _, group in groupby(by_file, key=lambda pair: pair[0]):
+            chosen = [name for _, name in group]
+            with opened(self.file_of(chosen[0])) as file:
+                tensors |= {name: file.get_tensor(name) for name in chosen}
+        return tensors
 
     def _file(self, name: str) -> Path | None:
         found = cached_file(

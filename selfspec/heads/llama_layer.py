@@ -2,59 +2,169 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers import PreTrainedConfig, Qwen3Config
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
-from transformers.models.llama.modeling_llama import (
-    LlamaAttention,
-    LlamaMLP,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.glm4_moe.modeling_glm4_moe import (
+    Glm4MoeAttention,
+    Glm4MoeRotaryEmbedding,
 )
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from selfspec.config import unknown_name
 from selfspec.decoder import Decoder, StandaloneLayer
 
-_CONFIGS: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
-_ATTENTION: dict[str, type[nn.Module]] = {"llama": LlamaAttention, "qwen3": Qwen3Attention}
-_KEYS = (
-    "model_type",
+_KINDS = ("llama", "qwen3")
+_READERS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+ATTENTION_MAPS = (*_READERS, "self_attn.o_proj")
+MLP_MAPS = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+_SIZES = (
     "hidden_size",
     "intermediate_size",
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",
-    "hidden_act",
     "max_position_embeddings",
-    "rms_norm_eps",
-    "rope_parameters",
-    "attention_bias",
-    "mlp_bias",
 )
+_KEYS = ("model_type", *_SIZES, "hidden_act", "rms_norm_eps", "rope_parameters", "biases")
+# Names under which others know a type of rotary embedding. With mrope (Qwen2-VL), a token of a text
+# has the same position on each axis, which is the ordinary embedding.
+_ROPE_NAMES = {"su": "longrope", "mrope": "default"}
+# What transformers raises for parameters that are missing or of another type.
+_REFUSALS = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
+_SCALED_ROPES = ("longrope", "yarn", "llama3")
 
 
 def layer_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a model's config that a layer needs, with transformers' defaults filled in.
 
+    `biases` names the linear maps that have one, such as `self_attn.q_proj`. Where it is absent,
+    `attention_bias` and `mlp_bias` mean all maps of the attention and of the MLP.
+
     Raises:
-        ValueError: the architecture is neither Llama's nor Qwen3's, or a value does not fit.
+        ValueError: the architecture is neither Llama's nor Qwen3's, a size is absent, or a value
+            does not fit.
     """
     kind = raw.get("model_type", "llama")
-    if kind not in _CONFIGS:
-        raise ValueError(unknown_name("architecture of a head's layer", str(kind), list(_CONFIGS)))
+    if kind not in _KINDS:
+        raise ValueError(unknown_name("architecture of a head's layer", str(kind), list(_KINDS)))
+    given = {key: raw[key] for key in _KEYS if raw.get(key) is not None}
+    values: dict[str, Any] = {
+        "max_position_embeddings": 2048,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "num_key_value_heads": given.get("num_attention_heads"),
+        **given,
+        "model_type": kind,
+        "biases": _biases(raw),
+        "rope_parameters": _rope(raw),
+    }
+    _check_values(values)
+    values.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"])
+    values["rope_parameters"] = dict(_checked_rope(values))
+    return {key: values[key] for key in _KEYS}
+
+
+def _biases(raw: Mapping[str, Any]) -> list[str]:
+    given = raw.get("biases")
+    if given is None:
+        attention = ATTENTION_MAPS if raw.get("attention_bias") else ()
+        given = [*attention, *(MLP_MAPS if raw.get("mlp_bias") else ())]
+    for name in given:
+        if name not in (*ATTENTION_MAPS, *MLP_MAPS):
+            known = [*ATTENTION_MAPS, *MLP_MAPS]
+            raise ValueError(unknown_name("linear map of a head's layer", str(name), known))
+    return list(given)
+
+
+def _check_values(values: Mapping[str, Any]) -> None:
+    """Raise ValueError, naming the key, for a size that is absent or a value that does not fit."""
+    for key in _SIZES:
+        if key == "head_dim" and key not in values:
+            continue
+        value = values.get(key)
+        if value is None:
+            raise ValueError(f"the config of the head's layer lacks {key}")
+        if type(value) is not int or value < 1:
+            raise ValueError(
+                f"{key} of the head's layer must be a whole number >= 1, got {value!r}"
+            )
+    heads, shared = values["num_attention_heads"], values["num_key_value_heads"]
+    if heads % shared:
+        raise ValueError(
+            f"the head's layer has {heads} attention heads and {shared} of keys and values, which "
+            "must divide them"
+        )
+    eps, activation = values["rms_norm_eps"], values["hidden_act"]
+    if type(eps) not in (float, int) or eps < 0:
+        raise ValueError(f"rms_norm_eps of the head's layer must be a number >= 0, got {eps!r}")
+    if activation not in list(ACT2FN):
+        raise ValueError(f"the head's layer has an unknown activation: {activation!r}")
+
+
+def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of the rotary embedding, where and as configs of every age have them.
+
+    Raises:
+        ValueError: they are no object, or of an unknown type.
+    """
+    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping):
+        raise ValueError(f"the rope parameters of the head's layer must be an object, got {rope!r}")
+    rope = dict(rope.get("full_attention") or rope)  # some configs have them by kind of attention
+    old_name = rope.pop("type", None)
+    name = rope.get("rope_type") or old_name or "default"
+    kind = _ROPE_NAMES.get(str(name), name)
+    if kind not in ("default", *ROPE_INIT_FUNCTIONS):
+        known = ["default", *ROPE_INIT_FUNCTIONS, *_ROPE_NAMES]
+        raise ValueError(unknown_name("rope type of a head's layer", str(name), known))
+    outside = ["rope_theta", "partial_rotary_factor"]
+    outside += ["original_max_position_embeddings"] * (kind in _SCALED_ROPES)
+    found = {key: raw[key] for key in outside if raw.get(key) is not None}
+    found |= {key: value for key, value in rope.items() if value is not None}
+    for axes in ("mrope_section", "mrope_interleaved"):
+        found.pop(axes, None)
+    return {"rope_theta": 10_000.0, **found, "rope_type": kind}
+
+
+def _checked_rope(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The rope parameters as transformers completes them; ValueError if it cannot use them."""
+    rope = values["rope_parameters"]
+    what = f"the rope parameters of the head's layer ({rope})"
     try:
-        config = _CONFIGS[kind](**{k: v for k, v in raw.items() if k != "model_type"})
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"the config of the head's layer is not valid: {error}") from None
-    values = config.to_dict()
-    if values["hidden_act"] not in ACT2FN:
-        raise ValueError(f"the head's layer has an unknown activation: {values['hidden_act']!r}")
-    return {key: values[key] for key in _KEYS if key in values}
+        made = _transformers_config(values)
+        frequencies = _Rotary(made).inv_freq
+        factors = [made.rope_parameters.get(key) for key in ("long_factor", "short_factor")]
+        lengths = {len(factor) for factor in factors if factor is not None}
+    except (*_REFUSALS, StrictDataclassError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"{what} do not fit ({type(error).__name__}: {reason})") from None
+    pairs = len(frequencies)
+    fits = 2 * pairs <= values["head_dim"] and bool(frequencies.isfinite().all())
+    if not fits or lengths - {pairs}:
+        raise ValueError(f"{what} do not fit attention heads of head_dim {values['head_dim']}")
+    return made.rope_parameters
+
+
+def _transformers_config(config: Mapping[str, Any]) -> Any:
+    """The config from which transformers' modules are made.
+
+    It is Qwen3's for both architectures, because Llama's refuses a width that is no multiple of the
+    heads also where `head_dim` is given (GLM-4.5: 5120 and 96).
+    """
+    keys = {k: v for k, v in config.items() if k not in ("model_type", "biases")}
+    keys["rope_parameters"] = dict(keys["rope_parameters"])  # which transformers completes
+    made: PreTrainedConfig = Qwen3Config(num_hidden_layers=1, **keys)
+    made._attn_implementation = "sdpa"
+    made.use_qk_norm = config["model_type"] == "qwen3"
+    made.mlp_bias = False
+    return made
 
 
 def layer_config_like(decoder: Decoder) -> dict[str, Any]:
@@ -66,19 +176,22 @@ def layer_config_like(decoder: Decoder) -> dict[str, Any]:
     plain = {"rope_type", "rope_theta"} <= rope.keys() and "partial_rotary_factor" not in rope
     theta = rope.get("rope_theta", 10_000.0)
     own |= {
-        "model_type": config.model_type if config.model_type in _CONFIGS else "llama",
+        "model_type": config.model_type if config.model_type in _KINDS else "llama",
         "head_dim": own.get("head_dim", width // heads),
         "intermediate_size": own.get("intermediate_size", 4 * width),
         "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
+        "biases": [],
         "rope_parameters": rope if plain else {"rope_type": "default", "rope_theta": theta},
     }
     return layer_config(own)
 
 
-class _Rotary(LlamaRotaryEmbedding):
-    """A rotary embedding whose frequencies keep their precision when the head is cast."""
+class _Rotary(Glm4MoeRotaryEmbedding):
+    """A rotary embedding whose frequencies keep their precision when the head is cast.
+
+    GLM's turns a part of each attention head if there is a `partial_rotary_factor`, which Llama's
+    ignores.
+    """
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         exact = self.inv_freq
@@ -98,21 +211,25 @@ class LlamaLayer(StandaloneLayer):
 
     def __init__(self, config: Mapping[str, Any], place: int, inputs: int = 1):
         super().__init__()
-        kind = config["model_type"]
-        made: Any = _CONFIGS[kind](**{k: v for k, v in config.items() if k != "model_type"})
-        made._attn_implementation = "sdpa"
+        made, biases = _transformers_config(config), config["biases"]
         self.width, eps = made.hidden_size, made.rms_norm_eps
-        self.self_attn: Any = _ATTENTION[kind](made, place)
-        if inputs > 1:
-            for name in ("q_proj", "k_proj", "v_proj"):
-                old = getattr(self.self_attn, name)
-                new = nn.Linear(inputs * self.width, old.out_features, bias=old.bias is not None)
-                setattr(self.self_attn, name, new)
-        if kind == "qwen3":
-            made.mlp_bias = False
+        # GLM's attention is Llama's, or with `use_qk_norm` Qwen3's, and turns a part of each head.
+        self.self_attn: Any = Glm4MoeAttention(made, place)
+        self._remake(_READERS, inputs * self.width, biases)
+        self._remake(("self_attn.o_proj",), None, biases)
         self.mlp = LlamaMLP(made)
+        self._remake(MLP_MAPS, None, biases)
         self.post_attention_layernorm = LlamaRMSNorm(self.width, eps)
         self.rotary = _Rotary(made)
+
+    def _remake(self, names: Sequence[str], inputs: int | None, biases: Sequence[str]) -> None:
+        """Give linear maps another width of inputs, and those in `biases` a bias."""
+        for name in names:
+            old: Any = self.get_submodule(name)
+            width = inputs or old.in_features
+            if width != old.in_features or name in biases:
+                new = nn.Linear(width, old.out_features, bias=name in biases)
+                self.set_submodule(name, new)
 
     def attend(
         self,

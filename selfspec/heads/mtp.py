@@ -160,6 +160,7 @@ def one_layer(
                 config=config,
                 state_dict={prefix + name: tensor for name, tensor in weights.items()},
                 dtype=decoder.dtype,
+                ignore_mismatched_sizes=True,  # they are named below
                 output_loading_info=True,
             )
             missing = [n for n in report["missing_keys"] if n.startswith(prefix)]

@@ -3,32 +3,34 @@
 EAGLE-3 heads differ from those of EAGLE and EAGLE-2 by the norm of the features. Ids of layers have
 two conventions. At the top of a config, where vLLM and speculators put them, an id is the number of
 layers below, as in `feature_layers`. Inside `eagle_config`, where SpecForge, SGLang and
-TensorRT-LLM put them, it is the index of the layer whose output is read, one less.
+TensorRT-LLM put them, it is the index of the layer whose output is read, one less; but some files
+have the other ids there. SGLang tells them apart by the first one: it is 1 if they are indices,
+because the usual layers are those after 2 layers, half of them, and all but three.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from selfspec.decoder import Decoder
 from selfspec.heads.base import ExitHead
 from selfspec.heads.eagle import EagleHead
 from selfspec.heads.eagle3 import Eagle3Head
-from selfspec.heads.formats.files import (
-    PublishedHead,
-    draft_vocabulary,
-    fill,
-    is_embedding_of,
-)
+from selfspec.heads.formats.files import PublishedHead, fill, is_embedding_of, token_order
+from selfspec.heads.llama_layer import ATTENTION_MAPS, MLP_MAPS, layer_config
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq|t2d|verifier_.*")
 _PREFIX = re.compile(r"^(module\.)?(model\.)?")
+_READOUT = re.compile(r"^(eagle_)?lm_head\.")
 _LAYER = re.compile(r"^(midlayer|layers\.0)\.")
+_INDEX = re.compile(_PREFIX.pattern + r"layers\.(\d+)\.")
 
 
 def matches(published: PublishedHead) -> bool:
@@ -39,14 +41,15 @@ def matches(published: PublishedHead) -> bool:
 def read(decoder: Decoder, published: PublishedHead) -> ExitHead:
     """Make the head."""
     names = _names(published.tensors)
+    layer, config = _layer_source(published, names), published.config
     if any(own == "layer.hidden_norm.weight" for own in names.values()):
-        config = published.config
         nested = dict(config.get("eagle_config") or {})
         outputs = nested.pop(LAYER_IDS, None)
         if outputs:
-            nested[LAYER_IDS] = [index + 1 for index in outputs]
-        return read_eagle3(decoder, published, config, {**nested, **config})
-    return _read_eagle(decoder, published, names)
+            shift = int(_layer_ids(published, outputs)[0] == 1)
+            nested[LAYER_IDS] = [index + shift for index in outputs]
+        return read_eagle3(decoder, published, layer, {**nested, **layer, **config})
+    return _read_eagle(decoder, published, layer, names)
 
 
 def read_eagle3(
@@ -68,28 +71,27 @@ def read_eagle3(
     """
     names, tensors = _names(published.tensors), published.tensors
     by_own = {own: tensors[name] for name, own in names.items()}
-    _check_sizes(decoder, published, layer, flags)
+    config = _layer_config(published, layer, by_own)
+    _check_target(decoder, published, layer, by_own, flags.get("target_hidden_size"))
+    _check_readout(decoder, published, by_own, flags)
     output_normed = bool(flags.get("norm_output", False))
+    rows, readout = by_own.get("embed_tokens.weight"), by_own.get("readout.weight")
     options: dict[str, Any] = {
-        "layer": _layer_keys(layer, by_own),
+        "layer": config,
         "norm_before_residual": bool(flags.get("norm_before_residual", False)),
         "norm_before_fc": bool(flags.get("norm_before_fc", False)),
         "fc_norm": bool(flags.get("fc_norm", False)),
         "norm_output": output_normed,
+        "embedding": _own_rows(decoder, rows),
+        "raw_embedding": True,
+        "vocabulary": 0 if readout is None else len(readout),
     }
     ids = flags.get(LAYER_IDS)
     if ids:
-        options["feature_layers"] = sorted(set(ids))
-    rows = by_own.get("embed_tokens.weight")
-    if rows is not None and not is_embedding_of(decoder, rows):
-        options["embedding"] = len(rows)
-    readout = by_own.get("readout.weight")
-    options["vocabulary"] = 0 if readout is None else len(readout)
+        options["feature_layers"] = sorted(set(_layer_ids(published, ids)))
     head = Eagle3Head.build(decoder, 0, **options)
-    if "d2t" in by_own:
-        vocabulary = draft_vocabulary(published, by_own["d2t"], decoder)
-        if vocabulary is not None:
-            head.trim(decoder, vocabulary)
+    if "d2t" in by_own and readout is not None:
+        published = _trim(decoder, published, head, names)
     unused = {"d2t"} | (set() if head.embed_tokens is not None else {"embed_tokens.weight"})
     used = {name: own for name, own in names.items() if own not in unused}
     if output_normed:  # then the norm is part of the layer
@@ -98,22 +100,50 @@ def read_eagle3(
     return head
 
 
-def _read_eagle(decoder: Decoder, published: PublishedHead, names: dict[str, str]) -> EagleHead:
+def _read_eagle(
+    decoder: Decoder, published: PublishedHead, layer: Mapping[str, Any], names: dict[str, str]
+) -> EagleHead:
     tensors = {own: published.tensors[name] for name, own in names.items()}
-    _check_sizes(decoder, published, published.config, {})
-    rows = tensors.get("embed_tokens.weight")
-    own_rows = rows is not None and not is_embedding_of(decoder, rows)
+    config = _layer_config(published, layer, tensors)
+    _check_target(decoder, published, layer, tensors, None)
     head = EagleHead.build(
         decoder,
         0,
-        layer=_layer_keys(published.config, tensors),
+        layer=config,
         bias="fc.bias" in tensors,
-        embedding=len(rows) if rows is not None and own_rows else 0,
+        embedding=_own_rows(decoder, tensors.get("embed_tokens.weight")),
+        raw_embedding=True,
     )
     # The LM head is the target's; some files have a copy of it.
-    unused = {"readout.weight"} | (set() if own_rows else {"embed_tokens.weight"})
+    unused = {"readout.weight"} | (set() if head.embed_tokens else {"embed_tokens.weight"})
     fill(head, published, {name: own for name, own in names.items() if own not in unused})
     return head
+
+
+def _trim(
+    decoder: Decoder, published: PublishedHead, head: Eagle3Head, names: Mapping[str, str]
+) -> PublishedHead:
+    """Let the head draft the tokens that `d2t` lists; their rows are put in rising order."""
+    tensors = dict(published.tensors)
+    name_of = {own: name for name, own in names.items()}
+    offsets, readout = tensors[name_of["d2t"]], name_of["readout.weight"]
+    ids = offsets + torch.arange(len(offsets))
+    tokens, order = token_order(f"d2t of {published.where}", ids, decoder)
+    tensors[readout] = tensors[readout][order]
+    if len(tokens) < decoder.vocab_size:
+        head.trim(decoder, tokens)
+    return replace(published, tensors=tensors)
+
+
+def _own_rows(decoder: Decoder, rows: Tensor | None) -> int:
+    """Rows of the head's own embedding; 0 if it has none, or a copy of the target's."""
+    return 0 if rows is None or is_embedding_of(decoder, rows) else len(rows)
+
+
+def _layer_ids(published: PublishedHead, ids: Any) -> list[int]:
+    if isinstance(ids, list) and all(type(index) is int for index in ids):
+        return ids
+    raise ValueError(f"{LAYER_IDS} of {published.where} must be a list of whole numbers, got {ids}")
 
 
 def _names(tensors: Iterable[str]) -> dict[str, str]:
@@ -122,40 +152,183 @@ def _names(tensors: Iterable[str]) -> dict[str, str]:
     for name in tensors:
         own = _LAYER.sub("layer.", _PREFIX.sub("", name))
         if not _IGNORED.fullmatch(own):
-            found[name] = own.replace("lm_head.", "readout.")
+            found[name] = _READOUT.sub("readout.", own)
     return found
 
 
-def _layer_keys(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The layer's config; what its tensors say goes before the name of the architecture."""
-    kind = "qwen3" if "layer.self_attn.q_norm.weight" in tensors else "llama"
-    biased = "layer.self_attn.q_proj.bias" in tensors
-    keys = {key: value for key, value in config.items() if key != "architectures"}
-    return {**keys, "model_type": kind, "attention_bias": biased}
+# The config of the layer, and what the tensors say
 
 
-def _check_sizes(
+def _layer_source(published: PublishedHead, names: Mapping[str, str]) -> Mapping[str, Any]:
+    """The part of config.json that describes the layer: its top, or what stands under some key.
+
+    vLLM's converted EAGLE heads have it under `model`.
+
+    Raises:
+        ValueError: several parts describe a layer, or none that is as wide as the tensors.
+    """
+    norm = next((n for n, own in names.items() if own.endswith("attention_layernorm.weight")), None)
+    width = None if norm is None else len(published.tensors[norm])
+    found = {at: part for at, part in _parts(published.config) if "num_attention_heads" in part}
+    nested = {at: part for at, part in found.items() if at}
+    if not nested or ("" in found and not published.inside):
+        return published.config
+    fitting = {at: part for at, part in nested.items() if part.get("hidden_size", width) == width}
+    if len(fitting) == 1:
+        return next(iter(fitting.values()))
+    if "" in found:
+        return published.config
+    raise ValueError(
+        f"config.json in {published.folder} describes layers under {sorted(nested)}, of which "
+        f"{sorted(fitting) or 'none'} have the hidden size of the head's tensors, {width}"
+    )
+
+
+def _parts(config: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """A config and all objects inside it, with their places."""
+    yield at, config
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _parts(value, f"{at}.{key}" if at else key)
+
+
+def _layer_config(
+    published: PublishedHead, said: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """The layer's config, with the sizes and biases that its tensors have.
+
+    Raises:
+        ValueError: a tensor is missing, the config contradicts the tensors, or does not say what
+            they cannot.
+    """
+    sizes = _sizes(published, said, tensors)
+    whole_file = not published.inside  # else the config is the target's, whose layers may differ
+    for key, size in sizes.items():
+        if whole_file and said.get(key) not in (None, size):
+            raise ValueError(
+                f"config.json in {published.folder} says {key} = {said[key]!r}, the tensors of the "
+                f"head's layer say {size}; one of the files is of another head"
+            )
+    if whole_file:
+        _check_layers(published, said)
+    if "sliding_attention" in (said.get("layer_types") or []) and whole_file:
+        raise ValueError(
+            f"the layer of {published.where} attends to a sliding window; selfspec reads full"
+        )
+    maps = (*ATTENTION_MAPS, *MLP_MAPS)
+    given = {
+        **said,
+        **sizes,
+        "model_type": "qwen3" if "layer.self_attn.q_norm.weight" in tensors else "llama",
+        "biases": [name for name in maps if f"layer.{name}.bias" in tensors],
+    }
+    try:
+        return layer_config(given)
+    except ValueError as error:
+        raise ValueError(f"config.json in {published.folder}: {error}") from None
+
+
+def _sizes(
+    published: PublishedHead, said: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> dict[str, int]:
+    """Sizes of the layer by the rows of its maps; the config says how wide a head is."""
+
+    def rows(name: str) -> int:
+        tensor = tensors.get(f"layer.{name}.weight")
+        if tensor is None:
+            raise ValueError(f"{published.where} lacks a tensor: {name}.weight of its layer")
+        if not tensor.ndim or not len(tensor):
+            raise ValueError(f"{name}.weight of {published.where} is empty")
+        return len(tensor)
+
+    queries, keys = rows("self_attn.q_proj"), rows("self_attn.k_proj")
+    heads, dim = said.get("num_attention_heads"), said.get("head_dim")
+    if "layer.self_attn.q_norm.weight" in tensors:
+        dim = rows("self_attn.q_norm")
+    elif dim is None and type(heads) is int and heads > 0:
+        dim = queries // heads
+    if dim is None:
+        raise ValueError(
+            f"config.json in {published.folder} has no num_attention_heads and no head_dim, at its "
+            "top or under a key, so that the attention of the head cannot be made"
+        )
+    if type(dim) is not int or dim < 1 or queries % dim or keys % dim:
+        raise ValueError(
+            f"config.json in {published.folder} says num_attention_heads = {heads!r} and head_dim "
+            f"= {said.get('head_dim')!r}, the head's q_proj and k_proj have {queries} and {keys} "
+            "rows, which do not fit"
+        )
+    return {
+        "hidden_size": rows("self_attn.o_proj"),
+        "intermediate_size": rows("mlp.gate_proj"),
+        "head_dim": dim,
+        "num_attention_heads": queries // dim,
+        "num_key_value_heads": keys // dim,
+    }
+
+
+def _check_layers(published: PublishedHead, said: Mapping[str, Any]) -> None:
+    """Raise ValueError unless there is one layer, by the tensors and by the config."""
+    found = {match[3] for name in published.tensors if (match := _INDEX.match(name))}
+    held, announced = max(1, len(found)), said.get("num_hidden_layers")
+    if held > 1:
+        raise ValueError(f"{published.where} has {held} layers; selfspec reads heads of one layer")
+    if announced not in (None, held):
+        raise ValueError(
+            f"{published.where} has {announced} layers by num_hidden_layers in its config.json, "
+            f"and tensors of {held}; the file is incomplete, or the config is of another head"
+        )
+
+
+def _check_target(
     decoder: Decoder,
     published: PublishedHead,
     layer: Mapping[str, Any],
-    flags: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    target_width: int | None,
 ) -> None:
-    """Raise ValueError, naming the size, for a head of another target or another architecture."""
-    where = f"the head in {published.folder}"
-    width = flags.get("target_hidden_size") or layer.get("hidden_size")
+    """Raise ValueError, naming the size, for a head of another target."""
+    where = published.where
+    width = target_width or len(tensors["layer.self_attn.o_proj.weight"])
     if width != decoder.config.hidden_size:
         raise ValueError(
             f"{where} was made for a target of hidden size {width}, this one has "
             f"{decoder.config.hidden_size}; load the target it was made for"
         )
-    vocabulary = layer.get("vocab_size", decoder.vocab_size)
-    if vocabulary != decoder.vocab_size:
+    rows = tensors.get("embed_tokens.weight")
+    vocabulary = layer.get("vocab_size") or decoder.vocab_size
+    if vocabulary != decoder.vocab_size or (rows is not None and len(rows) != vocabulary):
+        has = "" if rows is None else f" and embeds {len(rows)}"
         raise ValueError(
-            f"{where} was made for a vocabulary of {vocabulary} tokens, the target has "
-            f"{decoder.vocab_size}; load the target it was made for"
+            f"{where} was made for a vocabulary of {vocabulary} tokens{has}, the target has "
+            f"{decoder.vocab_size} tokens; load the target it was made for"
         )
-    count = layer.get("num_hidden_layers", 1)
-    if count != 1:
-        raise ValueError(f"{where} has {count} layers; selfspec reads heads of one layer")
-    if "sliding_attention" in (layer.get("layer_types") or []):
-        raise ValueError(f"the layer of {where} attends to a sliding window; selfspec reads full")
+
+
+def _check_readout(
+    decoder: Decoder,
+    published: PublishedHead,
+    tensors: Mapping[str, Tensor],
+    flags: Mapping[str, Any],
+) -> None:
+    """Raise ValueError unless a reduced vocabulary has its LM head and the list of its tokens."""
+    drafts, mapping = flags.get("draft_vocab_size"), tensors.get("d2t")
+    readout = tensors.get("readout.weight")
+    listed = drafts if mapping is None else len(mapping)
+    absent = [name for name, t in (("lm_head.weight", readout), ("d2t", mapping)) if t is None]
+    held = None if readout is None or not readout.ndim else len(readout)
+    if listed not in (None, decoder.vocab_size) and absent and held != decoder.vocab_size:
+        raise ValueError(
+            f"{published.where} drafts {listed} of {decoder.vocab_size} tokens, but its file lacks "
+            f"{' and '.join(absent)}"
+        )
+    if drafts is not None and held is not None and drafts != held:
+        raise ValueError(
+            f"config.json in {published.folder} says draft_vocab_size = {drafts!r}, lm_head.weight "
+            f"of the head has {held} rows"
+        )
+    if mapping is not None and held not in (None, len(mapping)):
+        raise ValueError(
+            f"d2t of {published.where} lists {len(mapping)} tokens, its lm_head.weight has {held} "
+            "rows"
+        )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import pickle
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from selfspec.decoder import Decoder
 from selfspec.heads.base import ExitHead
-from selfspec.heads.files import read_object, read_tensors, replacing
+from selfspec.heads.files import CheckpointFiles, read_object, replacing
 
 PUBLISHED_CONFIG = "config.json"
 PUBLISHED_FILES = (PUBLISHED_CONFIG, SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, "*.safetensors")
@@ -31,44 +31,86 @@ class PublishedHead:
         folder: where it was found.
         config: what its `config.json` holds.
         tensors: its tensors by their published names.
+        files: for each of them, the name of its file.
+        inside: prefix of its tensors in the checkpoint of its target; empty for a head with files
+            of its own. The config is then the target's.
     """
 
     folder: Path
     config: dict[str, Any]
     tensors: dict[str, Tensor]
+    files: dict[str, str]
+    inside: str = ""
+
+    @property
+    def where(self) -> str:
+        """How messages name it."""
+        return f"the head in {self.folder}"
 
 
 def read_folder(folder: Path) -> PublishedHead:
-    """Read a folder of `config.json` and safetensors.
+    """Read a folder of `config.json` and safetensors, which may be the checkpoint of a target.
 
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: a file is damaged, or the weights are stored as a pickle only.
     """
     config = read_object(folder / PUBLISHED_CONFIG)
-    return PublishedHead(folder, config, _read_tensors(folder))
+    checkpoint = CheckpointFiles(folder)
+    if not checkpoint.files:
+        _refuse_no_files(folder, checkpoint.unreadable)
+    return read_checkpoint(checkpoint, folder, config, prefix_inside(checkpoint.files))
 
 
-def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    if (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
-        index = json.loads((folder / SAFE_WEIGHTS_INDEX_NAME).read_text(encoding="utf-8"))
-        names = sorted(set(index["weight_map"].values()))
-    else:
-        names = sorted(path.name for path in folder.glob("*.safetensors"))
-    if not names:
-        pickles = _pickles(folder)
-        if pickles:
-            raise ValueError(
-                f"{pickles[0]} is a pickle, which selfspec does not load; convert it once with: "
-                f"selfspec import heads {folder} OUT"
-            )
-        raise FileNotFoundError(f"no {SAFE_WEIGHTS_NAME} in {folder} beside its config.json")
-    tensors: dict[str, Tensor] = {}
+def read_checkpoint(
+    checkpoint: CheckpointFiles, folder: Path, config: dict[str, Any], inside: str
+) -> PublishedHead:
+    """Read the tensors under a prefix, which is left out of their names."""
+    names = [name for name in checkpoint.files if name.startswith(inside)]
+    tensors = checkpoint.read(names)
+    return PublishedHead(
+        folder,
+        config,
+        {name.removeprefix(inside): tensors[name] for name in names},
+        {name.removeprefix(inside): checkpoint.files[name] for name in names},
+        inside,
+    )
+
+
+_MEDUSA = re.compile(r"(?P<prefix>(.*\.)?medusa_heads?\.)\d+\.")
+_EAGLE = re.compile(r"(?P<prefix>.*\.)fc\.weight")
+_OWN_FILE = re.compile(r"(module\.)?(model\.)?")  # prefixes of heads with files of their own
+_EAGLE_LAYERS = ("layers.0.self_attn.q_proj.weight", "midlayer.self_attn.q_proj.weight")
+
+
+def prefix_inside(names: Mapping[str, Any]) -> str:
+    """The prefix of a Medusa or EAGLE head among the tensors of its target; empty if none is there.
+
+    Medusa-2 checkpoints have `medusa_head.`, those that ModelOpt trains `eagle_module.`
+    """
     for name in names:
-        if not (folder / name).is_file():
-            raise FileNotFoundError(f"no {name} in {folder}, which {SAFE_WEIGHTS_INDEX_NAME} names")
-        tensors |= read_tensors(folder / name)
-    return tensors
+        found = _MEDUSA.match(name) or _EAGLE.fullmatch(name)
+        prefix = "" if found is None else found["prefix"]
+        among_others = prefix and not all(other.startswith(prefix) for other in names)
+        if not among_others or _OWN_FILE.fullmatch(prefix):
+            continue
+        # Multi-token prediction layers have an `fc` too, and norms before it.
+        layer = any(prefix + tail in names for tail in _EAGLE_LAYERS)
+        if "medusa" in prefix or (layer and f"{prefix}pre_fc_norm_hidden.weight" not in names):
+            return prefix
+    return ""
+
+
+def _refuse_no_files(folder: Path, unreadable: Sequence[str]) -> None:
+    pickles = _pickles(folder)
+    if unreadable:
+        raise ValueError(unreadable[0])
+    if pickles:
+        raise ValueError(
+            f"{pickles[0]} is a pickle, which selfspec does not load; convert it once with: "
+            f"selfspec import heads {folder} OUT"
+        )
+    raise FileNotFoundError(f"no {SAFE_WEIGHTS_NAME} in {folder} beside its config.json")
 
 
 def convert(folder: Path, out: Path) -> Path:
@@ -120,12 +162,16 @@ def fill(head: ExitHead, published: PublishedHead, names: Mapping[str, str]) -> 
     Args:
         head: the head to fill.
         published: the tensors.
-        names: for each published tensor to use, its name in `head`.
+        names: for each published tensor to use, its name in `head`. Those of a file that holds
+            nothing of the head, such as a trainer's state, are left out.
 
     Raises:
-        ValueError: a tensor is missing, has another shape, or belongs to nothing in the head.
+        ValueError: a tensor is missing, has another shape, is packed, or belongs to nothing in the
+            head.
     """
-    where, wanted = f"the head in {published.folder}", head.state_dict()
+    where, wanted = published.where, head.state_dict()
+    used = {published.files[name] for name, own in names.items() if own in wanted}
+    names = {name: own for name, own in names.items() if published.files[name] in used}
     strange = [name for name, own in names.items() if own not in wanted]
     if strange:
         raise ValueError(f"{where} has a tensor that {head.kind} heads lack: {strange[0]}")
@@ -138,6 +184,7 @@ def fill(head: ExitHead, published: PublishedHead, names: Mapping[str, str]) -> 
                 continue
             raise ValueError(f"{where} lacks a tensor: the one for {own} of {head.kind} heads")
         tensor = published.tensors[published_as[own]]
+        check_stored(f"{published_as[own]} of {where}", tensor)
         if tensor.shape != like.shape:
             raise ValueError(
                 f"{published_as[own]} of {where} has shape {list(tensor.shape)}, expected "
@@ -145,6 +192,15 @@ def fill(head: ExitHead, published: PublishedHead, names: Mapping[str, str]) -> 
             )
         weights[own] = tensor
     head.load_state_dict(weights)
+
+
+def check_stored(what: str, tensor: Tensor) -> None:
+    """Raise ValueError for weights that a quantizer has packed, or stored in 8 bits."""
+    if not tensor.is_floating_point() or tensor.element_size() < 2:
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise ValueError(
+            f"{what} is stored as {kind}; selfspec reads float64, float32, bfloat16 and float16"
+        )
 
 
 def is_embedding_of(decoder: Decoder, rows: Tensor) -> bool:
@@ -157,17 +213,22 @@ def is_embedding_of(decoder: Decoder, rows: Tensor) -> bool:
     return torch.allclose(mine, rows[chosen].float(), rtol=2**-7, atol=1e-6)
 
 
-def draft_vocabulary(published: PublishedHead, offsets: Tensor, decoder: Decoder) -> Tensor | None:
-    """Token ids of a draft vocabulary stored as offsets (`d2t`); `None` if it is the whole one.
+def token_order(where: str, ids: Tensor, decoder: Decoder) -> tuple[Tensor, Tensor]:
+    """The tokens of a draft vocabulary in rising order, and the rows that they have in the file.
 
     Raises:
-        ValueError: the ids do not rise, or are no tokens of the target.
+        ValueError: the ids are no tokens of the target, or name one twice.
     """
-    ids = torch.arange(len(offsets)) + offsets.long()
-    if int(ids.min()) < 0 or int(ids.max()) >= decoder.vocab_size or bool((ids.diff() <= 0).any()):
+    if ids.ndim != 1 or not len(ids) or ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(
-            f"d2t of the head in {published.folder} maps {len(ids)} draft tokens to "
-            f"{int(ids.min())}..{int(ids.max())}, which must rise within "
-            f"[0, {decoder.vocab_size - 1}]"
+            f"the token ids of {where} must be whole numbers in one dimension, got shape "
+            f"{list(ids.shape)} of {ids.dtype}"
         )
-    return None if len(ids) == decoder.vocab_size else ids
+    tokens, rows = ids.long().sort()
+    least, most = int(tokens[0]), int(tokens[-1])
+    if least < 0 or most >= decoder.vocab_size or bool((tokens.diff() == 0).any()):
+        raise ValueError(
+            f"{where} maps {len(ids)} draft tokens to {least}..{most}, which must be different "
+            f"tokens within [0, {decoder.vocab_size - 1}]"
+        )
+    return tokens, rows

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from torch import Tensor
 
 from selfspec.decoder import Decoder
 from selfspec.heads.files import CheckpointFiles
+from selfspec.heads.formats.files import check_stored
 from selfspec.heads.mtp import MtpHead, MtpLayer, one_layer
 
 
@@ -87,44 +86,47 @@ class FoundMtp:
     Attributes:
         layout: how its tensors are named.
         root: their prefix.
-        files: for each of them, the file that holds it.
+        names: all of them.
     """
 
     layout: Layout
     root: str
-    files: dict[str, Path]
+    names: tuple[str, ...]
 
 
-def find_mtp(path: str | Path, depth: int, **options: Any) -> FoundMtp | None:
-    """The multi-token prediction layer of a checkpoint, by the names of its tensors.
+def find_mtp(checkpoint: CheckpointFiles, depth: int) -> FoundMtp | None:
+    """The multi-token prediction layer of a checkpoint, whole or not, by its tensors' names.
 
     Args:
-        path: a folder or a hub id.
+        checkpoint: the target's files.
         depth: number of layers of the target.
-        options: options of `from_pretrained`, of which those of the hub are used.
     """
-    checkpoint = CheckpointFiles(path, **options)
-    names = checkpoint.files
     for layout in LAYOUTS:
         root = layout.root.format(depth=depth)
-        if f"{root}{layout.projection}.weight" in names:
-            parts = (layout.projection, layout.embedding_norm, layout.hidden_norm, layout.norm)
-            outside = tuple(f"{root}{part}." for part in (*parts, *layout.copies) if part)
-            inside = f"{root}{layout.block}"
-            own = [name for name in names if name.startswith((*outside, inside))]
-            return FoundMtp(layout, root, {name: checkpoint.file_of(name) for name in own})
+        parts = (layout.projection, layout.embedding_norm, layout.hidden_norm)
+        entry = tuple(f"{root}{part}." for part in parts)
+        inside = f"{root}{layout.block}"
+        outside = tuple(f"{root}{part}." for part in (layout.norm, *layout.copies) if part)
+        if any(name.startswith((*entry, inside)) for name in checkpoint.files):
+            all_of_it = (*entry, *outside, inside)
+            own = tuple(name for name in checkpoint.files if name.startswith(all_of_it))
+            return FoundMtp(layout, root, own)
     return None
 
 
-def read_mtp(decoder: Decoder, found: FoundMtp) -> MtpHead:
+def read_mtp(decoder: Decoder, found: FoundMtp, checkpoint: CheckpointFiles) -> MtpHead:
     """Make the head.
 
     Raises:
-        ValueError: a tensor is missing, or the layer is of another class than the target's.
+        FileNotFoundError: there is no such file as the index names.
+        ValueError: a tensor is missing or packed, a file is damaged, or the layer is of another
+            class than the target's.
     """
     layout, root = found.layout, found.root
     copies = tuple(f"{root}{name}." for name in layout.copies)
-    tensors = _read({n: file for n, file in found.files.items() if not n.startswith(copies)})
+    tensors = checkpoint.read(name for name in found.names if not name.startswith(copies))
+    for name, tensor in tensors.items():
+        check_stored(name, tensor)
     named = {name.removeprefix(root): tensor for name, tensor in tensors.items()}
     outside = {
         "embedding_norm": layout.embedding_norm,
@@ -164,11 +166,3 @@ def _fill(head: MtpHead, weights: Mapping[str, Tensor], block: Any) -> None:
     if missing:
         raise ValueError(f"the checkpoint's multi-token prediction layer lacks {missing}")
     head.load_state_dict(state)
-
-
-def _read(files: Mapping[str, Path]) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for path in sorted(set(files.values())):
-        with safe_open(path, "pt") as file:
-            tensors |= {name: file.get_tensor(name) for name, at in files.items() if at == path}
-    return tensors
