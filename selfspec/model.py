@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     GenerationConfig,
+    LogitsProcessorList,
     PreTrainedConfig,
     PreTrainedModel,
     StoppingCriteriaList,
@@ -26,13 +27,13 @@ from selfspec.drafters import make_drafter
 from selfspec.drafters.engine import Engine
 from selfspec.generation.batch import Batch, RequestOutput
 from selfspec.generation.loop import Call, Session, SpecOutput, open_session, speculate
-from selfspec.generation.prompts import left_padded
-from selfspec.generation.stopping import without_stop_strings
+from selfspec.generation.prompts import healed, inferred_mask, left_padded
+from selfspec.generation.stopping import with_stop_strings, without_tokenizer
 from selfspec.generation.unsupported import (
     check_counts,
+    merged,
     refuse_in_batches,
     refuse_other_loops,
-    samples,
 )
 from selfspec.heads import (
     CONFIG_NAME,
@@ -272,28 +273,41 @@ class SelfSpecModel:
     def generate(
         self,
         inputs: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: LogitsProcessorList | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+        prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]] | None = None,
+        synced_gpus: bool | None = None,
+        assistant_model: nn.Module | None = None,
+        streamer: BaseStreamer | None = None,
+        negative_prompt_ids: Tensor | None = None,
+        negative_prompt_attention_mask: Tensor | None = None,
+        custom_generate: str | Callable[..., Any] | None = None,
         *,
         draft: DraftConfig | Mapping[str, Any] | str | None = None,
-        assistant_model: nn.Module | None = None,
         generator: torch.Generator | None = None,
-        streamer: BaseStreamer | None = None,
-        generation_config: GenerationConfig | None = None,
-        stopping_criteria: StoppingCriteriaList | None = None,
         **kwargs: Any,
     ) -> Tensor | SpecOutput:
         """Generate as `PreTrainedModel.generate` does, by self-speculation.
 
-        Greedy output equals the model's own; sampled output follows its distribution.
+        Greedy output equals the model's own; sampled output follows its distribution. Arguments
+        without a description here mean what they mean to transformers.
 
         Args:
             inputs: `[batch, width]` prompt token ids, padded left or right (or `input_ids=`).
+            generation_config: options; those of the call come before it, the model's own behind it.
+            logits_processor: processors, added to those that options ask for.
+            stopping_criteria: criteria, added to those that options ask for.
+            prefix_allowed_tokens_fn: gives the tokens that may follow a text.
+            synced_gpus: refused if true.
+            assistant_model: as in transformers, a smaller model that drafts (drafter `two_model`).
+            streamer: gets all tokens of a round as soon as they are committed.
+            negative_prompt_ids: the negative prompt of classifier-free guidance.
+            negative_prompt_attention_mask: its mask.
+            custom_generate: refused; it is another decoding method.
             draft: how to draft: a `DraftConfig`, a dict with its keys, or a drafter's name;
                 `"none"` is plain decoding, `None` takes `draft_for`.
-            assistant_model: as in transformers, a smaller model that drafts (drafter `two_model`).
             generator: source of random numbers; `None` takes torch's global one.
-            streamer: gets all tokens of a round as soon as they are committed.
-            generation_config: as in transformers.
-            stopping_criteria: as in transformers.
             **kwargs: every other option of transformers' `generate`.
 
         Returns:
@@ -301,31 +315,34 @@ class SelfSpecModel:
             `SpecOutput`, which adds `stats` and `trace`.
 
         Raises:
+            TypeError: the prompt is no tensor of integers.
             ValueError: an unsupported option, a draft that this model cannot make, or an invalid
                 prompt; raised before anything runs.
         """
-        own = self.causal_lm.generation_config
-        refuse_other_loops(kwargs, generation_config, own)
-        sampled = samples(kwargs, generation_config, own)
-        engine, drafting = self._drafting(draft, assistant_model, sampled)
-        call = Call(
-            engine,
-            make_drafter(engine, drafting),
-            cache=kwargs.get("past_key_values"),
-            mask=kwargs.get("attention_mask"),
-            streamer=streamer,
-            generator=generator,
-        )
+        config = merged(self.causal_lm, generation_config, kwargs)
+        others = {"synced_gpus": synced_gpus, "custom_generate": custom_generate}
+        refuse_other_loops(config, {**kwargs, **others})
+        engine, drafting = self._drafting(draft, assistant_model, bool(config.do_sample))
+        drafter, tokenizer = make_drafter(engine, drafting), kwargs.get("tokenizer")
+        criteria = with_stop_strings(stopping_criteria, config.stop_strings, tokenizer)
+        infer = partial(inferred_mask, self.causal_lm, config)
+        tokens, restore = left_padded(inputs, kwargs, infer)
+        if config.token_healing:
+            tokens, restore = healed(self.causal_lm, tokens, kwargs)
+        generation_config = without_tokenizer(generation_config, self.generation_config, kwargs)
+        cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+        call = Call(engine, drafter, cache, mask, streamer, generator)
         run: Any = self.causal_lm.generate
-        criteria = StoppingCriteriaList(stopping_criteria or [])
-        config = without_stop_strings(generation_config, own, criteria, kwargs)
-        tokens, restore = left_padded(inputs, kwargs)
         try:
             output = run(
                 tokens,
-                generation_config=config,
-                stopping_criteria=criteria,
+                generation_config,
+                logits_processor,
+                criteria,
+                prefix_allowed_tokens_fn,
                 streamer=streamer,
+                negative_prompt_ids=negative_prompt_ids,
+                negative_prompt_attention_mask=negative_prompt_attention_mask,
                 custom_generate=partial(speculate, call=call),
                 **kwargs,
             )
@@ -402,13 +419,14 @@ class SelfSpecModel:
             TypeError: a prompt is no list of token ids; with an iterator, when it is read.
             ValueError: an unsupported option, or a draft that this model cannot make.
         """
-        own = self.causal_lm.generation_config
-        refuse_other_loops(kwargs, generation_config, own)
-        refuse_in_batches(kwargs, generation_config, own, batch_size)
-        sampled = samples(kwargs, generation_config, own)
-        engine, drafting = self._drafting(draft, assistant_model, sampled)
-        criteria = StoppingCriteriaList(stopping_criteria or [])
-        config = without_stop_strings(generation_config, own, criteria, kwargs)
+        config = merged(self.causal_lm, generation_config, kwargs)
+        refuse_other_loops(config, kwargs)
+        refuse_in_batches(config, kwargs, batch_size)
+        kwargs.pop("custom_generate", None)
+        engine, drafting = self._drafting(draft, assistant_model, bool(config.do_sample))
+        tokenizer = kwargs.get("tokenizer")
+        criteria = with_stop_strings(stopping_criteria, config.stop_strings, tokenizer)
+        generation_config = without_tokenizer(generation_config, self.generation_config, kwargs)
         drafter = partial(make_drafter, engine, drafting)
         any_drafter = drafter()  # its rule is that of all
         prompts: Iterable[Sequence[int]] = map(_token_ids, inputs)
@@ -423,8 +441,8 @@ class SelfSpecModel:
             most: Any = max_new_tokens
             if isinstance(most, Sequence):
                 most = most[number]
-            options = kwargs if most is None else {**kwargs, "max_new_tokens": most}
-            options = {**options, "generation_config": config, "stopping_criteria": criteria}
+            options = dict(kwargs) if most is None else {**kwargs, "max_new_tokens": most}
+            options |= {"generation_config": generation_config, "stopping_criteria": criteria}
             return self._open(prompt, Call(engine, any_drafter, generator=source(number)), options)
 
         batch = Batch(open_request, drafter, prompts, batch_size, source(0))

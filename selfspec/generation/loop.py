@@ -277,13 +277,14 @@ def open_session(
     Raises:
         ValueError: an unsupported option or an invalid prompt.
     """
-    refuse_unsupported_options(causal_lm, generation_config, logits_processor, model_kwargs)
+    refuse_unsupported_options(causal_lm, logits_processor, model_kwargs)
     mask = model_kwargs.get("attention_mask")
     if mask is None and call.mask is not None:
         # `generate` drops a mask of ones; its width tells how many tokens the cache holds.
         mask = input_ids.new_ones(input_ids.shape[0], call.mask.shape[1])
-    as_dict = bool(generation_config.return_dict_in_generate)
-    prompt = Prompt(call.engine, input_ids, mask, call.cache, keep_cache=as_dict)
+    returned = bool(generation_config.return_dict_in_generate)
+    returned = returned and generation_config.use_cache is not False
+    prompt = Prompt(call.engine, input_ids, mask, call.cache, keep_cache=returned)
     call.engine.ranks.check_alike(input_ids)
     sampler = Sampler(logits_processor, bool(generation_config.do_sample), call.generator)
     sampler.drafts = call.drafter.name != "none"

@@ -397,7 +397,7 @@ class SlotCache(Cache):
         self.lengths = [max(length - abs(tokens_to_remove), 0) for length in self.lengths]
 
     def load(self, cache: DynamicCache) -> None:
-        """Copy the KV and states of a one-row `DynamicCache` into this empty cache."""
+        """Copy the KV and states of a `DynamicCache` without padding into this empty cache."""
         length = cache.get_seq_length()
         for index, layer in enumerate(cache.layers):
             keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
@@ -407,10 +407,13 @@ class SlotCache(Cache):
                 kept = keys.shape[2]
                 with self.writing(kept, length - kept):
                     self.update(keys, values, index)
-        self.lengths = [length]
+        self.lengths = [length] * self.rows
 
     def store(self, cache: DynamicCache, beyond: int) -> None:
-        """Append the one row's tokens from position `beyond` on to a `DynamicCache`."""
+        """Append the tokens from position `beyond` on to a `DynamicCache`.
+
+        All rows must have the same length.
+        """
         for index, layer in enumerate(self.layers):
             if index in self.recurrent:
                 theirs = cache.layers[index]
