@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModelForCausalLM
 from torch import Tensor, nn
 from transformers import (
     GenerationConfig,
@@ -95,16 +96,54 @@ class SelfSpecModel:
         kernels: Kernels = "auto",
         kv_cache_dtype: KVCacheDtype = "auto",
     ):
-        self.model = model
-        decoder = Decoder(model, kernels, kv_cache_dtype)
-        if isinstance(heads, (str, Path)):
-            heads = load_heads(decoder, find_heads(heads))
-        self.engine = Engine(decoder, heads or (), draft_model)
+        self._wrap(model, heads, draft_model, kernels, kv_cache_dtype)
         if isinstance(profile, (str, Path)):
             profile = Profile.load(profile)
         self.profile = self._fitting(profile)
         self.last_stats: Stats | None = None
         self.last_trace: Trace | None = None
+
+    def _wrap(
+        self,
+        model: nn.Module,
+        heads: Sequence[ExitHead] | str | Path | None,
+        draft_model: nn.Module | str | Path | None,
+        kernels: Kernels,
+        kv_cache_dtype: KVCacheDtype,
+    ) -> None:
+        self.model = model
+        decoder = Decoder(model, kernels, kv_cache_dtype)
+        if isinstance(heads, (str, Path)):
+            heads = load_heads(decoder, find_heads(heads))
+        self.engine = Engine(decoder, heads or (), draft_model)
+
+    # Copies and pickles hold what the engine is made of; it has locks and is made again.
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The arguments of `_wrap`, and the other attributes.
+
+        Raises:
+            RuntimeError: called while `generate` runs, when the model is changed.
+        """
+        decoder = self.engine.decoder
+        with decoder.gates.lock:  # a call in another thread ends first
+            if decoder.gates.entered:
+                raise RuntimeError("copy or pickle a SelfSpecModel between calls of `generate`")
+        parts = {
+            "model": self.model,
+            "heads": list(self.heads),
+            "draft_model": self.engine.draft_models.given,
+            "kernels": decoder.kernels,
+            "kv_cache_dtype": decoder.kv_cache_dtype,
+        }
+        made = ("model", "engine")
+        others = {name: value for name, value in vars(self).items() if name not in made}
+        return {"parts": parts, "others": others}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Wrap the model again."""
+        self._wrap(**state["parts"])
+        vars(self).update(state["others"])
 
     @classmethod
     def from_pretrained(
@@ -249,10 +288,18 @@ class SelfSpecModel:
 
     @property
     def generation_config(self) -> GenerationConfig:
-        """The model's own defaults of `generate`."""
-        config = self.causal_lm.generation_config
+        """The model's own defaults of `generate`; may be replaced."""
+        # A PEFT model may have one of its own, which its `generate` hands to the model inside.
+        adopts = isinstance(self.model, PeftModelForCausalLM)
+        config: Any = (self.model if adopts else self.causal_lm).generation_config
         assert config is not None  # `Decoder` takes models that generate
         return config
+
+    @generation_config.setter
+    def generation_config(self, config: GenerationConfig) -> None:
+        models: Any = (self.model, self.causal_lm)
+        for model in models:
+            model.generation_config = config
 
     @property
     def device(self) -> torch.device:
@@ -319,7 +366,7 @@ class SelfSpecModel:
             ValueError: an unsupported option, a draft that this model cannot make, or an invalid
                 prompt; raised before anything runs.
         """
-        config = merged(self.causal_lm, generation_config, kwargs)
+        config = self._merged(generation_config, kwargs)
         others = {"synced_gpus": synced_gpus, "custom_generate": custom_generate}
         refuse_other_loops(config, {**kwargs, **others})
         engine, drafting = self._drafting(draft, assistant_model, bool(config.do_sample))
@@ -419,7 +466,7 @@ class SelfSpecModel:
             TypeError: a prompt is no list of token ids; with an iterator, when it is read.
             ValueError: an unsupported option, or a draft that this model cannot make.
         """
-        config = merged(self.causal_lm, generation_config, kwargs)
+        config = self._merged(generation_config, kwargs)
         refuse_other_loops(config, kwargs)
         refuse_in_batches(config, kwargs, batch_size)
         kwargs.pop("custom_generate", None)
@@ -461,6 +508,13 @@ class SelfSpecModel:
         )
         assert call.session is not None
         return call.session
+
+    def _merged(
+        self, config: GenerationConfig | None, options: Mapping[str, Any]
+    ) -> GenerationConfig:
+        """The generation config of a call."""
+        self.causal_lm.generation_config = self.generation_config  # as PEFT does
+        return merged(self.causal_lm, config, options)
 
     def _drafting(
         self,
