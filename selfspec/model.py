@@ -402,6 +402,11 @@ class SelfSpecModel:
         self,
         inputs: Iterable[Sequence[int]],
         generation_config: GenerationConfig | None = None,
+        continuous_batching_config: Any = None,
+        record_timestamps: bool = False,
+        progress_bar: bool = False,
+        persistent_manager: bool = False,
+        warmup: bool = True,
         **options: Any,
     ) -> dict[str, RequestOutput]:
         """Generate for many prompts with continuous batching, as transformers' `generate_batch`.
@@ -413,6 +418,11 @@ class SelfSpecModel:
         Args:
             inputs: token ids of each prompt.
             generation_config: as in transformers.
+            continuous_batching_config: refused, it describes a paged cache; see `batch_size`.
+            record_timestamps: see `generate_batch_iter`.
+            progress_bar: refused if true; count the results of `generate_batch_iter`.
+            persistent_manager: refused if true; nothing is kept from call to call.
+            warmup: refused if false, for nothing is warmed up.
             **options: see `generate_batch_iter`.
 
         Returns:
@@ -424,6 +434,13 @@ class SelfSpecModel:
             ValueError: an unsupported option, or a draft that this model cannot make; raised before
                 anything runs. An error in one request is stored in the `error` of its output.
         """
+        options |= {
+            "continuous_batching_config": continuous_batching_config,
+            "record_timestamps": record_timestamps,
+            "progress_bar": progress_bar,
+            "persistent_manager": persistent_manager,
+            "warmup": warmup,
+        }
         found: dict[int, RequestOutput] = {}
         try:
             for output in self.generate_batch_iter(inputs, generation_config, **options):
@@ -443,6 +460,7 @@ class SelfSpecModel:
         max_new_tokens: int | Sequence[int] | None = None,
         seed: int | Sequence[int] | None = None,
         stopping_criteria: StoppingCriteriaList | None = None,
+        record_timestamps: bool = False,
         **kwargs: Any,
     ) -> Iterator[RequestOutput]:
         """`generate_batch` that yields each output as soon as its request has finished.
@@ -459,6 +477,8 @@ class SelfSpecModel:
                 seed on the model's device; with other rules requests share random draws. `None`
                 uses torch's global generator.
             stopping_criteria: as in transformers; each is called with one request at a time.
+            record_timestamps: whether outputs have the time of each token. Those of a round have
+                the same.
             **kwargs: every other option of transformers' `generate` that does not describe a batch
                 of tensors: processors and options of the generation config.
 
@@ -492,7 +512,9 @@ class SelfSpecModel:
             options |= {"generation_config": generation_config, "stopping_criteria": criteria}
             return self._open(prompt, Call(engine, any_drafter, generator=source(number)), options)
 
-        batch = Batch(open_request, drafter, prompts, batch_size, source(0))
+        batch = Batch(
+            open_request, drafter, prompts, batch_size, source(0), bool(record_timestamps)
+        )
         self.last_stats, self.last_trace = batch.stats, None
         return iter(batch)
 

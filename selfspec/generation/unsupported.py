@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,12 @@ _KNOWN_INPUTS = {
     "position_ids",
     "return_dict",
     "use_cache",
+}
+_MANAGING = {  # with the values that are accepted
+    "continuous_batching_config": (None, "selfspec has no paged cache; choose batch_size"),
+    "progress_bar": (False, "count the outputs of generate_batch_iter"),
+    "persistent_manager": (False, "nothing is kept from call to call; leave it out"),
+    "warmup": (True, "nothing is warmed up; leave it out"),
 }
 _OF_TENSORS = ("input_ids", "inputs_embeds", "attention_mask", "past_key_values", "streamer")
 _INSTEAD = "use the model's own generate for it"
@@ -122,17 +128,22 @@ def _refuse_caches(config: GenerationConfig, options: Mapping[str, Any]) -> None
 
 
 def refuse_in_batches(
-    config: GenerationConfig, options: Mapping[str, Any], batch_size: int
+    config: GenerationConfig, options: MutableMapping[str, Any], batch_size: int
 ) -> None:
     """Raise ValueError for options that `generate_batch` does not have.
 
     Args:
         config: the merged generation config.
-        options: the call's options.
+        options: the call's options; those of transformers' manager are removed.
         batch_size: the most requests that run at a time.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    options.setdefault("continuous_batching_config", config.continuous_batching_config)
+    for name, (accepted, instead) in _MANAGING.items():
+        value = options.pop(name, None)
+        if value not in (None, accepted):
+            raise ValueError(f"{name}={value!r:.40}: {instead}")
     given = [name for name in _OF_TENSORS if options.get(name) is not None]
     if given:
         raise ValueError(
