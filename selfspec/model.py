@@ -26,6 +26,7 @@ from selfspec.decoder.checkpoints import find_checkpoint, folder_of, load_causal
 from selfspec.decoder.families import refuse_options
 from selfspec.drafters import make_drafter
 from selfspec.drafters.engine import Engine
+from selfspec.generation.adapters import check_rows, take_adapters
 from selfspec.generation.batch import Batch, RequestOutput
 from selfspec.generation.loop import Call, Session, SpecOutput, open_session, speculate
 from selfspec.generation.prompts import healed, inferred_mask, left_padded
@@ -378,7 +379,8 @@ class SelfSpecModel:
             tokens, restore = healed(self.causal_lm, tokens, kwargs)
         generation_config = without_tokenizer(generation_config, self.generation_config, kwargs)
         cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
-        call = Call(engine, drafter, cache, mask, streamer, generator)
+        adapters = take_adapters(self.model, kwargs)
+        call = Call(engine, drafter, cache, mask, streamer, generator, adapters)
         run: Any = self.causal_lm.generate
         try:
             output = run(
@@ -494,11 +496,13 @@ class SelfSpecModel:
         tokenizer = kwargs.get("tokenizer")
         criteria = with_stop_strings(stopping_criteria, config.stop_strings, tokenizer)
         generation_config = without_tokenizer(generation_config, self.generation_config, kwargs)
+        adapters = take_adapters(self.model, kwargs)
         drafter = partial(make_drafter, engine, drafting)
         any_drafter = drafter()  # its rule is that of all
         prompts: Iterable[Sequence[int]] = map(_token_ids, inputs)
         if isinstance(inputs, Sequence):
             check_counts(len(inputs), max_new_tokens=max_new_tokens, seed=seed)
+            check_rows(adapters, len(inputs))
             if not inputs:
                 return iter(())
             prompts = [*prompts]  # checked before anything runs
@@ -510,7 +514,8 @@ class SelfSpecModel:
                 most = most[number]
             options = dict(kwargs) if most is None else {**kwargs, "max_new_tokens": most}
             options |= {"generation_config": generation_config, "stopping_criteria": criteria}
-            return self._open(prompt, Call(engine, any_drafter, generator=source(number)), options)
+            call = Call(engine, any_drafter, None, None, None, source(number), adapters, number)
+            return self._open(prompt, call, options)
 
         batch = Batch(
             open_request, drafter, prompts, batch_size, source(0), bool(record_timestamps)

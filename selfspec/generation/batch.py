@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -319,7 +319,8 @@ class Group(Session):
         prompt = _joined([request.output.prompt_ids for request in requests.values()], one)
         sampler = JoinedSampler(requests, one.sampler, generator)
         stops, stream = JoinedStops(requests, one.stops), Stream(None, 0, 0)
-        super().__init__(one.engine, drafter, prompt, sampler, stops, one.config, stream)
+        options = one.config, stream, one.adapters
+        super().__init__(one.engine, drafter, prompt, sampler, stops, *options)
         self.requests, self.stats, self.done = requests, stats, done
         self.chunk = self.chunk or PREFILL
         self.room = WIDEST + max(
@@ -364,6 +365,7 @@ class Group(Session):
         if offset + block.hidden.shape[1] < max(counts):
             began = time.perf_counter()
             self._between()
+            self._run_next(state)
             self.stats.seconds["prefill"] -= time.perf_counter() - began
 
     def step(self, state: State) -> None:
@@ -459,7 +461,9 @@ class Batch:
     @torch.inference_mode()
     def _advance(self) -> bool:
         """Run rounds until a request has finished; false if no request is left."""
-        with held(*self._decoders), self.stats.clock("total"):
+        adapters = self._probe.adapters
+        hooked = nullcontext() if adapters is None else adapters.hooked()
+        with hooked, held(*self._decoders), self.stats.clock("total"):
             while not self._done:
                 self._admit()
                 if not self._rows and self._next is None:

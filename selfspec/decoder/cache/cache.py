@@ -239,6 +239,11 @@ class SlotCache(Cache):
         """Every layer has keys and values of its own."""
         return self._never
 
+    @property
+    def active(self) -> Window | None:
+        """The slots of the pass in progress; `None` between passes."""
+        return self._window
+
     def _active(self) -> Window:
         if self._window is None:
             raise RuntimeError(
