@@ -74,7 +74,12 @@ def refuse_other_loops(config: GenerationConfig, options: Mapping[str, Any]) -> 
             "output_attentions and output_hidden_states are not kept by speculation; "
             "run the finished text through the model once"
         )
-    _refuse_caches(config, options)
+    if config.is_assistant:
+        raise ValueError(
+            "is_assistant is set by transformers for models that draft; pass such a model as "
+            "assistant_model"
+        )
+    _refuse_caches(config)
 
 
 _REASONS = {
@@ -107,13 +112,13 @@ def _other_mode(config: GenerationConfig) -> str:
     ]
     what = mode.value.replace("_", " ").replace("dola", "DoLa")
     if mode is GenerationMode.ASSISTED_GENERATION:
-        instead = "it drafts with transformers' drafters; choose selfspec's with draft=..."
+        instead = "drafts with transformers' drafters; choose selfspec's with draft=..."
     else:
-        instead = f"it is not covered by speculation; {_INSTEAD}"
-    return f"{', '.join(given)}: {what}: {instead}"
+        instead = f"is not covered by speculation; {_INSTEAD}"
+    return f"{', '.join(given)}: {what} {instead}"
 
 
-def _refuse_caches(config: GenerationConfig, options: Mapping[str, Any]) -> None:
+def _refuse_caches(config: GenerationConfig) -> None:
     """Refuse another cache before `generate` makes one or imports a package for it."""
     name = config.cache_implementation
     # Without a cache its kind means nothing, but for "paged", which is another loop.
