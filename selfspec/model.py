@@ -134,7 +134,7 @@ class SelfSpecModel:
             "model": self.model,
             "heads": list(self.heads),
             "draft_model": self.engine.draft_models.given,
-            "kernels": decoder.kernels,
+            "kernels": decoder.requested_kernels,
             "kv_cache_dtype": decoder.kv_cache_dtype,
         }
         made = ("model", "engine")
