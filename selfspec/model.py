@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModelForCausalLM
 from torch import Tensor, nn
 from transformers import (
     GenerationConfig,
+    LogitsProcessorList,
     PreTrainedConfig,
     PreTrainedModel,
     StoppingCriteriaList,
@@ -24,15 +26,16 @@ from selfspec.decoder.checkpoints import find_checkpoint, folder_of, load_causal
 from selfspec.decoder.families import refuse_options
 from selfspec.drafters import make_drafter
 from selfspec.drafters.engine import Engine
+from selfspec.generation.adapters import check_rows, take_adapters
 from selfspec.generation.batch import Batch, RequestOutput
 from selfspec.generation.loop import Call, Session, SpecOutput, open_session, speculate
-from selfspec.generation.prompts import left_padded
-from selfspec.generation.stopping import without_stop_strings
+from selfspec.generation.prompts import healed, inferred_mask, left_padded
+from selfspec.generation.stopping import with_stop_strings, without_tokenizer
 from selfspec.generation.unsupported import (
     check_counts,
+    merged,
     refuse_in_batches,
     refuse_other_loops,
-    samples,
 )
 from selfspec.heads import (
     CONFIG_NAME,
@@ -93,16 +96,54 @@ class SelfSpecModel:
         kernels: Kernels = "auto",
         kv_cache_dtype: KVCacheDtype = "auto",
     ):
-        self.model = model
-        decoder = Decoder(model, kernels, kv_cache_dtype)
-        if isinstance(heads, (str, Path)):
-            heads = load_heads(decoder, find_heads(heads))
-        self.engine = Engine(decoder, heads or (), draft_model)
+        self._wrap(model, heads, draft_model, kernels, kv_cache_dtype)
         if isinstance(profile, (str, Path)):
             profile = Profile.load(profile)
         self.profile = self._fitting(profile)
         self.last_stats: Stats | None = None
         self.last_trace: Trace | None = None
+
+    def _wrap(
+        self,
+        model: nn.Module,
+        heads: Sequence[ExitHead] | str | Path | None,
+        draft_model: nn.Module | str | Path | None,
+        kernels: Kernels,
+        kv_cache_dtype: KVCacheDtype,
+    ) -> None:
+        self.model = model
+        decoder = Decoder(model, kernels, kv_cache_dtype)
+        if isinstance(heads, (str, Path)):
+            heads = load_heads(decoder, find_heads(heads))
+        self.engine = Engine(decoder, heads or (), draft_model)
+
+    # Copies and pickles hold what the engine is made of; it has locks and is made again.
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The arguments of `_wrap`, and the other attributes.
+
+        Raises:
+            RuntimeError: called while `generate` runs, when the model is changed.
+        """
+        decoder = self.engine.decoder
+        with decoder.gates.lock:  # a call in another thread ends first
+            if decoder.gates.entered:
+                raise RuntimeError("copy or pickle a SelfSpecModel between calls of `generate`")
+        parts = {
+            "model": self.model,
+            "heads": list(self.heads),
+            "draft_model": self.engine.draft_models.given,
+            "kernels": decoder.requested_kernels,
+            "kv_cache_dtype": decoder.kv_cache_dtype,
+        }
+        made = ("model", "engine")
+        others = {name: value for name, value in vars(self).items() if name not in made}
+        return {"parts": parts, "others": others}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Wrap the model again."""
+        self._wrap(**state["parts"])
+        vars(self).update(state["others"])
 
     @classmethod
     def from_pretrained(
@@ -243,10 +284,18 @@ class SelfSpecModel:
 
     @property
     def generation_config(self) -> GenerationConfig:
-        """The model's own defaults of `generate`."""
-        config = self.causal_lm.generation_config
+        """The model's own defaults of `generate`; may be replaced."""
+        # A PEFT model may have one of its own, which its `generate` hands to the model inside.
+        adopts = isinstance(self.model, PeftModelForCausalLM)
+        config: Any = (self.model if adopts else self.causal_lm).generation_config
         assert config is not None  # `Decoder` takes models that generate
         return config
+
+    @generation_config.setter
+    def generation_config(self, config: GenerationConfig) -> None:
+        models: Any = (self.model, self.causal_lm)
+        for model in models:
+            model.generation_config = config
 
     @property
     def device(self) -> torch.device:
@@ -267,28 +316,41 @@ class SelfSpecModel:
     def generate(
         self,
         inputs: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: LogitsProcessorList | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+        prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]] | None = None,
+        synced_gpus: bool | None = None,
+        assistant_model: nn.Module | None = None,
+        streamer: BaseStreamer | None = None,
+        negative_prompt_ids: Tensor | None = None,
+        negative_prompt_attention_mask: Tensor | None = None,
+        custom_generate: str | Callable[..., Any] | None = None,
         *,
         draft: DraftConfig | Mapping[str, Any] | str | None = None,
-        assistant_model: nn.Module | None = None,
         generator: torch.Generator | None = None,
-        streamer: BaseStreamer | None = None,
-        generation_config: GenerationConfig | None = None,
-        stopping_criteria: StoppingCriteriaList | None = None,
         **kwargs: Any,
     ) -> Tensor | SpecOutput:
         """Generate as `PreTrainedModel.generate` does, by self-speculation.
 
-        Greedy output equals the model's own; sampled output follows its distribution.
+        Greedy output equals the model's own; sampled output follows its distribution. Arguments
+        without a description here mean what they mean to transformers.
 
         Args:
             inputs: `[batch, width]` prompt token ids, padded left or right (or `input_ids=`).
+            generation_config: options; those of the call come before it, the model's own behind it.
+            logits_processor: processors, added to those that options ask for.
+            stopping_criteria: criteria, added to those that options ask for.
+            prefix_allowed_tokens_fn: gives the tokens that may follow a text.
+            synced_gpus: refused if true.
+            assistant_model: as in transformers, a smaller model that drafts (drafter `two_model`).
+            streamer: gets all tokens of a round as soon as they are committed.
+            negative_prompt_ids: the negative prompt of classifier-free guidance.
+            negative_prompt_attention_mask: its mask.
+            custom_generate: refused; it is another decoding method.
             draft: how to draft: a `DraftConfig`, a dict with its keys, or a drafter's name;
                 `"none"` is plain decoding, `None` takes `draft_for`.
-            assistant_model: as in transformers, a smaller model that drafts (drafter `two_model`).
             generator: source of random numbers; `None` takes torch's global one.
-            streamer: gets all tokens of a round as soon as they are committed.
-            generation_config: as in transformers.
-            stopping_criteria: as in transformers.
             **kwargs: every other option of transformers' `generate`.
 
         Returns:
@@ -296,31 +358,35 @@ class SelfSpecModel:
             `SpecOutput`, which adds `stats` and `trace`.
 
         Raises:
+            TypeError: the prompt is no tensor of integers.
             ValueError: an unsupported option, a draft that this model cannot make, or an invalid
                 prompt; raised before anything runs.
         """
-        own = self.causal_lm.generation_config
-        refuse_other_loops(kwargs, generation_config, own)
-        sampled = samples(kwargs, generation_config, own)
-        engine, drafting = self._drafting(draft, assistant_model, sampled)
-        call = Call(
-            engine,
-            make_drafter(engine, drafting),
-            cache=kwargs.get("past_key_values"),
-            mask=kwargs.get("attention_mask"),
-            streamer=streamer,
-            generator=generator,
-        )
+        config = self._merged(generation_config, kwargs)
+        others = {"synced_gpus": synced_gpus, "custom_generate": custom_generate}
+        refuse_other_loops(config, {**kwargs, **others})
+        engine, drafting = self._drafting(draft, assistant_model, bool(config.do_sample))
+        drafter, tokenizer = make_drafter(engine, drafting), kwargs.get("tokenizer")
+        criteria = with_stop_strings(stopping_criteria, config.stop_strings, tokenizer)
+        infer = partial(inferred_mask, self.causal_lm, config)
+        tokens, restore = left_padded(inputs, kwargs, infer)
+        if config.token_healing:
+            tokens, restore = healed(self.causal_lm, tokens, kwargs)
+        generation_config = without_tokenizer(generation_config, self.generation_config, kwargs)
+        cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+        adapters = take_adapters(self.model, kwargs)
+        call = Call(engine, drafter, cache, mask, streamer, generator, adapters)
         run: Any = self.causal_lm.generate
-        criteria = StoppingCriteriaList(stopping_criteria or [])
-        config = without_stop_strings(generation_config, own, criteria, kwargs)
-        tokens, restore = left_padded(inputs, kwargs)
         try:
             output = run(
                 tokens,
-                generation_config=config,
-                stopping_criteria=criteria,
+                generation_config,
+                logits_processor,
+                criteria,
+                prefix_allowed_tokens_fn,
                 streamer=streamer,
+                negative_prompt_ids=negative_prompt_ids,
+                negative_prompt_attention_mask=negative_prompt_attention_mask,
                 custom_generate=partial(speculate, call=call),
                 **kwargs,
             )
@@ -333,6 +399,11 @@ class SelfSpecModel:
         self,
         inputs: Iterable[Sequence[int]],
         generation_config: GenerationConfig | None = None,
+        continuous_batching_config: Any = None,
+        record_timestamps: bool = False,
+        progress_bar: bool = False,
+        persistent_manager: bool = False,
+        warmup: bool = True,
         **options: Any,
     ) -> dict[str, RequestOutput]:
         """Generate for many prompts with continuous batching, as transformers' `generate_batch`.
@@ -344,6 +415,11 @@ class SelfSpecModel:
         Args:
             inputs: token ids of each prompt.
             generation_config: as in transformers.
+            continuous_batching_config: refused, it describes a paged cache; see `batch_size`.
+            record_timestamps: see `generate_batch_iter`.
+            progress_bar: refused if true; count the results of `generate_batch_iter`.
+            persistent_manager: refused if true; nothing is kept from call to call.
+            warmup: refused if false, for nothing is warmed up.
             **options: see `generate_batch_iter`.
 
         Returns:
@@ -355,6 +431,13 @@ class SelfSpecModel:
             ValueError: an unsupported option, or a draft that this model cannot make; raised before
                 anything runs. An error in one request is stored in the `error` of its output.
         """
+        options |= {
+            "continuous_batching_config": continuous_batching_config,
+            "record_timestamps": record_timestamps,
+            "progress_bar": progress_bar,
+            "persistent_manager": persistent_manager,
+            "warmup": warmup,
+        }
         found: dict[int, RequestOutput] = {}
         try:
             for output in self.generate_batch_iter(inputs, generation_config, **options):
@@ -374,6 +457,7 @@ class SelfSpecModel:
         max_new_tokens: int | Sequence[int] | None = None,
         seed: int | Sequence[int] | None = None,
         stopping_criteria: StoppingCriteriaList | None = None,
+        record_timestamps: bool = False,
         **kwargs: Any,
     ) -> Iterator[RequestOutput]:
         """`generate_batch` that yields each output as soon as its request has finished.
@@ -390,6 +474,8 @@ class SelfSpecModel:
                 seed on the model's device; with other rules requests share random draws. `None`
                 uses torch's global generator.
             stopping_criteria: as in transformers; each is called with one request at a time.
+            record_timestamps: whether outputs have the time of each token. Those of a round have
+                the same.
             **kwargs: every other option of transformers' `generate` that does not describe a batch
                 of tensors: processors and options of the generation config.
 
@@ -397,18 +483,21 @@ class SelfSpecModel:
             TypeError: a prompt is no list of token ids; with an iterator, when it is read.
             ValueError: an unsupported option, or a draft that this model cannot make.
         """
-        own = self.causal_lm.generation_config
-        refuse_other_loops(kwargs, generation_config, own)
-        refuse_in_batches(kwargs, generation_config, own, batch_size)
-        sampled = samples(kwargs, generation_config, own)
-        engine, drafting = self._drafting(draft, assistant_model, sampled)
-        criteria = StoppingCriteriaList(stopping_criteria or [])
-        config = without_stop_strings(generation_config, own, criteria, kwargs)
+        config = self._merged(generation_config, kwargs)
+        refuse_other_loops(config, kwargs)
+        refuse_in_batches(config, kwargs, batch_size)
+        kwargs.pop("custom_generate", None)
+        engine, drafting = self._drafting(draft, assistant_model, bool(config.do_sample))
+        tokenizer = kwargs.get("tokenizer")
+        criteria = with_stop_strings(stopping_criteria, config.stop_strings, tokenizer)
+        generation_config = without_tokenizer(generation_config, self.generation_config, kwargs)
+        adapters = take_adapters(self.model, kwargs)
         drafter = partial(make_drafter, engine, drafting)
         any_drafter = drafter()  # its rule is that of all
         prompts: Iterable[Sequence[int]] = map(_token_ids, inputs)
         if isinstance(inputs, Sequence):
             check_counts(len(inputs), max_new_tokens=max_new_tokens, seed=seed)
+            check_rows(adapters, len(inputs))
             if not inputs:
                 return iter(())
             prompts = [*prompts]  # checked before anything runs
@@ -418,11 +507,14 @@ class SelfSpecModel:
             most: Any = max_new_tokens
             if isinstance(most, Sequence):
                 most = most[number]
-            options = kwargs if most is None else {**kwargs, "max_new_tokens": most}
-            options = {**options, "generation_config": config, "stopping_criteria": criteria}
-            return self._open(prompt, Call(engine, any_drafter, generator=source(number)), options)
+            options = dict(kwargs) if most is None else {**kwargs, "max_new_tokens": most}
+            options |= {"generation_config": generation_config, "stopping_criteria": criteria}
+            call = Call(engine, any_drafter, None, None, None, source(number), adapters, number)
+            return self._open(prompt, call, options)
 
-        batch = Batch(open_request, drafter, prompts, batch_size, source(0))
+        batch = Batch(
+            open_request, drafter, prompts, batch_size, source(0), bool(record_timestamps)
+        )
         self.last_stats, self.last_trace = batch.stats, None
         return iter(batch)
 
@@ -438,6 +530,13 @@ class SelfSpecModel:
         )
         assert call.session is not None
         return call.session
+
+    def _merged(
+        self, config: GenerationConfig | None, options: Mapping[str, Any]
+    ) -> GenerationConfig:
+        """The generation config of a call."""
+        self.causal_lm.generation_config = self.generation_config  # as PEFT does
+        return merged(self.causal_lm, config, options)
 
     def _drafting(
         self,

@@ -503,7 +503,12 @@ def test_caches_that_do_not_fit(passes):
     slots = spec.engine.decoder.new_slots(2)
     slots.lengths = [4, 2]
     refused(passes, "row 0 has 4 tokens, but the cache already holds 4", past_key_values=slots)
-    refused(passes, "DynamicCache for 2 rows", past_key_values=DynamicCache(config=target.config))
+    filled = DynamicCache(config=target.config)
+    for index in range(4):
+        filled.update(*torch.zeros(2, 2, 2, 3, 8, dtype=torch.float64), index)
+    refused(
+        passes, "DynamicCache for 2 rows", past_key_values=filled, attention_mask=prompt(4, 6)[1]
+    )
     static = StaticCache(config=target.config, max_cache_len=30)
     one = torch.ones(1, 6, dtype=torch.long)
     options = {"input_ids": one, "attention_mask": one}

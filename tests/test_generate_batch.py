@@ -1,5 +1,6 @@
 """`generate_batch`: what a request gives does not depend on the requests beside it."""
 
+import inspect
 import itertools
 import random
 import time
@@ -15,12 +16,15 @@ from test_drafters import FAMILIES, SKIP, TREES
 from test_families import CASES_BY_FAMILY, model_of
 from test_hybrid import KINDS as RECURRENT
 from transformers import (
+    ContinuousBatchingConfig,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     SequenceBiasLogitsProcessor,
     StoppingCriteria,
 )
+from transformers.generation.continuous_batching.continuous_api import ContinuousMixin
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from selfspec import SelfSpecModel
 from selfspec.decoder import Decoder
@@ -403,14 +407,84 @@ def test_ctrl_c_leaves_what_is_finished(monkeypatch):
         ({"num_beams": 2}, "num_beams=2: beam search"),
         ({"draft": "tre"}, "tree"),
         ({"custom_generate": "a/b"}, "custom_generate is another decoding method"),
+        ({"token_healing": True}, "token_healing: generate_batch takes prompts as they are"),
+        ({"progress_bar": True}, "progress_bar=True: count the outputs of generate_batch_iter"),
+        ({"persistent_manager": True}, "persistent_manager=True: nothing is kept"),
+        ({"warmup": False}, "warmup=False: nothing is warmed up"),
+        (
+            {"continuous_batching_config": ContinuousBatchingConfig()},
+            "continuous_batching_config=.*choose batch_size",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_options_that_cannot_work_are_errors_before_anything_runs(options, message, monkeypatch):
     monkeypatch.setattr(Engine, "prefill", None)
     spec = SelfSpecModel(tiny_llama())
-    with pytest.raises(ValueError, match=message):
-        spec.generate_batch_iter(some_prompts(2), max_new_tokens=4, **options)
+    for generate in (spec.generate_batch, spec.generate_batch_iter):
+        with pytest.raises(ValueError, match=message):
+            generate(some_prompts(2), max_new_tokens=4, **options)
+
+
+# The arguments and the outputs of transformers' `generate_batch`
+
+
+def test_arguments_stand_where_transformers_has_them():
+    ours = inspect.signature(SelfSpecModel.generate_batch).parameters.values()
+    theirs = inspect.signature(ContinuousMixin.generate_batch).parameters.values()
+    for mine, own in zip(ours, theirs, strict=True):
+        assert (mine.kind, mine.default) == (own.kind, own.default)
+        assert mine.name == own.name or mine.kind is mine.VAR_KEYWORD
+
+
+@pytest.mark.parametrize("draft", ["early_exit", "tree", "none", None])
+@pytest.mark.parametrize("recorded", [False, True], ids=["", "timestamps"])
+def test_outputs_have_the_fields_of_transformers(draft, recorded):
+    prompts = [*some_prompts(5), [], [VOCAB + 7]]
+    spec = SelfSpecModel(tiny_llama("sometimes"))
+    before = time.perf_counter()
+    outputs = spec.generate_batch(
+        prompts,
+        None,
+        None,
+        recorded,
+        False,
+        False,
+        True,
+        batch_size=2,
+        max_new_tokens=6,
+        draft=draft,
+    )
+    after = time.perf_counter()
+    for number, output in enumerate(outputs.values()):
+        assert isinstance(output, GenerationOutput) and output.is_finished()
+        failed = number >= 5
+        assert output.status == (RequestStatus.FAILED if failed else RequestStatus.FINISHED)
+        assert (output.error is not None) == failed and output.logprobs == []
+        begun, ended = output.lifespan
+        assert before <= output.created_time <= ended <= after
+        assert begun == -1 if failed else output.created_time <= begun <= ended
+        assert len(output.generated_tokens) == (0 if failed else 6)
+        if recorded:
+            assert len(output.timestamps) == len(output.generated_tokens)
+            assert output.timestamps == sorted(output.timestamps)
+            assert all(begun <= moment <= ended for moment in output.timestamps)
+        else:
+            assert output.timestamps is None
+
+
+def test_a_request_that_fails_on_its_way_has_ended():
+    def broken(row, text):
+        if len(text) > 6:
+            raise RuntimeError("enough")
+        return list(range(VOCAB))
+
+    outputs = SelfSpecModel(tiny_llama()).generate_batch(
+        [[1, 2], [3] * 4], max_new_tokens=9, prefix_allowed_tokens_fn=broken, do_sample=False
+    )
+    for output in outputs.values():
+        assert output.status == RequestStatus.FAILED and output.is_finished()
+        assert 0 < output.lifespan[0] <= output.lifespan[1] and "enough" in output.error
 
 
 def test_a_drafter_that_cannot_take_in_rows_is_refused(monkeypatch):

@@ -1,9 +1,13 @@
 """The cache: slot = position, one length per row, and what is rejected is never seen again."""
 
+import inspect
+
 import pytest
 import torch
 from conftest import EXIT, contrary, greedy, prompt, tiny_llama
-from transformers import DynamicCache, LlamaConfig, MistralConfig
+from test_families import CASES_BY_FAMILY, model_of
+from torch.nn.functional import pad
+from transformers import Cache, DynamicCache, LlamaConfig, MistralConfig
 
 from selfspec import DraftConfig, SelfSpecModel
 from selfspec.decoder.cache import SlotCache, join_rows, take_row
@@ -462,3 +466,86 @@ def test_the_invariants_hold_without_drafts_and_with_a_chunked_prompt(watch):
     options = {"max_new_tokens": 6, "prefill_chunk_size": 3}
     spec.generate(ids, attention_mask=mask, draft="none", **options)
     assert ledger.rounds == 5
+
+
+# The interface of transformers' caches
+
+MOVES = {
+    "batch_repeat_interleave": [(2, [0, 0, 1, 1, 2, 2]), (1, [0, 1, 2])],
+    "batch_select_indices": [
+        (torch.tensor([2]), [2]),
+        (torch.tensor([2, 0, 2]), [2, 0, 2]),
+        (torch.tensor([True, False, True]), [0, 2]),
+        ([1, -1], [1, 2]),
+    ],
+    "reorder_cache": [(torch.tensor([2, 0, 1]), [2, 0, 1]), (torch.tensor([1, 1, 1]), [1, 1, 1])],
+}
+READS = {
+    *("get_seq_length", "get_max_length", "get_mask_sizes", "get_query_offset"),
+    *("has_previous_state", "is_recording_past", "reset", "crop"),
+}
+REFUSES = {
+    *("update", "prefetch", "offload", "early_initialization", "activate_past_recording"),
+    *("get_conv_state", "update_conv_state", "get_recurrent_state", "update_recurrent_state"),
+    "update_indexer",
+}
+
+
+def test_every_method_of_transformers_caches_is_known():
+    """A new one has to be sorted: it works, or it says what to do."""
+    methods = {name for name, _ in inspect.getmembers(Cache, inspect.isfunction)}
+    assert {name for name in methods if name[0] != "_"} == {*MOVES, *READS, *REFUSES}
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), [("mistral", "auto"), ("llama", "int8"), ("falcon_h1", "auto")]
+)
+@pytest.mark.parametrize(
+    ("method", "argument", "rows"),
+    [(name, *case) for name, cases in MOVES.items() for case in cases],
+    ids=str,
+)
+def test_texts_go_on_from_rows_that_were_moved(method, argument, rows, family, kind):
+    model = model_of(family, CASES_BY_FAMILY.get(family, "sdpa"))
+    spec = SelfSpecModel(model, kv_cache_dtype=kind)
+    ids, mask = prompt(9, 4, 12, vocab=61)
+    options = {"max_new_tokens": 4, "do_sample": False, "draft": "early_exit"}
+    out = spec.generate(ids, attention_mask=mask, return_dict_in_generate=True, **options)
+    cache = out.past_key_values
+    getattr(cache, method)(argument)
+    assert cache.batch_size == cache.rows == len(rows)
+    text, mask = out.sequences[rows], pad(mask, (0, 4), value=1)[rows]
+    expected = spec.generate(text, attention_mask=mask, **options)
+    again = spec.generate(text, attention_mask=mask, past_key_values=cache, **options)
+    assert torch.equal(again, expected)
+    assert cache.lengths == [n + 7 for n in torch.tensor([9, 4, 12])[rows].tolist()]
+
+
+@pytest.mark.parametrize("family", ["llama", "falcon_h1"])
+def test_what_a_cache_cannot_do_it_refuses_by_name_and_reads_are_answered(family):
+    model = model_of(family, CASES_BY_FAMILY.get(family, "sdpa"))
+    ids, mask = prompt(6, 4, vocab=61)
+    out = SelfSpecModel(model).generate(
+        ids, attention_mask=mask, max_new_tokens=3, return_dict_in_generate=True, do_sample=False
+    )
+    cache, recurrent = out.past_key_values, family == "falcon_h1"
+    for name in REFUSES:
+        states = (torch.zeros(2, 2, 1, 8), torch.zeros(2, 2, 1, 8), 0)
+        given = states if name == "update" else (0,)
+        with pytest.raises((ValueError, RuntimeError), match="a SlotCache is written by"):
+            getattr(cache, name)(*given)
+    assert (cache.get_seq_length(), cache.get_max_length(), len(cache)) == (
+        8,
+        -1,
+        len(cache.layers),
+    )
+    assert cache.get_mask_sizes(2, 0) == (10, 0) and cache.get_query_offset() == 8
+    assert not cache.is_compileable and not cache.is_recording_past(0)
+    assert cache.is_croppable is not recurrent
+    if recurrent:
+        assert cache.has_previous_state() and cache.has_previous_state(0)
+    else:
+        with pytest.raises(ValueError, match="no recurrent state"):
+            cache.has_previous_state()
+    cache.reset()
+    assert cache.get_seq_length() == 0 and cache.batch_size == 2

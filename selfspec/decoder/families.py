@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
+from peft.tuners.tuners_utils import BaseTuner
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
@@ -31,6 +32,7 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
                 f"a PEFT model of type {config.peft_type} adds virtual tokens, which a span of "
                 "layers cannot see; use an adapter inside the layers (LoRA), or merge it"
             )
+        _refuse_tuner(model)
         if hasattr(model, "get_base_model"):
             inner = model.get_base_model()  # pyright: ignore[reportCallIssue]
     if not isinstance(inner, PreTrainedModel):
@@ -39,6 +41,24 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
             f"model must be a transformers PreTrainedModel, got {type(model).__name__}{remedy}"
         )
     return inner
+
+
+# Their own `forward` or `generate` does nothing more outside training.
+_PASS_ON = {"AdaLoraModel", "MixedModel"}
+
+
+def _refuse_tuner(model: nn.Module) -> None:
+    """Raise ValueError for an adapter that acts outside the layers, in every call of the model."""
+    kind = type(getattr(model, "base_model", None))
+    acts = issubclass(kind, BaseTuner) and (
+        kind.forward is not BaseTuner.forward or hasattr(kind, "generate")
+    )
+    if acts and kind.__name__ not in _PASS_ON:
+        raise ValueError(
+            f"a {kind.__name__} of PEFT computes something for every call outside the layers, "
+            "which passes over a span of them would miss; use an adapter inside the layers "
+            "(LoRA), or merge it"
+        )
 
 
 def refuse_options(kernels: str, kv_cache_dtype: str) -> None:

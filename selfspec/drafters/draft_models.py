@@ -37,6 +37,11 @@ class DraftModels:
         elif given is not None:
             self._given = self._admit(given)
 
+    @property
+    def given(self) -> nn.Module | None:
+        """The model that is used if a config names none."""
+        return None if self._given is None else self._given.causal_lm
+
     def beside(self, model: nn.Module) -> DraftModels:
         """A copy with another given model.
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from selfspec.decoder import Pass, held
 from selfspec.decoder.cache import WIDEST
@@ -37,22 +38,36 @@ PREFILL = 512  # tokens, padding included, that are prefilled between two rounds
 
 
 @dataclass
-class RequestOutput:
-    """The result of one request of `generate_batch`.
+class RequestOutput(GenerationOutput):
+    """The result of one request of `generate_batch`, with the fields of transformers' results.
+
+    Times are those of `time.perf_counter`.
 
     Attributes:
         request_id: `req_0`, `req_1`, …, in the order of the prompts.
         prompt_ids: the prompt.
         generated_tokens: the new tokens, including the one that ended the text.
+        logprobs: empty, as transformers' are by default.
         error: why the request failed, or `None`.
+        status: `RequestStatus.FINISHED` or `FAILED`.
+        created_time: when the prompt was read.
+        lifespan: when the prompt's prefill began, and when the request ended.
+        timestamps: when each new token was committed, with `record_timestamps`; else `None`.
         trace: every round of the request.
     """
 
-    request_id: str
-    prompt_ids: list[int]
-    generated_tokens: list[int] = field(default_factory=list)
-    error: str | None = None
     trace: Trace = field(default_factory=lambda: Trace([[]]))
+
+    def begin(self) -> None:
+        """The prefill begins."""
+        self.status = RequestStatus.PREFILLING
+        self.lifespan = time.perf_counter(), -1
+
+    def end(self) -> None:
+        """The request has finished or failed."""
+        self.status = RequestStatus.FINISHED if self.error is None else RequestStatus.FAILED
+        self.lifespan = self.lifespan[0], time.perf_counter()
+        self.generated_tokens = self.trace.tokens()
 
     @property
     def number(self) -> int:
@@ -299,10 +314,13 @@ class Group(Session):
         done: deque[RequestOutput],
     ):
         one = next(iter(requests.values())).session
+        for request in requests.values():
+            request.output.begin()
         prompt = _joined([request.output.prompt_ids for request in requests.values()], one)
         sampler = JoinedSampler(requests, one.sampler, generator)
         stops, stream = JoinedStops(requests, one.stops), Stream(None, 0, 0)
-        super().__init__(one.engine, drafter, prompt, sampler, stops, one.config, stream)
+        options = one.config, stream, one.adapters
+        super().__init__(one.engine, drafter, prompt, sampler, stops, *options)
         self.requests, self.stats, self.done = requests, stats, done
         self.chunk = self.chunk or PREFILL
         self.room = WIDEST + max(
@@ -347,6 +365,7 @@ class Group(Session):
         if offset + block.hidden.shape[1] < max(counts):
             began = time.perf_counter()
             self._between()
+            self._run_next(state)
             self.stats.seconds["prefill"] -= time.perf_counter() - began
 
     def step(self, state: State) -> None:
@@ -372,7 +391,10 @@ class Group(Session):
 
     def _record(self, row: int, step: Round) -> None:
         """Add a row's round to its request's trace."""
-        self.requests[row].output.trace.rows[0].append(step)
+        output = self.requests[row].output
+        output.trace.rows[0].append(step)
+        if output.timestamps is not None:
+            output.timestamps += [time.perf_counter()] * len(step.tokens)
 
     def _leave(self, state: State, stay: Sequence[int]) -> None:
         """Remove finished rows, and append their results to `done`."""
@@ -382,7 +404,7 @@ class Group(Session):
             if row not in state.context.rows:
                 self.context.leave(row)
                 output = self.requests.pop(row).output
-                output.generated_tokens = output.trace.tokens()
+                output.end()
                 self.done.append(output)
 
 
@@ -395,6 +417,7 @@ class Batch:
         prompts: token ids of each request.
         rows: the most requests that run at a time.
         generator: source of random numbers, except coupled noise.
+        record_timestamps: whether results have the time of each token.
 
     Attributes:
         stats: counters and clocks of the whole call.
@@ -407,8 +430,10 @@ class Batch:
         prompts: Iterable[Sequence[int]],
         rows: int,
         generator: torch.Generator | None,
+        record_timestamps: bool = False,
     ):
         self._open, self._draft, self._size, self._generator = open_request, draft, rows, generator
+        self._record_timestamps = record_timestamps
         # Options that cannot work for any request raise an error before anything runs.
         self._probe, drafter = open_request([0], 0), draft()
         _check_join(drafter)
@@ -436,7 +461,9 @@ class Batch:
     @torch.inference_mode()
     def _advance(self) -> bool:
         """Run rounds until a request has finished; false if no request is left."""
-        with held(*self._decoders), self.stats.clock("total"):
+        adapters = self._probe.adapters
+        hooked = nullcontext() if adapters is None else adapters.hooked()
+        with hooked, held(*self._decoders), self.stats.clock("total"):
             while not self._done:
                 self._admit()
                 if not self._rows and self._next is None:
@@ -484,13 +511,15 @@ class Batch:
     def _opened(self) -> Request | None:
         """The next request whose session can be opened; others end with an error."""
         for number, prompt in self._prompts:
-            output = RequestOutput(f"req_{number}", list(prompt))
+            times: list[float] | None = [] if self._record_timestamps else None
+            output = RequestOutput(f"req_{number}", list(prompt), timestamps=times)
             try:
                 session = self._open(prompt, number)
                 known = signature(session.sampler.processors)
                 return Request(output, session, session.prompt.context(), known)
             except Exception as error:
                 output.error = reason(error)
+            output.end()
             self._done.append(output)
         return None
 

@@ -7,6 +7,7 @@ its meaning: processors, stopping criteria, streamers and returned dictionaries.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from selfspec.decoder import Pass, held
 from selfspec.drafters import Drafter
 from selfspec.drafters.engine import Engine, State
+from selfspec.generation.adapters import RowAdapters, check_rows
 from selfspec.generation.prompts import Prompt
 from selfspec.generation.rounds import RowRound, StepRecord, broken_places, read_rounds
 from selfspec.generation.stopping import Stops
@@ -66,6 +68,7 @@ class Session:
         stops: the stopping criteria.
         config: the call's generation config.
         stream: feeds the caller's streamer.
+        adapters: the adapters of rows that do not all use the active one.
     """
 
     def __init__(
@@ -77,7 +80,9 @@ class Session:
         stops: Stops,
         config: GenerationConfig,
         stream: Stream,
+        adapters: RowAdapters | None = None,
     ):
+        self.adapters = adapters
         self.engine, self.drafter, self.prompt = engine, drafter, prompt
         self.sampler, self.stops, self.stream, self.config = sampler, stops, stream, config
         self.chunk = config.prefill_chunk_size
@@ -91,7 +96,8 @@ class Session:
     @torch.inference_mode()
     def run(self) -> State:
         """Generate until every row has stopped."""
-        with held(self.engine.decoder, *self.drafter.decoders), self.stats.clock("total"):
+        hooked = nullcontext() if self.adapters is None else self.adapters.hooked()
+        with hooked, held(self.engine.decoder, *self.drafter.decoders), self.stats.clock("total"):
             state = self.start()
             while state.rows:
                 self.step(state)
@@ -102,6 +108,7 @@ class Session:
         """Prefill the prompts and generate each row's first token."""
         with self.stats.clock("prefill"):
             state = self.state()
+            self._run_next(state)
             state.stats = Stats()  # clocks of parts count the rounds only
             tokens, counts = self.prompt.prefill()
             logits = self.engine.prefill(
@@ -136,8 +143,14 @@ class Session:
         """Called after each pass of the prefill."""
         self.drafter.prefilled(state, block, offset, counts)
 
+    def _run_next(self, state: State) -> None:
+        """Say whose rows the next passes run."""
+        if self.adapters is not None:
+            self.adapters.state = state
+
     def step(self, state: State) -> None:
         """One round."""
+        self._run_next(state)
         self._check_positions(state)
         limit = self._limit(state)
         if limit > 0:
@@ -277,13 +290,17 @@ def open_session(
     Raises:
         ValueError: an unsupported option or an invalid prompt.
     """
-    refuse_unsupported_options(causal_lm, generation_config, logits_processor, model_kwargs)
+    refuse_unsupported_options(causal_lm, logits_processor, model_kwargs)
     mask = model_kwargs.get("attention_mask")
     if mask is None and call.mask is not None:
         # `generate` drops a mask of ones; its width tells how many tokens the cache holds.
         mask = input_ids.new_ones(input_ids.shape[0], call.mask.shape[1])
-    as_dict = bool(generation_config.return_dict_in_generate)
-    prompt = Prompt(call.engine, input_ids, mask, call.cache, keep_cache=as_dict)
+    returned = bool(generation_config.return_dict_in_generate)
+    returned = returned and generation_config.use_cache is not False
+    prompt = Prompt(call.engine, input_ids, mask, call.cache, keep_cache=returned)
+    if call.adapters is not None:
+        for row, text in enumerate(prompt.context().text.values(), call.row):
+            call.adapters.read(row, text)
     call.engine.ranks.check_alike(input_ids)
     sampler = Sampler(logits_processor, bool(generation_config.do_sample), call.generator)
     sampler.drafts = call.drafter.name != "none"
@@ -295,13 +312,14 @@ def open_session(
     padding = padding_id(generation_config)
     stream = Stream(call.streamer, prompt.width, padding)
     stops = Stops(stopping_criteria, call.engine.ranks)
-    options = generation_config, stream
+    options = generation_config, stream, call.adapters
     call.session = Session(call.engine, call.drafter, prompt, sampler, stops, *options)
     return input_ids
 
 
 def speculate(*prepared: Any, call: Call, **options: Any) -> Tensor | SpecOutput:
     """Generate: the callable of `generate(custom_generate=...)`; see `open_session`."""
+    check_rows(call.adapters, prepared[1].shape[0])
     open_session(*prepared, call=call, **options)
     session = call.session
     assert session is not None
@@ -331,6 +349,8 @@ class Call:
         mask: the caller's attention mask, if any.
         streamer: the caller's streamer, if any.
         generator: source of random numbers.
+        adapters: the adapters of rows that do not all use the active one.
+        row: the first row's index in `adapters`.
         session: the session, once it has begun.
     """
 
@@ -340,6 +360,8 @@ class Call:
     mask: Tensor | None = None
     streamer: BaseStreamer | None = None
     generator: torch.Generator | None = None
+    adapters: RowAdapters | None = None
+    row: int = 0
     session: Session | None = None
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 from transformers.cache_utils import Cache, DynamicCache
 
 from selfspec.decoder import Decoder
@@ -38,13 +40,14 @@ class Prompt:
         cache: Cache | None,
         keep_cache: bool,
     ):
-        self.engine, self.tokens = engine, tokens.to(engine.decoder.device)
+        self.engine, self.tokens = engine, tokens.to(engine.decoder.device, torch.long)
         self.rows, self.width = tokens.shape
         self.cache, self.keep_cache = cache, keep_cache or cache is not None
         self.retired: dict[int, RowStates] = {}
         mask = torch.ones_like(tokens) if mask is None else mask
         self.lengths = _real_lengths(tokens, mask)
-        self.known = _known_lengths(cache, self.rows, padded=bool((mask == 0).any()))
+        self.padded = bool((mask == 0).any())
+        self.known = _known_lengths(cache, self.rows, self.padded)
         _check_layers(cache, engine.decoder)
         self.given = self.width if mask.shape[1] == self.width else None
         self._check(engine)
@@ -57,6 +60,11 @@ class Prompt:
                 raise ValueError(
                     f"row {row} has {length} tokens, but the cache already holds {known}; "
                     "pass the whole text so far, which must go beyond the cache"
+                )
+            if length - known > self.width:
+                raise ValueError(
+                    f"row {row} has {length} tokens by its attention_mask, but the cache holds "
+                    f"{known} and input_ids {self.width}; pass the whole text so far"
                 )
         vocab = engine.decoder.vocab_size
         if not 0 <= int(self.tokens.min()) <= int(self.tokens.max()) < vocab:
@@ -102,17 +110,22 @@ class Prompt:
             self.retired |= {row: take_row(slots, place) for row, place in leaving.items()}
 
     def final_cache(self, slots: SlotCache) -> Cache | None:
-        """The cache to return: the one that the caller passed, or a `SlotCache`."""
+        """The cache to return: the one that the caller passed, or a `SlotCache`.
+
+        A `DynamicCache` of the caller is filled if all rows have the same length, without padding.
+        """
         if not self.keep_cache:
             self.engine.decoder.give_back(slots)
             return None
         slots.drop_added()
-        if isinstance(self.cache, DynamicCache):
-            slots.store(self.cache, self.known[0])
-            return self.cache
         whole = slots
         if self.rows > 1:
             whole = join_rows([self.retired[row] for row in range(self.rows)], slots)
+        # A `DynamicCache` has one length for all rows; else it keeps what it has, which is right.
+        even = not self.padded and len(set(whole.lengths)) == 1
+        if isinstance(self.cache, DynamicCache) and even:
+            whole.store(self.cache, self.known[0])
+            return self.cache
         if isinstance(self.cache, SlotCache):
             self.cache.take(whole)
             return self.cache
@@ -124,13 +137,16 @@ def _real_lengths(tokens: Tensor, mask: Tensor) -> list[int]:
     real = mask != 0
     if bool((real[:, :-1] & ~real[:, 1:]).any()):
         raise ValueError(
-            "attention_mask has zeros after ones in a row; pad each row on one side only"
+            "attention_mask has zeros after ones in a row; pad each row on one side only (without "
+            "a mask, every pad_token_id counts as padding, as in transformers)"
         )
     return real.sum(-1).tolist()
 
 
 def check_mask(tokens: Tensor, mask: Tensor, cached: bool) -> None:
     """Raise ValueError unless `mask` has the shape of `tokens`; with a cache it may be longer."""
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"attention_mask must be a tensor, got {type(mask).__name__}")
     fits = mask.ndim == 2 and mask.shape[0] == tokens.shape[0]
     longer = cached and fits and mask.shape[1] > tokens.shape[1]
     if not fits or (mask.shape[1] != tokens.shape[1] and not longer):
@@ -148,17 +164,18 @@ def _known_lengths(cache: Cache | None, rows: int, padded: bool) -> list[int]:
         if cache.rows != rows:
             raise ValueError(f"the cache holds {cache.rows} rows, the prompt has {rows}")
         return list(cache.lengths)
-    if type(cache) is not DynamicCache or rows > 1 or padded:
+    length = cache.get_seq_length() if type(cache) is DynamicCache else None
+    if length is None or (length and padded):
         raise ValueError(
             f"past_key_values is a {type(cache).__name__} for {rows} rows; selfspec goes on from "
             "a SlotCache (out.past_key_values of its own calls) for any batch, or from a "
-            "DynamicCache for one row without padding"
+            "DynamicCache for rows without padding"
         )
     keys = [getattr(layer, "keys", None) for layer in cache.layers]
     held = {part.shape[0] for part in keys if part is not None}
     if held - {rows}:
         raise ValueError(f"the cache holds {max(held)} rows, the prompt has {rows} rows")
-    return [cache.get_seq_length()]
+    return [length] * rows
 
 
 def _check_layers(cache: Cache | None, decoder: Decoder) -> None:
@@ -179,21 +196,29 @@ def _check_layers(cache: Cache | None, decoder: Decoder) -> None:
         )
 
 
-def left_padded(inputs: Tensor | None, kwargs: dict[str, Any]) -> tuple[Tensor | None, Any]:
-    """Move right padding to the left; also returns a function that undoes it in the output."""
+def left_padded(
+    inputs: Tensor | None,
+    kwargs: dict[str, Any],
+    infer: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Tensor | None, Any]:
+    """Move right padding to the left; also returns a function that undoes it in the output.
+
+    Args:
+        inputs: `[batch, width]` token ids, if they are not in `kwargs`.
+        kwargs: the call's options, in which the mask is replaced.
+        infer: makes the mask of a call without one.
+    """
     tokens = inputs if inputs is not None else kwargs.pop("input_ids", None)
-    if tokens is not None and tokens.numel() == 0:
-        raise ValueError(
-            f"empty prompt: input_ids has shape {tuple(tokens.shape)}; "
-            "every row needs at least one token to continue from"
-        )
-    if tokens is not None and tokens.ndim != 2:
-        raise ValueError(f"input_ids must be [batch, length], got shape {tuple(tokens.shape)}")
+    if tokens is None:
+        return None, _unchanged
+    tokens = _checked(tokens)
     mask = kwargs.get("attention_mask")
-    if tokens is not None and mask is not None:
+    if mask is not None:
         check_mask(tokens, mask, cached=kwargs.get("past_key_values") is not None)
-    if tokens is None or mask is None or mask.shape != tokens.shape or bool(mask[:, -1].all()):
-        return tokens, lambda output: output
+    elif infer is not None:
+        mask = infer(tokens)
+    if mask is None or mask.shape != tokens.shape or bool(mask[:, -1].all()):
+        return tokens, _unchanged
     aligned, kwargs["attention_mask"] = to_left_padding(tokens, mask)
 
     def restore(output: Any) -> Any:
@@ -203,6 +228,68 @@ def left_padded(inputs: Tensor | None, kwargs: dict[str, Any]) -> tuple[Tensor |
         return output
 
     return aligned, restore
+
+
+def _unchanged(output: Any) -> Any:
+    return output
+
+
+def _checked(tokens: Tensor) -> Tensor:
+    """The token ids, as transformers' embeddings take them, in 64 bits."""
+    if not isinstance(tokens, Tensor):
+        raise TypeError(
+            f"input_ids must be a tensor [batch, length], got {type(tokens).__name__}; pass "
+            'tokenizer(texts, return_tensors="pt", padding=True) as **inputs, or lists of token '
+            "ids to generate_batch"
+        )
+    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
+        raise TypeError(f"input_ids must be integers, got {tokens.dtype}")
+    if tokens.numel() == 0:
+        raise ValueError(
+            f"empty prompt: input_ids has shape {tuple(tokens.shape)}; "
+            "every row needs at least one token to continue from"
+        )
+    if tokens.ndim != 2:
+        raise ValueError(f"input_ids must be [batch, length], got shape {tuple(tokens.shape)}")
+    return tokens.long()
+
+
+def inferred_mask(model: Any, config: GenerationConfig, tokens: Tensor) -> Tensor:
+    """The mask that transformers infers: padding is `pad_token_id`, unless it also ends texts.
+
+    Args:
+        model: the model whose `generate` is called.
+        config: the merged generation config.
+        tokens: `[batch, width]` token ids.
+    """
+    config = copy.copy(config)  # gets the special tokens as tensors
+    model._prepare_special_tokens(config, device=tokens.device)
+    return model._prepare_attention_mask_for_generation(tokens, config, {})
+
+
+def healed(model: Any, tokens: Tensor | None, kwargs: dict[str, Any]) -> tuple[Tensor | None, Any]:
+    """The prompt after transformers' token healing, which rewrites its last tokens.
+
+    Returns what `left_padded` returns. As in transformers, the output begins with this prompt.
+
+    Raises:
+        ValueError: there is no tokenizer, or a padded prompt has another length afterwards.
+    """
+    tokenizer = kwargs.get("tokenizer")
+    if tokenizer is None:
+        raise ValueError("token_healing needs the tokenizer; pass tokenizer=...")
+    if tokens is None:
+        return None, _unchanged
+    healed, mask = model.heal_tokens(tokens, tokenizer), kwargs.get("attention_mask")
+    if mask is not None and healed.shape != tokens.shape:
+        if not bool(mask.all()):
+            raise ValueError(
+                f"token_healing changed the prompts' length from {tokens.shape[1]} to "
+                f"{healed.shape[1]} tokens, so that attention_mask no longer fits; heal prompts "
+                "of different lengths one by one"
+            )
+        kwargs["attention_mask"] = torch.ones_like(healed)
+    return healed, _unchanged
 
 
 def to_left_padding(tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

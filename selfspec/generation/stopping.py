@@ -132,34 +132,42 @@ def _says_stop(
     return bool(answer.expand(tokens.shape[0])[row])
 
 
-def without_stop_strings(
-    config: GenerationConfig | None,
-    own: GenerationConfig,
-    criteria: StoppingCriteriaList,
-    options: dict[str, Any],
+_NEED_TOKENIZER = {"stop_strings": None, "token_healing": False}  # with values that do nothing
+
+
+def without_tokenizer(
+    config: GenerationConfig | None, own: GenerationConfig, options: dict[str, Any]
 ) -> GenerationConfig | None:
-    """Turn stop strings into a criterion, since `generate` drops the tokenizer for custom loops.
+    """Take out what needs the tokenizer, which `generate` does not hand to custom loops.
 
     Args:
-        config: the call's config; it is not changed, a copy without stop strings is returned.
+        config: the call's config; it is not changed, a copy is returned.
         own: the model's config.
-        criteria: the criterion is appended to it.
-        options: the call's other options; `stop_strings` and `tokenizer` are removed.
+        options: the call's other options; they override the model's own, `tokenizer` is removed.
+    """
+    options.pop("tokenizer", None)
+    for name, neutral in _NEED_TOKENIZER.items():
+        if name in options or getattr(own, name, None):
+            options[name] = neutral
+        if getattr(config, name, None):
+            config = copy.deepcopy(config)
+            setattr(config, name, neutral)
+    return config
+
+
+def with_stop_strings(
+    criteria: StoppingCriteriaList | None, strings: Any, tokenizer: Any
+) -> StoppingCriteriaList:
+    """The caller's criteria, and one for stop strings, unless the caller has one already.
 
     Raises:
         ValueError: there are stop strings, and no tokenizer.
     """
-    strings = options.pop("stop_strings", None)
-    strings = strings or getattr(config, "stop_strings", None) or own.stop_strings
-    tokenizer = options.pop("tokenizer", None)
+    known = StoppingCriteriaList(criteria or [])
     if not strings:
-        return config
+        return known
     if tokenizer is None:
         raise ValueError("stop_strings need the tokenizer; pass tokenizer=...")
-    criteria.append(StopStringCriteria(tokenizer, strings))
-    if own.stop_strings:
-        options["stop_strings"] = None  # overrides the model's own
-    if config is not None:
-        config = copy.deepcopy(config)
-        config.stop_strings = None
-    return config
+    if not any(type(criterion) is StopStringCriteria for criterion in known):
+        known.append(StopStringCriteria(tokenizer, strings))
+    return known

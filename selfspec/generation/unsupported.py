@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ import torch.distributed
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import logits_process as hf
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 # Processors that keep a state from token to token.
@@ -20,101 +21,148 @@ _STATEFUL = (
 _KNOWN_INPUTS = {
     "attention_mask",
     "cache_position",
+    "labels",  # which the model's own generate ignores, too
     "logits_to_keep",
     "past_key_values",
     "position_ids",
     "return_dict",
     "use_cache",
 }
+_MANAGING = {  # with the values that are accepted
+    "continuous_batching_config": (None, "selfspec has no paged cache; choose batch_size"),
+    "progress_bar": (False, "count the outputs of generate_batch_iter"),
+    "persistent_manager": (False, "nothing is kept from call to call; leave it out"),
+    "warmup": (True, "nothing is warmed up; leave it out"),
+}
 _OF_TENSORS = ("input_ids", "inputs_embeds", "attention_mask", "past_key_values", "streamer")
+_INSTEAD = "use the model's own generate for it"
 _APART = (
     "processes that share weights but not their texts (FSDP, ZeRO-3) would wait for one another, "
     "for their rounds differ; use the model's own generate for it, or tensor parallelism"
 )
 
 
-def refuse_other_loops(options: Mapping[str, Any], *configs: GenerationConfig | None) -> None:
-    """Raise ValueError for options that select another decoding method or cache.
+def merged(
+    model: Any, config: GenerationConfig | None, options: Mapping[str, Any]
+) -> GenerationConfig:
+    """The generation config of a call, merged as transformers merges it.
+
+    The call's options come before its config, and this before the model's own. Options are judged
+    by what is left, so a call can override every value of a checkpoint.
+    """
+    return model._prepare_generation_config(config, **options)[0]
+
+
+def refuse_other_loops(config: GenerationConfig, options: Mapping[str, Any]) -> None:
+    """Raise ValueError for options that select another decoding method, cache or output.
 
     Args:
+        config: the merged generation config.
         options: the call's options.
-        configs: generation configs that apply to the call.
     """
-    if options.get("custom_generate") is not None:
-        raise ValueError(
-            "custom_generate is another decoding method; choose one of selfspec's drafters with "
-            "draft=..., or call the model's own generate"
-        )
-    if options.get("assistant_tokenizer") is not None:
-        raise ValueError(
-            "assistant_tokenizer: the assistant model must have the target's own vocabulary; "
-            "choose another, or call the model's own generate"
-        )
+    for name, reason in _REASONS.items():
+        if options.get(name) not in (None, False):
+            raise ValueError(f"{name}{reason}")
     if options.get("position_ids") is not None:
         raise ValueError(
             "position_ids: positions come from attention_mask, one after another; leave them unset"
         )
-    if options.get("synced_gpus"):  # generate keeps it from custom loops
-        raise ValueError(f"synced_gpus: {_APART}")
-    # Checked before `generate` makes such a cache or imports a package for it.
-    named = [options.get("cache_implementation")]
-    named += [getattr(config, "cache_implementation", None) for config in configs]
-    for name in named:
-        if name not in (None, "dynamic"):
-            raise ValueError(
-                f"cache_implementation={name!r}: selfspec brings its own cache, from which "
-                "rejected drafts are taken back; leave it unset (for 8-bit keys and values pass "
-                "kv_cache_dtype='int8' to SelfSpecModel), or call the model's own generate"
-            )
+    if config.get_generation_mode() not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise ValueError(_other_mode(config))
+    if config.output_attentions or config.output_hidden_states:
+        raise ValueError(
+            "output_attentions and output_hidden_states are not kept by speculation; "
+            "run the finished text through the model once"
+        )
+    if config.is_assistant:
+        raise ValueError(
+            "is_assistant is set by transformers for models that draft; pass such a model as "
+            "assistant_model"
+        )
+    _refuse_caches(config)
 
 
-def samples(
-    options: Mapping[str, Any], config: GenerationConfig | None, own: GenerationConfig
-) -> bool:
-    """Whether a call samples, by its options, its generation config, or the model's own."""
-    return bool(_chosen("do_sample", options, config, own))
+_REASONS = {
+    "custom_generate": (
+        " is another decoding method; choose one of selfspec's drafters with draft=..., or call "
+        "the model's own generate"
+    ),
+    "assistant_tokenizer": (
+        ": the assistant model must have the target's own vocabulary; choose another, or call the "
+        "model's own generate"
+    ),
+    "synced_gpus": f": {_APART}",  # generate keeps it from custom loops
+}
+# What selects a mode in `GenerationConfig.get_generation_mode`.
+_DRAFTERS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
+_SELECTS_MODE = (
+    *("force_words_ids", "constraints", "num_beams", "num_beam_groups", "penalty_alpha"),
+    *("dola_layers", *_DRAFTERS),
+)
 
 
-def _chosen(
-    name: str, options: Mapping[str, Any], config: GenerationConfig | None, own: GenerationConfig
-) -> Any:
-    """An option, as transformers finds it: what is unset in one place is looked up in the next."""
-    given = (options.get(name), getattr(config, name, None), getattr(own, name, None))
-    return next((value for value in given if value is not None), None)
+def _other_mode(config: GenerationConfig) -> str:
+    """Why a mode other than greedy search and sampling is refused, by the options that chose it."""
+    mode, usual = config.get_generation_mode(), config._get_default_generation_params()
+    values = {name: getattr(config, name, None) for name in _SELECTS_MODE}
+    given = [
+        f"{name}={value!r:.40}"
+        for name, value in values.items()
+        if value not in (None, False, usual.get(name))
+    ]
+    what = mode.value.replace("_", " ").replace("dola", "DoLa")
+    if mode is GenerationMode.ASSISTED_GENERATION:
+        instead = "drafts with transformers' drafters; choose selfspec's with draft=..."
+    else:
+        instead = f"is not covered by speculation; {_INSTEAD}"
+    return f"{', '.join(given)}: {what} {instead}"
+
+
+def _refuse_caches(config: GenerationConfig) -> None:
+    """Refuse another cache before `generate` makes one or imports a package for it."""
+    name = config.cache_implementation
+    # Without a cache its kind means nothing, but for "paged", which is another loop.
+    if name in (None, "dynamic") or (config.use_cache is False and name != "paged"):
+        return
+    raise ValueError(
+        f"cache_implementation={name!r}: selfspec brings its own cache, from which rejected drafts "
+        "are taken back; leave it unset, or pass cache_implementation='dynamic' where the "
+        "checkpoint sets it (for 8-bit keys and values pass kv_cache_dtype='int8' to "
+        "SelfSpecModel), or call the model's own generate"
+    )
 
 
 def refuse_in_batches(
-    options: Mapping[str, Any],
-    config: GenerationConfig | None,
-    own: GenerationConfig,
-    batch_size: int,
+    config: GenerationConfig, options: MutableMapping[str, Any], batch_size: int
 ) -> None:
     """Raise ValueError for options that `generate_batch` does not have.
 
     Args:
-        options: the call's options.
-        config: the call's generation config.
-        own: the model's generation config.
+        config: the merged generation config.
+        options: the call's options; those of transformers' manager are removed.
         batch_size: the most requests that run at a time.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    options.setdefault("continuous_batching_config", config.continuous_batching_config)
+    for name, (accepted, instead) in _MANAGING.items():
+        value = options.pop(name, None)
+        if value not in (None, accepted):
+            raise ValueError(f"{name}={value!r:.40}: {instead}")
     given = [name for name in _OF_TENSORS if options.get(name) is not None]
     if given:
         raise ValueError(
             f"{', '.join(given)}: generate_batch takes lists of token ids and returns whole "
             "requests; use generate instead"
         )
-
-    def chosen(name: str) -> Any:
-        return _chosen(name, options, config, own)
-
-    if (chosen("num_return_sequences") or 1) > 1:
+    if config.token_healing:
+        raise ValueError("token_healing: generate_batch takes prompts as they are; use generate")
+    if (config.num_return_sequences or 1) > 1:
         raise ValueError(
             "num_return_sequences: generate_batch continues each prompt once; give a prompt as "
             "often as it is to be continued"
         )
-    kept = [name for name in ("output_scores", "output_logits") if chosen(name)]
+    kept = [name for name in ("output_scores", "output_logits") if getattr(config, name)]
     if kept:
         raise ValueError(
             f"{', '.join(kept)}: generate_batch keeps only tokens; use generate instead"
@@ -130,14 +178,13 @@ def check_counts(prompts: int, **given: Any) -> None:
 
 def refuse_unsupported_options(
     model: nn.Module,
-    config: GenerationConfig,
     processors: LogitsProcessorList,
     inputs: Mapping[str, Any],
 ) -> None:
     """Raise ValueError for unsupported options, and for sharded weights (FSDP, ZeRO-3)."""
     if _processes() > 1 and (is_deepspeed_zero3_enabled() or _is_fully_sharded(model)):
         raise ValueError(f"{type(model).__name__} is in shards: {_APART}")
-    for problem in _problems(config, processors, inputs):
+    for problem in _problems(processors, inputs):
         raise ValueError(problem)
 
 
@@ -153,33 +200,14 @@ def _is_fully_sharded(model: nn.Module) -> bool:
     return any(isinstance(part, kinds) for part in model.modules())
 
 
-def _problems(
-    config: GenerationConfig, processors: LogitsProcessorList, inputs: Mapping[str, Any]
-) -> Iterator[str]:
-    instead = "use the model's own generate for it"
-    if (config.num_beams or 1) > 1:
-        yield f"num_beams={config.num_beams}: beam search is not covered by speculation; {instead}"
-    if config.penalty_alpha:
-        yield f"penalty_alpha: contrastive search is not covered by speculation; {instead}"
-    if config.dola_layers is not None:
-        yield f"dola_layers: DoLa decoding is not covered by speculation; {instead}"
-    if config.prompt_lookup_num_tokens is not None or config.assistant_early_exit is not None:
-        yield (
-            "prompt_lookup_num_tokens and assistant_early_exit are drafters of transformers; "
-            "choose selfspec's with draft=..."
-        )
-    if config.output_attentions or config.output_hidden_states:
-        yield (
-            "output_attentions and output_hidden_states are not kept by speculation; "
-            "run the finished text through the model once"
-        )
+def _problems(processors: LogitsProcessorList, inputs: Mapping[str, Any]) -> Iterator[str]:
     for processor in processors:
         if isinstance(processor, _STATEFUL):
             yield (
                 f"{type(processor).__name__} keeps a state from token to token, which rejected "
-                f"drafts would corrupt; {instead}"
+                f"drafts would corrupt; {_INSTEAD}"
             )
     given = [key for key, value in inputs.items() if value is not None]
     unknown = [key for key in given if key not in _KNOWN_INPUTS]
     if unknown:
-        yield f"inputs not covered by speculation: {', '.join(unknown)}; {instead}"
+        yield f"inputs not covered by speculation: {', '.join(unknown)}; {_INSTEAD}"

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -238,6 +239,11 @@ class SlotCache(Cache):
         """Every layer has keys and values of its own."""
         return self._never
 
+    @property
+    def active(self) -> Window | None:
+        """The slots of the pass in progress; `None` between passes."""
+        return self._window
+
     def _active(self) -> Window:
         if self._window is None:
             raise RuntimeError(
@@ -396,8 +402,63 @@ class SlotCache(Cache):
             )
         self.lengths = [max(length - abs(tokens_to_remove), 0) for length in self.lengths]
 
+    # Methods of transformers' caches for callers that move rows
+
+    def _pick(self, rows: Sequence[int]) -> None:
+        """Replace the rows by copies of `rows`, among which one may be several times."""
+        self.lengths = [self.lengths[row] for row in rows]
+        self.drop_added()
+        self.will_commit = [0] * self.rows
+        self.recurrent = {index: layer.part(rows) for index, layer in self.recurrent.items()}
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.hold([buffer[list(rows)] for buffer in layer.buffers])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row, as `num_return_sequences` repeats the prompts."""
+        self._pick([row for row in range(self.rows) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor | Sequence[int]) -> None:
+        """Keep these rows, in the given order; `indices` may be a mask of bools."""
+        self._pick(torch.arange(self.rows)[torch.as_tensor(indices, device="cpu")].tolist())
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes a copy of row `beam_idx[i]`."""
+        self.batch_select_indices(beam_idx)
+
+    @property
+    def batch_size(self) -> int:
+        """Number of rows."""
+        return self.rows
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether `crop` works."""
+        return not self.recurrent
+
+    def has_previous_state(
+        self, layer_idx: int | None = None, state_idx: int | None = None
+    ) -> bool:
+        """Whether a recurrent layer (by default the last one) holds a state."""
+        index = max(self.recurrent, default=None) if layer_idx is None else layer_idx
+        if index not in self.recurrent:
+            raise ValueError(f"layer {index} has no recurrent state")
+        layer = self.recurrent[index]
+        return layer.state is not None or bool(layer.convs)
+
+    def _refused(self, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError(
+            "a SlotCache is written by SelfSpecModel only, stays on the devices of the layers, and "
+            "takes back rejected drafts by itself; for the model's own generate pass a "
+            "transformers DynamicCache"
+        )
+
+    get_conv_state = update_conv_state = _refused
+    get_recurrent_state = update_recurrent_state = update_indexer = _refused
+    prefetch = offload = early_initialization = activate_past_recording = _refused
+
     def load(self, cache: DynamicCache) -> None:
-        """Copy the KV and states of a one-row `DynamicCache` into this empty cache."""
+        """Copy the KV and states of a `DynamicCache` without padding into this empty cache."""
         length = cache.get_seq_length()
         for index, layer in enumerate(cache.layers):
             keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
@@ -407,10 +468,13 @@ class SlotCache(Cache):
                 kept = keys.shape[2]
                 with self.writing(kept, length - kept):
                     self.update(keys, values, index)
-        self.lengths = [length]
+        self.lengths = [length] * self.rows
 
     def store(self, cache: DynamicCache, beyond: int) -> None:
-        """Append the one row's tokens from position `beyond` on to a `DynamicCache`."""
+        """Append the tokens from position `beyond` on to a `DynamicCache`.
+
+        All rows must have the same length.
+        """
         for index, layer in enumerate(self.layers):
             if index in self.recurrent:
                 theirs = cache.layers[index]
