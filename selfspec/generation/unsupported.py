@@ -8,15 +8,9 @@ from typing import Any
 import torch
 import torch.distributed
 from torch import nn
-from transformers import GenerationConfig, LogitsProcessorList
-from transformers.generation import logits_process as hf
+from transformers import GenerationConfig
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-# Processors that keep a state from token to token.
-_STATEFUL = (
-    hf.UnbatchedClassifierFreeGuidanceLogitsProcessor,
-    hf.SynthIDTextWatermarkLogitsProcessor,
-)
 _KNOWN_INPUTS = {
     "attention_mask",
     "cache_position",
@@ -131,13 +125,12 @@ def check_counts(prompts: int, **given: Any) -> None:
 def refuse_unsupported_options(
     model: nn.Module,
     config: GenerationConfig,
-    processors: LogitsProcessorList,
     inputs: Mapping[str, Any],
 ) -> None:
     """Raise ValueError for unsupported options, and for sharded weights (FSDP, ZeRO-3)."""
     if _processes() > 1 and (is_deepspeed_zero3_enabled() or _is_fully_sharded(model)):
         raise ValueError(f"{type(model).__name__} is in shards: {_APART}")
-    for problem in _problems(config, processors, inputs):
+    for problem in _problems(config, inputs):
         raise ValueError(problem)
 
 
@@ -153,9 +146,7 @@ def _is_fully_sharded(model: nn.Module) -> bool:
     return any(isinstance(part, kinds) for part in model.modules())
 
 
-def _problems(
-    config: GenerationConfig, processors: LogitsProcessorList, inputs: Mapping[str, Any]
-) -> Iterator[str]:
+def _problems(config: GenerationConfig, inputs: Mapping[str, Any]) -> Iterator[str]:
     instead = "use the model's own generate for it"
     if (config.num_beams or 1) > 1:
         yield f"num_beams={config.num_beams}: beam search is not covered by speculation; {instead}"
@@ -173,12 +164,6 @@ def _problems(
             "output_attentions and output_hidden_states are not kept by speculation; "
             "run the finished text through the model once"
         )
-    for processor in processors:
-        if isinstance(processor, _STATEFUL):
-            yield (
-                f"{type(processor).__name__} keeps a state from token to token, which rejected "
-                f"drafts would corrupt; {instead}"
-            )
     given = [key for key, value in inputs.items() if value is not None]
     unknown = [key for key in given if key not in _KNOWN_INPUTS]
     if unknown:
