@@ -436,6 +436,7 @@ class Batch:
         self._open, self._draft, self._size, self._generator = open_request, draft, rows, generator
         # Options that cannot work for any request raise an error before anything runs.
         self._probe, drafter = open_request([0], 0), draft()
+        self._probe.sampler.separate()
         _check_join(drafter)
         self._decoders = self._probe.engine.decoder, *drafter.decoders
         self._prompts = iter(enumerate(prompts))
@@ -512,6 +513,7 @@ class Batch:
             output = RequestOutput(f"req_{number}", list(prompt))
             try:
                 session = self._open(prompt, number)
+                session.sampler.separate()
                 known = signature(session.sampler.processors)
                 return Request(output, session, session.prompt.context(), known)
             except Exception as error:

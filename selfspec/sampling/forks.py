@@ -19,6 +19,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from selfspec.sampling.processors import runs_in_blocks
 
 
 def fork(processor: Any) -> Any | None:
@@ -29,6 +32,29 @@ def fork(processor: Any) -> Any | None:
     kind = type(processor)
     adapter = _ADAPTERS.get(f"{kind.__module__}.{kind.__qualname__}")
     return None if adapter is None else adapter(processor)
+
+
+def for_request(processor: Any) -> Any:
+    """A processor for one of several requests, so that each has a state of its own.
+
+    Known processors have none. Of others a fork is made, or else a deep copy, which shares models
+    and tokenizers.
+
+    Raises:
+        ValueError: it cannot be copied.
+    """
+    forked = processor if runs_in_blocks(processor) else fork(processor)
+    if forked is not None:
+        return forked
+    large = (torch.nn.Module, PreTrainedTokenizerBase)
+    parts = [part for part in getattr(processor, "__dict__", {}).values() if isinstance(part, large)]
+    try:
+        return copy.deepcopy(processor, {id(part): part for part in parts})
+    except Exception as error:
+        raise ValueError(
+            f"{type(processor).__name__} cannot be copied for each request ({error}); give it a "
+            "method fork() that returns a copy of it (itself, if it has no state), or call generate"
+        ) from error
 
 
 def _xgrammar(processor: Any) -> Any | None:
@@ -43,7 +69,9 @@ def _outlines_xgrammar(processor: Any) -> Any | None:
 
 def _of_xgrammar(processor: Any, matchers: str, bitmask: str, grammar: Any) -> Any | None:
     originals = getattr(processor, matchers, [])
-    if not originals or not hasattr(originals[0], "fork"):  # not called yet, or an old version
+    if not originals:
+        return _copy(processor)  # it makes its matchers when it is first called
+    if not hasattr(originals[0], "fork"):  # an old version
         return None
     forks = [matcher.fork() for matcher in originals]
     copied = _copy(processor, **{matchers: forks, bitmask: getattr(processor, bitmask).clone()})
@@ -122,7 +150,7 @@ def _outlines_llguidance(processor: Any) -> Any | None:
     """A fork of the logits processor of outlines' backend `llguidance`."""
     originals = getattr(processor, "ll_matchers", [])
     if not originals:
-        return None
+        return _copy(processor)
     forks = [matcher.deep_copy() for matcher in originals]
     copied = _copy(processor, ll_matchers=forks, bitmask=processor.bitmask.clone())
     copied.forced = lambda text: [matcher.compute_ff_tokens() for matcher in forks]
@@ -132,7 +160,7 @@ def _outlines_llguidance(processor: Any) -> Any | None:
 def _outlines_core(processor: Any) -> Any | None:
     """A fork of the logits processor of outlines' backend `outlines_core`."""
     guides = getattr(processor, "_guides", [])
-    return OutlinesCoreFork(processor.index, guides) if guides else None
+    return OutlinesCoreFork(processor.index, guides) if guides else _copy(processor)
 
 
 class OutlinesCoreFork:

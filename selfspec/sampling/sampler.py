@@ -13,7 +13,7 @@ from transformers import LogitsProcessorList
 
 from selfspec.sampling.coupled_noise import Noise
 from selfspec.sampling.draft import Tree
-from selfspec.sampling.forks import fork
+from selfspec.sampling.forks import for_request, fork
 from selfspec.sampling.processors import POINTWISE, Prefixes, process, runs_in_blocks
 
 
@@ -206,6 +206,14 @@ class Sampler:
     eos: frozenset[int] = frozenset()
     _forks: list[Any] = field(default_factory=list, init=False, repr=False)
     _vocab: int = field(default=0, init=False, repr=False)  # of the last logits
+
+    def separate(self) -> None:
+        """Take copies of the processors, so that they share no state with other requests.
+
+        Raises:
+            ValueError: one cannot be copied.
+        """
+        self.processors = LogitsProcessorList(map(for_request, self.processors))
 
     @property
     def chooses(self) -> bool:
