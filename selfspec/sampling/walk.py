@@ -22,9 +22,7 @@ from selfspec.sampling.sampler import Context, Sampler, draw
 Ended = Callable[[Sequence[int], Tensor, Tensor], Sequence[bool]]
 
 
-def walk(
-    draft: Draft, logits: Tensor, sampler: Sampler, context: Context, ended: Ended
-) -> Verdict:
+def walk(draft: Draft, logits: Tensor, sampler: Sampler, context: Context, ended: Ended) -> Verdict:
     """Accept drafts while every row's token is one of them.
 
     A processor with a state has to be called as in plain decoding: once for each committed token,
@@ -70,9 +68,7 @@ def walk(
     return verdict
 
 
-def _noise_ahead(
-    sampler: Sampler, context: Context, width: int, logits: Tensor
-) -> Tensor | None:
+def _noise_ahead(sampler: Sampler, context: Context, width: int, logits: Tensor) -> Tensor | None:
     """`[rows, width, vocab]` the noise of the next positions; `None` if tokens have none."""
     if sampler.noise is None:
         return None
@@ -102,4 +98,3 @@ def _choose(
     rank, left = first_accepted(probs, q, drafts, real, sampler.generator)
     accepted = torch.nn.functional.pad(drafts, (1, 0)).gather(1, rank[:, None])[:, 0]
     return torch.where(rank > 0, accepted, draw(left, sampler.generator))
-
