@@ -213,11 +213,6 @@ def test_the_buffer_grows_and_keeps_its_text():
         assert here.tokens[row, length : length + 50].tolist() == [1] * 50
 
 
-def test_rows_of_one_length_are_taken_together():
-    here = Context(torch.zeros(4, 8, dtype=torch.long), [5, 3, 5, 7], [2, 1, 0])
-    assert list(here.by_length()) == [(3, [1], [1]), (5, [0, 2], [2, 0])]
-
-
 # The text
 
 
