@@ -66,11 +66,13 @@ def _xgrammar(processor: Any) -> Any | None:
 
 def _outlines_xgrammar(processor: Any) -> Any | None:
     """A fork of the logits processor of outlines' backend `xgrammar`."""
+    if processor.is_first_token:
+        return _copy(processor)
     return _of_xgrammar(processor, "_matchers", "_bitmask", processor.compiled_grammar)
 
 
 def _of_xgrammar(processor: Any, matchers: str, bitmask: str, grammar: Any) -> Any | None:
-    originals = getattr(processor, matchers, [])
+    originals = getattr(processor, matchers)
     if not originals:
         return _copy(processor)  # it makes its matchers when it is first called
     if not hasattr(originals[0], "fork"):  # an old version
@@ -150,10 +152,9 @@ class Words:
 
 def _outlines_llguidance(processor: Any) -> Any | None:
     """A fork of the logits processor of outlines' backend `llguidance`."""
-    originals = getattr(processor, "ll_matchers", [])
-    if not originals:
+    if processor.is_first_token:
         return _copy(processor)
-    forks = [matcher.deep_copy() for matcher in originals]
+    forks = [matcher.deep_copy() for matcher in processor.ll_matchers]
     copied = _copy(processor, ll_matchers=forks, bitmask=processor.bitmask.clone())
     copied.forced = lambda text: [matcher.compute_ff_tokens() for matcher in forks]
     return copied
@@ -161,8 +162,9 @@ def _outlines_llguidance(processor: Any) -> Any | None:
 
 def _outlines_core(processor: Any) -> Any | None:
     """A fork of the logits processor of outlines' backend `outlines_core`."""
-    guides = getattr(processor, "_guides", [])
-    return OutlinesCoreFork(processor.index, guides) if guides else _copy(processor)
+    if processor.is_first_token:
+        return _copy(processor)
+    return OutlinesCoreFork(processor.index, processor._guides)
 
 
 class OutlinesCoreFork:

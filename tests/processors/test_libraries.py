@@ -185,18 +185,29 @@ def test_rows_and_requests_have_a_grammar_each(spec, tokenizer, made, library):
         assert output.generated_tokens == own[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("library", GRAMMARS)
+@pytest.mark.parametrize("library", sorted({*GRAMMARS} - {"outlines, outlines_core"}))
 def test_forced_text_takes_few_rounds(spec, tokenizer, made, library):
-    """Of a text that is mostly forced, the default draft verifies many tokens at once."""
+    """Of a text that is mostly forced, the default draft verifies many tokens at once.
+
+    `outlines_core` knows which tokens it allows, but not what they stand for.
+    """
     keys = ["name", "colour", "weight", "available", "colour", "comment"]
-    new = made(library, None, {"type": "array", "items": record(**dict.fromkeys(keys, YES)),
-                               "minItems": 3, "maxItems": 3})
+    new = made(
+        library,
+        None,
+        {
+            "type": "array",
+            "items": record(**dict.fromkeys(keys, YES)),
+            "minItems": 3,
+            "maxItems": 3,
+        },
+    )
     given = tokenizer("The answer: ", return_tensors="pt")
     output = spec.generate(**given, max_new_tokens=200, do_sample=False, logits_processor=[new()])
     assert output.shape[1] > 2.5 * spec.last_stats.rounds
 
 
-def zoo(tokenizer):
+def zoo(tokenizer, rows):
     from logits_processor_zoo.transformers import (
         CiteFromPromptLogitsProcessor,
         ForceLastPhraseLogitsProcessor,
@@ -208,8 +219,10 @@ def zoo(tokenizer):
     return {
         "length": lambda: GenLengthLogitsProcessor(tokenizer, boost_factor=0.2),
         "cite": lambda: CiteFromPromptLogitsProcessor(tokenizer, boost_factor=2.0),
-        "last phrase": lambda: ForceLastPhraseLogitsProcessor(" The end.", tokenizer),
-        "trigger": lambda: TriggerPhraseLogitsProcessor(" wait", " the", tokenizer, 2),
+        "last phrase": lambda: ForceLastPhraseLogitsProcessor(" The end.", tokenizer, rows),
+        "trigger": lambda: TriggerPhraseLogitsProcessor(
+            tokenizer, rows, " wait", " the", trigger_count=2
+        ),
         "choice": lambda: MultipleChoiceLogitsProcessor(tokenizer, ["a", "b"]),
     }
 
@@ -219,7 +232,7 @@ def zoo(tokenizer):
 def test_the_zoo_of_processors_is_exact(spec, tokenizer, name, rows):
     texts = ["It was the best of times, it was the worst of times.", "She said that the"][:rows]
     given = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
-    new, options = zoo(tokenizer)[name], {"max_new_tokens": 30, "do_sample": False}
+    new, options = zoo(tokenizer, rows)[name], {"max_new_tokens": 30, "do_sample": False}
     own = spec.model.generate(**given, **options, logits_processor=[new()])
     for draft in ["none", *DRAFTS.values()]:
         got = spec.generate(**given, **options, logits_processor=[new()], draft=draft)
