@@ -86,14 +86,13 @@ def measure(
         ValueError: two texts differ.
     """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
-    first: Tensor | None = None
+    texts: dict[str, Tensor] = {}
     for _ in range(repeats):
         for name, call in calls.items():
             began = time.process_time()
-            text = call(**options, logits_processor=[new()])
+            texts[name] = call(**options, logits_processor=[new()])
             seconds[name].append(time.process_time() - began)
-            first = text if first is None else first
-            if not torch.equal(text, first):
+            if not torch.equal(texts[name], texts["generate"]):
                 raise ValueError(f"{name} writes another text than generate")
     return {name: statistics.median(found) for name, found in seconds.items()}
 

@@ -144,7 +144,7 @@ GRAMMARS = ["xgrammar", "outlines, outlines_core", "outlines, xgrammar", "outlin
 def test_every_drafter_writes_the_constrained_text_of_plain_decoding(
     spec, tokenizer, made, library, case, sampled
 ):
-    regex, schema = case
+    regex, _ = case
     new, ids = made(library, *case), tokenizer("The answer: ", return_tensors="pt").input_ids
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": LONGEST, "top_k": 0}
 
