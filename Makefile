@@ -8,6 +8,7 @@
 #   VLLM            the version of vLLM, in a build for the CPU:       make test-engines VLLM=0.32.0
 #   VLLM_TORCH      the version of torch that it was built for
 #   SGLANG          the version of SGLang; its kernels are not needed
+#   XGRAMMAR, OUTLINES, LLGUIDANCE, ZOO   versions of the libraries of logits processors
 #   SPECULATORS     the version of the speculators library that heads are compared with
 #   GPU_PYTHON      the interpreter of `make gpu`, with torch: that of .venv if it exists, else PYTHON
 #   DEVICE, SHAPE   where `make gpu` runs, and which sizes:            make gpu SHAPE=tiny DEVICE=cpu
@@ -18,6 +19,10 @@ VLLM ?= 0.32.0
 VLLM_TORCH ?= 2.13.0
 SGLANG ?= 0.5.23
 SPECULATORS ?= 0.9.0
+XGRAMMAR ?= 0.2.8
+OUTLINES ?= 1.3.0
+LLGUIDANCE ?= 1.9.1
+ZOO ?= 0.2.1
 
 # With an NVIDIA GPU pip's default build is the right one; without, one tested version.
 NVIDIA := $(shell command -v nvidia-smi 2>/dev/null)
@@ -37,15 +42,18 @@ ENGINES := .venv-engines
 ENGINES_READY := $(ENGINES)/.ready
 APP := .venv-app
 APP_READY := $(APP)/.ready
+PROCESSORS := .venv-processors
+PROCESSORS_READY := $(PROCESSORS)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 WHEEL_PIP := $(WHEEL_ENV)/bin/python -m pip --disable-pip-version-check
 ENGINES_PIP := $(ENGINES)/bin/python -m pip --disable-pip-version-check
 APP_PIP := $(APP)/bin/python -m pip --disable-pip-version-check
+PROCESSORS_PIP := $(PROCESSORS)/bin/python -m pip --disable-pip-version-check
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 PYTEST := $(TEST_ENV) $(BIN)/pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-wheel test-engines test-app gpu notebooks docs dist check lint types imports clean
+.PHONY: help demo test test-slow test-wheel test-engines test-app test-processors gpu notebooks docs dist check lint types imports clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -98,6 +106,10 @@ test-engines: $(ENGINES_READY) ## exits and heads in vLLM and SGLang, in one pro
 test-app: $(APP_READY) ## the page of `selfspec app`, served to a client and shown in a browser
 	$(TEST_ENV) $(APP)/bin/python -m pytest -rs -W default -m app tests/app
 
+# Apart from `make test`: four libraries that `dev` does not need.
+test-processors: $(PROCESSORS_READY) ## texts that grammars of xgrammar, outlines and llguidance constrain
+	$(TEST_ENV) $(PROCESSORS)/bin/python -m pytest -m processors tests/processors
+
 check: lint types imports ## lint, types and imports
 
 lint: $(READY) ## ruff: rules and formatting
@@ -111,7 +123,7 @@ imports: $(READY) ## import-linter: a module imports only from layers below
 	$(BIN)/lint-imports --no-logo
 
 clean: ## remove everything that can be made again
-	rm -rf .venv $(ENGINES) $(APP) dist build outputs site .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv $(ENGINES) $(APP) $(PROCESSORS) dist build outputs site .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch goes in first and by itself: anything that depends on it would pull pip's default build.
@@ -157,4 +169,13 @@ $(APP_READY): pyproject.toml
 	@$(APP_PIP) install --quiet --upgrade pip
 	@$(APP)/bin/python -c 'import torch' 2>/dev/null || $(APP_PIP) install --quiet $(PIP_TORCH_ARGS) '$(TORCH)'
 	@$(APP_PIP) install --quiet --editable '.[app]' pytest pytest-timeout selenium
+	@touch $@
+
+$(PROCESSORS_READY): pyproject.toml
+	@echo 'setting up $(PROCESSORS): 1.5 GB, a few minutes the first time'
+	@test -x $(PROCESSORS)/bin/pip || $(PYTHON) -m venv $(PROCESSORS)
+	@$(PROCESSORS_PIP) install --quiet --upgrade pip
+	@$(PROCESSORS)/bin/python -c 'import torch' 2>/dev/null || $(PROCESSORS_PIP) install --quiet $(PIP_TORCH_ARGS) '$(TORCH)'
+	@$(PROCESSORS_PIP) install --quiet --editable . pytest pytest-timeout 'xgrammar==$(XGRAMMAR)' \
+	  'outlines==$(OUTLINES)' 'llguidance==$(LLGUIDANCE)' 'logits-processor-zoo==$(ZOO)'
 	@touch $@

@@ -10,12 +10,10 @@ from transformers import (
     GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
-    LogitsProcessor,
     LogitsProcessorList,
     MistralConfig,
     MistralForCausalLM,
     StaticCache,
-    SynthIDTextWatermarkingConfig,
     pipeline,
 )
 from transformers.generation.logits_process import TemperatureLogitsWarper
@@ -403,7 +401,6 @@ def refused(passes, match, error=ValueError, **options):
     assert passes == []
 
 
-synthid = SynthIDTextWatermarkingConfig(ngram_len=5, keys=[1, 2, 3])
 UNCOVERED = [
     ({"num_beams": 3}, "beam"),
     ({"num_beams": 2, "do_sample": True}, "beam"),
@@ -411,8 +408,6 @@ UNCOVERED = [
     ({"custom_generate": lambda *a, **k: None}, "custom_generate"),
     ({"dola_layers": "high"}, "DoLa"),
     ({"prompt_lookup_num_tokens": 3}, "prompt_lookup"),
-    ({"guidance_scale": 1.5}, "keeps a state"),
-    ({"watermarking_config": synthid, "do_sample": True}, "keeps a state"),
     ({"output_attentions": True, "return_dict_in_generate": True}, "attentions"),
     ({"output_hidden_states": True, "return_dict_in_generate": True}, "hidden_states"),
     ({"cache_implementation": "static"}, "cache_implementation"),
@@ -596,19 +591,6 @@ def test_what_a_prefill_takes_is_in_no_other_part():
     assert not any(stats.seconds[part] for part in PARTS)
 
 
-class Counts(LogitsProcessor):
-    """Prefers another token in every call."""
-
-    def __init__(self):
-        self.calls = 0
-
-    def __call__(self, input_ids, scores):
-        self.calls += 1
-        scores = scores.clone()
-        scores[:, self.calls % VOCAB] += 5
-        return scores
-
-
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_in_a_pipeline_it_stands_for_its_model(batch_size):
     spec = SelfSpecModel.from_pretrained(DEMO_MODEL, dtype=torch.float32)
@@ -622,13 +604,3 @@ def test_in_a_pipeline_it_stands_for_its_model(batch_size):
     )
     assert spoken == own and spec.last_stats.drafted > 0
     assert spec.config is spec.model.config and spec.dtype == torch.float32
-
-
-def test_a_processor_that_counts_its_calls_is_told_of():
-    ids, _ = prompt(6)
-    own = greedy(target, ids, max_new_tokens=8, logits_processor=LogitsProcessorList([Counts()]))
-    options = {"max_new_tokens": 8, "do_sample": False}
-    with pytest.warns(UserWarning, match="Counts changes from call to call"):
-        spec.generate(ids, draft=DRAFT, logits_processor=LogitsProcessorList([Counts()]), **options)
-    alone = LogitsProcessorList([Counts()])
-    assert torch.equal(spec.generate(ids, draft="none", logits_processor=alone, **options), own)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from scipy.stats import chisquare
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from selfspec.sampling.draft import Tree
@@ -11,18 +11,6 @@ from selfspec.sampling.sampler import Context, Sampler, draw
 
 VOCAB = 11
 LENGTHS = [6, 4, 7]
-
-
-class Recording(LogitsProcessor):
-    """Notes each prefix and adds something that depends on it and on the row's index."""
-
-    def __init__(self):
-        self.prefixes = []
-
-    def __call__(self, input_ids, scores):
-        self.prefixes.append(input_ids.clone())
-        bias = (input_ids.sum(-1, keepdim=True) * torch.arange(VOCAB)) % 7
-        return scores + bias + 100 * torch.arange(scores.shape[0])[:, None]
 
 
 def text(seed=0):
@@ -87,7 +75,6 @@ PREFIX = {
     "decay below one": [hf.ExponentialDecayLengthPenalty((3, 0.7), [3], 4)],
     "suppress at begin": [hf.SuppressTokensAtBeginLogitsProcessor([2, 5], 7)],
     "padding left out": [hf.RepetitionPenaltyLogitsProcessor(1.7, torch.tensor([2, 0, 3]))],
-    "own": [Recording()],
     "order": [
         hf.TemperatureLogitsWarper(0.6),
         hf.RepetitionPenaltyLogitsProcessor(1.7),
@@ -160,50 +147,18 @@ def test_short_texts_are_processed_as_plain_decoding_would(name, lengths):
     assert torch.equal(Sampler(processors).scores(logits, here), expected)
 
 
-@pytest.mark.parametrize("name", POINTWISE)
-def test_pointwise_and_prefix_paths_agree(name):
-    """A processor that reads nothing, put among others, takes the slow way to the same scores."""
-    drafts, logits = block(3, 4)
-
-    class Nothing(LogitsProcessor):
-        def __call__(self, input_ids, scores):
-            return scores
-
-    here = context()
-    here.write(drafts)
-    slow = Sampler(LogitsProcessorList([*POINTWISE[name], Nothing()]))
-    fast = Sampler(LogitsProcessorList(POINTWISE[name]))
-    assert slow.reads_prefix and not fast.reads_prefix
-    torch.testing.assert_close(slow.scores(logits, here), fast.scores(logits, here))
-
-
 def test_a_subclass_of_a_pointwise_processor_is_trusted_with_nothing():
     class Warmer(hf.TemperatureLogitsWarper):
         def __call__(self, input_ids, scores):
             return scores / (1 + (input_ids == 3).sum(-1, keepdim=True))
 
-    assert Sampler(LogitsProcessorList([Warmer(0.5)])).reads_prefix
-
-
-@pytest.mark.parametrize("rows", [(0, 1, 2), (2, 0)], ids=str)
-def test_every_position_sees_its_own_prefix(rows):
-    recording = Recording()
-    drafts, logits = block(len(rows), 3)
-    here = context(rows)
-    here.write(drafts)
-    Sampler(LogitsProcessorList([recording])).scores(logits, here)
-    for place, row in enumerate(rows):
-        settled = text()[row, : LENGTHS[row]].tolist()
-        for position in range(3):
-            wanted = settled + drafts[place, :position].tolist()
-            seen = [p[row].tolist() for p in recording.prefixes if p.shape[1] == len(wanted)]
-            assert wanted in seen
-    assert all(prefix.shape[0] == 3 for prefix in recording.prefixes)
+    assert Sampler(LogitsProcessorList([Warmer(0.5)])).walks
+    assert not Sampler(LogitsProcessorList([hf.TemperatureLogitsWarper(0.5)])).walks
 
 
 def test_positions_of_a_draft_are_offset_from_the_settled_text():
     """Drafting processes one position at a time; the verification sees the same prefixes."""
-    processors = LogitsProcessorList(PREFIX["own"])
+    processors = LogitsProcessorList(PREFIX["order"])
     drafts, logits = block(3, 4)
     whole, steps = context(), context()
     whole.write(drafts)
@@ -244,7 +199,8 @@ def test_a_write_is_not_settled_until_it_is_counted():
     here.write(torch.tensor([[1, 2], [3, 4]]))
     assert list(here.lengths.values()) == list(LENGTHS)
     assert here.tokens[2, 7:9].tolist() == [1, 2] and here.tokens[0, 6:8].tolist() == [3, 4]
-    assert here.padded(9)[0].tolist() == [*text()[0, :6].tolist(), 9]
+    here.padding = 9
+    assert here.padded()[0].tolist() == [*text()[0, :6].tolist(), 9]
     assert torch.equal(here.tokens[1, :4], text()[1, :4])
 
 
@@ -255,11 +211,6 @@ def test_the_buffer_grows_and_keeps_its_text():
     for row, length in enumerate(LENGTHS):
         assert torch.equal(here.tokens[row, :length], text()[row, :length])
         assert here.tokens[row, length : length + 50].tolist() == [1] * 50
-
-
-def test_rows_of_one_length_are_taken_together():
-    here = Context(torch.zeros(4, 8, dtype=torch.long), [5, 3, 5, 7], [2, 1, 0])
-    assert list(here.by_length()) == [(3, [1], [1]), (5, [0, 2], [2, 0])]
 
 
 # The text

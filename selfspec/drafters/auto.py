@@ -129,7 +129,8 @@ class Auto(ExitDrafter):
             super().commit(state, draft, verified, verdict)
             return
         self.reader.verified(state, 0, verified)
-        self.timer.end(state.rows, Work(copies=draft.length))
+        # The drafts of a round that this drafter did not propose cost as much as copies.
+        self.timer.end(state.rows, Work(copies=verified.logits.shape[1] - 1))
         self.model.drafts[state.sampler.do_sample].fade()  # so that drafts are tried again
 
     def join(self, other: Any) -> None:

@@ -16,6 +16,7 @@ class Drafter(ABC):
     """Proposes tokens for the rows of one call of `generate`.
 
     Attributes:
+        drafts: whether it drafts at all; only then a round may verify tokens that a grammar forces.
         makes_trees: whether drafts may be trees, which have their own acceptance rules.
         takes_schedule: whether it uses the config's schedule.
         decoders: models that it runs beside the target.
@@ -25,6 +26,7 @@ class Drafter(ABC):
     """
 
     name: ClassVar[str]
+    drafts: ClassVar[bool] = True
     makes_trees: ClassVar[bool] = False
     takes_schedule: ClassVar[bool] = False
     decoders: tuple[Decoder, ...] = ()
@@ -56,6 +58,9 @@ class Drafter(ABC):
         self, state: State, draft: Draft, verified: Verified, verdict: Verdict
     ) -> None:
         """Called after verification, before the round is committed.
+
+        The draft is empty in rounds whose tokens came from elsewhere: after `pause`, a round may
+        verify tokens that a grammar forces, of which the verdict may have accepted some.
 
         The accepted branch of a tree is already in consecutive slots. A drafter that keeps nothing
         need not override this.

@@ -12,6 +12,7 @@ class Plain(Drafter):
     """Proposes nothing, so that every round is one step of the target."""
 
     name = "none"
+    drafts = False
 
     @classmethod
     def from_config(cls, engine: Engine, config: DraftConfig) -> Plain:

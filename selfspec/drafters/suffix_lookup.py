@@ -10,8 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
-
 from selfspec.config import LookupConfig
 from selfspec.sampling.draft import Draft
 from selfspec.sampling.sampler import Context
@@ -199,15 +197,9 @@ class Lookup:
     def draft(self, context: Context, limit: int) -> Draft:
         """A draft of at most `limit` tokens that followed each row's match."""
         indexes = self.read(context)
-        device = context.device
         counts = [min(limit, self._count_after(index.match.length)) for index in indexes]
-        if not any(counts):
-            return Draft.empty(len(counts), device)
         rows = zip(indexes, counts, strict=True)
-        tokens = [index.continuation(n) + [0] * (max(counts) - n) for index, n in rows]
-        return Draft(
-            torch.tensor(tokens, device=device), counts=torch.tensor(counts, device=device)
-        )
+        return Draft.of([index.continuation(n) if n else [] for index, n in rows], context.device)
 
     def _count_after(self, match: int) -> int:
         """Number of tokens to copy after a match of that length."""

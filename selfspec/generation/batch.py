@@ -221,7 +221,7 @@ class JoinedSampler(Sampler):
 
     def _for_rows(self, context: Context) -> Sequence[Any]:
         if self._joined[0] != context.rows:
-            own = [self.requests[row].session.sampler.processors for row in context.rows]
+            own = [self.requests[row].session.sampler.in_blocks for row in context.rows]
             self._joined = list(context.rows), joined(own)
         return self._joined[1]
 
@@ -245,11 +245,21 @@ class JoinedSampler(Sampler):
 
         def score(index: int, request: Request) -> Tensor:
             here = slice(index, index + 1)
-            own = Tree(tree.parents[here], tree.levels, tree.siblings)
             sampler, text = request.session.sampler, request.context
+            own = tree.of_row(index)
             return sampler.tree_scores(logits[here], text, tokens[here], own, first)
 
         return self._each(logits, context, score)
+
+    def forced(self, context: Context, most: int) -> list[list[int]]:
+        """The tokens that each request's processors are expected to force next."""
+        tokens: list[list[int]] = [[] for _ in context.rows]
+        for index, row in enumerate(context.rows):
+            request = self.requests[row]
+            if request.output.error is None:
+                with request.ends_by_error():
+                    tokens[index] = request.session.sampler.forced(request.context, most)[0]
+        return tokens
 
     def _each(
         self, logits: Tensor, context: Context, score: Callable[[int, Request], Tensor]
@@ -381,12 +391,27 @@ class Group(Session):
         if state.rows:
             super().step(state)
 
+    def walk(self, draft: Draft, logits: Tensor, context: Context) -> Verdict:
+        """Accept the drafts of each request by its own processors and stopping criteria."""
+        verdicts = []
+        for index, row in enumerate(context.rows):
+            request, own = self.requests[row], draft.of_row(index)
+            verdict = Verdict.nothing(own)
+            if request.output.error is None:
+                with request.ends_by_error():
+                    here = logits[index : index + 1]
+                    verdict = request.session.walk(own, here, request.context)
+            verdicts.append(verdict)
+        return Verdict.join(verdicts)
+
     def _read(self, state: State, draft: Draft, verdict: Verdict, broken: Tensor) -> list[RowRound]:
         """Copy the round to the host; requests with NaN or infinite logits end with an error."""
         rounds = read_rounds(draft, verdict, broken)
-        for row, step in zip(state.context.rows, rounds, strict=True):
+        for index, row in enumerate(state.context.rows):
             with self.requests[row].ends_by_error():
-                self._check(step)
+                self._check(rounds[index])
+            if verdict.cut is not None and self.requests[row].output.error is not None:
+                verdict.cut[0][index], verdict.cut[1][index] = 0, True
         return rounds
 
     def _record(self, row: int, step: Round) -> None:
@@ -436,6 +461,7 @@ class Batch:
         self._record_timestamps = record_timestamps
         # Options that cannot work for any request raise an error before anything runs.
         self._probe, drafter = open_request([0], 0), draft()
+        self._probe.sampler.separate()
         _check_join(drafter)
         self._decoders = self._probe.engine.decoder, *drafter.decoders
         self._prompts = iter(enumerate(prompts))
@@ -515,6 +541,7 @@ class Batch:
             output = RequestOutput(f"req_{number}", list(prompt), timestamps=times)
             try:
                 session = self._open(prompt, number)
+                session.sampler.separate()
                 known = signature(session.sampler.processors)
                 return Request(output, session, session.prompt.context(), known)
             except Exception as error:

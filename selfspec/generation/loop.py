@@ -24,6 +24,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from selfspec.decoder import Pass, held
+from selfspec.decoder.cache import WIDEST
 from selfspec.drafters import Drafter
 from selfspec.drafters.engine import Engine, State
 from selfspec.generation.adapters import RowAdapters, check_rows
@@ -31,8 +32,8 @@ from selfspec.generation.prompts import Prompt
 from selfspec.generation.rounds import RowRound, StepRecord, broken_places, read_rounds
 from selfspec.generation.stopping import Stops
 from selfspec.generation.streaming import Stream
-from selfspec.generation.unsupported import refuse_unsupported_options
-from selfspec.sampling import COUPLED, LOSSLESS_RULES, accept
+from selfspec.generation.unsupported import refuse_unsupported_inputs
+from selfspec.sampling import COUPLED, LOSSLESS_RULES, accept, walk
 from selfspec.sampling.coupled_noise import Noise
 from selfspec.sampling.draft import Draft, Verdict
 from selfspec.sampling.sampler import Context, Sampler
@@ -91,7 +92,8 @@ class Session:
         self.scores = StepRecord(wanted and bool(config.output_scores), [*map(list, empty)])
         self.logits = StepRecord(wanted and bool(config.output_logits), [*map(list, empty)])
         self.trace = Trace([*map(list, empty)])
-        self.stats = Stats(lossless=not sampler.do_sample or drafter.rule in LOSSLESS_RULES)
+        exact = not sampler.do_sample or sampler.walks or drafter.rule in LOSSLESS_RULES
+        self.stats = Stats(lossless=exact)
 
     @torch.inference_mode()
     def run(self) -> State:
@@ -133,6 +135,7 @@ class Session:
     def state(self) -> State:
         """The state before the prefill, with space for new tokens."""
         context = self.prompt.context()
+        context.padding = padding_id(self.config)
         room = room_of(self.stops, context)
         context.reserve(self.prompt.width + room)
         pending = self.prompt.tokens[:, -1:]
@@ -153,18 +156,29 @@ class Session:
         self._run_next(state)
         self._check_positions(state)
         limit = self._limit(state)
-        if limit > 0:
+        draft = nothing = Draft.empty(state.rows, state.pending.device)
+        forced = self._forced(state, limit)
+        if forced is not None:
+            self.drafter.pause()
+            draft = forced
+        elif limit > 0:
             draft = self.drafter.propose(state, limit)
-        else:
-            draft = Draft.empty(state.rows, state.pending.device)
         verified = self.engine.verify(state, draft)
         with self.stats.clock("sampling"):
             verdict, broken = self._accept(state, draft, verified.logits)
         rounds = self._read(state, draft, verdict, broken)  # the one synchronisation of a round
         if verdict.branch is not None and any(step.moved for step in rounds):
             state.slots.gather(torch.nn.functional.pad(verdict.branch, (1, 0)))
-        self.drafter.commit(state, draft, verified, verdict)
+        own = draft if forced is None else nothing
+        self.drafter.commit(state, own, verified, verdict)
         self._commit(state, verdict, rounds)
+
+    def _forced(self, state: State, limit: int) -> Draft | None:
+        """What processors with a state force in every row, if the call drafts at all."""
+        if limit < 1 or not state.sampler.walks or not self.drafter.drafts:
+            return None
+        forced = state.sampler.forced(state.context, min(limit, WIDEST - 1))
+        return Draft.of(forced, state.pending.device) if all(forced) else None
 
     def _accept(self, state: State, draft: Draft, logits: Tensor) -> tuple[Verdict, Tensor]:
         """Apply the acceptance rule to the target's logits.
@@ -172,6 +186,10 @@ class Session:
         Returns:
             The verdict, and `[rows, m + 1]` whether the logits at a position are broken.
         """
+        if state.sampler.walks:
+            verdict = self.walk(draft, logits, state.context)
+            self.logits.begin(logits, verdict.branch)
+            return verdict, broken_places(logits, verdict.branch, self.sampler.do_sample)
         if draft.tree is None:
             if state.sampler.reads_prefix:
                 state.context.write(draft.tokens)
@@ -183,6 +201,15 @@ class Session:
         self.logits.begin(logits, verdict.branch)
         self.scores.begin(scores, verdict.branch)
         return verdict, broken_places(logits, verdict.branch, self.sampler.do_sample)
+
+    def walk(self, draft: Draft, logits: Tensor, context: Context) -> Verdict:
+        """Accept position by position, for processors that may have a state."""
+
+        def ended(tokens: Sequence[int], text: Tensor, scores: Tensor) -> list[bool]:
+            self.scores.append(context.rows, scores)
+            return self.stops.after_step(context, tokens, text, self.scores)
+
+        return walk(draft, logits, self.sampler, context, ended)
 
     def _read(self, state: State, draft: Draft, verdict: Verdict, broken: Tensor) -> list[RowRound]:
         """Copy the round to the host."""
@@ -219,7 +246,7 @@ class Session:
         written = state.sampler.reads_prefix or bool(self.stops.others)
         if written:
             context.write(verdict.tokens)
-        kept, ended = self.stops.cut(context, blocks, self.scores)
+        kept, ended = verdict.cut or self.stops.cut(context, blocks, self.scores)
         steps = [step.cut(count) for step, count in zip(rounds, kept, strict=True)]
         for row, step in zip(rows, steps, strict=True):
             context.commit(row, step.tokens, written)
@@ -290,7 +317,7 @@ def open_session(
     Raises:
         ValueError: an unsupported option or an invalid prompt.
     """
-    refuse_unsupported_options(causal_lm, logits_processor, model_kwargs)
+    refuse_unsupported_inputs(causal_lm, model_kwargs)
     mask = model_kwargs.get("attention_mask")
     if mask is None and call.mask is not None:
         # `generate` drops a mask of ones; its width tells how many tokens the cache holds.
@@ -303,7 +330,6 @@ def open_session(
             call.adapters.read(row, text)
     call.engine.ranks.check_alike(input_ids)
     sampler = Sampler(logits_processor, bool(generation_config.do_sample), call.generator)
-    sampler.drafts = call.drafter.name != "none"
     if sampler.do_sample:
         device = prompt.tokens.device
         call.engine.ranks.draw_alike(call.generator, device)
@@ -312,6 +338,7 @@ def open_session(
     padding = padding_id(generation_config)
     stream = Stream(call.streamer, prompt.width, padding)
     stops = Stops(stopping_criteria, call.engine.ranks)
+    sampler.eos = frozenset(stops.eos)
     options = generation_config, stream, call.adapters
     call.session = Session(call.engine, call.drafter, prompt, sampler, stops, *options)
     return input_ids
@@ -324,7 +351,7 @@ def speculate(*prepared: Any, call: Call, **options: Any) -> Tensor | SpecOutput
     session = call.session
     assert session is not None
     state = session.run()
-    sequences = state.context.padded(padding_id(session.config))
+    sequences = state.context.padded()
     final_cache = session.prompt.final_cache(state.slots)
     if not session.config.return_dict_in_generate:
         return sequences

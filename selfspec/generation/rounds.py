@@ -143,6 +143,12 @@ class StepRecord:
                 block = block.gather(1, way.expand(-1, -1, block.shape[2]))
             self.block = block.float()
 
+    def append(self, rows: Sequence[int], step: Tensor) -> None:
+        """Keep one vector `[rows, vocab]` for each unfinished row."""
+        if self.wanted:
+            for row, vector in zip(rows, step, strict=True):
+                self.rows[row].append(vector)
+
     def keep(self, rows: Sequence[int], counts: Sequence[int]) -> None:
         """Keep the first `counts` vectors of the round."""
         if self.block is None:

@@ -79,10 +79,33 @@ class Stops:
             stop = self._asked(context, index, kept[index], scores)
             if stop is not None:
                 kept[index], ended[index] = stop, True
-        if self.deadlines or self.others:  # other stops are the same in all processes
+        return self._agreed(kept, ended)
+
+    def _agreed(self, kept: list[int], ended: list[bool]) -> tuple[list[int], list[bool]]:
+        """The same in all processes; that of the first one where they could differ."""
+        if self.deadlines or self.others:
             kept, flags = self.ranks.first(torch.tensor([kept, ended])).tolist()
             ended = [bool(flag) for flag in flags]
         return kept, ended
+
+    def after_step(
+        self, context: Context, tokens: Sequence[int], text: Tensor, scores: StepRecord
+    ) -> list[bool]:
+        """Whether unfinished rows stop after one more token of every row, as in plain decoding.
+
+        Args:
+            context: the text of the rows, which are equally long.
+            tokens: the new token of each unfinished row.
+            text: `[batch, length]` the text of every row of the call, with the new tokens.
+            scores: scores for criteria that read them, with those of the new tokens.
+        """
+        length, seen = text.shape[1] - 1, scores.steps()
+        ended = [self._stop_in([token], length) is not None for token in tokens]
+        for criterion in self.others:  # all are called: one may count its calls
+            answer = torch.as_tensor(criterion(text, seen))  # pyright: ignore[reportArgumentType]
+            flags = answer.expand(text.shape[0]).tolist()
+            ended = [flags[row] or end for row, end in zip(context.rows, ended, strict=True)]
+        return self._agreed([1] * len(ended), ended)[1]
 
     def _stop_in(self, block: Sequence[int], length: int) -> int | None:
         """Tokens up to the first stop by token id, length or time."""

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed
 from torch import nn
-from transformers import GenerationConfig, LogitsProcessorList
-from transformers.generation import logits_process as hf
+from transformers import GenerationConfig
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-# Processors that keep a state from token to token.
-_STATEFUL = (
-    hf.UnbatchedClassifierFreeGuidanceLogitsProcessor,
-    hf.SynthIDTextWatermarkLogitsProcessor,
-)
 _KNOWN_INPUTS = {
     "attention_mask",
     "cache_position",
@@ -176,16 +170,15 @@ def check_counts(prompts: int, **given: Any) -> None:
             raise ValueError(f"{name} has {len(values)} numbers for {prompts} prompts")
 
 
-def refuse_unsupported_options(
-    model: nn.Module,
-    processors: LogitsProcessorList,
-    inputs: Mapping[str, Any],
-) -> None:
-    """Raise ValueError for unsupported options, and for sharded weights (FSDP, ZeRO-3)."""
+def refuse_unsupported_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> None:
+    """Raise ValueError for inputs that selfspec does not know, and for sharded weights."""
     if _processes() > 1 and (is_deepspeed_zero3_enabled() or _is_fully_sharded(model)):
         raise ValueError(f"{type(model).__name__} is in shards: {_APART}")
-    for problem in _problems(processors, inputs):
-        raise ValueError(problem)
+    unknown = [
+        key for key, value in inputs.items() if value is not None and key not in _KNOWN_INPUTS
+    ]
+    if unknown:
+        raise ValueError(f"inputs not covered by speculation: {', '.join(unknown)}; {_INSTEAD}")
 
 
 def _processes() -> int:
@@ -198,16 +191,3 @@ def _is_fully_sharded(model: nn.Module) -> bool:
 
     kinds = (FSDPModule, FullyShardedDataParallel)
     return any(isinstance(part, kinds) for part in model.modules())
-
-
-def _problems(processors: LogitsProcessorList, inputs: Mapping[str, Any]) -> Iterator[str]:
-    for processor in processors:
-        if isinstance(processor, _STATEFUL):
-            yield (
-                f"{type(processor).__name__} keeps a state from token to token, which rejected "
-                f"drafts would corrupt; {_INSTEAD}"
-            )
-    given = [key for key, value in inputs.items() if value is not None]
-    unknown = [key for key in given if key not in _KNOWN_INPUTS]
-    if unknown:
-        yield f"inputs not covered by speculation: {', '.join(unknown)}; {_INSTEAD}"

@@ -17,6 +17,7 @@ from selfspec.sampling.acceptance import (
 )
 from selfspec.sampling.draft import Draft, Tree, Verdict
 from selfspec.sampling.sampler import Sampler, draw
+from selfspec.sampling.walk import walk
 
 # How a sampled chain is verified, by the name of the rule in configs.
 CHAIN_RULES = {"block": block_verify, "token": rejection_sample, "typical_lossy": typical_lossy}
@@ -73,4 +74,5 @@ __all__ = [
     "residual",
     "sample_branch",
     "typical_lossy",
+    "walk",
 ]

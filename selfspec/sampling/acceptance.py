@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from selfspec.sampling.draft import Tree, Verdict
 from selfspec.sampling.sampler import draw
@@ -55,7 +56,7 @@ def rejection_sample(
     accepted = _of_real(coins * q < p, counts).cumprod(-1).sum(-1)
     behind = _behind(draft_probs, counts)
     at_end = residual(_at(target_probs, accepted), _at(behind, accepted))
-    return _end(tokens, accepted, draw(at_end, generator))
+    return chain_verdict(tokens, accepted, draw(at_end, generator))
 
 
 def block_verify(
@@ -94,7 +95,7 @@ def block_verify(
     stands = _of_real(_coins(p, generator) < hold, counts)
     accepted = (stands * places).amax(-1) if len(places) else tokens.new_zeros(len(tokens))
     left = _at(rest.add_(target_probs, alpha=_CRUMB), accepted)
-    return _end(tokens, accepted, draw(left, generator))
+    return chain_verdict(tokens, accepted, draw(left, generator))
 
 
 def typical_lossy(
@@ -120,7 +121,7 @@ def typical_lossy(
     entropy = torch.special.entr(target_probs[:, :-1]).sum(-1)
     needed = (_TYPICAL_SHARE * (-entropy).exp()).clamp(max=_TYPICAL_FLOOR)
     accepted = _of_real(p > needed, counts).cumprod(-1).sum(-1)
-    return _end(tokens, accepted, draw(_at(target_probs, accepted), generator))
+    return chain_verdict(tokens, accepted, draw(_at(target_probs, accepted), generator))
 
 
 def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
@@ -151,7 +152,7 @@ def _of_real(values: Tensor, counts: Tensor | None) -> Tensor:
 
 def _behind(draft_probs: Tensor, counts: Tensor | None) -> Tensor:
     """Q at every position of the block; zero where nothing was drafted after it."""
-    return torch.nn.functional.pad(_of_real(draft_probs, counts), (0, 0, 0, 1))
+    return pad(_of_real(draft_probs, counts), (0, 0, 0, 1))
 
 
 def _at(probs: Tensor, places: Tensor) -> Tensor:
@@ -163,7 +164,8 @@ def _coins(like: Tensor, generator: torch.Generator | None) -> Tensor:
     return torch.rand(like.shape, generator=generator, device=like.device, dtype=like.dtype)
 
 
-def _end(tokens: Tensor, accepted: Tensor, ending: Tensor) -> Verdict:
+def chain_verdict(tokens: Tensor, accepted: Tensor, ending: Tensor) -> Verdict:
+    """Keep the first `accepted` `[batch]` drafts, then the target's tokens `ending`."""
     kept = torch.cat([tokens, ending[:, None]], dim=1)
     return Verdict(accepted, kept.scatter(1, accepted[:, None], ending[:, None]))
 
@@ -183,7 +185,7 @@ def longest_branch(tokens: Tensor, tree: Tree, scores: Tensor) -> Verdict:
     wrong = (tokens != target.gather(1, parents.clamp_min(0))) | (parents < 0)
     rejected = (tree.ancestors[:, :, 1:] & wrong[:, None]).any(-1)
     end = tree.depths.masked_fill(rejected, -1).argmax(-1)
-    return _verdict(tokens, tree, end, target.gather(1, end[:, None])[:, 0])
+    return branch_verdict(tokens, tree, end, target.gather(1, end[:, None])[:, 0])
 
 
 def sample_branch(
@@ -210,28 +212,54 @@ def sample_branch(
         generator: source of the draws; `None` takes torch's global one.
     """
     rows = torch.arange(len(tokens), device=tokens.device)
-    children = _children(tree)
+    children = children_of(tree)
     at = torch.zeros_like(rows)
     going = torch.ones_like(rows, dtype=torch.bool)
     ending = target_probs[:, 0]
     for _ in range(tree.levels):
         p = ending  # of rows that have stopped, what is left for the target's own token
-        q = None if draft_probs is None else _known(draft_probs, rows, at)
-        chosen = torch.zeros_like(at)
-        for child in children[rows, at].unbind(-1):
-            token = tokens.gather(1, (child - 1).clamp_min(0)[:, None])[:, 0]
-            here = one_hot(token, p) if q is None else q
-            accepted, tried = _judge(p, here, token, generator)
-            tried = tried & going & (child > 0) & (chosen == 0)
-            chosen = torch.where(tried & accepted, child, chosen)
-            rejected = (tried & ~accepted)[:, None]
-            p = torch.where(rejected, _normalised(residual(p, here)), p)
-            if q is not None:
-                q = torch.where(rejected, _normalised(q.scatter(1, token[:, None], 0)), q)
+        q = None if draft_probs is None else probs_after(draft_probs, rows, at)
+        offered = children[rows, at]
+        candidates = tokens.gather(1, (offered - 1).clamp_min(0))
+        rank, p = first_accepted(p, q, candidates, (offered > 0) & going[:, None], generator)
+        chosen = pad(offered, (1, 0)).gather(1, rank[:, None])[:, 0]
         going = going & (chosen > 0)
         at = torch.where(going, chosen, at)
         ending = torch.where(going[:, None], target_probs[rows, at], p)
-    return _verdict(tokens, tree, at, draw(ending, generator))
+    return branch_verdict(tokens, tree, at, draw(ending, generator))
+
+
+def first_accepted(
+    p: Tensor,
+    q: Tensor | None,
+    candidates: Tensor,
+    real: Tensor,
+    generator: torch.Generator | None,
+) -> tuple[Tensor, Tensor]:
+    """Judge the candidates for one position in order, each after the rejection of those before it.
+
+    Args:
+        p: `[batch, vocab]` target probabilities.
+        q: `[batch, vocab]` what the candidates were drawn from without replacement; `None` for
+            candidates that were not sampled.
+        candidates: `[batch, n]` tokens.
+        real: `[batch, n]` which of them there are.
+        generator: source of the draws.
+
+    Returns:
+        Which one is accepted, from 1 on, or 0 for none; and `[batch, vocab]` what is left of p.
+    """
+    chosen = torch.zeros_like(candidates[:, 0])
+    for rank, token in enumerate(candidates.unbind(-1), 1):
+        here = one_hot(token, p) if q is None else q
+        accepted, tried = _judge(p, here, token, generator)
+        tried = tried & real[:, rank - 1] & (chosen == 0)
+        chosen = torch.where(tried & accepted, rank, chosen)
+        rejected = (tried & ~accepted)[:, None]
+        p = torch.where(rejected, _normalised(residual(p, here)), p)
+        if q is not None:
+            q = torch.where(rejected, _normalised(q.scatter(1, token[:, None], 0)), q)
+    return chosen, p
 
 
 def _judge(
@@ -244,7 +272,7 @@ def _judge(
     return coin * q_token < p_token, q_token > 0
 
 
-def _known(draft_probs: Tensor, rows: Tensor, at: Tensor) -> Tensor:
+def probs_after(draft_probs: Tensor, rows: Tensor, at: Tensor) -> Tensor:
     """Q after one position of each row; arbitrary for positions without children."""
     return draft_probs[rows, at.clamp(max=draft_probs.shape[1] - 1)]
 
@@ -253,7 +281,7 @@ def _normalised(probs: Tensor) -> Tensor:
     return probs / probs.sum(-1, keepdim=True).clamp_min(torch.finfo(probs.dtype).tiny)
 
 
-def _children(tree: Tree) -> Tensor:
+def children_of(tree: Tree) -> Tensor:
     """`[batch, n + 1, most siblings]` the children of each position, in order, then 0."""
     parents, ranks = tree.parents, tree.ranks
     batch, drafts = parents.shape
@@ -265,9 +293,10 @@ def _children(tree: Tree) -> Tensor:
     return table.scatter_(1, index, places).view(batch, drafts + 2, most)[:, : drafts + 1]
 
 
-def _verdict(tokens: Tensor, tree: Tree, end: Tensor, ending: Tensor) -> Verdict:
+def branch_verdict(tokens: Tensor, tree: Tree, end: Tensor, ending: Tensor) -> Verdict:
+    """Keep the branch to the positions `end` `[batch]`, then the target's tokens `ending`."""
     accepted = tree.depths.gather(1, end[:, None])[:, 0]
     branch = tree.branch(tree.below(end))
     kept = tokens.gather(1, (branch - 1).clamp_min(0))
-    kept = torch.nn.functional.pad(kept, (0, 1))
+    kept = pad(kept, (0, 1))
     return Verdict(accepted, kept.scatter(1, accepted[:, None], ending[:, None]), branch)

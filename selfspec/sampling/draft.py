@@ -6,6 +6,8 @@ it, n + 1 positions, the pending token at position 0; vocab = the target's vocab
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -52,6 +54,32 @@ class Draft:
         """No proposal: the round is a plain decoding step."""
         return cls(torch.empty(rows, 0, dtype=torch.long, device=device))
 
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int]], device: torch.device) -> Draft:
+        """Chains that were not sampled, one for each row."""
+        counts = [len(row) for row in rows]
+        tokens = [[*row, *[0] * (max(counts) - len(row))] for row in rows]
+        if not any(counts):
+            return cls.empty(len(rows), device)
+        tokens, counts = (torch.tensor(part, device=device) for part in (tokens, counts))
+        return cls(tokens, counts=counts)
+
+    def of_row(self, row: int) -> Draft:
+        """The draft of one row, without hidden states."""
+        here = slice(row, row + 1)
+        probs, counts = (None if part is None else part[here] for part in (self.probs, self.counts))
+        tree = None if self.tree is None else self.tree.of_row(row)
+        return Draft(self.tokens[here], probs, tree=tree, counts=counts)
+
+    def as_tree(self) -> Tree:
+        """The tree; that of a chain has one branch."""
+        if self.tree is not None:
+            return self.tree
+        parents = torch.arange(self.length, device=self.tokens.device).expand_as(self.tokens)
+        if self.counts is not None:
+            parents = parents.masked_fill(parents >= self.counts[:, None], -1)
+        return Tree(parents, self.length, 1)
+
 
 class Tree:
     """Token trees, one per row.
@@ -65,6 +93,10 @@ class Tree:
 
     def __init__(self, parents: Tensor, levels: int, siblings: int):
         self.parents, self.levels, self.siblings = parents, levels, siblings
+
+    def of_row(self, row: int) -> Tree:
+        """The tree of one row."""
+        return Tree(self.parents[row : row + 1], self.levels, self.siblings)
 
     @cached_property
     def ancestors(self) -> Tensor:
@@ -116,13 +148,34 @@ class Verdict:
             token (the correction, or the bonus after the last draft). The rest is undefined.
         branch: of a tree, `[batch, levels]` the positions in the block of the accepted drafts and
             of a continuation of that branch, then 0; `None` for a chain.
+        cut: if the stopping criteria have been asked, how many tokens of each row are kept, and
+            whether the row stops there.
     """
 
     accepted: Tensor
     tokens: Tensor
     branch: Tensor | None = None
+    cut: tuple[list[int], list[bool]] | None = None
 
     @cached_property
     def kept(self) -> list[int]:
         """`accepted` on the host."""
         return self.accepted.tolist()
+
+    @classmethod
+    def nothing(cls, draft: Draft) -> Verdict:
+        """Keep nothing of a draft, and stop its rows."""
+        tokens = draft.tokens.new_zeros(len(draft.tokens), draft.levels + 1)
+        branch = None if draft.tree is None else tokens[:, 1:]
+        cut = [0] * len(tokens), [True] * len(tokens)
+        return cls(tokens[:, 0], tokens, branch, cut)
+
+    @classmethod
+    def join(cls, verdicts: Sequence[Verdict]) -> Verdict:
+        """One verdict of the rows of several, all of which have been cut."""
+        accepted = torch.cat([verdict.accepted for verdict in verdicts])
+        tokens = torch.cat([verdict.tokens for verdict in verdicts])
+        branches = [verdict.branch for verdict in verdicts if verdict.branch is not None]
+        kept, ended = zip(*(verdict.cut for verdict in verdicts if verdict.cut), strict=True)
+        cut = [*itertools.chain(*kept)], [*itertools.chain(*ended)]
+        return cls(accepted, tokens, torch.cat(branches) if branches else None, cut)

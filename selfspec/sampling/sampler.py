@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -14,6 +13,7 @@ from transformers import LogitsProcessorList
 
 from selfspec.sampling.coupled_noise import Noise
 from selfspec.sampling.draft import Tree
+from selfspec.sampling.forks import for_request, fork
 from selfspec.sampling.processors import POINTWISE, Prefixes, process, runs_in_blocks
 
 
@@ -29,6 +29,7 @@ class Context:
         lengths: committed tokens of each row of the call, padding included.
         rows: indices of the unfinished rows, in the order of the model's tensors.
         text: committed tokens of each row on the host, without padding.
+        padding: the token after the end of finished rows.
 
     Attributes:
         alike: whether the processors of all rows differ only in what depends on the prompt.
@@ -42,7 +43,9 @@ class Context:
         lengths: list[int],
         rows: list[int],
         text: Sequence[list[int]] = (),
+        padding: int = 0,
     ):
+        self.padding = padding
         self.lengths, self.text = dict(enumerate(lengths)), dict(enumerate(text))  # by row
         self.rows = rows
         self._tokens, self._filled = tokens, dict(self.lengths)
@@ -105,12 +108,23 @@ class Context:
         """Committed tokens of a row from index `start` on, padding counted."""
         return self.text[row][start - self.lengths[row] :] if start < self.lengths[row] else []
 
-    def padded(self, padding: int) -> Tensor:
-        """`[batch, longest]` committed tokens of every row, `padding` after the shorter ones."""
-        longest = max(self.lengths.values())
-        lengths = torch.tensor(list(self.lengths.values()), device=self.device)[:, None]
-        behind = torch.arange(longest, device=self.device) >= lengths
-        return self.tokens[:, :longest].masked_fill(behind, padding)
+    def padded(self, ahead: int = 0) -> Tensor:
+        """`[batch, longest + ahead]` the tokens of every row, padded behind the shorter ones.
+
+        Args:
+            ahead: tokens after the committed ones, written before, that unfinished rows also have.
+        """
+        width = max(self.lengths.values()) + ahead
+        ends = [length + ahead * (row in self.rows) for row, length in self.lengths.items()]
+        lengths = torch.tensor(ends, device=self.device)[:, None]
+        behind = torch.arange(width, device=self.device) >= lengths
+        return self.tokens[:, :width].masked_fill(behind, self.padding)
+
+    def column(self, tokens: Tensor) -> Tensor:
+        """`[batch, 1]` one more token of every unfinished row, and padding in the others."""
+        column = torch.full((len(self.lengths), 1), self.padding, device=self.device)
+        column[self.rows, 0] = tokens.to(self.device)
+        return column
 
     def prefixes(self, width: int, offset: int, filler: int) -> Prefixes:
         """The texts before `width` positions of every unfinished row, row by row.
@@ -172,20 +186,6 @@ class Context:
             return tokens[:, :width]
         return tokens[places, :width]
 
-    def by_length(self) -> Iterator[tuple[int, list[int], list[int]]]:
-        """Unfinished rows of equal length: (length, their positions among `rows`, their rows)."""
-        for length in sorted({self.lengths[row] for row in self.rows}):
-            places = [i for i, row in enumerate(self.rows) if self.lengths[row] == length]
-            yield length, places, [self.rows[place] for place in places]
-
-
-_SUSPECT = 4  # calls in a row after which a processor has changed
-
-
-def _numbers(processor: Any) -> dict[str, float]:
-    own = getattr(processor, "__dict__", {})
-    return {name: value for name, value in own.items() if type(value) in (int, float)}
-
 
 @dataclass
 class Sampler:
@@ -196,16 +196,24 @@ class Sampler:
         do_sample: whether tokens are sampled.
         generator: source of random numbers; `None` takes torch's global one.
         noise: noise of every position, for the rule "coupled".
-        drafts: whether there are drafts, which processors see before they are accepted.
+        eos: tokens that end a text.
     """
 
     processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
     do_sample: bool = False
     generator: torch.Generator | None = None
     noise: Noise | None = None
-    drafts: bool = False
-    _numbers: list[dict[str, float]] = field(default_factory=list, init=False, repr=False)
-    _changes: int = field(default=0, init=False, repr=False)
+    eos: frozenset[int] = frozenset()
+    _forks: list[Any] = field(default_factory=list, init=False, repr=False)
+    _vocab: int = field(default=0, init=False, repr=False)  # of the last logits
+
+    def separate(self) -> None:
+        """Take copies of the processors, so that they share no state with other requests.
+
+        Raises:
+            ValueError: one cannot be copied.
+        """
+        self.processors = LogitsProcessorList(map(for_request, self.processors))
 
     @property
     def chooses(self) -> bool:
@@ -213,43 +221,110 @@ class Sampler:
         return not self.do_sample or self.noise is not None
 
     @cached_property
+    def walks(self) -> bool:
+        """Whether some processor may have a state, so that drafts are verified by `walk`."""
+        return not all(map(runs_in_blocks, self.processors))
+
+    @cached_property
+    def in_blocks(self) -> list[Any]:
+        """The processors that can be applied to many positions at once, in order."""
+        return list(filter(runs_in_blocks, self.processors))
+
+    @cached_property
     def reads_prefix(self) -> bool:
         """Whether some processor reads the tokens before a position."""
         return any(type(processor) not in POINTWISE for processor in self.processors)
 
-    @cached_property
-    def _in_blocks(self) -> bool:
-        """Whether all processors can be applied to many positions at once."""
-        return all(map(runs_in_blocks, self.processors))
+    def apply(self, text: Tensor, logits: Tensor, rows: Sequence[int]) -> Tensor:
+        """Scores `[rows, vocab]` after one position, by every processor as plain decoding calls it.
+
+        Args:
+            text: `[batch, length]` the tokens of every row of the call.
+            logits: `[rows, vocab]` of unfinished rows; those of finished ones are not known, and
+                processors get zeros in their place.
+            rows: the unfinished rows.
+        """
+        self._vocab = logits.shape[-1]
+        return _apply(self.processors, text, logits, rows)
 
     def scores(self, logits: Tensor, context: Context, offset: int = 0) -> Tensor:
-        """Processed scores `[batch, n, vocab]`, as plain decoding would have them in float32.
+        """Scores `[batch, n, vocab]` in float32, by the processors that run in blocks.
+
+        If these are all processors, the scores are those of plain decoding. Otherwise they are
+        those of drafts: forks of the other processors, if there are any, are called at the
+        positions of a chain of drafts in order, and made anew at offset 0.
 
         Position j of a row sees `context` up to that row's length plus `offset + j`, so drafts must
         have been written after the committed tokens when a processor reads the prefix.
         """
+        scores = self._in_blocks(logits, context, offset)
+        if offset == 0 and self.walks:
+            self._forks = self._new_forks()
+        return self._pruned(scores, context, offset) if self._forks else scores
+
+    def _pruned(self, scores: Tensor, context: Context, offset: int) -> Tensor:
+        """Scores `[batch, 1, vocab]` of the next draft after the forks.
+
+        A fork sees only texts that it allows, and none that goes on behind its end.
+        """
+        text = context.padded(offset)
+        ended = offset and not self.eos.isdisjoint(text[context.rows, -1].tolist())
+        pruned = None if ended else _apply(self._forks, text, scores[:, 0], context.rows)
+        if pruned is None or bool((pruned.amax(-1) == -torch.inf).any()):
+            self._forks = []
+            return scores
+        return pruned[:, None]
+
+    def _new_forks(self) -> list[Any]:
+        forks = [fork(processor) for processor in self.processors if not runs_in_blocks(processor)]
+        return [copied for copied in forks if copied is not None]
+
+    def forced(self, context: Context, most: int) -> list[list[int]]:
+        """The tokens that the processors are expected to force next, of each unfinished row.
+
+        All rows have as many, at most `most`: processors see the rows in step.
+        """
+        forks, text = self._new_forks(), context.padded()
+        tokens: list[list[int]] = [[] for _ in context.rows]
+        while forks and len(tokens[0]) < most:
+            found = self._forced_next(forks, text, context.rows)
+            count = min(map(len, found))
+            for row, new in zip(tokens, found, strict=True):
+                row.extend(new[:count])
+            # The forks have not seen the tokens in between if there are several.
+            if count != 1 or any(row[-1] in self.eos for row in tokens):
+                break
+            last = torch.tensor([row[-1] for row in tokens], device=context.device)
+            text = torch.cat([text, context.column(last)], dim=1)
+        return [row[:most] for row in tokens]
+
+    def _forced_next(self, forks: list[Any], text: Tensor, rows: Sequence[int]) -> list[list[int]]:
+        """What a fork knows to follow, or else the only token that is allowed, of each row."""
+        blank = torch.zeros(len(rows), self._vocab, device=text.device)
+        allowed = _apply(forks, text, blank, rows) > -torch.inf
+        only = torch.where(allowed.sum(-1) == 1, allowed.long().argmax(-1), -1).tolist()
+        known = [copied.forced(text) for copied in forks if hasattr(copied, "forced")]
+        several = [max([by[row] for by in known], key=len, default=[]) for row in rows]
+        return [more or [one] * (one >= 0) for more, one in zip(several, only, strict=True)]
+
+    def _in_blocks(self, logits: Tensor, context: Context, offset: int) -> Tensor:
         batch, width, vocab = logits.shape
-        if not self.processors:
+        if not self.in_blocks:
             return logits.float()
-        if self.reads_prefix and self._in_blocks:
+        if self.reads_prefix:
             return self._process_block(context, context.prefixes(width, offset, vocab), logits)
-        scores = logits.to(torch.float32, copy=True)
-        if not self.reads_prefix:
-            # Pointwise processors read nothing of the tokens but their number of rows.
-            rows = torch.zeros(batch * width, 1, dtype=torch.long, device=context.device)
-            return self._process(rows, scores.view(-1, vocab)).view(batch, width, vocab)
-        for length, places, rows in context.by_length():
-            for position in range(width):
-                prefix = context.tokens[:, : length + offset + position]
-                every_row = scores.new_zeros(prefix.shape[0], vocab)
-                every_row[rows] = scores[places, position]
-                scores[places, position] = self._process(prefix, every_row)[rows]
-        return scores
+        # Pointwise processors read nothing of the tokens but their number of rows.
+        rows = torch.zeros(batch * width, 1, dtype=torch.long, device=context.device)
+        scores = logits.to(torch.float32, copy=True).view(-1, vocab)
+        # The list looks up the signature of every processor at every call; these are known.
+        for processor in self.in_blocks:
+            scores = processor(rows, scores)
+        return scores.view(batch, width, vocab)
 
     def tree_scores(
         self, logits: Tensor, context: Context, tokens: Tensor, tree: Tree, first: int = 0
     ) -> Tensor:
-        """Processed scores `[batch, n, vocab]` after positions of a tree's block.
+        """`scores` `[batch, n, vocab]` after positions of a tree's block.
 
         Args:
             logits: `[batch, n, vocab]` of the positions from `first` on.
@@ -258,34 +333,11 @@ class Sampler:
             tree: which continues which; every position sees its own branch.
             first: the first place.
         """
-        if not self.reads_prefix:
-            return self.scores(logits, context)
-        if self._in_blocks:
-            above = tree.ancestors[:, first : first + logits.shape[1], 1:]
-            before = context.branches(tokens, above, logits.shape[-1])
-            return self._process_block(context, before, logits)
-        scores = logits.to(torch.float32, copy=True)
-        depths = tree.ancestors[..., 1:].sum(-1).T.tolist()
-        for position in range(scores.shape[1]):
-            ways, of_rows = tree.ancestors[:, first + position, 1:], depths[first + position]
-            for length, places, _ in context.by_length():
-                for depth in {of_rows[place] for place in places}:
-                    alike = [place for place in places if of_rows[place] == depth]
-                    branches = tokens[alike][ways[alike]].view(len(alike), depth)
-                    here = scores[alike, position]
-                    scores[alike, position] = self._behind(context, length, alike, branches, here)
-        return scores
-
-    def _behind(
-        self, context: Context, length: int, places: list[int], branches: Tensor, scores: Tensor
-    ) -> Tensor:
-        """Process `scores` `[n, vocab]` of some unfinished rows after drafts `[n, depth]`."""
-        rows = [context.rows[place] for place in places]
-        prefix = torch.nn.functional.pad(context.tokens[:, :length], (0, branches.shape[1]))
-        prefix[rows, length:] = branches
-        every_row = scores.new_zeros(prefix.shape[0], scores.shape[-1])
-        every_row[rows] = scores
-        return self._process(prefix, every_row)[rows]
+        if not self.in_blocks or not self.reads_prefix:
+            return self._in_blocks(logits, context, 0)
+        above = tree.ancestors[:, first : first + logits.shape[1], 1:]
+        before = context.branches(tokens, above, logits.shape[-1])
+        return self._process_block(context, before, logits)
 
     def _process_block(self, context: Context, before: Prefixes, logits: Tensor) -> Tensor:
         """Scores of `logits` `[batch, n, vocab]` at positions with the texts `before` them."""
@@ -293,36 +345,8 @@ class Sampler:
         return process(processors, before, logits.flatten(0, 1)).view(logits.shape)
 
     def _for_rows(self, context: Context) -> Sequence[Any]:
-        """The processors of the unfinished rows."""
-        return self.processors
-
-    def _process(self, tokens: Tensor, scores: Tensor) -> Tensor:
-        if self.reads_prefix:
-            scores = self.processors(tokens, scores)  # pyright: ignore
-            if self.drafts and self._changes < _SUSPECT:
-                self._look_for_state()
-            return scores
-        # The list looks up the signature of every processor at every call; these are known.
-        for processor in self.processors:
-            scores = processor(tokens, scores)  # pyright: ignore
-        return scores
-
-    def _look_for_state(self) -> None:
-        """Warn if numbers in a processor change from call to call, as a counter does."""
-        before, self._numbers = self._numbers, [_numbers(each) for each in self.processors]
-        changed = [
-            type(each).__name__
-            for each, was, now in zip(self.processors, before, self._numbers, strict=False)
-            if was != now
-        ]
-        self._changes = self._changes + 1 if changed else 0
-        if self._changes == _SUSPECT:
-            warnings.warn(
-                f"{changed[0]} changes from call to call. If its scores depend on that, the output "
-                "is not the model's own: a processor is also called for drafts that are rejected. "
-                "Make its scores depend on input_ids only, or pass draft='none'",
-                stacklevel=2,
-            )
+        """The processors of the unfinished rows that run in blocks."""
+        return self.in_blocks
 
     def drawable(self, scores: Tensor) -> Tensor:
         """Processed scores `[..., vocab]` of a draft with something to draw in every row.
@@ -389,6 +413,19 @@ class Sampler:
         if self.noise is not None:
             return self.order(scores, context, depth).argmax(-1), probs
         return draw(probs, self.generator), probs
+
+
+def _apply(processors: Any, text: Tensor, logits: Tensor, rows: Sequence[int]) -> Tensor:
+    """Scores `[rows, vocab]` by processors that are called with every row of the call.
+
+    Logits of finished rows are not known; processors get zeros in their place.
+    """
+    every_row = list(rows) == list(range(text.shape[0]))
+    if every_row:
+        return LogitsProcessorList(processors)(text, logits.to(torch.float32, copy=True))  # pyright: ignore
+    scores = logits.new_zeros(text.shape[0], logits.shape[-1], dtype=torch.float32)
+    scores[rows] = logits.float()
+    return LogitsProcessorList(processors)(text, scores)[rows]  # pyright: ignore
 
 
 def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
