@@ -21,6 +21,7 @@ from selfspec.decoder.families import (
     find_layers,
     layer_windows,
     plain_weight,
+    prefills_again,
     refuse_options,
     refuse_unsupported,
     unwrap,
@@ -117,6 +118,9 @@ class Decoder:
             the position of its token.
         max_positions: positions that the model was made for; `None` where its config names none.
         learned_positions: rows of the table of learned positions; `None` without such a table.
+        original_length: the length beyond which rotary embeddings change with the largest position
+            of a pass (LongRoPE, dynamic NTK); `None` where they do not.
+        prefills_again: whether the model's own `generate` computes its cache anew beyond it.
 
     Raises:
         TypeError: `model` is no transformers model.
@@ -154,6 +158,8 @@ class Decoder:
         self.counts_keys = self._alibi or kind == "mpt"
         if self.gates.graphs is not None and self.counts_keys:
             self.gates.graphs.give_up("biases of attention that count keys")
+        self.original_length = self.gates.original_length
+        self.prefills_again = self.original_length is not None and prefills_again(self.causal_lm)
         self.max_positions: int | None = getattr(self.config, "max_position_embeddings", None)
         words = self.causal_lm.get_input_embeddings()
         tables = [m for m in self.base.children() if isinstance(m, nn.Embedding) and m is not words]

@@ -22,11 +22,13 @@ from transformers import PreTrainedModel
 from selfspec.config import Kernels
 from selfspec.decoder.direct import lean_forward, shortcuts
 from selfspec.decoder.families import (
+    LengthRotary,
     RotaryTables,
     Skipped,
     Sublayers,
     causal_tables,
     is_static,
+    length_rotaries,
 )
 from selfspec.decoder.kernels.compiled import CompiledLayers
 from selfspec.decoder.kernels.graphs import GraphedLayers
@@ -147,6 +149,8 @@ class Gates:
         masks_one: whether passes over one token get a mask although they need none (`joins_heads`).
         others: modules of heads that run in passes.
         dtype: the model's dtype, kept here because finding it takes time.
+        original_length: the length beyond which rotary embeddings change with the largest position
+            of a pass; `None` where they do not.
     """
 
     def __init__(
@@ -168,6 +172,7 @@ class Gates:
         self.hands_on: bool | None = None
         self.sublayers = Sublayers(layers)
         self._rotary = [module for module in base.children() if is_static(module)]
+        self._length_rotary, self.original_length = length_rotaries(base)
         self.own_masks = causal_tables(layers)
         self.mixers = Mixers(layers)
         norms = [m for m in base.children() if "norm" in type(m).__name__.lower()]
@@ -233,6 +238,8 @@ class Gates:
         self.shadow(lm_head.__dict__, "forward", self._read(lm_head.forward))
         for module in self._rotary:
             self.shadow(module.__dict__, "forward", self._tabled(module.forward))
+        for module in self._length_rotary:
+            self.shadow(module.__dict__, "forward", self._by_length(module))
 
     def __exit__(self, *error: object) -> None:
         """Take the gates out, whatever happened."""
@@ -374,3 +381,17 @@ class Gates:
             return forward(x, position_ids, *args, **kwargs)
 
         return tabled
+
+    def _by_length(self, module: nn.Module) -> Callable[..., Any]:
+        assert self.original_length is not None
+        forward, rotary = module.forward, LengthRotary(module, self.original_length)
+
+        def by_length(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+            active = self.active
+            if active is not None and self.owner == threading.get_ident():
+                window = active.window
+                if window is not None and window.switch is not None:
+                    return rotary(x, position_ids, window.switch, *args, **kwargs)
+            return forward(x, position_ids, *args, **kwargs)
+
+        return by_length

@@ -224,6 +224,15 @@ class Engine:
         assert last is not None
         return self.decoder.unembed(last)
 
+    def prefill_again(self, state: State, chunk: int | None = None) -> None:
+        """Write KV of all committed tokens anew."""
+        texts = [state.context.text[row][:-1] for row in state.context.rows]
+        counts = [len(text) for text in texts]
+        rows = [text + [0] * (max(counts) - len(text)) for text in texts]
+        state.slots.reset()
+        self.prefill(state, torch.tensor(rows, device=state.pending.device), counts, chunk)
+        state.slots.commit(counts)
+
     def shallow(
         self,
         state: State,

@@ -366,6 +366,8 @@ class Group(Session):
         device, criteria = self.prompt.tokens.device, bool(self.stops.others)
         self.context = JoinedContext(self.requests, device, criteria)
         slots = self.prompt.slots(0 if self._joins else self.room)
+        switches = [request.session.prompt.switches() for request in self.requests.values()]
+        slots.switches = [at for row in switches if row is not None for at in row] or None
         pending, keep = self.prompt.tokens[:, -1:], self.drafter.keep
         return State(slots, self.context, pending, self.sampler, self.stats, keep)
 

@@ -140,6 +140,7 @@ class Session:
         context.reserve(self.prompt.width + room)
         pending = self.prompt.tokens[:, -1:]
         slots, keep = self.prompt.slots(room), self.drafter.keep
+        slots.switches = self.prompt.switches()
         return State(slots, context, pending, self.sampler, self.stats, keep)
 
     def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
@@ -155,6 +156,7 @@ class Session:
         """One round."""
         self._run_next(state)
         self._check_positions(state)
+        self._prefill_again(state)
         limit = self._limit(state)
         draft = nothing = Draft.empty(state.rows, state.pending.device)
         forced = self._forced(state, limit)
@@ -230,12 +232,34 @@ class Session:
         if positions is not None and max(state.slots.lengths) >= positions:
             raise ValueError(AT_LAST_POSITION.format(positions))
 
+    def _prefill_again(self, state: State) -> None:
+        """Compute the cache anew for rows whose next token is beyond the original length.
+
+        Only for families whose own `generate` does (`Decoder.prefills_again`).
+        """
+        slots = state.slots
+        if not self.prompt.prefills_again or slots.switches is None:
+            return
+        rows = zip(slots.lengths, slots.switches, strict=True)
+        reached = [length == switch for length, switch in rows]
+        if any(reached):
+            slots.switches = [
+                0 if now else at for now, at in zip(reached, slots.switches, strict=True)
+            ]
+            self.prompt.restart()
+            with self.stats.clock("prefill"):
+                self.engine.prefill_again(state, self.chunk)
+
     def _limit(self, state: State) -> int:
         """The most drafts that can be used: the last allowed token is the target's own."""
         limit = self.stops.remaining(state.context) - 1
         positions = self.engine.decoder.max_positions
         if positions is not None:
             limit = min(limit, positions - 1 - max(state.slots.lengths))
+        if self.prompt.prefills_again and state.slots.switches is not None:
+            # Drafts beyond the switch need keys and values that are computed anew there.
+            rows = zip(state.slots.lengths, state.slots.switches, strict=True)
+            limit = min(limit, *(at - 1 - have for have, at in rows if have < at), limit)
         return limit
 
     def _commit(self, state: State, verdict: Verdict, rounds: list[RowRound]) -> None:
@@ -324,7 +348,8 @@ def open_session(
         mask = input_ids.new_ones(input_ids.shape[0], call.mask.shape[1])
     returned = bool(generation_config.return_dict_in_generate)
     returned = returned and generation_config.use_cache is not False
-    prompt = Prompt(call.engine, input_ids, mask, call.cache, keep_cache=returned)
+    chunk = generation_config.prefill_chunk_size
+    prompt = Prompt(call.engine, input_ids, mask, call.cache, returned, chunk)
     if call.adapters is not None:
         for row, text in enumerate(prompt.context().text.values(), call.row):
             call.adapters.read(row, text)

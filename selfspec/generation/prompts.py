@@ -27,6 +27,7 @@ class Prompt:
             holds earlier ones.
         cache: KV of earlier turns, or `None`.
         keep_cache: whether the call returns its KV cache.
+        chunk: tokens per pass of the prefill in plain decoding; `None` for all at once.
 
     Raises:
         ValueError: the tokens, the mask or the cache are invalid.
@@ -39,6 +40,7 @@ class Prompt:
         mask: Tensor | None,
         cache: Cache | None,
         keep_cache: bool,
+        chunk: int | None = None,
     ):
         self.engine, self.tokens = engine, tokens.to(engine.decoder.device, torch.long)
         self.rows, self.width = tokens.shape
@@ -51,6 +53,14 @@ class Prompt:
         _check_layers(cache, engine.decoder)
         self.given = self.width if mask.shape[1] == self.width else None
         self._check(engine)
+        self.chunk, self.padding = chunk, mask.shape[1] - max(self.lengths)
+        # As in transformers, whose condition is the width of `input_ids`, padding included.
+        decoder, whole = engine.decoder, self.given is not None and not self.padding
+        self.prefills_again = decoder.prefills_again and whole
+        original = decoder.original_length if self.prefills_again and chunk is None else None
+        self.restarts = original is not None and max(self.known) <= original < max(self.lengths)
+        if self.restarts:
+            self.known = [0] * self.rows
 
     def _check(self, engine: Engine) -> None:
         if min(self.lengths) < 1:
@@ -82,10 +92,24 @@ class Prompt:
         text = [tokens[max(0, self.width - length) :] for tokens, length in rows]
         return Context(self.tokens.clone(), [self.width] * self.rows, list(range(self.rows)), text)
 
+    def switches(self) -> list[int] | None:
+        """Per row, the first position that plain decoding computes beyond the original length.
+
+        There the largest position of a pass is that of the longest row, in the prefill that of the
+        pass's last token. `None` if it does not matter (`Decoder.original_length`).
+        """
+        first, longest = self.engine.decoder.original_length, max(self.lengths)
+        if first is None:
+            return None
+        if longest > first:
+            known = max(self.known) - self.padding  # where the prefill begins
+            first = known + (first - known) // self.chunk * self.chunk if self.chunk else known
+        return [max(0, first - longest + length) for length in self.lengths]
+
     def slots(self, room: int) -> SlotCache:
         """The KV cache before prefill, with space for `room` more tokens."""
-        if isinstance(self.cache, SlotCache):
-            return self.cache.fork()
+        if isinstance(self.cache, SlotCache) and not self.restarts:
+            return self.cache.fork(shared=not self.prefills_again)
         slots = self.engine.decoder.new_slots(self.rows, max(self.lengths) + room)
         if isinstance(self.cache, DynamicCache) and self.known[0]:
             slots.load(self.cache)
@@ -98,6 +122,10 @@ class Prompt:
         for row, count in enumerate(counts):
             block[row, :count] = self.tokens[row, self.width - count :]
         return block, counts
+
+    def restart(self) -> None:
+        """Note that the KV in the caller's cache was computed anew."""
+        self.restarts, self.known = True, [0] * self.rows
 
     def retire(self, slots: SlotCache, leaving: Mapping[int, int]) -> None:
         """Keep the KV of rows that leave the batch.
@@ -124,6 +152,8 @@ class Prompt:
         # A `DynamicCache` has one length for all rows; else it keeps what it has, which is right.
         even = not self.padded and len(set(whole.lengths)) == 1
         if isinstance(self.cache, DynamicCache) and even:
+            if self.restarts:
+                self.cache.reset()
             whole.store(self.cache, self.known[0])
             return self.cache
         if isinstance(self.cache, SlotCache):

@@ -9,7 +9,7 @@ from selfspec.decoder.cache.cache import (
     take_row,
 )
 from selfspec.decoder.cache.int8 import RoundedCache
-from selfspec.decoder.cache.layer import SlicedViews, SlotLayer, Window
+from selfspec.decoder.cache.layer import SlicedViews, SlotLayer, Switch, Window
 from selfspec.decoder.cache.masks import WIDEST
 from selfspec.decoder.cache.recurrent import Inputs, KernelCall, RecurrentLayer
 
@@ -25,6 +25,7 @@ __all__ = [
     "SlotCache",
     "SlotLayer",
     "StepCache",
+    "Switch",
     "Window",
     "join_rows",
     "take_row",

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLa
 
 from selfspec.config import KVCacheDtype
 from selfspec.decoder.cache.int8 import Int8Layer
-from selfspec.decoder.cache.layer import SlicedViews, SlotLayer, Window
+from selfspec.decoder.cache.layer import SlicedViews, SlotLayer, Switch, Window
 from selfspec.decoder.cache.masks import WIDEST, Stairs, hide, tree_mask
 from selfspec.decoder.cache.recurrent import RecurrentLayer
 from selfspec.sampling.draft import Tree
@@ -67,6 +67,7 @@ class SlotCache(Cache):
         recurrent: the states of these layers, by index.
         will_commit: per row, how many of the next tokens are known to be committed later.
         added_from: per row, the first slot that the added layers hold.
+        switches: `Switch.at` of the call; `None` if the largest position of a pass does not matter.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class SlotCache(Cache):
         self.added_from = [0] * rows
         self.recurrent = {index: RecurrentLayer() for index in recurrent}
         self.will_commit: Sequence[int] = [0] * rows
+        self.switches: list[int] | None = None
         self.depth = len(windows)
         self.device = torch.device(device)
         self._reserved = -(-capacity // page) * page
@@ -123,7 +125,22 @@ class SlotCache(Cache):
         if self._counted.length < end:  # extend 0, 1, 2, …
             counted = torch.arange(max(2 * end, _GROWTH), device=self.device)
             self._counted = SlicedViews(counted[None], dim=1)
-        return Window(starts, width, self._counted, tree, place, page, rows)
+        switch = self._switch(starts, width, 0 if tree is None else place)
+        return Window(starts, width, self._counted, tree, place, page, rows, switch)
+
+    def _switch(self, starts: Sequence[int], width: int, place: int) -> Switch | None:
+        if self.switches is None:
+            return None
+        known = zip(self.lengths, self.will_commit, strict=True)
+        ends = [length + count if count else None for length, count in known]
+        real = [
+            start + width if end is None else min(start + width, end)
+            for start, end in zip(starts, ends, strict=True)
+        ]
+        # Nodes of a tree have positions below their slots, down to that of its root.
+        first = min(start - place - at for start, at in zip(starts, self.switches, strict=True))
+        last = max(end - 1 - at for end, at in zip(real, self.switches, strict=True))
+        return Switch(self.switches, first, last)
 
     @property
     def committed(self) -> Tensor:
@@ -310,7 +327,7 @@ class SlotCache(Cache):
         ]
         for layer in self.layers:
             layer.reclaim()
-        self.lengths = [0] * rows
+        self.lengths, self.switches = [0] * rows, None
         self.drop_added()
         self.reset()
 
@@ -324,6 +341,8 @@ class SlotCache(Cache):
         self.lengths = [self.lengths[row] for row in rows]
         self.added_from = [self.added_from[row] for row in rows]
         self.will_commit = [0] * self.rows
+        if self.switches is not None:
+            self.switches = [self.switches[row] for row in rows]
         self.recurrent = {index: layer.part(rows) for index, layer in self.recurrent.items()}
         for layer in self.layers:
             layer.select(rows)
@@ -343,6 +362,8 @@ class SlotCache(Cache):
             layer.join(other.layers.pop(0), rows, length, length + room)
         self.lengths = self.lengths + other.lengths
         self.added_from = self.added_from + other.added_from
+        if self.switches is not None and other.switches is not None:
+            self.switches = self.switches + other.switches
         self.recurrent = {
             index: RecurrentLayer.join([layer, other.recurrent[index]], rows)
             for index, layer in self.recurrent.items()
@@ -484,14 +505,17 @@ class SlotCache(Cache):
                 keys, values = layer.seen(self.lengths[0])
                 cache.update(keys[:, :, beyond:], values[:, :, beyond:], index)
 
-    def fork(self) -> SlotCache:
+    def fork(self, shared: bool = True) -> SlotCache:
         """A copy of this cache; later changes of one do not affect the other.
 
-        Keys and values of a single row are shared: those of committed tokens are never overwritten.
+        Args:
+            shared: whether keys and values of a single row may be shared: those of committed tokens
+                are overwritten only where a family prefills again (`Decoder.prefills_again`).
         """
         other = self.empty(self.rows)
         other.layers = [copy.copy(layer) for layer in self.layers[: self.depth]]
-        for layer in other.layers if self.rows > 1 else ():  # `select` moves rows in place
+        apart = self.rows > 1 or not shared  # `select` moves rows in place
+        for layer in other.layers if apart else ():
             if layer.is_initialized:
                 layer.hold([buffer.clone() for buffer in layer.buffers])
         other.lengths = list(self.lengths)

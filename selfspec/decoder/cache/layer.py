@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import is_not
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,6 +50,23 @@ class SlicedViews:
 _GROWTH = 256  # smallest step by which a buffer grows, in slots
 
 
+class Switch(NamedTuple):
+    """Where the passes of plain decoding go beyond the length that a model was first trained for.
+
+    Rotary embeddings may choose their frequencies by the largest position of a pass (LongRoPE,
+    dynamic NTK). A pass of several rows or drafts holds tokens of several passes of plain decoding.
+
+    Attributes:
+        at: per row, the first position that plain decoding computes in such a pass.
+        first: the least position of the pass, counted from there.
+        last: the largest position of a real token, counted from there.
+    """
+
+    at: list[int]
+    first: int
+    last: int
+
+
 class Window:
     """The slots that one pass writes: `width` of them after `starts` in each row.
 
@@ -60,6 +78,7 @@ class Window:
         place: index of the first token in the tree's block.
         page: `end` is a multiple of this number of slots.
         rows: gives `starts` as a tensor, where that is on the device already.
+        switch: where passes go beyond the model's original length, if that matters.
 
     Attributes:
         starts: first slot written, per row.
@@ -72,6 +91,7 @@ class Window:
         tight: whether `end` is exactly the last slot written plus one.
         uniform: whether all rows write the same slots.
         even: whether all rows write the same slots and these are the tokens' positions.
+        switch: where passes go beyond the model's original length, if that matters.
     """
 
     def __init__(
@@ -83,7 +103,9 @@ class Window:
         place: int = 0,
         page: int = 1,
         rows: Callable[[], Tensor] | None = None,
+        switch: Switch | None = None,
     ):
+        self.switch = switch
         self.starts, self.width, self.tree, self.place = starts, width, tree, place
         first, last, (numbers,) = min(starts), max(starts), counted.wholes
         self.end = -(-(last + width) // page) * page
