@@ -24,6 +24,7 @@ from selfspec.config import DraftConfig, Kernels, KVCacheDtype, unknown_name
 from selfspec.decoder import Decoder
 from selfspec.decoder.checkpoints import find_checkpoint, folder_of, load_causal_lm
 from selfspec.decoder.families import refuse_options
+from selfspec.decoder.wrapping_check import check_passes
 from selfspec.drafters import make_drafter
 from selfspec.drafters.engine import Engine
 from selfspec.generation.adapters import check_rows, take_adapters
@@ -113,6 +114,7 @@ class SelfSpecModel:
     ) -> None:
         self.model = model
         decoder = Decoder(model, kernels, kv_cache_dtype)
+        check_passes(decoder.causal_lm)
         if isinstance(heads, (str, Path)):
             heads = load_heads(decoder, find_heads(heads))
         self.engine = Engine(decoder, heads or (), draft_model)

@@ -22,6 +22,7 @@ from selfspec.decoder.families import (
     layer_windows,
     plain_weight,
     prefills_again,
+    refuse_body,
     refuse_options,
     refuse_unsupported,
     unwrap,
@@ -141,6 +142,7 @@ class Decoder:
         self.config = self.causal_lm.config.get_text_config(decoder=True)
         refuse_unsupported(self.causal_lm)
         self.base, name, self.layers = find_layers(self.causal_lm, self.config.num_hidden_layers)
+        refuse_body(self.causal_lm, self.base)
         self.windows = layer_windows(self.config, len(self.layers))
         self.attention_layers = attention_layers(self.config, len(self.layers))
         self._runner = Runner(

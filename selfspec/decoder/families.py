@@ -151,6 +151,30 @@ def find_layers(model: nn.Module, count: int) -> tuple[nn.Module, str, nn.Module
     )
 
 
+def refuse_body(model: PreTrainedModel, base: nn.Module) -> None:
+    """Raise ValueError if the module that owns the layers cannot be run as a decoder's body."""
+    name, body = type(model).__name__, type(base)
+    takes = inspect.signature(body.forward).parameters
+    missing = [part for part in ("input_ids", "past_key_values") if part not in takes]
+    if missing:
+        raise ValueError(
+            f"{name} has its layers in a {body.__name__}, whose forward takes no "
+            f"{' and no '.join(missing)}; selfspec runs models whose body takes token ids and a "
+            "KV cache"
+        )
+    counters = [
+        type(part).__name__
+        for part in base.children()
+        if "past_key_values_length" in inspect.signature(type(part).forward).parameters
+    ]
+    if counters and "position_ids" not in takes:
+        raise ValueError(
+            f"{name} counts positions by the length of its cache, one for all rows "
+            f"({counters[0]}), but rows that accept different numbers of drafts need positions of "
+            "their own; selfspec runs models whose body takes position_ids"
+        )
+
+
 def layer_windows(config: Any, depth: int) -> list[int | None]:
     """Per layer, the sliding window in tokens, or None."""
     if config.model_type == "gpt_neo":
