@@ -320,6 +320,7 @@ class Decoder:
         tree: Tree | None = None,
         skips: Skips | None = None,
         embeds: Tensor | None = None,
+        ends: Tensor | None = None,
     ) -> Pass:
         """Run `span` over `tokens`, writing its KV after each row's committed tokens.
 
@@ -338,12 +339,14 @@ class Decoder:
                 of the first of them in the block.
             skips: sublayers to skip, which write no KV (`check_skips`).
             embeds: `[rows, width, hidden]` what `embed` returns, or replaces it.
+            ends: `[rows]` index of one token of each row; in a pass through all layers, logits
+                at these are returned beside the normed hidden states (`Pass.logits`).
         """
         if span.start > 0 and hidden is None and own is None:
             raise ValueError(f"a span from layer {span.start} needs the hidden states below it")
         gates = self.gates
         if not gates.entered or gates.owner != threading.get_ident():
-            rest = hidden, offset, unembed, keep, own, tree, skips, embeds
+            rest = hidden, offset, unembed, keep, own, tree, skips, embeds, ends
             with self:
                 return Decoder.run(self, tokens, span, slots, *rest)
         window = slots.window(tokens.shape[1], offset, tree)
@@ -355,9 +358,9 @@ class Decoder:
                 return self._run_standalone(own, active, tokens, window.positions, slots)
             if (span.start > 0 or skips is not None) and gates.returned_values is None:
                 raise RuntimeError("run all layers once before a pass that leaves some of them out")
-            active.skips = skips
+            active.skips, active.ends = skips, ends
             inputs = self._inputs(tokens, slots, window.positions, masks, embeds)
-            return self._runner.run(active, inputs, unembed)
+            return self._runner.run(active, inputs, unembed or ends is not None)
         finally:
             slots.turn(*outer)
 

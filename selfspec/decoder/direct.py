@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from transformers.utils.generic import ModelOutput
 
 _TABLE = "ALL_ATTENTION_FUNCTIONS"  # by which attentions find the function that was chosen
+_COMPILED = "_orig_mod"  # what the wrapper of `torch.compile` calls its module
 _OTHERS = {"softcap", "position_bias", "cache", "output_attentions"}  # left to transformers
 
 
@@ -68,6 +69,40 @@ class Direct:
         return _itself, (self._module,)
 
 
+class StandIn(Direct):
+    """Runs `forward` in place of a module, without the module's hooks."""
+
+    __slots__ = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run `forward`."""
+        return self._forward(*args, **kwargs)
+
+
+def places_of(root: nn.Module, child: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Modules that call a child, and its name there; it may be wrapped by `torch.compile`."""
+    wrapped = [child, *(part for part in root.modules() if part._modules.get(_COMPILED) is child)]
+    for parent in root.modules():
+        for name, part in parent._modules.items():
+            if part in wrapped and name != _COMPILED:
+                yield parent, name
+
+
+def uncompiled(module: nn.Module) -> dict[str, Any]:
+    """Attributes with which the module runs as it was before the user compiled it.
+
+    Covers `module.compile()` and `module.forward = torch.compile(module.forward)`.
+    """
+    plain: dict[str, Any] = {}
+    if module._compiled_call_impl is not None:
+        plain["_compiled_call_impl"] = None
+    forward = module.__dict__.get("forward")
+    original = getattr(forward, "_torchdynamo_orig_callable", None)
+    if original is not None:
+        plain["forward"] = original
+    return plain
+
+
 def _itself(module: nn.Module) -> nn.Module:
     return module
 
@@ -87,7 +122,7 @@ def is_watched(module: nn.Module) -> bool:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether the user compiled it: the compiler expects modules inside."""
-    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
+    return module._compiled_call_impl is not None or _COMPILED in module._modules
 
 
 def hooked_part(layer: nn.Module) -> str | None:

@@ -417,7 +417,7 @@ def prefills_again(model: PreTrainedModel) -> bool:
 
     Phi-3, Phi-3.5-MoE and Phi-4 drop the cache in `prepare_inputs_for_generation`.
     """
-    prepare = inspect.unwrap(type(model).prepare_inputs_for_generation)
+    prepare: Any = inspect.unwrap(model.prepare_inputs_for_generation)  # pyright: ignore
     return "original_max_position_embeddings" in prepare.__code__.co_names
 
 

@@ -18,9 +18,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from selfspec.config import Kernels
-from selfspec.decoder.direct import lean_forward, shortcuts
+from selfspec.decoder.direct import StandIn, lean_forward, places_of, shortcuts, uncompiled
 from selfspec.decoder.families import (
     LengthRotary,
     RotaryTables,
@@ -39,6 +40,15 @@ from selfspec.decoder.passes import MASK, ActivePass, LayerCall
 
 class BodyError(Exception):
     """A model's body does more with hidden states than hand them from layer to layer."""
+
+
+def at_ends(states: Tensor, ends: Tensor) -> Tensor:
+    """`[rows, 1, any]` the states of each row at its index in `ends`."""
+    return states[torch.arange(len(ends)), ends.to(states.device)][:, None]
+
+
+class BodyDone(Exception):
+    """The body has run, and the pass needs nothing of what the causal LM does after it."""
 
 
 class Gate:
@@ -142,6 +152,8 @@ class Gates:
         final_norm: the norm between the last layer and the LM head, if there is one.
         sublayers: the sublayers that passes may skip.
         mixers: the recurrent mixers.
+        output_class: class of what the body returns.
+        places: modules that have the body as a child, and its name there.
         entered: number of open `with gates:` blocks.
         compiled: calls compiled layers; `None` with other kernels.
         graphs: runs layers as CUDA graphs; `None` with other kernels.
@@ -177,6 +189,8 @@ class Gates:
         self.mixers = Mixers(layers)
         norms = [m for m in base.children() if "norm" in type(m).__name__.lower()]
         self.final_norm: nn.Module | None = norms[-1] if norms else None
+        self.output_class: type[Any] = BaseModelOutputWithPast
+        self.places = [*places_of(model, base)]
         self.lock = _LOCKS.setdefault(model, threading.RLock())
         self.entered = 0
         self.compiled = CompiledLayers(type(model).__name__) if kernels == "compiled" else None
@@ -208,6 +222,7 @@ class Gates:
         return self
 
     def _put_in(self) -> None:
+        self._leave_states()
         if self.compiled is not None:
             self.compiled.begin()
         if self.graphs is not None:
@@ -230,6 +245,8 @@ class Gates:
         for module in (self.base, self.model):
             if "forward" not in module.__dict__:  # else device hooks have one of their own
                 self.shadow(module.__dict__, "forward", self._lean(module))
+        for parent, name in self.places:
+            self.shadow(parent.__dict__, name, StandIn(self.base, self.body))
         if self.final_norm is not None:
             norm = self._norm(self.final_norm.forward)
             self.shadow(self.final_norm.__dict__, "forward", norm)
@@ -240,6 +257,44 @@ class Gates:
             self.shadow(module.__dict__, "forward", self._tabled(module.forward))
         for module in self._length_rotary:
             self.shadow(module.__dict__, "forward", self._by_length(module))
+
+    def _leave_states(self) -> None:
+        """Leave out gradient checkpointing, and compiled code that would contain gates.
+
+        With checkpointing layers drop the cache; there are no gradients here that it could save.
+        A compiler cannot read gates. Layers stay compiled if there is nothing of ours in them.
+        """
+        parts = [*self.model.modules(), *(part for own in self.others for part in own.modules())]
+        if not torch.is_grad_enabled():
+            for module in parts:
+                if module.__dict__.get("gradient_checkpointing"):
+                    self.shadow(module.__dict__, "gradient_checkpointing", False)
+        mixed = {index for _, index in self.mixers.found}
+        plain = {
+            part
+            for index, layer in enumerate(self.layers)
+            if index not in mixed
+            for part in layer.modules()
+        }
+        for module in self.model.modules():
+            if module not in plain:
+                self._uncompile(module)
+
+    def _uncompile(self, module: nn.Module) -> int:
+        """Shadow what makes a module run compiled; returns the number of shadows."""
+        attributes = uncompiled(module)
+        for name, value in attributes.items():
+            self.shadow(module.__dict__, name, value)
+        return len(attributes)
+
+    def body(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the body, hooks included; a pass keeps its output."""
+        output = self.base(*args, **kwargs)
+        if self.gated and self.active is not None:
+            self.active.body_output, self.output_class = output[0], type(output)
+            if self.active.body_only:
+                raise BodyDone
+        return output
 
     def __exit__(self, *error: object) -> None:
         """Take the gates out, whatever happened."""
@@ -271,6 +326,9 @@ class Gates:
     def skipping(self, layer: nn.Module, skipped: Sequence[Skipped]) -> Iterator[None]:
         """Skip these sublayers of a layer in this thread's passes."""
         names = {child: name for name, child in layer.named_children()}
+        shadows = 2 * len(skipped)
+        for module in (layer, *(stand_in.module for stand_in in skipped)):
+            shadows += self._uncompile(module)
         for stand_in in skipped:
             module = stand_in.module
             self.shadow(module.__dict__, "forward", self._either(stand_in, module.forward))
@@ -278,8 +336,7 @@ class Gates:
         try:
             yield
         finally:
-            for _ in skipped:
-                self.unshadow()
+            for _ in range(shadows):
                 self.unshadow()
 
     def _either(self, stand_in: Skipped, own: Callable[..., Any]) -> Callable[..., Any]:
@@ -359,6 +416,8 @@ class Gates:
             began, own = time.perf_counter(), active.own
             if own is not None and own.at is not None:
                 hidden_states = own.at(hidden_states)
+            if active.ends is not None:
+                hidden_states = at_ends(hidden_states, active.ends)
             if own is None or own.readout is None:
                 output = forward(hidden_states, *args, **kwargs)
             else:

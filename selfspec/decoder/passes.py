@@ -109,6 +109,7 @@ class Pass(NamedTuple):
         layer_seconds: wall time inside the span's layers.
         head_seconds: wall time inside a head's own layer, the final norm and the LM head.
         kept: `[rows, width, hidden]` each, the hidden states that the caller asked for.
+        logits: `[rows, 1, vocab]` at the rows' ends, if the caller named these.
     """
 
     hidden: Tensor
@@ -116,6 +117,7 @@ class Pass(NamedTuple):
     layer_seconds: float
     head_seconds: float
     kept: list[Tensor]
+    logits: Tensor | None = None
 
 
 class LayerCall(NamedTuple):
@@ -189,6 +191,9 @@ class ActivePass:
         handed: the hidden states that it hands from layer to layer.
         kept: the hidden states that were kept, by the number of layers below.
         result: hidden states after the span, once computed.
+        ends: `[rows]` the only places at which the LM head reads; `None` for all.
+        body_only: whether the pass ends when the body has run.
+        body_output: what the body returned, hooks included.
         layer_seconds: wall time inside layers so far.
         head_seconds: wall time inside a head's own layer, the final norm and the LM head so far.
     """
@@ -210,11 +215,15 @@ class ActivePass:
     handed: Tensor | None = None
     kept: dict[int, Tensor] = field(default_factory=dict)
     result: Tensor | None = None
+    ends: Tensor | None = None
+    body_only: bool = False
+    body_output: Tensor | None = None
     layer_seconds: float = 0.0
     head_seconds: float = 0.0
 
-    def done(self, output: Tensor) -> Pass:
+    def done(self, output: Tensor, logits: Tensor | None = None) -> Pass:
         """The results, once the pass is over."""
         assert self.result is not None
         kept = [self.kept[layer] for layer in self.keep] if self.keep else []
-        return Pass(self.result, output, self.layer_seconds, self.head_seconds, kept)
+        times = self.layer_seconds, self.head_seconds
+        return Pass(self.result, output, *times, kept, logits)

@@ -19,11 +19,11 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from selfspec.config import Kernels
 from selfspec.decoder.devices import device_of
-from selfspec.decoder.gates import BodyError, Gates
+from selfspec.decoder.direct import StandIn
+from selfspec.decoder.gates import BodyDone, BodyError, Gates
 from selfspec.decoder.passes import (
     ActivePass,
     BodyWatch,
@@ -43,38 +43,50 @@ class Tail:
         causal_lm: the model.
         base: its body.
         gates: the model's gates.
-
-    Attributes:
-        takes: parameter names of the causal LM's `forward`.
-        output_class: the body's output class.
     """
 
     def __init__(self, causal_lm: PreTrainedModel, base: nn.Module, gates: Gates):
         self.causal_lm, self.base, self.gates = causal_lm, base, gates
-        self.takes = set(inspect.signature(type(causal_lm).forward).parameters)
-        self.output_class: type[Any] = BaseModelOutputWithPast
+        parameters = inspect.signature(type(causal_lm).forward).parameters
+        self._takes = set(parameters)
+        self._passes_on = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+    def takes_all(self, inputs: dict[str, Any]) -> bool:
+        """Whether the causal LM's `forward` takes what its body is called with."""
+        return self._passes_on or self._takes >= inputs.keys()
+
+    def prepares(self, inputs: dict[str, Any]) -> bool:
+        """Whether the causal LM has hooks that may change what its body is called with."""
+        return bool(self.causal_lm._forward_pre_hooks) and self.takes_all(inputs)
 
     def run(self, inputs: dict[str, Any]) -> Tensor:
         """Logits of a pass through body and tail, on the tokens' device."""
-        if "output_router_logits" in self.takes:
+        if "output_router_logits" in self._takes:
             inputs["output_router_logits"] = False
         return self.causal_lm(**inputs).logits.to(_device_of_inputs(inputs))
 
     def unembed(self, normed: Tensor, readout: nn.Module | None) -> Tensor:
-        """Logits `[rows, width, vocab]` of `normed`, with the body (and the LM head) replaced."""
-        gates, base, lm_head = self.gates, self.base, self.causal_lm.get_output_embeddings()
+        """Logits `[rows, width, vocab]` of `normed`, with the body (and the LM head) replaced.
+
+        This is no pass, so neither the body's hooks nor those of the causal LM run.
+        """
+        gates, lm_head = self.gates, self.causal_lm.get_output_embeddings()
         assert lm_head is not None  # a model without is refused
         # A replaced module's device hooks do not run, so the states are moved here.
         normed = normed.to(device_of(lm_head if readout is None else readout))
-        output = self.output_class(last_hidden_state=normed)
-        others = [(base, lambda *args, **kwargs: output)]
+        output = gates.output_class(last_hidden_state=normed)
+        body = StandIn(self.base, _mine(lambda *args, **kwargs: output, self.base))
+        others: list[tuple[nn.Module, str, Any]]
+        others = [(parent, name, body) for parent, name in gates.places]
         if readout is not None:
-            others.append((lm_head, readout))
+            others.append((lm_head, "forward", _mine(readout, lm_head.forward)))
         with gates.lock:
-            for module, other in others:
-                gates.shadow(module.__dict__, "forward", _mine(other, module.forward))
+            for module, name, other in others:
+                gates.shadow(module.__dict__, name, other)
             try:
-                tail = self.causal_lm(inputs_embeds=normed, use_cache=False, return_dict=True)
+                tail = self.causal_lm.forward(
+                    inputs_embeds=normed, use_cache=False, return_dict=True
+                )
             finally:
                 for _ in others:
                     gates.unshadow()
@@ -196,15 +208,23 @@ class Runner:
 
     def _run_once(self, active: ActivePass, inputs: dict[str, Any], unembed: bool) -> Pass:
         """The pass through the model's own code."""
-        self.gates.active = active
-        if unembed and self.tail.takes >= inputs.keys():
-            return active.done(self.tail.run(inputs))
-        output = self.base(**inputs)
-        self.tail.output_class = type(output)
+        gates, tail = self.gates, self.tail
+        gates.active, logits = active, None
+        active.body_only = not (unembed and tail.takes_all(inputs))
+        try:
+            if active.body_only and not tail.prepares(inputs):
+                gates.body(**inputs)
+            else:
+                logits = tail.run(inputs)
+        except BodyDone:
+            active.body_only = False
+        normed = active.body_output
+        assert normed is not None
         if not unembed:
-            return active.done(output[0])
-        logits = self.tail.unembed(output[0], None)  # the LM head's gate knows what an `own` reads
-        return active.done(logits.to(_device_of_inputs(inputs)))
+            return active.done(normed)
+        if logits is None:  # the LM head's gate knows what an `own` reads
+            logits = tail.unembed(normed, None).to(_device_of_inputs(inputs))
+        return active.done(logits) if active.ends is None else active.done(normed, logits)
 
     def _run_span(self, active: ActivePass, handed: Tensor) -> Tensor:
         """Run the layers that the gates have recorded, and a head's own in place of the last."""

@@ -71,7 +71,7 @@ def _problem(model: PreTrainedModel) -> str | None:
     alone = torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False)
     with alone[0], alone[1], warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of configs
-        torch.random.default_generator.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         small = small_model(model)
         return None if small is None else difference(small)
 
@@ -150,7 +150,7 @@ def _plainly(model: PreTrainedModel, text: Tensor, prompt: int) -> Tensor:
 
 
 def _by_rounds(decoder: Decoder, texts: Tensor) -> list[Tensor]:
-    """`[n, vocab]` logits after each row's prompt and later tokens, computed in rounds of drafts."""
+    """`[n, vocab]` logits after each row's prompt and later tokens, computed in rounds."""
     slots = decoder.new_slots(len(texts))
     with decoder:
         slots.will_commit = _PROMPTS
@@ -158,7 +158,7 @@ def _by_rounds(decoder: Decoder, texts: Tensor) -> list[Tensor]:
         prompts = [text[:count] for text, count in zip(texts, _PROMPTS, strict=True)]
         block = nn.utils.rnn.pad_sequence(prompts, batch_first=True)
         parts = [decoder.run(block, everything, slots, unembed=True).output]
-        kept = [_PROMPTS]
+        kept: list[tuple[int, ...]] = [_PROMPTS]
         slots.commit(_PROMPTS)
         for accepted in _ROUNDS:
             parts.append(_verified(decoder, slots, texts, accepted))
@@ -196,8 +196,7 @@ def _verified(
 def _reduced(config: PreTrainedConfig) -> PreTrainedConfig:
     """The config of a small model: fewer layers of every kind, and everything narrower."""
     config = copy.deepcopy(config)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
+    vars(config).pop("quantization_config", None)
     for part in (config, *_parts(config)):
         _reduce(part)
     return config

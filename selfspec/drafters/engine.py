@@ -213,16 +213,16 @@ class Engine:
         width = tokens.shape[1]
         for start in range(0, width, chunk or width):
             block = tokens[:, start : start + (chunk or width)]
-            left = self.decoder.run(block, everything, state.slots, offset=start, keep=keep)
+            places = (ends - start).clamp(0, block.shape[1] - 1)
+            slots = state.slots
+            left = self.decoder.run(block, everything, slots, offset=start, keep=keep, ends=places)
             if watch is not None:
                 watch(left, start)
-            ends = ends.to(left.output.device)  # the last layer's, which may be another one
-            places = (ends - start).clamp(0, block.shape[1] - 1)
-            at_end = left.output[torch.arange(len(places)), places][:, None]
+            assert left.logits is not None
             here = (ends >= start)[:, None, None]
-            last = at_end if last is None else torch.where(here, at_end, last)
+            last = left.logits if last is None else torch.where(here, left.logits, last)
         assert last is not None
-        return self.decoder.unembed(last)
+        return last
 
     def prefill_again(self, state: State, chunk: int | None = None) -> None:
         """Write KV of all committed tokens anew."""
