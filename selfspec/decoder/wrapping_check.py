@@ -134,7 +134,8 @@ def _plainly(model: PreTrainedModel, text: Tensor, prompt: int) -> Tensor:
     """`[n, vocab]` logits after a prompt and each later token, as in the model's own `generate`."""
     cache, parts = None, []
     for start, end in pairwise([0, *range(prompt, len(text) + 1)]):
-        inputs = model.prepare_inputs_for_generation(
+        prepare: Any = model.prepare_inputs_for_generation
+        inputs = prepare(
             text[None, :end],
             next_sequence_length=end - start,
             past_key_values=cache,
@@ -219,7 +220,7 @@ def _reduce(config: PreTrainedConfig) -> None:
         elif isinstance(value, dict) and name == "rope_parameters":
             _set(config, name, _reduced_rope(value))
         elif kept and _is_per_layer(name, value, config.num_hidden_layers):
-            _set(config, name, [value[index] for index in kept])
+            _set(config, name, [value[index] for index in kept])  # pyright: ignore
     if key_heads not in (None, 1):
         _set(config, "num_key_value_heads", _HEADS // 2 if shared else _HEADS)
     if kept:
