@@ -218,7 +218,7 @@ GIVEN = {
     "prefix_allowed_tokens_fn": lambda row, text: [(3 * int(text[-1]) + i) % VOCAB for i in (1, 5)],
     "synced_gpus": True,
     "assistant_model": tiny_llama(seed=1),
-    "negative_prompt_ids": IDS,
+    "negative_prompt_ids": IDS.flip(1),
     "negative_prompt_attention_mask": MASK,
     "custom_generate": lambda *args, **options: IDS,
     "input_ids": IDS,
@@ -252,7 +252,7 @@ def test_arguments_do_what_the_page_says(target, tokenizer, name):
     given = {"input_ids": IDS[rows], "attention_mask": MASK[rows], "max_new_tokens": 6, name: value}
     given |= {"do_sample": False}
     if name.startswith("negative_prompt"):
-        given |= {"guidance_scale": 1.5, "negative_prompt_ids": IDS.flip(1)}
+        given |= {"guidance_scale": 1.5, "negative_prompt_ids": GIVEN["negative_prompt_ids"]}
     if name == "inputs":
         del given["input_ids"]
     model = target
