@@ -27,6 +27,7 @@ from selfspec.decoder.families import (
     Sublayers,
     causal_tables,
     is_static,
+    text_parts,
 )
 from selfspec.decoder.kernels.compiled import CompiledLayers
 from selfspec.decoder.kernels.graphs import GraphedLayers
@@ -208,7 +209,7 @@ class Gates:
         if self.graphs is not None:
             self.graphs.begin([*self.layers, *self.others])
         if self.prepacked is not None:
-            for module, forward in self.prepacked.forwards(self.model, *self.others):
+            for module, forward in self.prepacked.forwards(*text_parts(self.model), *self.others):
                 self.shadow(module.__dict__, "forward", forward)
             self.masks_one = joins_heads(self.model)
         for mixer, index in self.mixers.found:

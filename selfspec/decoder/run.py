@@ -36,6 +36,15 @@ from selfspec.decoder.passes import (
 CallLayer = Callable[[nn.Module, int, Tensor, tuple[Any, ...], dict[str, Any]], Any]
 
 
+class Normed(BaseModelOutputWithPast):
+    """What a body returns, of which nothing but the states is there."""
+
+    def __getattr__(self, name: str) -> None:
+        """`None` for the fields that a family adds."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+
 class Tail:
     """The part of the causal LM's `forward` after its body.
 
@@ -46,13 +55,17 @@ class Tail:
 
     Attributes:
         takes: parameter names of the causal LM's `forward`.
-        output_class: the body's output class.
+        around: what the causal LM calls: its body, or the multimodal model around it.
+        bodies: the body and the module around it; the causal LM calls one of them.
     """
 
     def __init__(self, causal_lm: PreTrainedModel, base: nn.Module, gates: Gates):
-        self.causal_lm, self.base, self.gates = causal_lm, base, gates
+        self.causal_lm, self.gates = causal_lm, gates
         self.takes = set(inspect.signature(type(causal_lm).forward).parameters)
-        self.output_class: type[Any] = BaseModelOutputWithPast
+        lm_head, self.around = causal_lm.get_output_embeddings(), causal_lm.base_model
+        if any(part is lm_head for part in self.around.modules()):
+            self.around = base
+        self.bodies = {base, self.around}
 
     def run(self, inputs: dict[str, Any]) -> Tensor:
         """Logits of a pass through body and tail, on the tokens' device."""
@@ -62,12 +75,14 @@ class Tail:
 
     def unembed(self, normed: Tensor, readout: nn.Module | None) -> Tensor:
         """Logits `[rows, width, vocab]` of `normed`, with the body (and the LM head) replaced."""
-        gates, base, lm_head = self.gates, self.base, self.causal_lm.get_output_embeddings()
+        gates, lm_head = self.gates, self.causal_lm.get_output_embeddings()
         assert lm_head is not None  # a model without is refused
         # A replaced module's device hooks do not run, so the states are moved here.
         normed = normed.to(device_of(lm_head if readout is None else readout))
-        output = self.output_class(last_hidden_state=normed)
-        others = [(base, lambda *args, **kwargs: output)]
+        output = Normed(last_hidden_state=normed)
+        others: list[tuple[nn.Module, Callable[..., Any]]] = [
+            (body, lambda *args, **kwargs: output) for body in self.bodies
+        ]
         if readout is not None:
             others.append((lm_head, readout))
         with gates.lock:
@@ -182,6 +197,25 @@ class Runner:
             if gates.own_masks:
                 gates.close_masks()
 
+    def run_around(self, active: ActivePass, inputs: dict[str, Any]) -> Pass:
+        """Run a pass over all layers through the multimodal model around the body.
+
+        Args:
+            active: the pass.
+            inputs: what that model is called with.
+        """
+        gates, watch = self.gates, BodyWatch()
+        # The body may add features of images between its layers, which says nothing about text.
+        active.one_by_one, active.watch = True, watch if gates.hands_on is None else None
+        gates.active = active
+        try:
+            result = active.done(self.tail.around(**inputs)[0])
+        finally:
+            gates.active = None
+        if active.watch is not None and watch.hands_on:
+            gates.hands_on = True
+        return result
+
     def _run_watched(self, active: ActivePass, inputs: dict[str, Any], unembed: bool) -> Pass:
         """Run one of the first passes, and learn what the body does between its layers."""
         gates, watch = self.gates, BodyWatch()
@@ -200,7 +234,6 @@ class Runner:
         if unembed and self.tail.takes >= inputs.keys():
             return active.done(self.tail.run(inputs))
         output = self.base(**inputs)
-        self.tail.output_class = type(output)
         if not unembed:
             return active.done(output[0])
         logits = self.tail.unembed(output[0], None)  # the LM head's gate knows what an `own` reads
