@@ -349,12 +349,12 @@ class Decoder:
             with self:
                 return Decoder.run(self, tokens, span, slots, *rest)
         window = slots.window(tokens.shape[1], offset, tree, paged=prompt is None)
-        outer = slots.turn(window, {} if own is None else {span.stop - 1: own.added})
+        outer = slots.turn(window, {} if own is None else _added_layers(own, span.stop - 1))
         try:
             masks = self._masks.of_slots(slots, window, hidden, added=own is not None)
             active = ActivePass(span, window, hidden, masks, self._alibi, tuple(keep), own)
             if own is not None and isinstance(own.layer, StandaloneLayer):
-                return self._run_standalone(own, active, tokens, window.positions, slots)
+                return self._run_standalone(own, active, tokens, window.positions, slots, embeds)
             if (span.start > 0 or skips is not None) and gates.returned_values is None:
                 raise RuntimeError("run all layers once before a pass that leaves some of them out")
             active.skips = skips
@@ -411,7 +411,8 @@ class Decoder:
             active = ActivePass(span, None, hidden, masks, self._alibi, tuple(keep), own)
             active.documents = packing.lengths if self.recurrent_layers else None
             if own is not None and isinstance(own.layer, StandaloneLayer):
-                return self._run_standalone(own, active, tokens, packing.positions, memory)
+                places = packing.positions
+                return self._run_standalone(own, active, tokens, places, memory, embeds)
             inputs = self._inputs(tokens, memory, packing.positions, masks, embeds)
             return self._runner.run(active, inputs, unembed=False)
 
@@ -422,10 +423,11 @@ class Decoder:
         tokens: Tensor,
         positions: Tensor,
         cache: Cache | None,
+        embeds: Tensor | None,
     ) -> Pass:
         """Run a head's layer without the target's body."""
         began = time.perf_counter()
-        hidden = active.hidden
+        hidden = embeds if active.hidden is None else active.hidden
         if hidden is None:
             hidden = self.embed(tokens) if own.embed is None else own.embed(tokens)
         if own.enter is not None:
@@ -437,7 +439,10 @@ class Decoder:
         }
         place = active.span.stop - 1
         call = LayerCall(place, own.layer, (), arguments)
-        output = self._runner.run_calls(active, [call], hidden, ())
+        if own.depth > 1:  # recorded and compiled layers have keys and values of one layer each
+            output = own.layer(hidden, **arguments)
+        else:
+            output = self._runner.run_calls(active, [call], hidden, ())
         return Pass(output, output, 0.0, time.perf_counter() - began, [])
 
     def embed(self, tokens: Tensor, raw: bool = False) -> Tensor:
@@ -471,6 +476,11 @@ class Decoder:
             readout: replaces the LM head, if given.
         """
         return self._runner.tail.unembed(normed, readout).to(self.device)
+
+
+def _added_layers(own: OwnLayer, place: int) -> dict[int, int]:
+    """Maps the indices of a head's own layers, from `place` on, to the layers added to the KV."""
+    return {place + i: own.added + i for i in range(own.depth)}
 
 
 @contextmanager
