@@ -36,6 +36,7 @@ from selfspec.generation.unsupported import (
     check_counts,
     merged,
     refuse_in_batches,
+    refuse_media,
     refuse_other_loops,
 )
 from selfspec.heads import (
@@ -159,6 +160,8 @@ class SelfSpecModel:
         **kwargs: Any,
     ) -> SelfSpecModel:
         """Load a checkpoint with `AutoModelForCausalLM.from_pretrained` and wrap it.
+
+        Multimodal checkpoints that it does not know are loaded with `AutoModelForImageTextToText`.
 
         Args:
             path: a folder, a model id, or a `.gguf` file (with the package `gguf`).
@@ -367,6 +370,7 @@ class SelfSpecModel:
         config = self._merged(generation_config, kwargs)
         others = {"synced_gpus": synced_gpus, "custom_generate": custom_generate}
         refuse_other_loops(config, {**kwargs, **others})
+        refuse_media(self.causal_lm, kwargs)
         engine, drafting = self._drafting(draft, assistant_model, bool(config.do_sample))
         drafter, tokenizer = make_drafter(engine, drafting), kwargs.get("tokenizer")
         criteria = with_stop_strings(stopping_criteria, config.stop_strings, tokenizer)

@@ -104,7 +104,7 @@ _MARKS = (
 )
 
 
-def _open_zstd(file: IO[bytes]) -> IO[bytes]:
+def _open_zstd(file: IO[bytes]) -> Any:
     try:
         from compression import zstd  # pyright: ignore[reportMissingImports]  # Python 3.14
     except ImportError:

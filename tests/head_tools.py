@@ -10,14 +10,29 @@ from torch import Tensor
 
 from selfspec.decoder import Decoder
 from selfspec.drafters.engine import State
-from selfspec.drafters.exit_reader import LayerReader, ParallelReader
+from selfspec.drafters.exit_reader import ContextReader, LayerReader, ParallelReader
 from selfspec.heads import HEAD_KINDS, ExitHead, draft_states, target_states
 
 COPIES = ["block", "fused"]  # whose layer starts as one of the target's
 UNROLLED = ["fused", "eagle", "eagle3", "mtp"]  # which are fed their own output
-PARALLEL = ["block parallel", "fused parallel"]  # which draft all positions in one pass
+_PARALLEL_COPY = {"parallel": True, "markov": 4, "confidence": True}
+_PARALLEL = {
+    "block parallel": _PARALLEL_COPY,
+    "fused parallel": _PARALLEL_COPY,
+    "eagle3 parallel": {"parallel": True, "num_hidden_layers": 2},
+    "dflash rnn": {
+        "num_hidden_layers": 2,
+        "sample_from_anchor": True,
+        "block_size": 5,
+        "markov": 4,
+        "markov_type": "rnn",
+        "confidence": True,
+        "confidence_with_markov": True,
+    },
+}
+PARALLEL = [*_PARALLEL, "dflash"]  # which draft all positions in one pass
 WITH_LAYER = ["block", *UNROLLED, *PARALLEL]
-KINDS = [*HEAD_KINDS, *PARALLEL]
+KINDS = [*HEAD_KINDS, *_PARALLEL]
 
 
 def class_of(kind: str) -> type[ExitHead]:
@@ -27,8 +42,7 @@ def class_of(kind: str) -> type[ExitHead]:
 
 def build(decoder: Decoder, kind: str, exit_layer: int, **options) -> ExitHead:
     """An untrained head of such a kind."""
-    if kind in PARALLEL:
-        options = {"parallel": True, "markov": 4, "confidence": True, **options}
+    options = {**_PARALLEL.get(kind, {}), **options}
     return class_of(kind).build(decoder, exit_of(kind, exit_layer), **options)
 
 
@@ -77,7 +91,7 @@ def record(monkeypatch) -> list[Seen]:
     """From now on, every row that a head with a layer reads while decoding."""
     seen: list[Seen] = []
     drafts: list[Tensor] = []
-    reads = {kind: kind.read for kind in (LayerReader, ParallelReader)}
+    reads = {kind: kind.read for kind in (LayerReader, ParallelReader, ContextReader)}
 
     def noting(reader, state: State, tokens: Tensor, place: int, tree=None, above=None):
         logits, hidden = reads[type(reader)](reader, state, tokens, place, tree, above)

@@ -99,6 +99,16 @@ def eagle3_tensors(
     return tensors
 
 
+def peagle_tensors(depth: int = 2, **options: Any) -> dict[str, Tensor]:
+    """The tensors of a P-EAGLE head of several layers, in the layout of EAGLE's repository."""
+    tensors = eagle3_tensors(streams=2, **options)
+    for layer in range(1, depth):
+        own = layer_tensors(1, options.get("qwen", False))
+        own["input_layernorm.weight"] = 1 + _drawn(WIDTH, seed=60 + layer)
+        tensors |= {f"layers.{layer}.{name}": 0.9**layer * each for name, each in own.items()}
+    return {**tensors, "mask_hidden": _drawn(1, 1, 2 * WIDTH, seed=70, scale=1.0)}
+
+
 def draft_vocabulary() -> dict[str, Tensor]:
     """`d2t` and `t2d` of some tokens of the vocabulary."""
     source = torch.Generator().manual_seed(0)
@@ -253,25 +263,58 @@ def eagle3_logits(
         share: of each attention head, what is rotated.
         flags: those of the architecture.
     """
-    w = {n.removeprefix("midlayer."): t for n, t in tensors.items() if n.startswith("midlayer.")}
+    features = _fused(tensors, streams, **flags)
+    found = []
+    for _ in range(drafts + 1):
+        # Row i has the token at i + 1 and the features of the token at i.
+        y, out = _eagle3_rows(tensors, tokens[1 : len(features) + 1], features, share, **flags)
+        found.append(linear(out[-1:], tensors["lm_head.weight"]))
+        features = torch.cat([features, (out if flags.get("norm_output") else y)[-1:]])
+    return found
+
+
+def peagle_logits(
+    tensors: dict[str, Tensor],
+    tokens: Tensor,
+    streams: list[Tensor],
+    drafts: int,
+    mask_token: int,
+    **flags: bool,
+) -> Tensor:
+    """Logits `[drafts, n]` of the drafts after `tokens`, all of them in one pass."""
+    masks = list(tensors["mask_hidden"].view(len(streams), 1, WIDTH).expand(-1, drafts - 1, -1))
+    streams = [torch.cat(pair) for pair in zip(streams, masks, strict=True)]
+    read = torch.cat([tokens[1:], torch.full((drafts - 1,), mask_token)])
+    _, out = _eagle3_rows(tensors, read, _fused(tensors, streams, **flags), **flags)
+    return linear(out[-drafts:], tensors["lm_head.weight"])
+
+
+def _fused(tensors: dict[str, Tensor], streams: list[Tensor], **flags: bool) -> Tensor:
     if flags.get("fc_norm"):
         streams = [rms(s, tensors[f"fc_norm.{i}.weight"]) for i, s in enumerate(streams)]
     joined = torch.cat(streams, dim=-1)
     if flags.get("norm_before_fc"):
         joined = rms(joined, tensors["input_norm.weight"])
-    features = linear(joined, tensors["fc.weight"])
-    found = []
-    for _ in range(drafts + 1):
-        # Row i has the token at i + 1 and the features of the token at i.
-        embedded = tensors["embed_tokens.weight"][tokens[1 : len(features) + 1]]
-        normed = rms(features, w["hidden_norm.weight"])
-        read = torch.cat([rms(embedded, w["input_layernorm.weight"]), normed], dim=-1)
-        residual = normed if flags.get("norm_before_residual") else features
-        y = decoder_layer(w, read, residual, share)[-1:]
-        out = rms(y, tensors["norm.weight"])
-        found.append(linear(out, tensors["lm_head.weight"]))
-        features = torch.cat([features, out if flags.get("norm_output") else y])
-    return found
+    return linear(joined, tensors["fc.weight"])
+
+
+def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+
+
+def _eagle3_rows(
+    tensors: dict[str, Tensor], tokens: Tensor, features: Tensor, share: float = 1, **flags: bool
+) -> tuple[Tensor, Tensor]:
+    """Output of the layers, and its norm, for pairs of a token and features."""
+    w, layer = _part(tensors, "midlayer."), 1
+    normed = rms(features, w["hidden_norm.weight"])
+    embedded = rms(tensors["embed_tokens.weight"][tokens], w["input_layernorm.weight"])
+    residual = normed if flags.get("norm_before_residual") else features
+    y = decoder_layer(w, torch.cat([embedded, normed], dim=-1), residual, share)
+    while w := _part(tensors, f"layers.{layer}."):
+        y = decoder_layer(w, rms(y, w["input_layernorm.weight"]), y, share)
+        layer += 1
+    return y, rms(y, tensors["norm.weight"])
 
 
 def eagle_logits(

@@ -123,16 +123,22 @@ def test_sampled_text_follows_the_target_whatever_the_draft(target, draft):
 
 
 @pytest.mark.parametrize(
-    ("kind", "trimmed", "draft"),
+    ("kind", "trimmed", "draft", "options"),
     [
-        ("block", False, TWO),
-        ("lens", True, TWO),
-        ("fused parallel", False, TWO),
-        ("block parallel", True, DEEP),
+        ("block", False, TWO, {}),
+        ("lens", True, TWO, {}),
+        ("fused parallel", False, TWO, {}),
+        ("block parallel", True, DEEP, {}),
+        ("dflash rnn", False, TWO, {}),
+        ("dflash", False, TWO, {"selector_rank": 4, "selector_top_k": 3, "conv_kernel_size": 2}),
+        ("dflash", True, DEEP, {"selector_rank": 4, "selector_top_k": 4}),
     ],
 )
-def test_sampled_text_follows_the_target_with_a_head_of_its_own(target, kind, trimmed, draft):
-    head = own_head(Decoder(target), kind, 1, trimmed=trimmed, noise=0.1)
+def test_sampled_text_follows_the_target_with_a_head_of_its_own(
+    target, kind, trimmed, draft, options
+):
+    head = own_head(Decoder(target), kind, 1, trimmed=trimmed, noise=0.1, **options)
+    draft = draft.model_copy(update={"exit_layer": head.exit_layer})
     counts, acceptance = draws(target, WARPED, draft, total=10_000, heads=[head])
     assert 0.1 < acceptance < 0.9
     assert min(p_values(counts, exact(target, WARPED))) > 1e-3

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import EXIT, VOCAB, greedy, prompt, tiny_llama
-from head_tools import KINDS, PARALLEL, exit_of, own_head
+from head_tools import KINDS, PARALLEL, class_of, exit_of, own_head
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, Qwen2Config
@@ -223,14 +223,14 @@ def calibrated(head, seed=0):
 
 def every_kind(decoder, **options):
     """A head of each kind, over all tokens and over some, with calibrators and without."""
-    exits = dict.fromkeys(
-        (kind, exit_of(kind, exit_layer))
+    exits = {  # a file holds one head of a kind at an exit
+        (class_of(kind), exit_of(kind, exit_layer)): kind
         for kind in KINDS
         for exit_layer in ((2,) if kind in PARALLEL else (1, 3))
-    )
+    }
     heads = [
         own_head(decoder, kind, exit_layer, trimmed=exit_layer != 1, seed=seed, **options)
-        for seed, (kind, exit_layer) in enumerate(exits)
+        for seed, ((_, exit_layer), kind) in enumerate(exits.items())
     ]
     return [calibrated(head, n) if n % 3 else head for n, head in enumerate(heads)]
 

@@ -20,6 +20,8 @@ from published import (
     eagle3_tensors,
     eagle_logits,
     medusa_logits,
+    peagle_logits,
+    peagle_tensors,
     write,
     write_eagle,
     write_eagle3,
@@ -148,6 +150,56 @@ def test_an_eagle_head_has_the_biases_of_its_file(monkeypatch, tmp_path, target,
     check_reads(monkeypatch, target, tmp_path / "head", expected, trimmed=False)
 
 
+@pytest.mark.parametrize("layout", ["original", "speculators"])
+@pytest.mark.parametrize("variant", EAGLE3)
+@pytest.mark.parametrize("drafter", ["early_exit", "tree"])
+def test_a_p_eagle_head_makes_all_drafts_in_one_pass(
+    monkeypatch, tmp_path, target, layout, variant, drafter
+):
+    options, mask_token = dict(EAGLE3[variant]), 7
+    qwen = options.pop("qwen", False)
+    depth = 1 if qwen else 3
+    tensors = peagle_tensors(depth=depth, qwen=qwen, **options)
+    keys = {**options, "eagle_aux_hidden_state_layer_ids": [2, 4]}
+    if layout == "original":
+        named = {**tensors, "mask_hidden": tensors["mask_hidden"][0]}
+        folder = write_eagle3(tmp_path / "head", named, ptd_token_id=mask_token, **keys)
+    else:
+        keys |= {"speculators_model_type": "peagle", "mask_token_id": mask_token}
+        folder = write_speculators(tmp_path / "head", tensors, **keys)
+    change_layer(folder, num_hidden_layers=depth)
+
+    def expected(reading):
+        known = reading.text[: len(reading.text) - reading.step]
+        streams, _ = residual_streams(target, known[:-1], (2, 4))
+        return peagle_logits(tensors, known, streams, 3, mask_token, **options)[reading.step]
+
+    check_reads(monkeypatch, target, folder, expected, drafter=drafter)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"mask_token_id": None}, "names no mask token: mask_token_id or ptd_token_id"),
+        ({"mask_token_id": VOCAB}, r"mask_token must be a token id in \[0, 63\], got 64"),
+        ({"mask_token_id": 7, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, "fc.weight"),
+    ],
+)
+def test_what_does_not_fit_a_p_eagle_head_is_named(tmp_path, target, keys, message):
+    keys = {"eagle_aux_hidden_state_layer_ids": [2, 4], **keys}
+    folder = write_speculators(tmp_path, peagle_tensors(), speculators_model_type="peagle", **keys)
+    change_layer(folder, num_hidden_layers=2)
+    with pytest.raises(ValueError, match=message):
+        SelfSpecModel(target, heads=folder)
+
+
+def test_a_p_eagle_head_without_its_mask_is_refused(tmp_path, target):
+    keys = {"speculators_model_type": "peagle", "mask_token_id": 7}
+    folder = write_speculators(tmp_path, eagle3_tensors(), **keys)
+    with pytest.raises(ValueError, match="P-EAGLE one, but lacks mask_hidden"):
+        SelfSpecModel(target, heads=folder)
+
+
 def test_default_layers_are_those_of_the_paper(tmp_path):
     deep = tiny_llama(num_hidden_layers=12)
     (head,) = load_heads(Decoder(deep), write_eagle3(tmp_path, eagle3_tensors()))
@@ -260,6 +312,12 @@ WRITTEN = {
     "Qwen3": {"layer": {"model_type": "qwen3"}},
     "some biases": {"layer": {"biases": ["self_attn.q_proj", "mlp.up_proj"]}},
     "part of each head rotated": {"layer": {"partial_rotary_factor": 0.5}},
+    "P-EAGLE": {"parallel": True, "mask_token": 5, "num_hidden_layers": 2},
+    "P-EAGLE with some biases": {
+        "layer": {"biases": ["self_attn.q_proj", "mlp.up_proj"]},
+        "parallel": True,
+        "num_hidden_layers": 2,
+    },
 }
 
 
@@ -276,7 +334,8 @@ def test_an_exported_head_drafts_as_before(tmp_path, target, variant, trimmed, l
     assert again.feature_layers == (1, 2, 4)
     biases = {name for name in again.state_dict() if name.endswith("bias")}
     # Engines know one switch for the attention and one for the MLP.
-    assert len(biases) == (7 if variant == "some biases" else 0)
+    layers = head.options["num_hidden_layers"]
+    assert len(biases) == (7 * layers if "some biases" in variant else 0)
     known = target_states(decoder, IDS[1:2], None, head.input_layers)
     for one, other in zip(
         *(draft_states(decoder, h, known, 3) for h in (head, again)), strict=True
@@ -359,8 +418,8 @@ def test_a_missing_tensor_is_named(tmp_path, target, name):
 
 
 def test_other_formats_are_refused_by_name(tmp_path, target):
-    write_speculators(tmp_path, eagle3_tensors(), speculators_model_type="dflash")
-    with pytest.raises(ValueError, match="type 'dflash'; selfspec reads 'eagle3'"):
+    write_speculators(tmp_path, eagle3_tensors(), speculators_model_type="xpress")
+    with pytest.raises(ValueError, match="type 'xpress'; selfspec reads 'eagle3', 'peagle'"):
         SelfSpecModel(target, heads=tmp_path)
     write(tmp_path, {"architectures": ["BertModel"]}, {"a": torch.zeros(1)})
     with pytest.raises(ValueError, match=r"no head of a known format.*BertModel"):

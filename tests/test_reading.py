@@ -5,7 +5,6 @@ import torch
 from conftest import EXIT, greedy, prompt, tiny_llama
 from head_tools import (
     COPIES,
-    PARALLEL,
     WITH_LAYER,
     assert_reads_as_forced,
     close_in_double,
@@ -111,7 +110,7 @@ def test_a_round_without_drafts_leaves_no_gap(monkeypatch, kind):
     assert_reads_as_forced(decoder, head, seen, close_in_double)
 
 
-@pytest.mark.parametrize("kind", [*COPIES, *PARALLEL])
+@pytest.mark.parametrize("kind", [*COPIES, "block parallel", "fused parallel"])
 def test_a_schedule_reads_the_confidence_that_fitting_trains(monkeypatch, kind):
     model = tiny_llama("sometimes")
     decoder = Decoder(model)

@@ -219,7 +219,8 @@ def test_the_buffer_grows_and_keeps_its_text():
 @pytest.mark.parametrize("written", [False, True], ids=["on the host", "written, too"])
 def test_what_is_settled_is_there_when_somebody_reads_it(written):
     """Rows grow by different numbers of tokens; the second has two of padding."""
-    here = Context(text()[:, :3].clone(), [3, 3, 3], [0, 2], [[1, 2, 3], [4], [5, 6, 7]])
+    said = [[1, 2, 3], [4], [5, 6, 7]]
+    here = Context(text()[:, :3].clone(), [3, 3, 3], [0, 2], said, padding=-1)
     emitted = {0: [], 2: []}
     for turn, counts in enumerate([(2, 1), (1, 3), (4, 1)]):
         block = torch.randint(0, VOCAB, (2, 5), generator=torch.Generator().manual_seed(turn))
@@ -233,7 +234,7 @@ def test_what_is_settled_is_there_when_somebody_reads_it(written):
     for row, tokens in emitted.items():
         assert here.tokens[row, 3 : here.lengths[row]].tolist() == tokens
         assert here.new(row, 5) == tokens[2:] and not here.new(row, here.lengths[row])
-    padded = here.padded(-1)
+    padded = here.padded()
     assert padded.shape == (3, 10) and torch.equal(padded[:, :3], text()[:, :3])
     assert bool((padded[1, 3:] == -1).all()) and bool((padded[2, 8:] == -1).all())
 

@@ -60,8 +60,8 @@ def test_no_gradient_goes_from_one_document_to_another(kind):
     head = own_head(decoder, kind, EXIT)
     reading = target_states(decoder, TOKENS, DOCUMENTS, head.input_layers)
     streams = [stream.requires_grad_() for stream in reading.streams.values()]
-    weights = torch.randn(TOKENS.shape[1], 32, dtype=torch.float64)
     for step, state in enumerate(draft_states(decoder, head, reading, STEPS)):
+        weights = torch.randn(state.shape[1:], dtype=torch.float64)
         for span in spans():
             known = step + head.skips_first
             there = (state * weights)[:, span][:, known:].sum()

@@ -340,10 +340,8 @@ def _left_as_it_was(model: PreTrainedModel, own: Mapping[str, Any]) -> Iterator[
     leaves a model shallow if `assistant_early_exit` fails; and it remembers the longest static
     cache and makes all later ones as long.
     """
-    depth, config = (
-        model.config.num_hidden_layers,
-        own.get("assistant_model", model).generation_config,
-    )
+    text = model.config.get_text_config(decoder=True)
+    depth, config = text.num_hidden_layers, own.get("assistant_model", model).generation_config
     told = {name: own[name] for name in PEER_OPTIONS["assistant_early_exit"][1:] if name in own}
     held = {name: getattr(config, name) for name in told}
     vars(config).update(told)
@@ -351,7 +349,7 @@ def _left_as_it_was(model: PreTrainedModel, own: Mapping[str, Any]) -> Iterator[
         yield {name: own[name] for name in own if name not in told}
     finally:
         vars(config).update(held)
-        model.config.num_hidden_layers = depth
+        text.num_hidden_layers = depth
         vars(model).pop("_previous_max_cache_length", None)
 
 

@@ -47,6 +47,7 @@ EXAMPLES = {
     ),
     "export hf-draft": ("selfspec export hf-draft --exit-layer 4 --head block draft",),
     "export eagle3": ("selfspec export eagle3 --heads path/to/heads serve",),
+    "export dflash": ("selfspec export dflash --heads path/to/heads serve",),
     "export custom-generate": ("selfspec export custom-generate speculate",),
 }
 

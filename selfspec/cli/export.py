@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 from selfspec.cli import options as opt
 from selfspec.cli.common import Source, in_units, print_json, reporting, resolve
 from selfspec.cli.examples import examples
+
+if TYPE_CHECKING:  # which imports torch
+    from selfspec.drafters.engine import Engine
+    from selfspec.heads import ExitHead
+
+HeadT = TypeVar("HeadT", bound="ExitHead")
 
 export = typer.Typer(
     no_args_is_help=True, help="Export exit heads for transformers, serving engines and the hub."
@@ -110,14 +116,7 @@ def eagle3(
     with reporting(as_json) as console:
         check_free(out)
         engine = Source(model, heads, dtype, "cpu").load_spec().engine
-        head = next((head for head in engine.heads if isinstance(head, Eagle3Head)), None)
-        if head is None:
-            have = ", ".join(head.kind for head in engine.heads) or "none"
-            raise ValueError(
-                f"there is no eagle3 head here (heads: {have}); give the folder of one with "
-                "--heads, or fit one: selfspec fit MODEL --text FILES "
-                "heads='[{kind: eagle3, exit_layer: 0}]'"
-            )
+        head = _head_of(engine, Eagle3Head)
         name, path = resolve(model)
         exported = export_eagle3(
             engine.decoder, head, out, target=str(path), num_draft_tokens=num_draft_tokens
@@ -128,6 +127,47 @@ def eagle3(
         )
     if as_json:
         print_json({"folder": str(out), **asdict(exported)})
+
+
+@export.command("dflash", epilog=examples("export dflash"))
+def dflash(
+    out: Out,
+    model: opt.Model = None,
+    heads: opt.Heads = None,
+    dtype: opt.DtypeOption = "auto",
+    as_json: opt.AsJson = False,
+) -> None:
+    """Write a dflash head in the layout of speculators, for vLLM."""
+    from dataclasses import asdict
+
+    from selfspec.export import check_free, export_dflash
+    from selfspec.heads import DFlashHead
+
+    with reporting(as_json) as console:
+        check_free(out)
+        engine = Source(model, heads, dtype, "cpu").load_spec().engine
+        head = _head_of(engine, DFlashHead)
+        name, path = resolve(model)
+        exported = export_dflash(engine.decoder, head, out, target=str(path))
+        console.print(
+            f"{out}: a {exported.algorithm} head of {in_units(exported.parameters)} parameters for "
+            f"{name}; {out / 'README.md'} has the lines that launch it"
+        )
+    if as_json:
+        print_json({"folder": str(out), **asdict(exported)})
+
+
+def _head_of(engine: Engine, head_type: type[HeadT]) -> HeadT:
+    """The engine's head of a kind; ValueError says how to get one."""
+    for head in engine.heads:
+        if isinstance(head, head_type):
+            return head
+    have = ", ".join(head.kind for head in engine.heads) or "none"
+    raise ValueError(
+        f"there is no {head_type.kind} head here (heads: {have}); give the folder of one with "
+        "--heads, or fit one: selfspec fit MODEL --text FILES "
+        f"heads='[{{kind: {head_type.kind}, exit_layer: 0}}]'"
+    )
 
 
 @export.command("custom-generate", epilog=examples("export custom-generate"))

@@ -73,17 +73,16 @@ def _ships_head(path: Path | str) -> bool:
 def _without_weights(path: Path | str) -> Engine | None:
     """The target on the meta device, without weights; `None` if its family cannot run there."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     from selfspec.decoder import Decoder
-    from selfspec.decoder.checkpoints import load_config
+    from selfspec.decoder.checkpoints import auto_class, load_config
     from selfspec.drafters.engine import Engine
 
     quiet_transformers()
     config = load_config(path)
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.float32)
+            model = auto_class(config).from_config(config, dtype=config.dtype or torch.float32)
         engine = Engine(Decoder(model))
         cache_bytes(engine.decoder)
     except RuntimeError:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     GgufConfig,
     PreTrainedConfig,
@@ -23,6 +26,11 @@ from transformers.utils.import_utils import is_gguf_available, is_kernels_availa
 GGUF = ".gguf"
 # Options of `from_pretrained` with which a folder needs no config.json of its own.
 _ELSEWHERE = {"config", "gguf_file", "subfolder"}
+# Options of `from_pretrained` that a config is found by.
+_OF_CONFIG = {
+    *("cache_dir", "force_download", "local_files_only", "subfolder"),
+    *("code_revision", "revision", "token", "trust_remote_code"),
+}
 
 
 def find_checkpoint(name: str | Path, options: Collection[str] = ()) -> Path | str:
@@ -95,8 +103,31 @@ def load_config(path: str | Path) -> PreTrainedConfig:
     return AutoConfig.from_pretrained(source, **named)
 
 
+def auto_class(config: PreTrainedConfig) -> Any:
+    """The class that makes a causal LM: some multimodal ones are no `AutoModelForCausalLM`."""
+    named = getattr(config, "auto_map", None) or {}
+    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or AutoModelForCausalLM.__name__ in named
+    sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if sees and not known else AutoModelForCausalLM
+
+
+def _auto_class(source: str | Path, options: Mapping[str, Any]) -> Any:
+    """The class that loads a checkpoint."""
+    config = options.get("config")
+    if not isinstance(config, PreTrainedConfig):
+        found_by = {name: value for name, value in options.items() if name in _OF_CONFIG}
+        try:
+            config = AutoConfig.from_pretrained(source if config is None else config, **found_by)
+        except (OSError, ValueError):  # a folder with an adapter or a GGUF file
+            return AutoModelForCausalLM
+    return auto_class(config)
+
+
 def load_causal_lm(path: str | Path, **options: Any) -> PreTrainedModel:
-    """Load a checkpoint with `AutoModelForCausalLM.from_pretrained`, ready to decode.
+    """Load a checkpoint, ready to decode.
+
+    `AutoModelForCausalLM` loads it, or `AutoModelForImageTextToText` if that does not know its
+    config.
 
     The weights of a GGUF file stay packed where transformers has kernels for them (the package
     `kernels`) and `dtype` is float32, in which these compute; else they are dequantized to `dtype`.
@@ -111,7 +142,8 @@ def load_causal_lm(path: str | Path, **options: Any) -> PreTrainedModel:
         packed = is_kernels_available() and options.get("dtype") in ("float32", torch.float32)
         named["quantization_config"] = GgufConfig(dequantize=not packed)
     try:
-        return AutoModelForCausalLM.from_pretrained(source, **{**named, **options}).eval()
+        options = {**named, **options}
+        return _auto_class(source, options).from_pretrained(source, **options).eval()
     except SafetensorError as error:
         raise ValueError(
             f"the weights in {path} cannot be read ({error}); the file may be truncated"

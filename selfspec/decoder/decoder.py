@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
@@ -19,12 +19,14 @@ from selfspec.decoder.devices import bare_copy, device_of, weight_of
 from selfspec.decoder.families import (
     attention_layers,
     find_layers,
+    is_multimodal,
     layer_windows,
     plain_weight,
     prefills_again,
     refuse_body,
     refuse_options,
     refuse_unsupported,
+    text_parts,
     unwrap,
 )
 from selfspec.decoder.kernels.prepacked import choose_kernels
@@ -72,7 +74,8 @@ class Inputs:
         Args:
             tokens: `[rows, width]` token ids.
             slots: the KV cache, if there is one.
-            positions: `[rows, width]` of the tokens.
+            positions: `[rows, width]` of the tokens; `[axes, rows, width]` after images of
+                families whose positions have several axes.
             masks: by sliding window; empty where the family's own masks are used.
             embeds: `[rows, width, hidden]` embeddings, in place of the tokens'.
         """
@@ -115,6 +118,7 @@ class Decoder:
         windows: per layer, the sliding window in tokens, or `None`.
         attention_layers: indices of the layers that attend and have no recurrent state.
         recurrent_layers: indices of the layers with a recurrent state.
+        is_multimodal: whether the body is the text model of a multimodal one.
         counts_keys: whether attention is biased by the index of a key in the cache (ALiBi), not by
             the position of its token.
         max_positions: positions that the model was made for; `None` where its config names none.
@@ -138,7 +142,9 @@ class Decoder:
         self.kv_cache_dtype: KVCacheDtype = kv_cache_dtype
         self.causal_lm = unwrap(model)
         self.requested_kernels: Kernels = kernels
-        self.kernels: Kernels = choose_kernels(self.causal_lm) if kernels == "auto" else kernels
+        self.kernels: Kernels = (
+            choose_kernels(*text_parts(self.causal_lm)) if kernels == "auto" else kernels
+        )
         self.config = self.causal_lm.config.get_text_config(decoder=True)
         refuse_unsupported(self.causal_lm)
         self.base, name, self.layers = find_layers(self.causal_lm, self.config.num_hidden_layers)
@@ -153,6 +159,7 @@ class Decoder:
         self.recurrent_layers = [index for _, index in self.gates.mixers.found]
         # The KV cache of the last call, and dtype and devices of its layers then.
         self._spare: tuple[SlotCache | None, tuple[Any, ...] | None] = (None, None)
+        self.is_multimodal = is_multimodal(self.causal_lm)
         self._masks = Masks(self.gates, self.windows)
         kind = self.config.model_type
         # These size their position bias from a 2-D mask and refuse a 4-D one.
@@ -320,6 +327,7 @@ class Decoder:
         tree: Tree | None = None,
         skips: Skips | None = None,
         embeds: Tensor | None = None,
+        prompt: Mapping[str, Any] | None = None,
         ends: Tensor | None = None,
     ) -> Pass:
         """Run `span` over `tokens`, writing its KV after each row's committed tokens.
@@ -341,28 +349,48 @@ class Decoder:
             embeds: `[rows, width, hidden]` what `embed` returns, or replaces it.
             ends: `[rows]` index of one token of each row; in a pass through all layers, logits
                 at these are returned beside the normed hidden states (`Pass.logits`).
+            prompt: what `prompt_inputs` returns: the multimodal model then makes
+                embeddings, masks and positions; only for all layers and an empty cache.
         """
         if span.start > 0 and hidden is None and own is None:
             raise ValueError(f"a span from layer {span.start} needs the hidden states below it")
         gates = self.gates
         if not gates.entered or gates.owner != threading.get_ident():
-            rest = hidden, offset, unembed, keep, own, tree, skips, embeds, ends
+            rest = hidden, offset, unembed, keep, own, tree, skips, embeds, prompt, ends
             with self:
                 return Decoder.run(self, tokens, span, slots, *rest)
-        window = slots.window(tokens.shape[1], offset, tree)
-        outer = slots.turn(window, {} if own is None else {span.stop - 1: own.added})
+        window = slots.window(tokens.shape[1], offset, tree, paged=prompt is None)
+        outer = slots.turn(window, {} if own is None else _added_layers(own, span.stop - 1))
         try:
             masks = self._masks.of_slots(slots, window, hidden, added=own is not None)
             active = ActivePass(span, window, hidden, masks, self._alibi, tuple(keep), own)
             if own is not None and isinstance(own.layer, StandaloneLayer):
-                return self._run_standalone(own, active, tokens, window.positions, slots)
+                return self._run_standalone(own, active, tokens, window.positions, slots, embeds)
             if (span.start > 0 or skips is not None) and gates.returned_values is None:
                 raise RuntimeError("run all layers once before a pass that leaves some of them out")
             active.skips, active.ends = skips, ends
-            inputs = self._inputs(tokens, slots, window.positions, masks, embeds)
+            if prompt is not None:
+                active.masks = {}
+                return self._runner.run_around(active, {**prompt, "past_key_values": slots})
+            inputs = self._inputs(tokens, slots, slots.positions(window), masks, embeds)
             return self._runner.run(active, inputs, unembed or ends is not None)
         finally:
             slots.turn(*outer)
+
+    def prompt_inputs(
+        self, tokens: Tensor, real: Tensor, given: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """What the model's own `generate` passes to its forward for a prompt with images.
+
+        Args:
+            tokens: `[rows, width]` token ids, left-aligned.
+            real: `[rows, width]` which of them are no padding.
+            given: further inputs; those with an entry per token are aligned as `tokens` are.
+        """
+        prepare: Any = self.causal_lm.prepare_inputs_for_generation
+        mask = None if bool(real.all()) else real.long()
+        first = {"attention_mask": mask, "use_cache": True, "is_first_iteration": True}
+        return {**prepare(tokens, **first, **given), "return_dict": True}
 
     def run_packed(
         self,
@@ -394,7 +422,8 @@ class Decoder:
             active = ActivePass(span, None, hidden, masks, self._alibi, tuple(keep), own)
             active.documents = packing.lengths if self.recurrent_layers else None
             if own is not None and isinstance(own.layer, StandaloneLayer):
-                return self._run_standalone(own, active, tokens, packing.positions, memory)
+                places = packing.positions
+                return self._run_standalone(own, active, tokens, places, memory, embeds)
             inputs = self._inputs(tokens, memory, packing.positions, masks, embeds)
             return self._runner.run(active, inputs, unembed=False)
 
@@ -405,10 +434,11 @@ class Decoder:
         tokens: Tensor,
         positions: Tensor,
         cache: Cache | None,
+        embeds: Tensor | None,
     ) -> Pass:
         """Run a head's layer without the target's body."""
         began = time.perf_counter()
-        hidden = active.hidden
+        hidden = embeds if active.hidden is None else active.hidden
         if hidden is None:
             hidden = self.embed(tokens) if own.embed is None else own.embed(tokens)
         if own.enter is not None:
@@ -420,7 +450,10 @@ class Decoder:
         }
         place = active.span.stop - 1
         call = LayerCall(place, own.layer, (), arguments)
-        output = self._runner.run_calls(active, [call], hidden, ())
+        if own.depth > 1:  # recorded and compiled layers have keys and values of one layer each
+            output = own.layer(hidden, **arguments)
+        else:
+            output = self._runner.run_calls(active, [call], hidden, ())
         return Pass(output, output, 0.0, time.perf_counter() - began, [])
 
     def embed(self, tokens: Tensor, raw: bool = False) -> Tensor:
@@ -454,6 +487,11 @@ class Decoder:
             readout: replaces the LM head, if given.
         """
         return self._runner.tail.unembed(normed, readout).to(self.device)
+
+
+def _added_layers(own: OwnLayer, place: int) -> dict[int, int]:
+    """Maps the indices of a head's own layers, from `place` on, to the layers added to the KV."""
+    return {place + i: own.added + i for i in range(own.depth)}
 
 
 @contextmanager

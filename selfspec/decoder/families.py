@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -87,6 +87,12 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         raise ValueError(f"{name} is an encoder-decoder; selfspec runs decoder-only causal LMs")
     if model.get_output_embeddings() is None or not model.can_generate():
         raise ValueError(f"{name} has no LM head; load the model with AutoModelForCausalLM")
+    kind: Any = type(model)
+    if kind.generate.__module__.startswith("transformers.models."):
+        raise ValueError(
+            f"{name} has a generate of its own, which is not transformers' loop over tokens; "
+            "wrap the language model inside, if that is a causal LM"
+        )
     stages = getattr(getattr(model.config, "distributed_config", None), "pp_size", None) or 1
     if stages > 1:
         raise ValueError(
@@ -97,6 +103,10 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         raise ValueError(
             f"{name} uses attention {attention!r}, which takes no mask per row; "
             "load it with attn_implementation='sdpa' (or 'eager')"
+        )
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+        raise ValueError(
+            f"{name} lets tokens of a prompt attend to later ones; selfspec runs causal LMs"
         )
     _refuse_caches(model, config)
 
@@ -117,13 +127,14 @@ def _refuse_caches(model: PreTrainedModel, config: Any) -> None:
     kinds = (
         {type(layer).__name__ for layer in DynamicCache(config=config).layers} if sized else set()
     )
-    mixers = {type(module).__name__ for module in model.modules() if is_mixer(module)}
+    decoder = model.get_decoder()  # encoders of images or audio may have recurrent layers, too
+    mixers = {type(module).__name__ for module in decoder.modules() if is_mixer(module)}
     if model._is_stateful and not (kinds & _ATTENDING and mixers):
         raise ValueError(
             f"{name} keeps nothing but recurrent states, or keeps them outside transformers' "
             "cache; selfspec runs models that attend to a KV cache in some of their layers"
         )
-    unknown = sorted(unknown_mixers(model))
+    unknown = sorted(unknown_mixers(decoder))
     if unknown:
         raise ValueError(
             f"{name} has recurrent layers with a {unknown[0]}, whose kernel selfspec does not "
@@ -139,16 +150,49 @@ def _refuse_caches(model: PreTrainedModel, config: Any) -> None:
         )
 
 
+def is_multimodal(model: PreTrainedModel) -> bool:
+    """Whether the text model is a part of the model."""
+    return model.config.get_text_config(decoder=True) is not model.config
+
+
+def text_parts(model: PreTrainedModel) -> list[nn.Module]:
+    """What writes text: the model, or the text model of a multimodal one and its LM head."""
+    if not is_multimodal(model):
+        return [model]
+    decoder, lm_head = model.get_decoder(), model.get_output_embeddings()
+    if lm_head is None or any(part is lm_head for part in decoder.modules()):
+        return [decoder]
+    return [decoder, lm_head]
+
+
 def find_layers(model: nn.Module, count: int) -> tuple[nn.Module, str, nn.ModuleList]:
-    """The module that owns the decoder layers (the body), their name in it, and the layers."""
-    for module in model.modules():
-        for name, child in module.named_children():
-            if isinstance(child, nn.ModuleList) and len(child) == count:
-                return module, name, child
-    raise ValueError(
-        f"{type(model).__name__} has no ModuleList of num_hidden_layers = {count} layers; "
-        "selfspec cannot tell its decoder layers"
-    )
+    """The module that owns the decoder layers (the body), their name in it, and the layers.
+
+    They are looked for in `model.get_decoder()`: encoders of images or audio have layers, too.
+    """
+    inside = model.get_decoder() if isinstance(model, PreTrainedModel) else model
+    name, found = type(model).__name__, list(_lists(inside, count))
+    if len(found) > 1:
+        paths = ", ".join(f"{type(owner).__name__}.{child}" for owner, child, _ in found)
+        raise ValueError(
+            f"{name} has {len(found)} ModuleLists of num_hidden_layers = {count} layers ({paths}); "
+            "selfspec cannot tell which are its decoder layers"
+        )
+    if not found:
+        raise ValueError(
+            f"{name} has no ModuleList of num_hidden_layers = {count} layers; "
+            "selfspec cannot tell its decoder layers"
+        )
+    return found[0]
+
+
+def _lists(module: nn.Module, count: int) -> Iterator[tuple[nn.Module, str, nn.ModuleList]]:
+    """Lists of `count` modules, without those inside others: a layer may have as many experts."""
+    for name, child in module.named_children():
+        if isinstance(child, nn.ModuleList) and len(child) == count:
+            yield module, name, child
+        else:
+            yield from _lists(child, count)
 
 
 def refuse_body(model: PreTrainedModel, base: nn.Module) -> None:

@@ -18,7 +18,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from selfspec.config import Kernels
 from selfspec.decoder.direct import StandIn, lean_forward, places_of, shortcuts, uncompiled
@@ -30,6 +29,7 @@ from selfspec.decoder.families import (
     causal_tables,
     is_static,
     length_rotaries,
+    text_parts,
 )
 from selfspec.decoder.kernels.compiled import CompiledLayers
 from selfspec.decoder.kernels.graphs import GraphedLayers
@@ -152,7 +152,6 @@ class Gates:
         final_norm: the norm between the last layer and the LM head, if there is one.
         sublayers: the sublayers that passes may skip.
         mixers: the recurrent mixers.
-        output_class: class of what the body returns.
         places: modules that have the body as a child, and its name there.
         entered: number of open `with gates:` blocks.
         compiled: calls compiled layers; `None` with other kernels.
@@ -189,7 +188,6 @@ class Gates:
         self.mixers = Mixers(layers)
         norms = [m for m in base.children() if "norm" in type(m).__name__.lower()]
         self.final_norm: nn.Module | None = norms[-1] if norms else None
-        self.output_class: type[Any] = BaseModelOutputWithPast
         self.places = [*places_of(model, base)]
         self.lock = _LOCKS.setdefault(model, threading.RLock())
         self.entered = 0
@@ -228,7 +226,7 @@ class Gates:
         if self.graphs is not None:
             self.graphs.begin([*self.layers, *self.others])
         if self.prepacked is not None:
-            for module, forward in self.prepacked.forwards(self.model, *self.others):
+            for module, forward in self.prepacked.forwards(*text_parts(self.model), *self.others):
                 self.shadow(module.__dict__, "forward", forward)
             self.masks_one = joins_heads(self.model)
         for mixer, index in self.mixers.found:
@@ -291,7 +289,7 @@ class Gates:
         """Call the body, hooks included; a pass keeps its output."""
         output = self.base(*args, **kwargs)
         if self.gated and self.active is not None:
-            self.active.body_output, self.output_class = output[0], type(output)
+            self.active.body_output = output[0]
             if self.active.body_only:
                 raise BodyDone
         return output

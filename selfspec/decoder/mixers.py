@@ -79,6 +79,16 @@ def _names(kind: type[nn.Module]) -> set[str]:
     return set(forward.__code__.co_names) if isinstance(forward, FunctionType) else set()
 
 
+def _refuse_several(layers: nn.ModuleList, indices: Sequence[int]) -> None:
+    """Raise ValueError if the index of a layer is there twice."""
+    twice = [index for index in indices if indices.count(index) > 1]
+    if twice:
+        raise ValueError(
+            f"a {type(layers[twice[0]]).__name__} has {indices.count(twice[0])} recurrent modules; "
+            "selfspec rolls back one state per layer"
+        )
+
+
 class Mixers:
     """The recurrent mixers of a model's layers.
 
@@ -87,11 +97,15 @@ class Mixers:
 
     Attributes:
         found: each mixer, with the index of its layer.
+
+    Raises:
+        ValueError: a layer has several.
     """
 
     def __init__(self, layers: nn.ModuleList):
         parts = [(module, i) for i, layer in enumerate(layers) for module in layer.modules()]
         self.found = [(module, index) for module, index in parts if is_mixer(module)]
+        _refuse_several(layers, [index for _, index in self.found])
         self._forwards = {
             kind: with_globals(kind.forward, self._kernels)
             for kind in {type(mixer) for mixer, _ in self.found}

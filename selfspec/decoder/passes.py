@@ -50,7 +50,13 @@ class StandaloneLayer(nn.Module, ABC):
 
     The target's body does not run it: it starts from token embeddings, has its own position
     embeddings, and attends to all earlier tokens.
+
+    Attributes:
+        depth: number of layers with keys and values that it consists of. Their indices are
+            `OwnLayer.place` and those after it.
     """
+
+    depth: int = 1
 
     @abstractmethod
     def forward(
@@ -97,6 +103,11 @@ class OwnLayer(NamedTuple):
     place: int = 0
     embed: Callable[[Tensor], Tensor] | None = None
     skips_first: bool = False
+
+    @property
+    def depth(self) -> int:
+        """Number of layers with keys and values."""
+        return self.layer.depth if isinstance(self.layer, StandaloneLayer) else 1
 
 
 class Pass(NamedTuple):

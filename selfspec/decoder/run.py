@@ -19,10 +19,11 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from selfspec.config import Kernels
 from selfspec.decoder.devices import device_of
-from selfspec.decoder.direct import StandIn
+from selfspec.decoder.direct import StandIn, places_of
 from selfspec.decoder.gates import BodyDone, BodyError, Gates
 from selfspec.decoder.passes import (
     ActivePass,
@@ -36,6 +37,15 @@ from selfspec.decoder.passes import (
 CallLayer = Callable[[nn.Module, int, Tensor, tuple[Any, ...], dict[str, Any]], Any]
 
 
+class Normed(BaseModelOutputWithPast):
+    """What a body returns, of which nothing but the states is there."""
+
+    def __getattr__(self, name: str) -> None:
+        """`None` for the fields that a family adds."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+
 class Tail:
     """The part of the causal LM's `forward` after its body.
 
@@ -46,10 +56,15 @@ class Tail:
     """
 
     def __init__(self, causal_lm: PreTrainedModel, base: nn.Module, gates: Gates):
-        self.causal_lm, self.base, self.gates = causal_lm, base, gates
+        self.causal_lm, self.gates = causal_lm, gates
         parameters = inspect.signature(type(causal_lm).forward).parameters
         self._takes = set(parameters)
         self._passes_on = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        lm_head, around = causal_lm.get_output_embeddings(), causal_lm.base_model
+        inside = any(part is lm_head for part in around.modules())
+        # The causal LM calls its body, or the multimodal model around it.
+        bodies = {base} if inside else {base, around}
+        self._places = [(*at, body) for body in bodies for at in places_of(causal_lm, body)]
 
     def takes_all(self, inputs: dict[str, Any]) -> bool:
         """Whether the causal LM's `forward` takes what its body is called with."""
@@ -74,10 +89,11 @@ class Tail:
         assert lm_head is not None  # a model without is refused
         # A replaced module's device hooks do not run, so the states are moved here.
         normed = normed.to(device_of(lm_head if readout is None else readout))
-        output = gates.output_class(last_hidden_state=normed)
-        body = StandIn(self.base, _mine(lambda *args, **kwargs: output, self.base))
-        others: list[tuple[nn.Module, str, Any]]
-        others = [(parent, name, body) for parent, name in gates.places]
+        output = Normed(last_hidden_state=normed)
+        others: list[tuple[nn.Module, str, Any]] = [
+            (parent, name, StandIn(body, _mine(lambda *args, **kwargs: output, body)))
+            for parent, name, body in self._places
+        ]
         if readout is not None:
             others.append((lm_head, "forward", _mine(readout, lm_head.forward)))
         with gates.lock:
@@ -193,6 +209,26 @@ class Runner:
             gates.active = None
             if gates.own_masks:
                 gates.close_masks()
+
+    def run_around(self, active: ActivePass, inputs: dict[str, Any]) -> Pass:
+        """Run a pass over all layers of a prompt with images.
+
+        Args:
+            active: the pass, with `ends`.
+            inputs: what the causal LM is called with.
+        """
+        gates, watch = self.gates, BodyWatch()
+        # The body may add features of images between its layers, which says nothing about text.
+        active.one_by_one, active.watch = True, watch if gates.hands_on is None else None
+        gates.active = active
+        try:
+            logits = self.tail.run(inputs)
+        finally:
+            gates.active = None
+        if active.watch is not None and watch.hands_on:
+            gates.hands_on = True
+        assert active.body_output is not None
+        return active.done(active.body_output, logits)
 
     def _run_watched(self, active: ActivePass, inputs: dict[str, Any], unembed: bool) -> Pass:
         """Run one of the first passes, and learn what the body does between its layers."""

@@ -105,7 +105,7 @@ class ExitDrafter(Drafter):
             self.reader.confidence(),
             lambda token, step: self.reader.read(state, token, step),
             self.reader.head.exit_layer,
-            self.reader.head.vocab_ids is not None,
+            not self.reader.head.drafts_all,
         )
 
     def commit(self, state: State, draft: Draft, verified: Verified, verdict: Verdict) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -192,6 +192,7 @@ class Engine:
         chunk: int | None = None,
         keep: Sequence[int] = (),
         watch: Watch | None = None,
+        prompt: Mapping[str, Any] | None = None,
     ) -> Tensor:
         """Write KV of new tokens in every layer; the caller commits the lengths.
 
@@ -202,6 +203,7 @@ class Engine:
             chunk: tokens per pass; `None` for all at once.
             keep: hidden states to keep for `watch`.
             watch: called after each pass with its results and its offset.
+            prompt: see `Decoder.run`.
 
         Returns:
             `[rows, 1, vocab]` the target's logits after each row's last token.
@@ -215,7 +217,9 @@ class Engine:
             block = tokens[:, start : start + (chunk or width)]
             places = (ends - start).clamp(0, block.shape[1] - 1)
             slots = state.slots
-            left = self.decoder.run(block, everything, slots, offset=start, keep=keep, ends=places)
+            left = self.decoder.run(
+                block, everything, slots, offset=start, keep=keep, prompt=prompt, ends=places
+            )
             if watch is not None:
                 watch(left, start)
             assert left.logits is not None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch.nn.functional import embedding
 
 from selfspec.decoder import OwnLayer, Pass, Span, StandaloneLayer
 from selfspec.drafters.engine import Engine, State, Verified
-from selfspec.heads import Calibrator, Confidence, ExitHead
+from selfspec.heads import Calibrator, Confidence, DFlashHead, ExitHead
 from selfspec.heads.mask import MaskToken
 from selfspec.sampling.draft import Tree
 
@@ -201,7 +201,6 @@ class LayerReader(ExitReader):
         self._added = 0  # index of the head's layer among the layers added to the slots
         self._at_once = False  # whether shallow passes also run the layer
         self._leaves = False  # whether such passes also compute logits
-        self._mask = cast(MaskToken, head.mask)  # of a head that has one
         self._ahead = 0  # masks after the pending token
         self._of_drafts = OwnLayer(self._layer)  # the layer in passes that draft
         self._before = torch.empty(0)  # [rows, width, hidden] features for the next draft
@@ -244,7 +243,10 @@ class LayerReader(ExitReader):
     def _begin(self, state: State, joined: Tensor | None) -> None:
         """Prepare for a call, in the first block of its prefill."""
         slots = state.slots
-        self._added = slots.add_layer(self.decoder.windows[self.head.place], self.head)
+        window = self.decoder.windows[self.head.place]
+        self._added = slots.add_layer(window, self.head)
+        for _ in range(1, self._of_drafts.depth):
+            slots.add_layer(window, self.head)
         if self.head.skips_first:
             slots.added_from = [first + 1 for first in slots.added_from]
         if joined is not None:
@@ -328,9 +330,7 @@ class LayerReader(ExitReader):
         if probs is None:
             return super().confidence()(scores, probs, depth)
         assert self.head.confidence is not None
-        odds = self.head.confidence(self.head(self._state(depth)))[:, 0, 0]
-        # In this order NaN gives 0.
-        return [max(0.0, chance) for chance in odds.float().sigmoid().tolist()]
+        return chances(self.head.confidence(self.head(self._state(depth)))[:, 0, 0])
 
     def _state(self, depth: int) -> Tensor:
         """`[rows, 1, hidden]` the layer's output that the last draft was read from."""
@@ -423,7 +423,8 @@ class LayerReader(ExitReader):
         if self._joins:
             features = self._known_before(starts, block.shape[1])
             if self._ahead:
-                features = self._before_masks(features, self._mask.features, ends)
+                _, of_mask = self.head.mask_inputs(self.decoder)
+                features = self._before_masks(features, of_mask, ends)
         block, embeds = self._with_masks(block, ends)
         offsets = [-end for end in ends]
         own = self._own(partial(self.head.enter, features=features), ends)
@@ -435,7 +436,8 @@ class LayerReader(ExitReader):
         """Put masks after each row's pending token; returns the block and any embeddings."""
         if not self._ahead:
             return tokens, None
-        embeds = self._before_masks(self.decoder.embed(tokens), self._mask.embedding, ends)
+        embedding, _ = self.head.mask_inputs(self.decoder)
+        embeds = self._before_masks(self.head.embed(self.decoder, tokens), embedding, ends)
         return tokens.new_zeros(embeds.shape[:2]), embeds
 
     def _before_masks(self, states: Tensor, mask: Tensor, ends: Sequence[int]) -> Tensor:
@@ -488,7 +490,8 @@ class LayerReader(ExitReader):
         hidden = _put(pick(torch.cat([self._hidden, pending[:, :1]], dim=1), at), pending, end)
         features = pick(torch.cat(self._known, dim=1), at) if self._joins else None
         if features is not None and ahead:
-            features = _put(features, self._mask.features.expand(len(ends), ahead, -1), end + 1)
+            _, of_mask = self.head.mask_inputs(self.decoder)
+            features = _put(features, of_mask.expand(len(ends), ahead, -1), end + 1)
         offsets = [-end for end in ends]
         return self._run(state, self._enter(state, hidden, features), offsets), end
 
@@ -527,8 +530,10 @@ class ParallelReader(LayerReader):
         super().__init__(engine, head)
         self._drafts: tuple[Tensor, ...] = ()  # [rows, 1, n] each, the logits of the round
         self._gates: tuple[Tensor, ...] = ()  # [rows, 1, rank] each, the states' part of the bias
-        rank = self._mask.rank
-        self._codes = self._mask.codes(self.decoder) if rank else None  # [vocab, rank] of tokens
+        mask = head.mask
+        self._mask = mask if isinstance(mask, MaskToken) and mask.rank else None
+        # [vocab, rank] of tokens
+        self._codes = None if self._mask is None else self._mask.codes(self.decoder)
         self._level = 0  # index of the next draft
 
     def begin(self, most: int) -> None:
@@ -549,7 +554,7 @@ class ParallelReader(LayerReader):
             return self._spread(self._drafts[0]), at_exit
         self._level += 1
         logits = self._drafts[self._level]
-        if self._codes is None:
+        if self._mask is None or self._codes is None:
             return self._spread(logits.expand(-1, tokens.shape[1], -1)), None
         with state.stats.clock("head"):
             code = embedding(tokens.to(self._codes.device), self._codes)
@@ -571,7 +576,7 @@ class ParallelReader(LayerReader):
         with state.stats.clock("head"):
             logits = head.logits(self.decoder, self._last) if logits is None else logits
             self._drafts = logits.split(1, dim=1)
-            if self._codes is not None and self._ahead:
+            if self._mask is not None and self._ahead:
                 self._gates = self._mask.of_state(head(self._last)).split(1, dim=1)
         return at_exit
 
@@ -636,8 +641,106 @@ class OnePassReader(ExitReader):
             return self.head.join(kept)
 
 
+class ContextReader(ExitReader):
+    """Draft logits of a head that runs a block of drafts over features of the verified tokens.
+
+    The keys and values that its layers make from features are stored beside the target's, those of
+    the newest tokens after every verification. A block's own are stored after them; the features
+    of the tokens that were accepted overwrite these.
+    """
+
+    def __init__(self, engine: Engine, head: DFlashHead):
+        super().__init__(engine, head)
+        self._head = head
+        self.keep = head.feature_layers
+        self._added: dict[int, int] = {}  # the number in the slots of each of its layers
+        self._hidden = torch.empty(0)  # [rows, block, hidden] the block's output
+        self._drafts: tuple[Tensor, ...] = ()  # [rows, 1, n] each, the logits of the round
+        self._memory = torch.empty(0)  # [rows, width, any] of the drafts before the next one
+        self._tokens = torch.empty(0)  # [rows, width] the tokens that were read last
+        self._level = 0  # index of the next draft
+        self._ahead = 1  # drafts of the round
+
+    def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
+        """Store keys and values of the prompt."""
+        if offset == 0:
+            own: Any = self._head.layer
+            layers = range(len(own))
+            self._added = {i: state.slots.add_layer(None, self._head) for i in layers}
+        self._remember(state, block.kept, offset)
+
+    def verified(self, state: State, drafted: int, verified: Verified) -> None:
+        """Store keys and values of the pending token and the drafts."""
+        self._remember(state, verified.kept, 0)
+
+    def _remember(self, state: State, features: list[Tensor], offset: int) -> None:
+        slots = state.slots
+        with state.stats.clock("head"):
+            context = self._head.join(features)
+            with slots.writing(context.shape[1], offset, self._added) as window:
+                self._head.remember(context, window.positions.to(context.device), slots)
+
+    def begin(self, most: int) -> None:
+        """Read out `most` drafts; the block has the size that it was trained with."""
+        self._ahead = most
+
+    def read(
+        self,
+        state: State,
+        tokens: Tensor,
+        place: int,
+        tree: Tree | None = None,
+        parents: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits of the next draft, of which a small part depends on the token before it."""
+        with state.stats.clock("head"):
+            if not place:
+                self._draft_all(state, tokens)
+            else:
+                self._level += 1
+                if parents is not None:
+                    self._memory = pick(self._memory, parents)
+            self._tokens = tokens
+            logits, self._memory = self._head.correct(
+                self._drafts[self._level], self._state(), tokens, self._memory
+            )
+            assert logits is not None
+            return self._spread(logits), None
+
+    def _draft_all(self, state: State, pending: Tensor) -> None:
+        head, slots = self._head, state.slots
+        first = torch.tensor(slots.added_from, device=slots.device)
+        with slots.writing(head.block_size, 0, self._added) as window:
+            places = window.positions
+            self._hidden = head.run_block(self.decoder, pending, places, first, slots)
+        drafting = self._hidden[:, head.first_row : head.first_row + self._ahead]
+        self._drafts = head.logits(self.decoder, drafting).split(1, dim=1)
+        self._level = 0
+        self._memory = head.first_memory(self._hidden[:, :1], pending)
+
+    def _state(self) -> Tensor:
+        """`[rows, 1, hidden]` the output that the next draft is read from."""
+        return self._hidden.narrow(1, self._head.first_row + self._level, 1)
+
+    def confidence(self) -> Confidence:
+        """As for any head, but of sampled drafts from the confidence output, if there is one."""
+        return super().confidence() if self.head.confidence is None else self._predicted
+
+    def _predicted(self, scores: Tensor, probs: Tensor | None, depth: int) -> list[float]:
+        if probs is None:
+            return super().confidence()(scores, probs, depth)
+        return chances(self.head.acceptance_odds(self._state(), self._tokens)[:, 0])
+
+
+def chances(odds: Tensor) -> list[float]:
+    """Probabilities of log odds `[rows]`; 0 for NaN."""
+    return [max(0.0, chance) for chance in odds.float().sigmoid().tolist()]  # in this order
+
+
 def make_reader(engine: Engine, head: ExitHead) -> ExitReader:
     """The reader that a head needs."""
+    if isinstance(head, DFlashHead):
+        return ContextReader(engine, head)
     if head.layer is None:
         return (OnePassReader if head.drafts_at_once else ExitReader)(engine, head)
     return (ParallelReader if head.drafts_at_once else LayerReader)(engine, head)

@@ -131,7 +131,7 @@ class TreeExpansion:
             scores = sampler.scores(logits, context)
         else:
             scores = sampler.tree_scores(logits, context, partial.tokens, tree, partial.last)
-        return scores if self.reader.head.vocab_ids is None else sampler.drawable(scores)
+        return scores if self.reader.head.drafts_all else sampler.drawable(scores)
 
     def _chances(self, scores: Tensor, width: int, depth: int, sampled: bool) -> Tensor:
         """`[rows, positions, width]` log chance of each child, decreasing from child to child.

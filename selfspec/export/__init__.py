@@ -1,6 +1,7 @@
 """Exit heads for other programs: draft models for engines, custom generate for transformers."""
 
 from selfspec.export.custom_generate import export_custom_generate
+from selfspec.export.dflash import ExportedDFlash, export_dflash
 from selfspec.export.draft_model import (
     FOLDABLE,
     SIDE_CAR,
@@ -16,11 +17,13 @@ __all__ = [
     "FOLDABLE",
     "SIDE_CAR",
     "Exported",
+    "ExportedDFlash",
     "ExportedEagle3",
     "check_foldable",
     "check_free",
     "eagle3_tensors",
     "export_custom_generate",
+    "export_dflash",
     "export_draft",
     "export_eagle3",
     "fold",

@@ -32,7 +32,7 @@ from selfspec.generation.prompts import Prompt
 from selfspec.generation.rounds import RowRound, StepRecord, broken_places, read_rounds
 from selfspec.generation.stopping import Stops
 from selfspec.generation.streaming import Stream
-from selfspec.generation.unsupported import refuse_unsupported_inputs
+from selfspec.generation.unsupported import refuse_unsupported_inputs, split_media
 from selfspec.sampling import COUPLED, LOSSLESS_RULES, accept, walk
 from selfspec.sampling.coupled_noise import Noise
 from selfspec.sampling.draft import Draft, Verdict
@@ -120,6 +120,7 @@ class Session:
                 self.chunk,
                 keep=self.drafter.keep,
                 watch=lambda block, offset: self.prefilled(state, block, offset, counts),
+                prompt=self.prompt.own_inputs(),
             )
             state.stats = self.stats
             # Every new token commits one slot; here it is that of the prompt's last token.
@@ -341,15 +342,17 @@ def open_session(
     Raises:
         ValueError: an unsupported option or an invalid prompt.
     """
-    refuse_unsupported_inputs(causal_lm, model_kwargs)
+    media, others = split_media(causal_lm, model_kwargs, generation_config)
+    refuse_unsupported_inputs(causal_lm, others)
     mask = model_kwargs.get("attention_mask")
     if mask is None and call.mask is not None:
         # `generate` drops a mask of ones; its width tells how many tokens the cache holds.
         mask = input_ids.new_ones(input_ids.shape[0], call.mask.shape[1])
     returned = bool(generation_config.return_dict_in_generate)
     returned = returned and generation_config.use_cache is not False
+    positions = model_kwargs.get("position_ids")
     chunk = generation_config.prefill_chunk_size
-    prompt = Prompt(call.engine, input_ids, mask, call.cache, returned, chunk)
+    prompt = Prompt(call.engine, input_ids, mask, call.cache, returned, chunk, positions, media)
     if call.adapters is not None:
         for row, text in enumerate(prompt.context().text.values(), call.row):
             call.adapters.read(row, text)

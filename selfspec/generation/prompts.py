@@ -16,6 +16,8 @@ from selfspec.decoder.cache import RowStates, SlotCache, join_rows, take_row
 from selfspec.drafters.engine import Engine
 from selfspec.sampling.sampler import Context
 
+_PER_TOKEN = ("position_ids", "token_type_ids", "mm_token_type_ids")  # inputs of `[…, width]`
+
 
 class Prompt:
     """The rows of one call, padding removed.
@@ -28,6 +30,9 @@ class Prompt:
         cache: KV of earlier turns, or `None`.
         keep_cache: whether the call returns its KV cache.
         chunk: tokens per pass of the prefill in plain decoding; `None` for all at once.
+        positions: `[batch, width]` or `[axes, batch, width]` positions, as the model's own
+            `generate` makes them, or `None`.
+        media: images, and what describes them, as the model's own `generate` passes them on.
 
     Raises:
         ValueError: the tokens, the mask or the cache are invalid.
@@ -41,6 +46,8 @@ class Prompt:
         cache: Cache | None,
         keep_cache: bool,
         chunk: int | None = None,
+        positions: Tensor | None = None,
+        media: Mapping[str, Any] | None = None,
     ):
         self.engine, self.tokens = engine, tokens.to(engine.decoder.device, torch.long)
         self.rows, self.width = tokens.shape
@@ -52,6 +59,7 @@ class Prompt:
         self.known = _known_lengths(cache, self.rows, self.padded)
         _check_layers(cache, engine.decoder)
         self.given = self.width if mask.shape[1] == self.width else None
+        self.positions, self.media = positions, media or {}
         self._check(engine)
         self.chunk, self.padding = chunk, mask.shape[1] - max(self.lengths)
         # As in transformers, whose condition is the width of `input_ids`, padding included.
@@ -111,9 +119,36 @@ class Prompt:
         if isinstance(self.cache, SlotCache) and not self.restarts:
             return self.cache.fork(shared=not self.prefills_again)
         slots = self.engine.decoder.new_slots(self.rows, max(self.lengths) + room)
+        slots.shift = self._shift()
         if isinstance(self.cache, DynamicCache) and self.known[0]:
             slots.load(self.cache)
         return slots
+
+    def _shift(self) -> Tensor | None:
+        """`SlotCache.shift` after the prompt, whose last column is the last token of each row."""
+        if self.positions is None or not self.engine.decoder.is_multimodal:
+            return None
+        last = self.positions[..., -1].to(self.tokens.device)
+        shift = last + 1 - torch.tensor(self.lengths, device=last.device)
+        return shift if bool(shift.any()) else None
+
+    def own_inputs(self) -> dict[str, Any] | None:
+        """`Decoder.prompt_inputs` for a prompt with images, else `None`."""
+        if not self.media:
+            return None
+        tokens, counts = self.prefill()
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        starts = self.width - torch.tensor(counts, device=tokens.device)
+        columns = (places + starts[:, None]).clamp(max=self.width - 1)
+
+        def aligned(value: Tensor) -> Tensor:
+            return value.to(columns.device).gather(-1, columns.expand(*value.shape[:-1], -1))
+
+        given = {**self.media, "position_ids": self.positions}
+        given |= {name: aligned(given[name]) for name in _PER_TOKEN if given.get(name) is not None}
+        return self.engine.decoder.prompt_inputs(
+            tokens, places < self.width - starts[:, None], given
+        )
 
     def prefill(self) -> tuple[Tensor, list[int]]:
         """Tokens that are not in the cache, `[rows, n]` left-aligned, and their counts."""
@@ -249,6 +284,9 @@ def left_padded(
         mask = infer(tokens)
     if mask is None or mask.shape != tokens.shape or bool(mask[:, -1].all()):
         return tokens, _unchanged
+    for name in ("token_type_ids", "mm_token_type_ids"):
+        if kwargs.get(name) is not None:
+            kwargs[name], _ = to_left_padding(kwargs[name], mask)
     aligned, kwargs["attention_mask"] = to_left_padding(tokens, mask)
 
     def restore(output: Any) -> Any:

@@ -8,10 +8,28 @@ from typing import Any
 import torch
 import torch.distributed
 from torch import nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
+from selfspec.decoder.families import is_multimodal
+
+# Model types whose prompts may have images.
+IMAGE_FAMILIES = {
+    *("aya_vision", "cohere2_vision", "cosmos3_omni", "deepseek_vl", "exaone4_5", "gemma3"),
+    *("glm46v", "glm4v", "glm4v_moe", "glm_ocr", "got_ocr2", "hyperclovax_vision_v2", "idefics2"),
+    *("idefics3", "internvl", "lighton_ocr", "llava", "llava_next", "llava_onevision", "mistral3"),
+    *("qianfan_ocr", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl"),
+    *("qwen3_vl_moe", "smolvlm", "vipllava"),
+}
+# What is given for images; transformers encodes them before the loop begins.
+_IMAGES = {
+    *("image_grid_thw", "image_sizes", "mm_encoder_outputs"),
+    *("pixel_attention_mask", "pixel_values"),
+}
+_TOKEN_TYPES = {"mm_token_type_ids", "token_type_ids"}  # 0 for text
+_MEDIA = {*MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL, *_IMAGES}
 _KNOWN_INPUTS = {
     "attention_mask",
     "cache_position",
@@ -126,6 +144,56 @@ def _refuse_caches(config: GenerationConfig) -> None:
     )
 
 
+def refuse_media(model: PreTrainedModel, options: Mapping[str, Any]) -> None:
+    """Raise ValueError, before encoders run, for images, video or audio that are not covered."""
+    covered = _IMAGES if model.config.model_type in IMAGE_FAMILIES else set()
+    given = [name for name, value in options.items() if name in _MEDIA and not _is_empty(value)]
+    unknown = [name for name in given if name not in covered]
+    unknown += _other_media(options.get("mm_encoder_outputs"))
+    if unknown:
+        raise ValueError(
+            f"{', '.join(unknown)}: not covered by speculation, with which {type(model).__name__} "
+            f"takes {'text and images' if covered else 'text'}; use the model's own generate for it"
+        )
+    cache = options.get("past_key_values")
+    if given and cache is not None and cache.get_seq_length() > 0:
+        raise ValueError(
+            f"{', '.join(given)}: images come with the first prompt; pass the whole prompt without "
+            "past_key_values"
+        )
+
+
+def _other_media(outputs: Mapping[str, Any] | None) -> list[str]:
+    """What encoders returned for anything but images."""
+    kinds = [kind for kind, value in (outputs or {}).items() if not _is_empty(value)]
+    return [f"mm_encoder_outputs[{kind!r}]" for kind in kinds if kind != "image"]
+
+
+def split_media(
+    model: PreTrainedModel, inputs: Mapping[str, Any], config: GenerationConfig
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What describes the images of a prompt, and the other inputs; types of mere text are dropped.
+
+    Raises:
+        ValueError: the prompt has images and is to be prefilled in chunks.
+    """
+    names = _TOKEN_TYPES if is_multimodal(model) else set()
+    if model.config.model_type in IMAGE_FAMILIES:
+        names = names | _IMAGES
+    media = {name: inputs[name] for name in names if not _is_empty(inputs.get(name))}
+    cache = inputs.get("past_key_values")
+    cached = cache is not None and cache.get_seq_length() > 0
+    if _IMAGES.isdisjoint(media) and (cached or not any(bool(v.any()) for v in media.values())):
+        return {}, {name: value for name, value in inputs.items() if name not in media}
+    if config.prefill_chunk_size is not None:
+        raise ValueError(
+            "prefill_chunk_size: a prompt with images is prefilled in one pass; leave it unset"
+        )
+    if not _IMAGES & names:
+        return {}, dict(inputs)
+    return media, {name: value for name, value in inputs.items() if name not in media}
+
+
 def refuse_in_batches(
     config: GenerationConfig, options: MutableMapping[str, Any], batch_size: int
 ) -> None:
@@ -143,7 +211,8 @@ def refuse_in_batches(
         value = options.pop(name, None)
         if value not in (None, accepted):
             raise ValueError(f"{name}={value!r:.40}: {instead}")
-    given = [name for name in _OF_TENSORS if options.get(name) is not None]
+    tensors = (*_OF_TENSORS, *_TOKEN_TYPES, *_MEDIA)
+    given = [name for name in tensors if options.get(name) is not None]
     if given:
         raise ValueError(
             f"{', '.join(given)}: generate_batch takes lists of token ids and returns whole "
@@ -174,9 +243,8 @@ def refuse_unsupported_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> No
     """Raise ValueError for inputs that selfspec does not know, and for sharded weights."""
     if _processes() > 1 and (is_deepspeed_zero3_enabled() or _is_fully_sharded(model)):
         raise ValueError(f"{type(model).__name__} is in shards: {_APART}")
-    unknown = [
-        key for key, value in inputs.items() if value is not None and key not in _KNOWN_INPUTS
-    ]
+    given = [key for key, value in inputs.items() if not _is_empty(value)]
+    unknown = [key for key in given if key not in _KNOWN_INPUTS]
     if unknown:
         raise ValueError(f"inputs not covered by speculation: {', '.join(unknown)}; {_INSTEAD}")
 
@@ -191,3 +259,8 @@ def _is_fully_sharded(model: nn.Module) -> bool:
 
     kinds = (FSDPModule, FullyShardedDataParallel)
     return any(isinstance(part, kinds) for part in model.modules())
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether an input is not given: transformers puts outputs of encoders into a dictionary."""
+    return value is None or (isinstance(value, Mapping) and all(map(_is_empty, value.values())))

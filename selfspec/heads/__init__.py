@@ -12,6 +12,7 @@ from selfspec.heads.base import (
 )
 from selfspec.heads.block import BlockHead
 from selfspec.heads.calibrator import Calibrator, Confidence
+from selfspec.heads.dflash import DFlashHead
 from selfspec.heads.eagle import EagleHead
 from selfspec.heads.eagle3 import Eagle3Head
 from selfspec.heads.files import CheckpointFiles, replacing
@@ -40,6 +41,7 @@ __all__ = [
     "Calibrator",
     "CheckpointFiles",
     "Confidence",
+    "DFlashHead",
     "Eagle3Head",
     "EagleHead",
     "ExitHead",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from selfspec.config import unknown_name
 from selfspec.decoder import Decoder, weight_of
-from selfspec.heads.mask import MaskToken
+from selfspec.heads.mask import MaskHidden, MaskToken
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -45,11 +45,11 @@ class ExitHead(nn.Module):
         vocab_ids: `[n]` the tokens that the head can draft, in rising order; `None` for all.
         calibrators: acceptance probabilities of drafted tokens, for `greedy` and for `sampled`
             decoding; empty until they are fitted.
-        skips_first: whether the head's layer has no key for the first token of a sequence, which
-            has no token before it that features could come from.
+        skips_first: whether the head drafts nothing after the first token of a sequence, which has
+            no token before it that features could come from, and its layer has no key for it.
         drafts_at_once: whether all drafts of a round are made in one pass: over a `mask`, or, if
             the head has no layer, by `all_logits`.
-        mask: the mask token of a head with a layer that `drafts_at_once`.
+        mask: the mask of a head with a layer that `drafts_at_once`.
         confidence: maps what `forward` returns to the log odds `[..., 1]` that the target accepts a
             sampled draft (SpecDec++, Huang et al. 2024); `None` if the head has no such output.
         longest: the most tokens that the head drafts in a round; `None` if there is no limit.
@@ -73,7 +73,7 @@ class ExitHead(nn.Module):
         self.exit_layer = exit_layer
         self.register_buffer("vocab_ids", None)
         self.layer: nn.Module | None = None
-        self.mask: MaskToken | None = None
+        self.mask: MaskToken | MaskHidden | None = None
         self.confidence: nn.Linear | None = None
         self.calibrators = nn.ModuleDict()
         self.facts: dict[str, Any] = {}
@@ -104,6 +104,11 @@ class ExitHead(nn.Module):
     def is_plain(self) -> bool:
         """Whether the head is nothing but the target's own norm and LM head."""
         return False
+
+    @property
+    def drafts_all(self) -> bool:
+        """Whether every token can be drafted, with some probability."""
+        return self.vocab_ids is None
 
     def trim(self, decoder: Decoder, vocab_ids: Tensor) -> None:
         """Draft only the tokens in `vocab_ids`, with a smaller LM head.
@@ -151,6 +156,11 @@ class ExitHead(nn.Module):
         """Embeddings `[rows, width, hidden]` that a standalone layer of the head starts from."""
         return decoder.embed(tokens)
 
+    def mask_inputs(self, decoder: Decoder) -> tuple[Tensor, Tensor]:
+        """Embedding and features `[hidden]` that stand for a token that is not drafted yet."""
+        assert isinstance(self.mask, MaskToken)
+        return self.mask.embedding, self.mask.features
+
     def enter(self, hidden: Tensor, features: Tensor | None) -> Tensor:
         """Input `[rows, width, hidden]` of the head's own layer.
 
@@ -195,10 +205,20 @@ class ExitHead(nn.Module):
             tokens: `[rows, width]` the token before each draft.
         """
         logits = self.logits(decoder, hidden, depth)
-        if not depth or self.mask is None or not self.mask.rank:
+        if not depth or not isinstance(self.mask, MaskToken) or not self.mask.rank:
             return logits
         gate = self.mask.of_state(self(hidden))
         return logits + self.mask.bias(gate, self.mask.code(decoder.embed(tokens)))
+
+    def acceptance_odds(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """Log odds `[rows, width]` that a sampled draft is accepted; they train nothing else.
+
+        Args:
+            hidden: `[rows, width, hidden]` input of `forward`.
+            tokens: `[rows, width]` the token before each draft.
+        """
+        assert self.confidence is not None
+        return self.confidence(self(hidden).detach())[..., 0]
 
     def all_logits(self, decoder: Decoder, hidden: Tensor) -> Tensor:
         """Logits of all drafts `[rows, longest, n]`, for such a head without a layer.
@@ -369,3 +389,13 @@ def check_lm_head_input(decoder: Decoder) -> None:
             f"{type(decoder.causal_lm).__name__} projects {width} to {reads} between its final "
             "norm and its LM head, which exit heads cannot; use head='shared', untrimmed"
         )
+
+
+def is_plain_norm(norm: nn.Module | None) -> bool:
+    """Whether a norm is an RMSNorm that multiplies by its weight (in Gemma it is 1 + weight)."""
+    weight = getattr(norm, "weight", None)
+    if norm is None or weight is None:
+        return False
+    change = norm(torch.ones_like(weight)) - weight
+    largest: float = change.abs().max().tolist()
+    return largest < 0.02

@@ -89,7 +89,7 @@ class BlockHead(ExitHead):
     def trim(self, decoder: Decoder, vocab_ids: Tensor) -> None:
         """Draft only the tokens in `vocab_ids`."""
         super().trim(decoder, vocab_ids)
-        if self.mask is not None:
+        if isinstance(self.mask, MaskToken):
             self.mask.trim(vocab_ids)
 
     def check(self, decoder: Decoder) -> None:

@@ -16,20 +16,44 @@ from selfspec.heads.base import (
     check_feature_layers,
     check_lm_head_input,
     check_vocab_ids,
+    is_plain_norm,
     move_to_exit,
     register_head,
 )
 from selfspec.heads.llama_layer import LlamaLayer, layer_config, layer_config_like
+from selfspec.heads.mask import MaskHidden
+
+
+class DecoderLayer(LlamaLayer):
+    """A plain decoder layer, as the layers of a head after its first one."""
+
+    def __init__(self, config: Mapping[str, Any], place: int):
+        super().__init__(config, place)
+        self.input_layernorm = LlamaRMSNorm(self.width, config["rms_norm_eps"])
+
+    def forward(
+        self,
+        hidden: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor,
+        past_key_values: Cache | None,
+    ) -> Tensor:
+        """Output `[rows, width, hidden]` for an input of the same shape."""
+        normed = self.input_layernorm(hidden)
+        return self.attend(normed, hidden, attention_mask, position_ids, past_key_values)
 
 
 class Eagle3Layer(LlamaLayer):
     """The layer of an EAGLE-3 head: attention reads the token's embedding beside the features.
+
+    Plain layers may follow it.
 
     Args:
         config: what `layer_config` returns.
         place: index of the cache's layer that it writes.
         norm_before_residual: whether the residual stream starts from the normed features.
         norm_output: whether the output is normed, and so fed back.
+        depth: number of layers, this one and the plain ones after it.
     """
 
     def __init__(
@@ -38,8 +62,11 @@ class Eagle3Layer(LlamaLayer):
         place: int,
         norm_before_residual: bool = False,
         norm_output: bool = False,
+        depth: int = 1,
     ):
         super().__init__(config, place, inputs=2)
+        rest = (DecoderLayer(config, place + i) for i in range(1, depth))
+        self.depth, self.rest = depth, nn.ModuleList(rest)
         self.norm_before_residual = norm_before_residual
         eps = config["rms_norm_eps"]
         self.input_layernorm = LlamaRMSNorm(self.width, eps)
@@ -59,6 +86,8 @@ class Eagle3Layer(LlamaLayer):
         residual = normed if self.norm_before_residual else features
         read = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
         output = self.attend(read, residual, attention_mask, position_ids, past_key_values)
+        for layer in self.rest:
+            output = layer(output, attention_mask, position_ids, past_key_values)
         return output if self.norm is None else self.norm(output)
 
 
@@ -70,6 +99,10 @@ class Eagle3Head(ExitHead):
     g fuses the residual streams at `feature_layers`; at a drafted position it is the output of the
     head's own layer. The LM head, over a draft vocabulary, and the embeddings may be the head's own
     or the target's.
+
+    A parallel head (P-EAGLE, Hui et al. 2026) makes all drafts of a round in one pass. For every
+    draft after the first it reads a mask, which has the embedding of an unused token and learned
+    hidden states in place of the target's.
 
     Args:
         exit_layer: 0, the embeddings.
@@ -91,8 +124,12 @@ class Eagle3Head(ExitHead):
         width, streams = config["hidden_size"], len(self.feature_layers)
         eps, output_normed = config["rms_norm_eps"], self._options["norm_output"]
         before = self._options["norm_before_residual"]
-        self.layer = Eagle3Layer(config, self.place, before, output_normed)
+        count = self._options["num_hidden_layers"]
+        self.layer = Eagle3Layer(config, self.place, before, output_normed, count)
         self.fc = nn.Linear(streams * target_width, width, bias=False)
+        if self._options["parallel"]:
+            self.mask = MaskHidden(self._options["mask_token"], streams * target_width)
+            self.drafts_at_once = True
         joined, each = self._options["norm_before_fc"], self._options["fc_norm"]
         self.input_norm = LlamaRMSNorm(streams * target_width, eps) if joined else None
         norms = (LlamaRMSNorm(target_width, eps) for _ in self.feature_layers)
@@ -108,11 +145,12 @@ class Eagle3Head(ExitHead):
 
         The options are those of published configs: `layer` (the layer's config; default: the
         target's sizes), `feature_layers` (residual streams by the number of layers below; default
-        2, half and three before the last), `norm_before_residual`, `norm_before_fc`, `fc_norm`,
-        `norm_output`, the rows of an `embedding` and an LM head (`vocabulary`) of its own
-        (0: the target's), and `raw_embedding` (whether the target's rows are read as they are
-        stored, as engines do for published heads, or scaled if the target scales them; default:
-        False).
+        2, half and three before the last), `num_hidden_layers` (1), `norm_before_residual`,
+        `norm_before_fc`, `fc_norm`, `norm_output`, the rows of an `embedding` and an LM head
+        (`vocabulary`) of its own (0: the target's), and `raw_embedding` (whether the target's rows
+        are read as they are stored, as engines do for published heads, or scaled if the target
+        scales them; default: False). With `parallel` the head makes all drafts of a round in one
+        pass; its `mask_token` (default: the last of the vocabulary) should be one that no text has.
 
         Raises:
             ValueError: `exit_layer` is not 0, or an option does not fit.
@@ -129,10 +167,14 @@ class Eagle3Head(ExitHead):
             "embedding": 0,
             "raw_embedding": False,
             "vocabulary": 0,
+            "num_hidden_layers": 1,
+            "parallel": False,
+            "mask_token": decoder.vocab_size - 1,
         }
         chosen = defaults | {name: options[name] for name in options if name in defaults}
         chosen["layer"] = layer_config(chosen["layer"])
         check_feature_layers(decoder, chosen["feature_layers"], exit_layer)
+        _check_counts(decoder, chosen)
         width, of_target = chosen["layer"]["hidden_size"], decoder.config.hidden_size
         if not (chosen["embedding"] and chosen["vocabulary"]):
             check_lm_head_input(decoder)
@@ -182,6 +224,15 @@ class Eagle3Head(ExitHead):
             return decoder.embed(tokens, raw=self._options["raw_embedding"])
         return self.embed_tokens(tokens)
 
+    def mask_inputs(self, decoder: Decoder) -> tuple[Tensor, Tensor]:
+        """The mask token's embedding, and its hidden states fused as the target's are."""
+        assert isinstance(self.mask, MaskHidden)
+        hidden = self.mask.hidden
+        token = torch.tensor([self.mask.token], device=hidden.device)
+        return self.embed(decoder, token)[0], self.join(
+            list(hidden.chunk(len(self.feature_layers)))
+        )
+
     def join(self, features: list[Tensor]) -> Tensor:
         """Map the residual streams to one state, normed before if the head asks for it."""
         weight = self.fc.weight
@@ -222,7 +273,7 @@ class Eagle3Head(ExitHead):
         )
         first, last = (dict(decoder.copy(decoder.layers[i]).named_parameters()) for i in ends)
         final = None if decoder.final_norm is None else decoder.copy(decoder.final_norm)
-        plain_norms = _is_plain_norm(final)
+        plain_norms = is_plain_norm(final)
         assert isinstance(self.layer, Eagle3Layer)
         for name, weight in self.layer.named_parameters():
             layer = first if name.startswith("input_layernorm") else last
@@ -237,6 +288,10 @@ class Eagle3Head(ExitHead):
                 source = torch.cat([first[name].to(source.device), source], dim=1)
             if source.shape == weight.shape:
                 weight.copy_(source)
+        for further in self.layer.rest:  # which add nothing at first
+            assert isinstance(further, DecoderLayer)
+            further.self_attn.o_proj.weight.zero_()
+            further.mlp.down_proj.weight.zero_()
         own = self.layer.norm if self.norm is None else self.norm
         if plain_norms and own is not None and len(own.weight) == self.width:
             own.weight.copy_(final.weight)  # pyright: ignore
@@ -246,11 +301,11 @@ class Eagle3Head(ExitHead):
             self.fc.weight[:, -width:].fill_diagonal_(1)
 
 
-def _is_plain_norm(norm: nn.Module | None) -> bool:
-    """Whether a norm is an RMSNorm that multiplies by its weight (in Gemma it is 1 + weight)."""
-    weight = getattr(norm, "weight", None)
-    if norm is None or weight is None:
-        return False
-    change = norm(torch.ones_like(weight)) - weight
-    largest: float = change.abs().max().tolist()
-    return largest < 0.02
+def _check_counts(decoder: Decoder, options: Mapping[str, Any]) -> None:
+    """Raise ValueError unless there is a layer, and the mask token is in the vocabulary."""
+    count, token = options["num_hidden_layers"], options["mask_token"]
+    if count < 1:
+        raise ValueError(f"num_hidden_layers must be at least 1, got {count}")
+    tokens = options["embedding"] or decoder.vocab_size
+    if options["parallel"] and not 0 <= token < tokens:
+        raise ValueError(f"mask_token must be a token id in [0, {tokens - 1}], got {token}")

@@ -138,8 +138,8 @@ def _checked_rope(values: Mapping[str, Any]) -> dict[str, Any]:
     rope = values["rope_parameters"]
     what = f"the rope parameters of the head's layer ({rope})"
     try:
-        made = _transformers_config(values)
-        frequencies = _Rotary(made).inv_freq
+        made = transformers_config(values)
+        frequencies = Rotary(made).inv_freq
         factors = [made.rope_parameters.get(key) for key in ("long_factor", "short_factor")]
         lengths = {len(factor) for factor in factors if factor is not None}
     except (*_REFUSALS, StrictDataclassError) as error:
@@ -152,7 +152,7 @@ def _checked_rope(values: Mapping[str, Any]) -> dict[str, Any]:
     return made.rope_parameters
 
 
-def _transformers_config(config: Mapping[str, Any]) -> Any:
+def transformers_config(config: Mapping[str, Any]) -> Any:
     """The config from which transformers' modules are made.
 
     It is Qwen3's for both architectures, because Llama's refuses a width that is no multiple of the
@@ -186,7 +186,7 @@ def layer_config_like(decoder: Decoder) -> dict[str, Any]:
     return layer_config(own)
 
 
-class _Rotary(Glm4MoeRotaryEmbedding):
+class Rotary(Glm4MoeRotaryEmbedding):
     """A rotary embedding whose frequencies keep their precision when the head is cast.
 
     GLM's turns a part of each attention head if there is a `partial_rotary_factor`, which Llama's
@@ -211,7 +211,7 @@ class LlamaLayer(StandaloneLayer):
 
     def __init__(self, config: Mapping[str, Any], place: int, inputs: int = 1):
         super().__init__()
-        made, biases = _transformers_config(config), config["biases"]
+        made, biases = transformers_config(config), config["biases"]
         self.width, eps = made.hidden_size, made.rms_norm_eps
         # GLM's attention is Llama's, or with `use_qk_norm` Qwen3's, and turns a part of each head.
         self.self_attn: Any = Glm4MoeAttention(made, place)
@@ -220,7 +220,7 @@ class LlamaLayer(StandaloneLayer):
         self.mlp = LlamaMLP(made)
         self._remake(MLP_MAPS, None, biases)
         self.post_attention_layernorm = LlamaRMSNorm(self.width, eps)
-        self.rotary = _Rotary(made)
+        self.rotary = Rotary(made)
 
     def _remake(self, names: Sequence[str], inputs: int | None, biases: Sequence[str]) -> None:
         """Give linear maps another width of inputs, and those in `biases` a bias."""

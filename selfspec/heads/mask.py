@@ -14,6 +14,29 @@ _EPS = 1e-6
 _AT_ONCE = 8192  # tokens whose embeddings are in memory together
 
 
+class MaskHidden(nn.Module):
+    """The mask of a P-EAGLE head: a token of the vocabulary, beside learned hidden states.
+
+    Args:
+        token: id of the token, mostly one that no text has.
+        width: width of all the residual streams that the head reads, together.
+
+    Attributes:
+        token: the same id.
+        hidden: `[width]` what the head reads in place of the target's residual streams.
+    """
+
+    def __init__(self, token: int, width: int):
+        super().__init__()
+        self.token = token
+        self.hidden = nn.Parameter(torch.randn(width))
+
+    @property
+    def options(self) -> dict[str, int | bool]:
+        """The head's options that build this mask."""
+        return {"parallel": True, "mask_token": self.token}
+
+
 class MaskToken(nn.Module):
     """Stands for tokens that are not drafted yet (ParallelSpec, P-EAGLE, PARD).
 

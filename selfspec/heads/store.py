@@ -122,7 +122,7 @@ def load_heads(
 ) -> list[ExitHead]:
     """Read the heads in `folder` and check that they fit `decoder`.
 
-    Beside our own files, the formats of EAGLE, EAGLE-3, speculators and Medusa are known.
+    Beside our own files, the published formats that docs/heads.md lists are known.
 
     Args:
         decoder: the target.

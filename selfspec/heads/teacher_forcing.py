@@ -19,7 +19,7 @@ from torch import Tensor
 from selfspec.decoder import Decoder, OwnLayer, Packing, Span, StandaloneLayer
 from selfspec.decoder.cache import StepCache
 from selfspec.heads.base import ExitHead
-from selfspec.heads.mask import MaskToken
+from selfspec.heads.dflash import DFlashHead
 
 
 @dataclass
@@ -80,6 +80,10 @@ def draft_states(
     Raises:
         ValueError: more than one step for a model whose attention bias counts keys.
     """
+    if isinstance(head, DFlashHead):
+        context = head.join([target.streams[layer] for layer in head.feature_layers])
+        yield from head.forced_states(decoder, context, target.packing, target.tokens, steps)
+        return
     hidden = target.streams[head.exit_layer]
     if head.layer is None:
         yield from _moved_features(head, target, steps) if head.drafts_at_once else [hidden]
@@ -102,7 +106,7 @@ def draft_states(
     features = _run_own_layer(decoder, head, head.enter(hidden, before), target, memory, 0)
     yield features
     if head.mask is not None:
-        yield from _mask_states(decoder, head, head.mask, target, memory, steps)
+        yield from _mask_states(decoder, head, target, memory, steps)
         return
     for step in range(1, steps):
         entered = head.enter(hidden, _of_token_before(features, target.packing))
@@ -121,7 +125,6 @@ def _moved_features(head: ExitHead, target: TargetStates, steps: int) -> Iterato
 def _mask_states(
     decoder: Decoder,
     head: ExitHead,
-    mask: MaskToken,
     target: TargetStates,
     memory: StepCache,
     steps: int,
@@ -137,8 +140,9 @@ def _mask_states(
     if head.exit_layer:
         with torch.no_grad():
             decoder.run_packed(target.tokens, span, target.packing, memory=below)
-    embeds = mask.embedding.expand(shape)
-    features = mask.features.expand(shape) if head.feature_layers else None
+    embedding, fused = head.mask_inputs(decoder)
+    embeds = embedding.expand(shape)
+    features = fused.expand(shape) if head.feature_layers else None
     enter = partial(head.enter, features=features)
     for step in range(1, steps):
         if head.exit_layer:
@@ -157,8 +161,8 @@ def is_unrolled(head: ExitHead) -> bool:
 
 def runs_targets_layer(head: ExitHead) -> bool:
     """Whether a head that is unrolled has a layer of the target's class."""
-    own = head.layer is not None and not isinstance(head.layer, StandaloneLayer)
-    return own and is_unrolled(head)
+    others = isinstance(head.layer, StandaloneLayer) or isinstance(head, DFlashHead)
+    return head.layer is not None and not others and is_unrolled(head)
 
 
 def _run_own_layer(

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from selfspec.config import DraftConfig
 from selfspec.decoder import Decoder
+from selfspec.decoder.checkpoints import auto_class
 from selfspec.drafters.engine import Engine
 from selfspec.heads import (
     CONFIG_NAME,
@@ -80,7 +81,7 @@ def load_head(
         model, revision=revision, trust_remote_code=trust_remote_code
     )
     with torch.device("meta"):
-        bare = AutoModelForCausalLM.from_config(
+        bare = auto_class(config).from_config(
             config, dtype=dtype, trust_remote_code=trust_remote_code
         )
     decoder = Decoder(bare)

@@ -21,17 +21,23 @@ from engine_tools import (
     serving,
 )
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen2Config
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 from typer.testing import CliRunner
 
 from selfspec import DEMO_MODEL, DraftConfig, SelfSpecModel
 from selfspec.cli import commands
+from selfspec.decoder import Decoder
+from selfspec.decoder.checkpoints import load_causal_lm
+from selfspec.export import export_dflash, export_eagle3
+from selfspec.heads import DFlashHead, Eagle3Head, draft_states, target_states
 
 pytestmark = VLLM
 pytest_plugins = ["engine_fixtures"]
 
 EXIT = 4
 PAGE = Path(__file__).parents[2] / "docs/serving.md"
+GARDEN = Path(__file__).parents[2] / "training/text/garden.txt"
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +124,55 @@ def test_vllm_drafts_with_an_eagle3_head(eagle3, layout, devices, prompts, plain
     assert written.tokens == plain == own.tokens
     assert own.drafted == written.drafted
     assert own.accepted_at == written.accepted_at
+
+
+# Heads that draft in one pass, fitted for a few steps so that some drafts are right
+
+ONE_PASS = {
+    "P-EAGLE": (Eagle3Head, export_eagle3, {"parallel": True, "num_hidden_layers": 2}),
+    "DFlash": (DFlashHead, export_dflash, {"num_hidden_layers": 2, "block_size": DRAFTS + 1}),
+    "DSpark": (
+        DFlashHead,
+        export_dflash,
+        {"sample_from_anchor": True, "block_size": DRAFTS, "markov": 16, "confidence": True},
+    ),
+}
+
+
+def fitted(decoder, head, steps=40):
+    """Fit a head to text that is in the package, one block of tokens a step."""
+    tokens = AutoTokenizer.from_pretrained(DEMO_MODEL)(GARDEN.read_text(encoding="utf-8")).input_ids
+    optimizer = torch.optim.AdamW(head.parameters(), lr=2e-3)
+    for step in range(steps):
+        text = torch.tensor([tokens[256 * step : 256 * (step + 1)]])
+        known = target_states(decoder, text, None, head.input_layers)
+        probs, loss = decoder.unembed(known.normed).softmax(-1), 0.0
+        for depth, state in enumerate(draft_states(decoder, head, known, DRAFTS)):
+            logits = head.draft_logits(decoder, state, depth, text)[:, depth + 1 :]
+            loss = loss + cross_entropy(logits.flatten(0, 1), probs[0, depth + 1 :])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return head.eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("name", ONE_PASS)
+def test_vllm_drafts_with_a_head_that_drafts_in_one_pass(tmp_path, name, prompts, plain):
+    head_type, export, options = ONE_PASS[name]
+    decoder = Decoder(load_causal_lm(DEMO_MODEL, dtype=torch.float32))
+    decoder.causal_lm.requires_grad_(False)
+    head = fitted(decoder, head_type.build(decoder, feature_layers=[4, 8, 12], **options))
+    out = tmp_path / "head"
+    with torch.inference_mode():
+        export(decoder, head, out, target=str(DEMO_MODEL))
+    with serving(launch(out)) as address:
+        written = asked(address, prompts)
+    spec = SelfSpecModel(decoder.causal_lm, heads=[head])
+    own = counted_as_vllm_does(spec, prompts, NEW_TOKENS, DRAFTS, exit_layer=0)
+    print("", f"vLLM: {written[1:]}; selfspec: {own[1:]}", sep="\n")  # noqa: T201
+    assert own.tokens == plain and written.tokens == plain
+    assert written.accepted_at[0] > 0
+    assert (written.drafted, written.accepted_at) == (own.drafted, own.accepted_at)
 
 
 MIMO_CODE = """

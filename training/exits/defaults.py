@@ -9,12 +9,11 @@ from typing import Any
 
 import psutil
 import torch
-from transformers import AutoModelForCausalLM
 
 from selfspec import DEMO_MODEL
 from selfspec.config import parse
 from selfspec.decoder import Decoder
-from selfspec.decoder.checkpoints import load_config, load_tokenizer
+from selfspec.decoder.checkpoints import auto_class, load_config, load_tokenizer
 from selfspec.heads import head_class
 from selfspec.heads.hub import DEMO
 
@@ -89,7 +88,7 @@ def _without_weights(source: str | Path) -> Decoder:
     """The target on the meta device."""
     config = load_config(source)
     with torch.device("meta"):
-        return Decoder(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+        return Decoder(auto_class(config).from_config(config, dtype=torch.float32))
 
 
 def _of_target(decoder: Decoder) -> dict[str, Any]:

@@ -88,7 +88,7 @@ class Lesson(NamedTuple):
             logits = head.draft_logits(decoder, state, depth, tokens[there][None])[0]
             confidence = logits.new_zeros(0)
             if head.confidence is not None:
-                confidence = head.confidence(head(state).detach())[0, :, 0]
+                confidence = head.acceptance_odds(state, tokens[there][None])[0]
             yield DraftsAtDepth(logits, there, confidence)
 
 
@@ -225,8 +225,8 @@ class HeadConfig(StrictConfig):
     """An exit head to fit.
 
     Attributes:
-        kind: `lens`, `lora`, `block`, `fused`, `eagle3`, `eagle`, `medusa` or `mtp`; `shared` has
-            nothing to fit and is only measured.
+        kind: `lens`, `lora`, `block`, `fused`, `eagle3`, `dflash`, `eagle`, `medusa` or `mtp`;
+            `shared` has nothing to fit and is only measured.
         exit_layer: number of layers below the exit; 0 for the last four.
         options: options of the kind: `rank`, `place`, `feature_layers`, `heads` and so on.
         vocab_size: size of the draft vocabulary, the most frequent tokens of the training text; 0

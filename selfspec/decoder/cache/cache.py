@@ -68,6 +68,8 @@ class SlotCache(Cache):
         will_commit: per row, how many of the next tokens are known to be committed later.
         added_from: per row, the first slot that the added layers hold.
         switches: `Switch.at` of the call; `None` if the largest position of a pass does not matter.
+        shift: `[rows]` or `[axes, rows]` what is added to a slot's number to get the position of
+            its token: images may take fewer positions than slots. `None` for nothing.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class SlotCache(Cache):
         self.lengths = [0] * rows
         self._on_device: tuple[list[int], Tensor | None] = ([], None)
         self.added_from = [0] * rows
+        self.shift: Tensor | None = None
         self.recurrent = {index: RecurrentLayer() for index in recurrent}
         self.will_commit: Sequence[int] = [0] * rows
         self.switches: list[int] | None = None
@@ -104,7 +107,11 @@ class SlotCache(Cache):
         self._stairs = Stairs(self.device)
 
     def window(
-        self, width: int, offset: int | Sequence[int] = 0, tree: Tree | None = None
+        self,
+        width: int,
+        offset: int | Sequence[int] = 0,
+        tree: Tree | None = None,
+        paged: bool = True,
     ) -> Window:
         """`width` slots of each row, `offset` after its committed tokens.
 
@@ -113,6 +120,7 @@ class SlotCache(Cache):
             offset: one for all rows, or one per row.
             tree: the token tree, if the pass runs over one; `offset` is then the index of the first
                 token in the block.
+            paged: whether a narrow pass sees whole pages.
         """
         rows = None
         if isinstance(offset, int):
@@ -120,7 +128,7 @@ class SlotCache(Cache):
             rows = partial(self._from_lengths, offset)
         else:
             place, starts = 0, [n + more for n, more in zip(self.lengths, offset, strict=True)]
-        page = self._page if width <= WIDEST else 1
+        page = self._page if paged and width <= WIDEST else 1
         end = max(starts) + width + page
         if self._counted.length < end:  # extend 0, 1, 2, …
             counted = torch.arange(max(2 * end, _GROWTH), device=self.device)
@@ -153,6 +161,11 @@ class SlotCache(Cache):
 
     def _from_lengths(self, offset: int) -> Tensor:
         return self.committed + offset if offset else self.committed
+
+    def positions(self, window: Window) -> Tensor:
+        """`[rows, width]` or `[axes, rows, width]` positions of a window's tokens."""
+        here, shift = window.positions, self.shift
+        return here if shift is None else here + shift[..., None]
 
     def turn(
         self, window: Window | None, added: Mapping[int, int]
@@ -340,6 +353,7 @@ class SlotCache(Cache):
         """Keep only some rows, in the given order."""
         self.lengths = [self.lengths[row] for row in rows]
         self.added_from = [self.added_from[row] for row in rows]
+        self.shift = None if self.shift is None else self.shift[..., list(rows)]
         self.will_commit = [0] * self.rows
         if self.switches is not None:
             self.switches = [self.switches[row] for row in rows]
@@ -360,6 +374,7 @@ class SlotCache(Cache):
         rows, length = (self.rows, other.rows), max(other.lengths)
         for layer in self.layers:  # the other's memory is freed layer by layer
             layer.join(other.layers.pop(0), rows, length, length + room)
+        self.shift = joined_shifts([self, other])
         self.lengths = self.lengths + other.lengths
         self.added_from = self.added_from + other.added_from
         if self.switches is not None and other.switches is not None:
@@ -377,7 +392,7 @@ class SlotCache(Cache):
 
     def take(self, other: SlotCache) -> None:
         """Take over the content of another cache."""
-        self.layers, self.lengths = other.layers, other.lengths
+        self.layers, self.lengths, self.shift = other.layers, other.lengths, other.shift
         self.added_from, self.recurrent = other.added_from, other.recurrent
         self.will_commit = [0] * self.rows
 
@@ -407,7 +422,7 @@ class SlotCache(Cache):
 
     def reset(self) -> None:
         """Forget every token; buffers stay."""
-        self.lengths = [0] * self.rows
+        self.lengths, self.shift = [0] * self.rows, None
         self.recurrent = {index: RecurrentLayer() for index in self.recurrent}
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -518,7 +533,7 @@ class SlotCache(Cache):
         for layer in other.layers if apart else ():
             if layer.is_initialized:
                 layer.hold([buffer.clone() for buffer in layer.buffers])
-        other.lengths = list(self.lengths)
+        other.lengths, other.shift = list(self.lengths), self.shift
         everyone = range(self.rows)
         other.recurrent = {index: layer.part(everyone) for index, layer in self.recurrent.items()}
         return other
@@ -529,10 +544,12 @@ class RowStates(list[list[Tensor]]):
 
     Attributes:
         length: committed tokens.
+        shift: the row's `SlotCache.shift`, `[1]` or `[axes, 1]`, or `None`.
         recurrent: the row's recurrent states, by the index of the layer.
     """
 
     length: int
+    shift: Tensor | None
     recurrent: dict[int, RecurrentLayer]
 
 
@@ -544,14 +561,27 @@ def take_row(slots: SlotCache, index: int) -> RowStates:
         [buffer[index, :, :length].clone() for buffer in layer.buffers] for layer in layers
     )
     states.length = length
+    states.shift = None if slots.shift is None else slots.shift[..., [index]]
     states.recurrent = {number: layer.part([index]) for number, layer in slots.recurrent.items()}
     return states
+
+
+def joined_shifts(parts: Sequence[SlotCache | RowStates]) -> Tensor | None:
+    """The `SlotCache.shift` of all rows of several caches."""
+    shifts = [part.shift for part in parts]
+    like = next((shift for shift in shifts if shift is not None), None)
+    if like is None:
+        return None
+    rows = [part.rows if isinstance(part, SlotCache) else 1 for part in parts]
+    zeros = [like.new_zeros(*like.shape[:-1], count) for count in rows]
+    return torch.cat([z if s is None else s for s, z in zip(shifts, zeros, strict=True)], dim=-1)
 
 
 def join_rows(states: Sequence[RowStates], like: SlotCache) -> SlotCache:
     """A cache of rows as `take_row` returns them, taken from caches like this one."""
     slots = like.empty(len(states))
     slots.lengths = [row.length for row in states]
+    slots.shift = joined_shifts(states)
     for index, layer in enumerate(slots.layers):
         if states[0][index]:  # not a layer without attention
             parts = zip(*(row[index] for row in states), strict=True)

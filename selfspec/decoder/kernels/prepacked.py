@@ -82,12 +82,13 @@ class PrepackedLinears:
             )
 
 
-def choose_kernels(model: nn.Module) -> Kernels:
-    """`"prepacked"` if linear layers can be packed and a copy of them fits, else `"eager"`.
+def choose_kernels(*roots: nn.Module) -> Kernels:
+    """`"prepacked"` if linear layers in these modules can be packed and copies fit, else `"eager"`.
 
     A quarter of the memory that is free stays so.
     """
-    found = [_weight(module) for bundle in _bundles(model) for module in bundle]
+    bundles = (bundle for root in roots for bundle in _bundles(root))
+    found = [_weight(module) for bundle in bundles for module in bundle]
     copies = sum(weight.nbytes for weight in found)
     fits = 4 * copies <= 3 * psutil.virtual_memory().available
     return "prepacked" if found and fits else "eager"

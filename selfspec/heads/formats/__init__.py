@@ -15,12 +15,13 @@ from safetensors import SafetensorError
 from selfspec.decoder import Decoder
 from selfspec.heads.base import ExitHead
 from selfspec.heads.files import CheckpointFiles
-from selfspec.heads.formats import eagle, medusa, speculators
+from selfspec.heads.formats import dflash, eagle, medusa, speculators
 from selfspec.heads.formats.files import PublishedHead, prefix_inside, read_checkpoint, read_folder
 from selfspec.heads.formats.mtp import find_mtp, read_mtp
 
 # Asked in this order.
 _READERS: tuple[tuple[Callable[[PublishedHead], bool], Callable[..., ExitHead]], ...] = (
+    (dflash.matches, dflash.read),
     (speculators.matches, speculators.read),
     (medusa.matches, medusa.read),
     (eagle.matches, eagle.read),
@@ -40,7 +41,7 @@ _ANNOUNCED = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_laye
 
 
 def load_published(decoder: Decoder, folder: Path) -> ExitHead:
-    """The head in a folder of a format of EAGLE, speculators or Medusa.
+    """The head in a folder of a published format.
 
     The folder may be the checkpoint of a target that holds its head.
 
@@ -67,7 +68,7 @@ def _load(decoder: Decoder, published: PublishedHead) -> ExitHead:
     raise ValueError(
         f"{published.folder} holds no head of a known format: its config names "
         f"{published.config.get('architectures')}; selfspec reads heads of its own, EAGLE, "
-        "EAGLE-3, speculators (eagle3) and Medusa"
+        "EAGLE-3, P-EAGLE, DFlash, DSpark, DFlash2 and Medusa"
     )
 
 

@@ -30,7 +30,8 @@ _IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq|t2d|verifier_.*")
 _PREFIX = re.compile(r"^(module\.)?(model\.)?")
 _READOUT = re.compile(r"^(eagle_)?lm_head\.")
 _LAYER = re.compile(r"^(midlayer|layers\.0)\.")
-_INDEX = re.compile(_PREFIX.pattern + r"layers\.(\d+)\.")
+_FURTHER = re.compile(r"^layers\.(\d+)\.")
+_MASK_TOKENS = ("mask_token_id", "ptd_token_id", "pard_token")
 
 
 def matches(published: PublishedHead) -> bool:
@@ -89,6 +90,12 @@ def read_eagle3(
     ids = flags.get(LAYER_IDS)
     if ids:
         options["feature_layers"] = sorted(set(_layer_ids(published, ids)))
+    options["num_hidden_layers"] = _depth(by_own)
+    if "mask.hidden" in by_own:
+        options |= {"parallel": True, "mask_token": _mask_token(published, flags)}
+        name = next(name for name, own in names.items() if own == "mask.hidden")
+        flat = {**tensors, name: by_own["mask.hidden"].flatten()}
+        published = replace(published, tensors=flat)
     head = Eagle3Head.build(decoder, 0, **options)
     if "d2t" in by_own and readout is not None:
         published = _trim(decoder, published, head, names)
@@ -151,9 +158,33 @@ def _names(tensors: Iterable[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name in tensors:
         own = _LAYER.sub("layer.", _PREFIX.sub("", name))
+        own = _FURTHER.sub(lambda found: f"layer.rest.{int(found[1]) - 1}.", own)
+        own = "mask.hidden" if own == "mask_hidden" else own
         if not _IGNORED.fullmatch(own):
             found[name] = _READOUT.sub("readout.", own)
     return found
+
+
+def _depth(names: Iterable[str]) -> int:
+    """Number of layers, by the names of their tensors in our heads."""
+    further = (re.match(r"layer\.rest\.(\d+)\.", name) for name in names)
+    return max((int(found[1]) + 2 for found in further if found), default=1)
+
+
+def _mask_token(published: PublishedHead, flags: Mapping[str, Any]) -> int:
+    """The token in place of drafts that are not made yet, of a head with a `mask_hidden`.
+
+    Raises:
+        ValueError: the config does not name one.
+    """
+    named = [flags[key] for key in _MASK_TOKENS if flags.get(key) is not None]
+    if not named or not isinstance(named[0], int):
+        raise ValueError(
+            f"the head in {published.folder} has a mask_hidden, so it drafts in one pass, but its "
+            f"config names no mask token: {' or '.join(_MASK_TOKENS)} must be a token id, got "
+            f"{named[0] if named else None!r}"
+        )
+    return named[0]
 
 
 # The config of the layer, and what the tensors say
@@ -210,7 +241,7 @@ def _layer_config(
                 f"head's layer say {size}; one of the files is of another head"
             )
     if whole_file:
-        _check_layers(published, said)
+        _check_layers(published, said, tensors)
     if "sliding_attention" in (said.get("layer_types") or []) and whole_file:
         raise ValueError(
             f"the layer of {published.where} attends to a sliding window; selfspec reads full"
@@ -267,12 +298,15 @@ def _sizes(
     }
 
 
-def _check_layers(published: PublishedHead, said: Mapping[str, Any]) -> None:
-    """Raise ValueError unless there is one layer, by the tensors and by the config."""
-    found = {match[3] for name in published.tensors if (match := _INDEX.match(name))}
-    held, announced = max(1, len(found)), said.get("num_hidden_layers")
-    if held > 1:
-        raise ValueError(f"{published.where} has {held} layers; selfspec reads heads of one layer")
+def _check_layers(
+    published: PublishedHead, said: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> None:
+    """Raise ValueError unless the tensors are of as many layers as the config says."""
+    held, announced = _depth(tensors), said.get("num_hidden_layers")
+    if held > 1 and "layer.hidden_norm.weight" not in tensors:
+        raise ValueError(
+            f"{published.where} has {held} layers; selfspec reads EAGLE heads of one layer"
+        )
     if announced not in (None, held):
         raise ValueError(
             f"{published.where} has {announced} layers by num_hidden_layers in its config.json, "

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from selfspec.decoder import Decoder
@@ -203,9 +203,15 @@ def check_stored(what: str, tensor: Tensor) -> None:
         )
 
 
-def is_embedding_of(decoder: Decoder, rows: Tensor) -> bool:
-    """Whether these are the target's own embeddings, up to rounding to half precision."""
-    own = getattr(decoder.causal_lm.get_input_embeddings(), "weight", None)
+def is_embedding_of(decoder: Decoder, rows: Tensor, module: nn.Module | None = None) -> bool:
+    """Whether these are the target's own embeddings, up to rounding to half precision.
+
+    Args:
+        decoder: the target.
+        rows: `[vocab, hidden]`.
+        module: a module of the target to compare with, in place of its embedding.
+    """
+    own = getattr(module or decoder.causal_lm.get_input_embeddings(), "weight", None)
     if not isinstance(own, Tensor) or own.shape != rows.shape or own.is_meta:
         return False
     chosen = torch.linspace(0, len(rows) - 1, min(len(rows), 256)).long()

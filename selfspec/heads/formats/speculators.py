@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from selfspec.decoder import Decoder
 from selfspec.heads.eagle3 import Eagle3Head
+from selfspec.heads.formats.dflash import SPECULATORS
 from selfspec.heads.formats.eagle import read_eagle3
 from selfspec.heads.formats.files import PublishedHead
+
+_EAGLE3 = ("eagle3", "peagle")
 
 
 def matches(published: PublishedHead) -> bool:
@@ -21,10 +24,10 @@ def read(decoder: Decoder, published: PublishedHead) -> Eagle3Head:
     """
     config = published.config
     algorithm = config["speculators_model_type"]
-    if algorithm != "eagle3":
+    if algorithm not in _EAGLE3:
         raise ValueError(
             f"the head in {published.folder} is of the speculators type {algorithm!r}; selfspec "
-            "reads 'eagle3'"
+            f"reads {', '.join(map(repr, (*_EAGLE3, *SPECULATORS)))}"
         )
     layer = config.get("transformer_layer_config")
     if not isinstance(layer, dict):
@@ -34,4 +37,6 @@ def read(decoder: Decoder, published: PublishedHead) -> Eagle3Head:
         )
     # Like vLLM: where the key is missing, the file is of a version that normed before.
     flags = {"norm_before_residual": True, **config}
+    if algorithm == "peagle" and "mask_hidden" not in published.tensors:
+        raise ValueError(f"the head in {published.folder} is a P-EAGLE one, but lacks mask_hidden")
     return read_eagle3(decoder, published, layer, flags)
