@@ -206,7 +206,6 @@ TEXT_ONLY = {
     "minicpmv4_7": Family(),
     "minimax_m3_vl": Family(),
     "mistral4": Family({**_LATENT, "head_dim": 16}),
-    "mllama": Family({"bos_token_id": 1, "cross_attention_layers": [1]}),
     "muse_glimmer": Family(),
     "ovis2": Family(),
     "paddleocr_vl": Family(_ROPE),
@@ -221,9 +220,12 @@ TEXT_ONLY = {
 # Those that are refused, with a part of the reason.
 REFUSED = {
     "kosmos-2": "a generate of its own",
+    # It leaves out layers by what the cache says of them, which the check at wrapping finds.
+    "mllama": "gives other logits",
     "paligemma": "attend to later ones",
 }
 FAMILIES = MAIN | MORE | TEXT_ONLY | {name: Family(eager=True) for name in REFUSED}
+FAMILIES["mllama"] = Family({"bos_token_id": 1, "cross_attention_layers": [1]})
 
 
 def build(family: str, attention: str = "sdpa", seed: int = 0) -> PreTrainedModel:

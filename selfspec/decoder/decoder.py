@@ -390,7 +390,7 @@ class Decoder:
         prepare: Any = self.causal_lm.prepare_inputs_for_generation
         mask = None if bool(real.all()) else real.long()
         first = {"attention_mask": mask, "use_cache": True, "is_first_iteration": True}
-        return {**prepare(tokens, **first, **given), "return_dict": True}
+        return prepare(tokens, **first, **given)
 
     def run_packed(
         self,
