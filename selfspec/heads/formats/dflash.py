@@ -79,7 +79,10 @@ def read(decoder: Decoder, published: PublishedHead) -> DFlashHead:
     in_speculators = "speculators_model_type" in published.config
     facts = _of_speculators(published) if in_speculators else _of_others(published)
     options = {**facts, **_of_tensors(decoder, published, tensors, facts)}
-    head = DFlashHead.build(decoder, 0, **options)
+    try:
+        head = DFlashHead.build(decoder, 0, **options)
+    except ValueError as error:
+        raise ValueError(f"config.json in {published.folder}: {error}") from None
     if "d2t" in tensors:
         published = _trim(decoder, published, head, names)
     unused = {"d2t"}
