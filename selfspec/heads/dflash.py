@@ -97,10 +97,11 @@ class BlockConv(nn.Module):
 
     def _convolve(self, hidden: Tensor, added: Tensor, which: int) -> Tensor:
         block, kernels = hidden.shape[-2], self.base_kernel[which] + added
-        shifted = (pad(hidden, (0, 0, tap, 0))[..., :block, :] for tap in range(self.taps))
-        return sum(  # pyright: ignore[reportReturnType]
-            kernels[..., tap, :] * tokens for tap, tokens in enumerate(shifted)
-        )
+        convolved = torch.zeros_like(hidden)
+        for tap in range(self.taps):
+            before = pad(hidden, (0, 0, tap, 0))[..., :block, :]
+            convolved = convolved + kernels[..., tap, :] * before
+        return convolved
 
 
 class DFlashAttention(nn.Module):
