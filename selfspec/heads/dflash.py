@@ -109,7 +109,8 @@ class DFlashAttention(nn.Module):
 
     def __init__(self, config: Qwen3Config, biases: Sequence[str]):
         super().__init__()
-        width, self.head_dim = config.hidden_size, config.head_dim
+        width = config.hidden_size
+        self.head_dim: int = config.head_dim or width // config.num_attention_heads
         queries, keys = (
             count * self.head_dim
             for count in (config.num_attention_heads, config.num_key_value_heads)
