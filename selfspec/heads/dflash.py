@@ -109,12 +109,9 @@ class DFlashAttention(nn.Module):
 
     def __init__(self, config: Qwen3Config, biases: Sequence[str]):
         super().__init__()
-        width = config.hidden_size
+        width, shared = config.hidden_size, config.num_key_value_heads or config.num_attention_heads
         self.head_dim: int = config.head_dim or width // config.num_attention_heads
-        queries, keys = (
-            count * self.head_dim
-            for count in (config.num_attention_heads, config.num_key_value_heads)
-        )
+        queries, keys = (count * self.head_dim for count in (config.num_attention_heads, shared))
         self.q_proj = nn.Linear(width, queries, bias="self_attn.q_proj" in biases)
         self.k_proj = nn.Linear(width, keys, bias="self_attn.k_proj" in biases)
         self.v_proj = nn.Linear(width, keys, bias="self_attn.v_proj" in biases)
