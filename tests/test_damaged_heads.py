@@ -10,10 +10,20 @@ import warnings
 
 import pytest
 import torch
-from conftest import greedy, prompt, tiny_llama
+from conftest import VOCAB, greedy, prompt, tiny_llama
+from dflash_tools import (
+    Published,
+    dflash2_tensors,
+    dflash_tensors,
+    markov_tensors,
+    write_deepspec,
+    write_z_lab,
+)
+from dflash_tools import write_speculators as write_dflash
 from published import (
     EPS,
     eagle3_tensors,
+    peagle_tensors,
     write_eagle,
     write_eagle3,
     write_medusa,
@@ -27,11 +37,23 @@ from selfspec import SelfSpecModel
 IDS, MASK = prompt(4, 9)
 FEW, MANY = 20, 500
 FLAGS = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+TWO = {"eagle_aux_hidden_state_layer_ids": [2, 4]}
 FORMATS = {
     "eagle": write_eagle,
     "eagle3": lambda folder: write_eagle3(folder, eagle3_tensors(), **FLAGS),
     "speculators": lambda folder: write_speculators(folder, eagle3_tensors(), **FLAGS),
     "medusa": lambda folder: write_medusa(folder, heads=2, layers=1),
+    "P-EAGLE": lambda folder: write_eagle3(
+        folder, peagle_tensors(), ptd_token_id=7, num_hidden_layers=2, **TWO
+    ),
+    "DFlash": lambda folder: write_dflash(folder, Published(dflash_tensors(trimmed=True))),
+    "DFlash of z-lab": lambda folder: write_z_lab(folder, Published(dflash_tensors(), window=3)),
+    "DSpark": lambda folder: write_deepspec(
+        folder, Published({**dflash_tensors(), **markov_tensors("rnn", VOCAB)})
+    ),
+    "DFlash2": lambda folder: write_dflash(
+        folder, Published({**dflash_tensors(), **dflash2_tensors()}), "dflash2"
+    ),
 }
 JUNK = [None, 0, -1, 1, 2, 7, 10**9, 0.5, "", "x", "mtp", [], [1], {}, {"a": 1}, True]
 

@@ -664,8 +664,7 @@ class ContextReader(ExitReader):
     def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
         """Store keys and values of the prompt."""
         if offset == 0:
-            own: Any = self._head.layer
-            layers = range(len(own))
+            layers = range(self._head.options["num_hidden_layers"])
             self._added = {i: state.slots.add_layer(None, self._head) for i in layers}
         self._remember(state, block.kept, offset)
 

@@ -97,10 +97,11 @@ class BlockConv(nn.Module):
 
     def _convolve(self, hidden: Tensor, added: Tensor, which: int) -> Tensor:
         block, kernels = hidden.shape[-2], self.base_kernel[which] + added
-        shifted = (pad(hidden, (0, 0, tap, 0))[..., :block, :] for tap in range(self.taps))
-        return sum(  # pyright: ignore[reportReturnType]
-            kernels[..., tap, :] * tokens for tap, tokens in enumerate(shifted)
-        )
+        convolved = torch.zeros_like(hidden)
+        for tap in range(self.taps):
+            before = pad(hidden, (0, 0, tap, 0))[..., :block, :]
+            convolved = convolved + kernels[..., tap, :] * before
+        return convolved
 
 
 class DFlashAttention(nn.Module):
@@ -108,12 +109,9 @@ class DFlashAttention(nn.Module):
 
     def __init__(self, config: Qwen3Config, biases: Sequence[str]):
         super().__init__()
-        width, self.head_dim = config.hidden_size, config.head_dim
-        kv_heads = config.num_key_value_heads or config.num_attention_heads
-        queries, keys = (
-            count * self.head_dim
-            for count in (config.num_attention_heads, kv_heads)
-        )
+        width, shared = config.hidden_size, config.num_key_value_heads or config.num_attention_heads
+        self.head_dim: int = config.head_dim or width // config.num_attention_heads
+        queries, keys = (count * self.head_dim for count in (config.num_attention_heads, shared))
         self.q_proj = nn.Linear(width, queries, bias="self_attn.q_proj" in biases)
         self.k_proj = nn.Linear(width, keys, bias="self_attn.k_proj" in biases)
         self.v_proj = nn.Linear(width, keys, bias="self_attn.v_proj" in biases)

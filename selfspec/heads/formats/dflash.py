@@ -17,6 +17,7 @@ from torch import Tensor
 
 from selfspec.decoder import Decoder
 from selfspec.heads.dflash import DFlashHead
+from selfspec.heads.formats.eagle import check_readout
 from selfspec.heads.formats.files import (
     PublishedHead,
     fill,
@@ -79,7 +80,11 @@ def read(decoder: Decoder, published: PublishedHead) -> DFlashHead:
     in_speculators = "speculators_model_type" in published.config
     facts = _of_speculators(published) if in_speculators else _of_others(published)
     options = {**facts, **_of_tensors(decoder, published, tensors, facts)}
-    head = DFlashHead.build(decoder, 0, **options)
+    check_readout(decoder, published, tensors, published.config)
+    try:
+        head = DFlashHead.build(decoder, 0, **options)
+    except ValueError as error:
+        raise ValueError(f"config.json in {published.folder}: {error}") from None
     if "d2t" in tensors:
         published = _trim(decoder, published, head, names)
     unused = {"d2t"}

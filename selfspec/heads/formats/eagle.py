@@ -74,7 +74,7 @@ def read_eagle3(
     by_own = {own: tensors[name] for name, own in names.items()}
     config = _layer_config(published, layer, by_own)
     _check_target(decoder, published, layer, by_own, flags.get("target_hidden_size"))
-    _check_readout(decoder, published, by_own, flags)
+    check_readout(decoder, published, by_own, flags)
     output_normed = bool(flags.get("norm_output", False))
     rows, readout = by_own.get("embed_tokens.weight"), by_own.get("readout.weight")
     options: dict[str, Any] = {
@@ -96,7 +96,10 @@ def read_eagle3(
         name = next(name for name, own in names.items() if own == "mask.hidden")
         flat = {**tensors, name: by_own["mask.hidden"].flatten()}
         published = replace(published, tensors=flat)
-    head = Eagle3Head.build(decoder, 0, **options)
+    try:
+        head = Eagle3Head.build(decoder, 0, **options)
+    except ValueError as error:
+        raise ValueError(f"config.json in {published.folder}: {error}") from None
     if "d2t" in by_own and readout is not None:
         published = _trim(decoder, published, head, names)
     unused = {"d2t"} | (set() if head.embed_tokens is not None else {"embed_tokens.weight"})
@@ -178,7 +181,7 @@ def _mask_token(published: PublishedHead, flags: Mapping[str, Any]) -> int:
         ValueError: the config does not name one.
     """
     named = [flags[key] for key in _MASK_TOKENS if flags.get(key) is not None]
-    if not named or not isinstance(named[0], int):
+    if not named or type(named[0]) is not int:
         raise ValueError(
             f"the head in {published.folder} has a mask_hidden, so it drafts in one pass, but its "
             f"config names no mask token: {' or '.join(_MASK_TOKENS)} must be a token id, got "
@@ -339,7 +342,7 @@ def _check_target(
         )
 
 
-def _check_readout(
+def check_readout(
     decoder: Decoder,
     published: PublishedHead,
     tensors: Mapping[str, Tensor],
@@ -348,9 +351,9 @@ def _check_readout(
     """Raise ValueError unless a reduced vocabulary has its LM head and the list of its tokens."""
     drafts, mapping = flags.get("draft_vocab_size"), tensors.get("d2t")
     readout = tensors.get("readout.weight")
-    listed = drafts if mapping is None else len(mapping)
-    absent = [name for name, t in (("lm_head.weight", readout), ("d2t", mapping)) if t is None]
     held = None if readout is None or not readout.ndim else len(readout)
+    listed = (drafts or held) if mapping is None else len(mapping)
+    absent = [name for name, t in (("lm_head.weight", readout), ("d2t", mapping)) if t is None]
     if listed not in (None, decoder.vocab_size) and absent and held != decoder.vocab_size:
         raise ValueError(
             f"{published.where} drafts {listed} of {decoder.vocab_size} tokens, but its file lacks "
