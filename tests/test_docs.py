@@ -22,7 +22,7 @@ from selfspec import DEMO_MODEL, SelfSpecModel
 from selfspec.cli import commands
 from selfspec.drafters import DRAFTERS
 from selfspec.export import export_eagle3
-from selfspec.heads import Eagle3Head, save_heads
+from selfspec.heads import DFlashHead, Eagle3Head, save_heads
 from training.loop import script
 
 # Added to commands that measure: the same code on less work.
@@ -173,6 +173,8 @@ def desk(tmp_path, monkeypatch):
         (tmp_path / "path/to" / name).symlink_to(DEMO_MODEL)
     publish(spec.engine.decoder, tmp_path / "path/to/head")
     (tmp_path / "path/to/eagle3-head").symlink_to("head")
+    dflash = DFlashHead.build(spec.engine.decoder)
+    save_heads([dflash], spec.engine.decoder, tmp_path / "path/to/dflash-head")
     modules = str(tmp_path / "modules")  # transformers copies there what custom_generate loads
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", modules)
     monkeypatch.syspath_prepend(modules)

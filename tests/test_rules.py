@@ -31,6 +31,7 @@ from selfspec.sampling import (
     sample_branch,
     typical_lossy,
 )
+from selfspec.sampling.acceptance import first_accepted
 from selfspec.sampling.draft import Tree
 
 ROWS, TREES = 100_000, 50_000
@@ -180,22 +181,22 @@ def test_a_candidate_twice_over_changes_nothing():
 
 TREE_FAULTS = {
     "q not renormalised": (
-        sample_branch,
+        first_accepted,
         "_normalised(q.scatter(1, token[:, None], 0))",
         "q.scatter(1, token[:, None], 0)",
     ),
     "q keeps what has fallen": (
-        sample_branch,
+        first_accepted,
         "_normalised(q.scatter(1, token[:, None], 0))",
         "q",
     ),
     "p not replaced by the residual": (
-        sample_branch,
+        first_accepted,
         "_normalised(residual(p, here))",
         "p",
     ),
     "residual not renormalised": (
-        sample_branch,
+        first_accepted,
         "_normalised(residual(p, here))",
         "residual(p, here)",
     ),
@@ -206,18 +207,20 @@ TREE_FAULTS = {
     ),
     "q of another place": (
         sample_branch,
-        "_known(draft_probs, rows, at)",
-        "_known(draft_probs, rows, at * 0)",
+        "probs_after(draft_probs, rows, at)",
+        "probs_after(draft_probs, rows, at * 0)",
     ),
 }
 DRAFTING_FAULTS = ["out of order", "depends on the draw"]
 
 
 @pytest.mark.parametrize("fault", TREE_FAULTS)
-def test_faults_of_the_tree_rule_are_caught(fault):
+def test_faults_of_the_tree_rule_are_caught(fault, monkeypatch):
     both = pair("too sure", 2)
-    rule = planted(*TREE_FAULTS[fault])
-    assert fits(tree_round(both, rule, SHAPES["binary"], TREES), both) < 1e-9
+    function, right, wrong = TREE_FAULTS[fault]
+    monkeypatch.setattr(acceptance, function.__name__, planted(function, right, wrong))
+    outcome = tree_round(both, acceptance.sample_branch, SHAPES["binary"], TREES)
+    assert fits(outcome, both) < 1e-9
 
 
 @pytest.mark.parametrize("fault", DRAFTING_FAULTS)

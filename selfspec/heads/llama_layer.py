@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -146,7 +147,7 @@ def _checked_rope(values: Mapping[str, Any]) -> dict[str, Any]:
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(f"{what} do not fit ({type(error).__name__}: {reason})") from None
     pairs = len(frequencies)
-    fits = 2 * pairs <= values["head_dim"] and bool(frequencies.isfinite().all())
+    fits = 2 * pairs <= values["head_dim"] and all(map(math.isfinite, frequencies.tolist()))
     if not fits or lengths - {pairs}:
         raise ValueError(f"{what} do not fit attention heads of head_dim {values['head_dim']}")
     return made.rope_parameters
