@@ -21,7 +21,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from selfspec.config import DraftConfig, Kernels, KVCacheDtype, unknown_name
-from selfspec.decoder import Decoder
+from selfspec.decoder import CACHE, Decoder
 from selfspec.decoder.checkpoints import find_checkpoint, folder_of, load_causal_lm
 from selfspec.decoder.families import refuse_options
 from selfspec.decoder.wrapping_check import check_passes
@@ -30,7 +30,7 @@ from selfspec.drafters.engine import Engine
 from selfspec.generation.adapters import check_rows, take_adapters
 from selfspec.generation.batch import Batch, RequestOutput
 from selfspec.generation.loop import Call, Session, SpecOutput, open_session, speculate
-from selfspec.generation.prompts import healed, inferred_mask, left_padded
+from selfspec.generation.prompts import healed, inferred_mask, left_padded, with_cache_renamed
 from selfspec.generation.stopping import with_stop_strings, without_tokenizer
 from selfspec.generation.unsupported import (
     check_counts,
@@ -367,6 +367,7 @@ class SelfSpecModel:
             ValueError: an unsupported option, a draft that this model cannot make, or an invalid
                 prompt; raised before anything runs.
         """
+        kwargs = with_cache_renamed(kwargs)
         config = self._merged(generation_config, kwargs)
         others = {"synced_gpus": synced_gpus, "custom_generate": custom_generate}
         refuse_other_loops(config, {**kwargs, **others})
@@ -379,7 +380,7 @@ class SelfSpecModel:
         if config.token_healing:
             tokens, restore = healed(self.causal_lm, tokens, kwargs)
         generation_config = without_tokenizer(generation_config, self.generation_config, kwargs)
-        cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+        cache, mask = kwargs.get(CACHE), kwargs.get("attention_mask")
         adapters = take_adapters(self.model, kwargs)
         call = Call(engine, drafter, cache, mask, streamer, generator, adapters)
         run: Any = self.causal_lm.generate

@@ -33,6 +33,7 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 from transformers.models.llama4 import Llama4ForCausalLM, Llama4TextConfig
 
 from selfspec import SelfSpecModel
+from selfspec.decoder import CACHE
 
 PAGE = (ROOT / "docs/covered.md").read_text(encoding="utf-8")
 IDS, MASK = prompt(6, 4)
@@ -236,6 +237,7 @@ GIVEN = {
 def given_for(name, tokenizer):
     made = {
         "streamer": lambda: TextStreamer(tokenizer),
+        "cache": DynamicCache,
         "past_key_values": DynamicCache,
         "tokenizer": lambda: tokenizer,
         "assistant_tokenizer": lambda: tokenizer,
@@ -265,7 +267,8 @@ def test_arguments_do_what_the_page_says(target, tokenizer, name):
         with pytest.raises(ValueError, match=name):
             spec.generate(draft=draft, **given)
         return
-    own = model.generate(**given)
+    caches = ("cache", "past_key_values")  # of transformers 5.24, and before
+    own = model.generate(**{CACHE if key in caches else key: given[key] for key in given})
     given[name] = given_for(name, tokenizer)  # a streamer or a cache of its own
     assert torch.equal(spec.generate(draft=draft, **given), own)
 

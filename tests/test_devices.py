@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import AutoModelForCausalLM, LogitsProcessorList, TopKLogitsWarper
 
 from selfspec import DraftConfig, SelfSpecModel
+from selfspec.decoder import CACHE
 from selfspec.drafters import make_drafter
 from selfspec.drafters.engine import State
 from selfspec.heads import HEAD_KINDS, save_heads
@@ -103,8 +104,7 @@ class Mover(ModelHook):
         self.execution_device = device
 
     def pre_forward(self, module, *args, **kwargs):
-        skipped = "past_key_values"
-        return send_to_device((args, kwargs), self.execution_device, skip_keys=skipped)
+        return send_to_device((args, kwargs), self.execution_device, skip_keys=CACHE)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from published import DRAFTS, EPS
 from test_published_heads import changed, residual_streams
 
 from selfspec import SelfSpecModel
-from selfspec.decoder import Decoder
+from selfspec.decoder import CACHE, Decoder
 from selfspec.export import export_dflash
 from selfspec.heads import draft_states, load_heads, save_heads, target_states
 
@@ -128,7 +128,7 @@ def test_blocks_are_those_of_transformers_own_model(tmp_path, target, window):
         cache.set_previous_accepted_tokens(anchor)
         embeds, places = target.model.embed_tokens(block), torch.arange(anchor + BLOCK)[None]
         output = model(
-            embeds, streams, torch.ones_like(places), places, past_key_values=cache
+            embeds, streams, torch.ones_like(places), places, **{CACHE: cache}
         ).last_hidden_state
         own = torch.cat([head(s)[:, anchor + n : anchor + n + 1] for n, s in enumerate(steps)], 1)
         torch.testing.assert_close(own, output[:, 1:], rtol=1e-5, atol=1e-5)

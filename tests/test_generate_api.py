@@ -19,7 +19,7 @@ from transformers import (
 from transformers.generation.logits_process import TemperatureLogitsWarper
 
 from selfspec import DEMO_MODEL, DraftConfig, SelfSpecModel
-from selfspec.decoder import Decoder
+from selfspec.decoder import CACHE, Decoder
 from selfspec.decoder.cache import SlotCache, take_row
 from selfspec.generation.loop import SpecOutput
 from selfspec.schedule.stats import PARTS, Stats, Trace
@@ -329,18 +329,19 @@ def test_plain_decoding_goes_on_from_our_dynamic_cache_and_we_from_its():
     for generate in (greedy, lambda _, ids, **options: ours(ids, **options)) * 2:
         text = torch.cat([text, torch.tensor([[7, 21]])], dim=1)
         without = greedy(target, text, max_new_tokens=5)
-        text = generate(target, text, max_new_tokens=5, past_key_values=cache)
+        text = generate(target, text, max_new_tokens=5, **{CACHE: cache})
         assert torch.equal(text, without)
         assert cache.get_seq_length() == text.shape[1] - 1
 
 
-def test_cached_tokens_are_not_run_again(watch):
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])  # of transformers 5.24, and before
+def test_cached_tokens_are_not_run_again(watch, name):
     ids, mask = prompt(8, 5)
     out = ours(ids, mask, max_new_tokens=6, return_dict_in_generate=True)
     watch(spec)  # checks that prefill runs what the cache does not hold, and nothing else
     text = torch.cat([out.sequences, torch.tensor([[3, 4], [5, 6]])], dim=1)
     mask = torch.cat([mask, torch.ones(2, 8, dtype=torch.long)], dim=1)
-    again = ours(text, mask, max_new_tokens=6, past_key_values=out.past_key_values)
+    again = ours(text, mask, max_new_tokens=6, **{name: out.past_key_values})
     assert torch.equal(again, greedy(target, text, mask, max_new_tokens=6))
 
 
@@ -495,6 +496,7 @@ def test_prompts_beyond_the_models_positions(passes):
 def test_caches_that_do_not_fit(passes):
     slots = spec.engine.decoder.new_slots(3)
     refused(passes, "holds 3 rows, the prompt has 2", past_key_values=slots)
+    refused(passes, "two names of one argument", past_key_values=slots, cache=slots)
     slots = spec.engine.decoder.new_slots(2)
     slots.lengths = [4, 2]
     refused(passes, "row 0 has 4 tokens, but the cache already holds 4", past_key_values=slots)

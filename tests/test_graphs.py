@@ -23,7 +23,7 @@ from transformers import LlamaModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from selfspec import DraftConfig, SelfSpecModel
-from selfspec.decoder import Decoder, Span
+from selfspec.decoder import CACHE, Decoder, Span
 from selfspec.decoder.kernels import graphs
 from selfspec.decoder.kernels.graphs import RECORDERS
 
@@ -420,6 +420,7 @@ class Meddling(LlamaModel):
         input_ids: Any = None,
         attention_mask: Any = None,
         position_ids: Any = None,
+        cache: Any = None,
         past_key_values: Any = None,
         use_cache: Any = None,
         **kwargs: Any,
@@ -435,7 +436,7 @@ class Meddling(LlamaModel):
                 hidden,
                 attention_mask=attention_mask,
                 position_embeddings=tuple(turned),
-                past_key_values=past_key_values,
+                **{CACHE: past_key_values if cache is None else cache},
             )
             if self.meddle == "between" and index == 1:
                 hidden = hidden + 1

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from selfspec import SelfSpecModel
 from selfspec.cli.info import describe
-from selfspec.decoder import Decoder, Packing, Span
+from selfspec.decoder import CACHE, Decoder, Packing, Span
 from selfspec.export.draft_model import fold
 from selfspec.generation.loop import Session
 from selfspec.heads import BlockHead, FusedHead, SharedHead
@@ -161,10 +161,10 @@ def states_of(model: Any, text: list[int], prompt: int, cache: Any = None) -> An
         own = getattr(sys.modules[type(model).__module__], "MiniMaxCache", None)
         cache = own() if own else DynamicCache(config=model.config)
         places = torch.arange(prompt)[None]
-        model(torch.tensor([text[:prompt]]), past_key_values=cache, position_ids=places)
+        model(torch.tensor([text[:prompt]]), position_ids=places, **{CACHE: cache})
     for place in range(prompt, len(text)):
         token, at = torch.tensor([[text[place]]]), torch.tensor([[place]])
-        model(token, past_key_values=cache, position_ids=at)
+        model(token, position_ids=at, **{CACHE: cache})
     return cache
 
 
@@ -328,7 +328,7 @@ def test_a_cache_goes_from_turn_to_turn(family):
     if family not in ("minimax", "jamba"):
         text = torch.tensor(again[1])
         longer = torch.cat([text, torch.tensor([[3]])], dim=1)
-        own = model.generate(longer, past_key_values=cache, max_new_tokens=4, do_sample=False)
+        own = model.generate(longer, max_new_tokens=4, do_sample=False, **{CACHE: cache})
         fresh = model.generate(longer, max_new_tokens=4, do_sample=False)
         assert torch.equal(own, fresh)
 

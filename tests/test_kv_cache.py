@@ -16,7 +16,7 @@ from selfspec import SelfSpecModel
 from selfspec.bench import Sampling, check_exactness
 from selfspec.cli import commands
 from selfspec.config import DraftConfig
-from selfspec.decoder import Decoder, Span
+from selfspec.decoder import CACHE, Decoder, Span
 from selfspec.decoder.cache import RoundedCache, SlotCache, join_rows, take_row
 from selfspec.decoder.cache.int8 import from_int8, to_int8
 
@@ -40,8 +40,7 @@ def rounded_text(model: Any, tokens: Tensor, mask: Tensor, count: int = NEW_TOKE
     rows = [row[real.bool()][None] for row, real in zip(tokens, mask, strict=True)]
     options = {"max_new_tokens": count, "do_sample": False}
     texts = [
-        model.generate(row, past_key_values=RoundedCache(config=model.config), **options)
-        for row in rows
+        model.generate(row, **{CACHE: RoundedCache(config=model.config)}, **options) for row in rows
     ]
     return torch.cat([text[:, -count:] for text in texts])
 

@@ -115,6 +115,7 @@ def test_every_layer_of_teacher_forcing_is_called_by_the_loop(kind, callers):
 # Loops that hand a result of a call to the same call again. All but the first run something else.
 LOOPS = {
     "decoder/run.py:run_layers": "the layers of a pass",
+    "decoder/families.py:__call__": "rotary tables over the lengths that change them",
     "decoder/cache/recurrent.py:_after": "a kernel of one layer over the blocks of a round",
     "heads/teacher_forcing.py:draft_states": "one layer over draft steps",
     "heads/teacher_forcing.py:_moved_features": "features over draft steps",

@@ -11,6 +11,7 @@ from conftest import prompt, quieten, tiny_llama
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Phi3Config, PhimoeConfig
 
 from selfspec import SelfSpecModel
+from selfspec.decoder import CACHE
 
 SWITCH = 16
 VOCAB = 64
@@ -152,12 +153,12 @@ def test_a_cache_from_an_earlier_turn_may_end_before_the_switch(kind, start, kno
         for run in (model.generate, lambda *a, **k: spec.generate(*a, draft=draft, **k)):
             fresh(kind)
             cache = DynamicCache(config=model.config) if known or run == model.generate else None
-            one = run(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=new, **more)
+            one = run(ids, attention_mask=mask, max_new_tokens=new, **more, **{CACHE: cache})
             text = torch.cat([one.sequences, torch.full((1, 1), 7)], dim=1)
             if kind == "dynamic" and text.shape[1] > SWITCH:
                 text = text[:, :SWITCH]
             cache, ones = one.past_key_values, torch.ones_like(text)  # 0 is padding, too
-            two = run(text, attention_mask=ones, past_key_values=cache, max_new_tokens=20, **more)
+            two = run(text, attention_mask=ones, max_new_tokens=20, **more, **{CACHE: cache})
             turns.append(two)
         assert torch.equal(turns[1].sequences, turns[0].sequences), new
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec import SelfSpecModel
-from selfspec.decoder import Decoder, find_layers
+from selfspec.decoder import CACHE, Decoder, find_layers
 from selfspec.decoder.families import text_parts
 from selfspec.decoder.kernels import compiled
 from selfspec.decoder.kernels.graphs import RECORDERS
@@ -196,7 +196,7 @@ def test_a_kv_cache_of_8_bits_after_images() -> None:
     model = build("qwen3_vl")
     spec, inputs = SelfSpecModel(model, kv_cache_dtype="int8"), prompts(model, *MIXED)
     rounded = spec.engine.decoder.own_cache()
-    expected = own_text(model, inputs, past_key_values=rounded)
+    expected = own_text(model, inputs, **{CACHE: rounded})
     assert torch.equal(text_of(spec, inputs, draft=DRAFTS[1]), expected)
 
 

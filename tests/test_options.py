@@ -10,6 +10,7 @@ from test_families import CASES_BY_FAMILY, model_of
 from transformers import DynamicCache, GenerationConfig, GenerationMixin
 
 from selfspec import SelfSpecModel
+from selfspec.decoder import CACHE
 from selfspec.decoder.cache import SlotCache
 
 DRAFTS = pytest.mark.parametrize(
@@ -253,7 +254,7 @@ def test_an_empty_cache_is_as_good_as_none(target, form, lengths, draft):
     ids, mask = prompt(*lengths)
     cache = DynamicCache(config=target.config) if form != "without" else DynamicCache()
     if form == "emptied":
-        target(ids, past_key_values=cache)
+        target(ids, **{CACHE: cache})
         cache.crop(-ids.shape[1])
     own = greedy(target, ids, mask, max_new_tokens=6)
     options = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}

@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 from transformers import Cache, DynamicCache, LlamaConfig, MistralConfig
 
 from selfspec import DraftConfig, SelfSpecModel
+from selfspec.decoder import CACHE
 from selfspec.decoder.cache import SlotCache, join_rows, take_row
 from selfspec.sampling.draft import Tree
 
@@ -222,7 +223,7 @@ def test_the_models_own_generate_is_told_what_to_pass_instead():
     ids, _ = prompt(4)
     out = SelfSpecModel(target).generate(ids, max_new_tokens=3, return_dict_in_generate=True)
     with pytest.raises(RuntimeError, match="for the model's own generate pass a"):
-        greedy(target, out.sequences, past_key_values=out.past_key_values, max_new_tokens=2)
+        greedy(target, out.sequences, max_new_tokens=2, **{CACHE: out.past_key_values})
 
 
 # Trees, rows, and what a caller gets

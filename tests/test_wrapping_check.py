@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaModel
 
 from selfspec import SelfSpecModel
-from selfspec.decoder import wrapping_check
+from selfspec.decoder import CACHE, wrapping_check
 from selfspec.decoder.wrapping_check import check_passes, difference, small_model
 
 _SHAPE: dict[str, Any] = {
@@ -98,21 +98,27 @@ def test_every_tested_family_passes(family: str) -> None:
 class CountingBody(LlamaModel):
     """A body that counts positions from the length of its cache."""
 
-    def forward(self, input_ids=None, position_ids=None, past_key_values=None, **kwargs):
-        seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+    def forward(
+        self, input_ids=None, position_ids=None, cache=None, past_key_values=None, **kwargs
+    ):
+        cache = past_key_values if cache is None else cache
+        seen = cache.get_seq_length() if cache is not None else 0
         position_ids = torch.arange(seen, seen + input_ids.shape[1])[None]
-        kwargs |= {"position_ids": position_ids, "past_key_values": past_key_values}
+        kwargs |= {"position_ids": position_ids, CACHE: cache}
         return super().forward(input_ids, **kwargs)
 
 
 class LengthBody(LlamaModel):
     """A body that shifts all embeddings by the largest position of the pass."""
 
-    def forward(self, input_ids=None, position_ids=None, past_key_values=None, **kwargs):
+    def forward(
+        self, input_ids=None, position_ids=None, cache=None, past_key_values=None, **kwargs
+    ):
+        cache = past_key_values if cache is None else cache
         embeds = self.embed_tokens(input_ids)
         if position_ids is not None:
             embeds = embeds + position_ids.max()
-        kwargs |= {"position_ids": position_ids, "past_key_values": past_key_values}
+        kwargs |= {"position_ids": position_ids, CACHE: cache}
         return super().forward(**{**kwargs, "inputs_embeds": embeds})
 
 
@@ -121,8 +127,11 @@ class RememberingBody(LlamaModel):
 
     past: Any = 0.0
 
-    def forward(self, input_ids=None, position_ids=None, past_key_values=None, **kwargs):
-        kwargs |= {"position_ids": position_ids, "past_key_values": past_key_values}
+    def forward(
+        self, input_ids=None, position_ids=None, cache=None, past_key_values=None, **kwargs
+    ):
+        cache = past_key_values if cache is None else cache
+        kwargs |= {"position_ids": position_ids, CACHE: cache}
         output = super().forward(input_ids, **kwargs)
         output.last_hidden_state = output.last_hidden_state + self.past
         self.past = output.last_hidden_state.mean()

@@ -19,6 +19,7 @@ from selfspec.bench.config import MethodConfig
 from selfspec.bench.prompts import Batch
 from selfspec.bench.run import make_method, stop_ids
 from selfspec.config import DraftConfig
+from selfspec.decoder import CACHE
 from selfspec.display.divergence import Divergence, find_divergence
 from selfspec.model import SelfSpecModel
 from selfspec.schedule.stats import Stats
@@ -61,8 +62,7 @@ def _next_scores(
             attention_mask=mask,
             return_dict_in_generate=True,
             output_scores=True,
-            past_key_values=spec.engine.decoder.own_cache(),
-            **{**options, "max_new_tokens": 1},
+            **{CACHE: spec.engine.decoder.own_cache(), **options, "max_new_tokens": 1},
         )
     return output.scores[0]
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from selfspec.bench.prompts import Batch
 from selfspec.config import DraftConfig
+from selfspec.decoder import CACHE
 from selfspec.drafters import EarlyExit, ExitTree, make_drafter
 from selfspec.drafters.engine import State
 from selfspec.generation.loop import Call, Session, speculate
@@ -47,10 +48,8 @@ class GreedyTexts:
         key = id(batch.tokens)
         if key not in self._found:
             generate: Any = self._spec.model.generate
-            cache = self._spec.engine.decoder.own_cache()
-            output = generate(
-                batch.tokens, attention_mask=batch.mask, past_key_values=cache, **self._options
-            )
+            options = {CACHE: self._spec.engine.decoder.own_cache(), **self._options}
+            output = generate(batch.tokens, attention_mask=batch.mask, **options)
             self._found[key] = batch, output[:, batch.width :]
         return self._found[key][1]
 

@@ -25,6 +25,7 @@ from transformers import (
 from selfspec.bench.config import PEER_OPTIONS, BenchConfig, MethodConfig, ModeConfig
 from selfspec.bench.planted import GreedyTexts, generate_planted
 from selfspec.bench.prompts import Batch, make_batches, read_prompts
+from selfspec.decoder import CACHE
 from selfspec.decoder.checkpoints import find_checkpoint, load_causal_lm
 from selfspec.generation.streaming import RoundStreamer
 from selfspec.heads.files import append_line, read_lines, read_object, refuse_changes
@@ -267,9 +268,7 @@ def _generate(
             batch.tokens,
             attention_mask=batch.mask,
             streamer=arrivals,
-            past_key_values=spec.engine.decoder.own_cache(),
-            **left,
-            **options,
+            **{CACHE: spec.engine.decoder.own_cache(), **left, **options},
         )
     texts, counts = _texts(spec, output, batch.width), arrivals.counts
     accepted = [count - 1 for count in counts[1:]]

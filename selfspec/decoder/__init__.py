@@ -16,10 +16,19 @@ from selfspec.decoder.devices import Ranks, at_hand, bare_copy, device_of, weigh
 from selfspec.decoder.families import find_layers
 from selfspec.decoder.masks import Packing
 from selfspec.decoder.mixers import is_mixer
-from selfspec.decoder.passes import OwnLayer, Pass, Skips, Span, StandaloneLayer
+from selfspec.decoder.passes import (
+    CACHE,
+    OwnLayer,
+    Pass,
+    Skips,
+    Span,
+    StandaloneLayer,
+    cache_name,
+)
 from selfspec.decoder.quantized import is_quantized
 
 __all__ = [
+    "CACHE",
     "Decoder",
     "OwnLayer",
     "Packing",
@@ -30,6 +39,7 @@ __all__ = [
     "StandaloneLayer",
     "at_hand",
     "bare_copy",
+    "cache_name",
     "device_of",
     "find_layers",
     "held",

@@ -40,6 +40,7 @@ from selfspec.decoder.passes import (
     Skips,
     Span,
     StandaloneLayer,
+    cache_name,
 )
 from selfspec.decoder.quantized import trainable
 from selfspec.decoder.run import Runner
@@ -59,6 +60,7 @@ class Inputs:
         self._takes = set(inspect.signature(body.forward).parameters)
         self._limit = learned_positions
         self._takes_masks = takes_masks
+        self._cache = cache_name(body.forward)
         self._own_cache = body.__name__ == "MiniMaxModel"
 
     def __call__(
@@ -81,7 +83,7 @@ class Inputs:
         """
         inputs: dict[str, Any] = {
             **({"input_ids": tokens} if embeds is None else {"inputs_embeds": embeds}),
-            "past_key_values": slots,
+            self._cache: slots,
             # MiniMax refuses other caches than its own if this is set; its layers do not.
             "use_cache": slots is not None and not self._own_cache,
         }
@@ -371,7 +373,7 @@ class Decoder:
             active.skips, active.ends = skips, ends
             if prompt is not None:
                 active.masks = {}
-                return self._runner.run_around(active, {**prompt, "past_key_values": slots})
+                return self._runner.run_around(active, prompt, slots)
             inputs = self._inputs(tokens, slots, slots.positions(window), masks, embeds)
             return self._runner.run(active, inputs, unembed or ends is not None)
         finally:

@@ -148,10 +148,11 @@ def direct(module: nn.Module) -> Callable[..., Any]:
 
 
 def _reads_attention_functions(forward: Any) -> bool:
-    if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
+    bare = inspect.unwrap(forward)  # since transformers 5.24 a decorator renames the cache
+    if not isinstance(bare, FunctionType):
         return False
-    table = forward.__globals__.get(_TABLE)
-    return table is ALL_ATTENTION_FUNCTIONS and _TABLE in forward.__code__.co_names
+    table = bare.__globals__.get(_TABLE)
+    return table is ALL_ATTENTION_FUNCTIONS and _TABLE in bare.__code__.co_names
 
 
 def _grouping_table() -> AttentionInterface:
@@ -267,7 +268,12 @@ def _is_output(value: Any) -> bool:
 def _record(output: type[ModelOutput]) -> type:
     """A dataclass with the fields of `output` that is indexed as `output` is."""
     names = [(field.name, Any, None) for field in fields(output)]  # pyright: ignore[reportArgumentType]
-    return make_dataclass(output.__name__, names, namespace={"__getitem__": _item})
+    return make_dataclass(output.__name__, names, namespace={"__getitem__": _item, "keys": _keys})
+
+
+def _keys(record: Any) -> list[str]:
+    """Fields that have a value, so that `**record` works as with a `ModelOutput`."""
+    return [name for name, value in vars(record).items() if value is not None]
 
 
 def _item(record: Any, index: Any) -> Any:

@@ -19,7 +19,7 @@ from selfspec.config import Kernels, KVCacheDtype
 from selfspec.decoder.cache import SlicedViews, Switch, Window
 from selfspec.decoder.devices import weight_of
 from selfspec.decoder.mixers import is_mixer, unknown_mixers
-from selfspec.decoder.passes import Skips
+from selfspec.decoder.passes import Skips, cache_name
 from selfspec.decoder.quantized import is_quantized
 
 
@@ -199,7 +199,7 @@ def refuse_body(model: PreTrainedModel, base: nn.Module) -> None:
     """Raise ValueError if the module that owns the layers cannot be run as a decoder's body."""
     name, body = type(model).__name__, type(base)
     takes = inspect.signature(body.forward).parameters
-    missing = [part for part in ("input_ids", "past_key_values") if part not in takes]
+    missing = [part for part in ("input_ids", cache_name(body.forward)) if part not in takes]
     if missing:
         raise ValueError(
             f"{name} has its layers in a {body.__name__}, whose forward takes no "

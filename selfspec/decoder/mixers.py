@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from selfspec.decoder.cache import Inputs, KernelCall, RecurrentLayer
 from selfspec.decoder.direct import with_globals
-from selfspec.decoder.passes import MASK, ActivePass
+from selfspec.decoder.passes import CACHES, MASK, ActivePass
 
 Forward = Callable[..., Any]
 
@@ -53,7 +53,6 @@ KERNELS = {
     "mamba_selective_scan": Kernel((0, 1, 3, 4, "z"), None, time=2),
     "mamba_selective_state_update": _ONE_TOKEN,
 }
-_CACHES = ("cache_params", "past_key_values")  # names by which mixers take a cache
 
 
 def is_mixer(module: nn.Module) -> bool:
@@ -123,7 +122,7 @@ class Mixers:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run the mixer of layer `index` in a pass, from the state of its slots."""
-        named = next(name for name in _CACHES if name in kwargs)
+        named = next(name for name in CACHES if name in kwargs)
         slots, forward = kwargs[named], partial(self._forwards[type(mixer)], mixer)
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
         others = {name: value for name, value in kwargs.items() if name != "hidden_states"}

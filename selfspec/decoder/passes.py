@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -10,10 +11,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from selfspec.decoder.cache import Window
 
 MASK = "attention_mask"  # the name that bodies and layers take masks by
+# Names by which modules take a cache; transformers renamed the last two to the first in 5.24.
+CACHES = ("cache", "past_key_values", "cache_params")
+
+
+def cache_name(taker: Callable[..., Any]) -> str:
+    """The name by which a module's `forward`, or a class of outputs, takes the KV cache.
+
+    Since transformers 5.24 it is `cache`. Modules that take any keyword do not see another name.
+    """
+    return "cache" if "cache" in inspect.signature(taker).parameters else "past_key_values"
+
+
+CACHE = cache_name(GenerateDecoderOnlyOutput)  # by which `generate` takes and returns it
 
 
 class Span(NamedTuple):

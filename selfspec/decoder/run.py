@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from selfspec.config import Kernels
@@ -26,12 +27,14 @@ from selfspec.decoder.devices import device_of
 from selfspec.decoder.direct import StandIn, places_of
 from selfspec.decoder.gates import BodyDone, BodyError, Gates
 from selfspec.decoder.passes import (
+    CACHES,
     ActivePass,
     BodyWatch,
     LayerCall,
     OwnLayer,
     Pass,
     Skips,
+    cache_name,
 )
 
 CallLayer = Callable[[nn.Module, int, Tensor, tuple[Any, ...], dict[str, Any]], Any]
@@ -210,19 +213,21 @@ class Runner:
             if gates.own_masks:
                 gates.close_masks()
 
-    def run_around(self, active: ActivePass, inputs: dict[str, Any]) -> Pass:
+    def run_around(self, active: ActivePass, inputs: Mapping[str, Any], slots: Cache) -> Pass:
         """Run a pass over all layers of a prompt with images.
 
         Args:
             active: the pass, with `ends`.
-            inputs: what the causal LM is called with.
+            inputs: what the causal LM is called with, but for the cache.
+            slots: the KV cache.
         """
         gates, watch = self.gates, BodyWatch()
         # The body may add features of images between its layers, which says nothing about text.
         active.one_by_one, active.watch = True, watch if gates.hands_on is None else None
         gates.active = active
         try:
-            logits = self.tail.run(inputs)
+            cache = {cache_name(type(self.tail.causal_lm).forward): slots}
+            logits = self.tail.run({**inputs, **cache})
         finally:
             gates.active = None
         if active.watch is not None and watch.hands_on:
@@ -315,7 +320,7 @@ class Runner:
             hidden = own.enter(hidden)
         if "_hf_hook" in layer.__dict__:  # which brings the layer what comes from elsewhere
             device = device_of(own.layer)
-            args, kwargs = send_to_device((args, kwargs), device, skip_keys="past_key_values")
+            args, kwargs = send_to_device((args, kwargs), device, skip_keys=list(CACHES))
         output = self.run_calls(active, [LayerCall(index, own.layer, args, kwargs)], hidden, ())
         active.head_seconds += time.perf_counter() - began
         return output

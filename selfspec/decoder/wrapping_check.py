@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from selfspec.decoder.cache import SlotCache
 from selfspec.decoder.decoder import Decoder
 from selfspec.decoder.devices import at_hand
-from selfspec.decoder.passes import Span
+from selfspec.decoder.passes import CACHE, Span
 
 _TOLERANCE = 0.1  # of logits with variance 1; rounding makes 1e-5, a wrong position or mask 1
 _TEXT = 12  # tokens of each row
@@ -139,14 +139,14 @@ def _plainly(model: PreTrainedModel, text: Tensor, prompt: int) -> Tensor:
         inputs = prepare(
             text[None, :end],
             next_sequence_length=end - start,
-            past_key_values=cache,
             attention_mask=torch.ones_like(text[None, :end]),
             position_ids=torch.arange(end, device=text.device)[None],
             use_cache=True,
             is_first_iteration=cache is None,
+            **{CACHE: cache},
         )
         output = model(**inputs, return_dict=True)
-        cache = output.past_key_values
+        cache = output[CACHE]
         parts.append(output.logits[0, -1:])
     return torch.cat(parts)
 

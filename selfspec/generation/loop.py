@@ -23,7 +23,7 @@ from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from selfspec.decoder import Pass, held
+from selfspec.decoder import CACHE, Pass, held
 from selfspec.decoder.cache import WIDEST
 from selfspec.drafters import Drafter
 from selfspec.drafters.engine import Engine, State
@@ -383,13 +383,14 @@ def speculate(*prepared: Any, call: Call, **options: Any) -> Tensor | SpecOutput
     final_cache = session.prompt.final_cache(state.slots)
     if not session.config.return_dict_in_generate:
         return sequences
+    cache: dict[str, Any] = {CACHE: final_cache}
     return SpecOutput(
         sequences=sequences,  # pyright: ignore[reportArgumentType]
         scores=session.scores.steps(),  # pyright: ignore[reportArgumentType]
         logits=session.logits.steps(),  # pyright: ignore[reportArgumentType]
-        past_key_values=final_cache,
         stats=session.stats,
         trace=session.trace,
+        **cache,
     )
 
 

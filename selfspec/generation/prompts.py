@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.cache_utils import Cache, DynamicCache
 
-from selfspec.decoder import Decoder
+from selfspec.decoder import CACHE, Decoder
 from selfspec.decoder.cache import RowStates, SlotCache, join_rows, take_row
 from selfspec.drafters.engine import Engine
 from selfspec.sampling.sampler import Context
@@ -261,6 +261,15 @@ def _check_layers(cache: Cache | None, decoder: Decoder) -> None:
         )
 
 
+def with_cache_renamed(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `generate` with the cache under the name that transformers has for it."""
+    given = [name for name in ("cache", "past_key_values") if kwargs.get(name) is not None]
+    if len(given) > 1:
+        raise ValueError("cache and past_key_values are two names of one argument; give one")
+    others = {k: v for k, v in kwargs.items() if k not in ("cache", "past_key_values")}
+    return {**others, CACHE: kwargs[given[0]]} if given else others
+
+
 def left_padded(
     inputs: Tensor | None,
     kwargs: dict[str, Any],
@@ -279,7 +288,7 @@ def left_padded(
     tokens = _checked(tokens)
     mask = kwargs.get("attention_mask")
     if mask is not None:
-        check_mask(tokens, mask, cached=kwargs.get("past_key_values") is not None)
+        check_mask(tokens, mask, cached=kwargs.get(CACHE) is not None)
     elif infer is not None:
         mask = infer(tokens)
     if mask is None or mask.shape != tokens.shape or bool(mask[:, -1].all()):

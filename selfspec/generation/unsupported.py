@@ -13,6 +13,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
+from selfspec.decoder import CACHE
 from selfspec.decoder.families import is_multimodal
 
 # Model types whose prompts may have images.
@@ -32,6 +33,7 @@ _TOKEN_TYPES = {"mm_token_type_ids", "token_type_ids"}  # 0 for text
 _MEDIA = {*MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL, *_IMAGES}
 _KNOWN_INPUTS = {
     "attention_mask",
+    "cache",
     "cache_position",
     "labels",  # which the model's own generate ignores, too
     "logits_to_keep",
@@ -46,7 +48,9 @@ _MANAGING = {  # with the values that are accepted
     "persistent_manager": (False, "nothing is kept from call to call; leave it out"),
     "warmup": (True, "nothing is warmed up; leave it out"),
 }
-_OF_TENSORS = ("input_ids", "inputs_embeds", "attention_mask", "past_key_values", "streamer")
+_OF_TENSORS = (
+    *("input_ids", "inputs_embeds", "attention_mask", "past_key_values", "cache", "streamer"),
+)
 _INSTEAD = "use the model's own generate for it"
 _APART = (
     "processes that share weights but not their texts (FSDP, ZeRO-3) would wait for one another, "
@@ -155,7 +159,7 @@ def refuse_media(model: PreTrainedModel, options: Mapping[str, Any]) -> None:
             f"{', '.join(unknown)}: not covered by speculation, with which {type(model).__name__} "
             f"takes {'text and images' if covered else 'text'}; use the model's own generate for it"
         )
-    cache = options.get("past_key_values")
+    cache = options.get(CACHE)
     if given and cache is not None and cache.get_seq_length() > 0:
         raise ValueError(
             f"{', '.join(given)}: images come with the first prompt; pass the whole prompt without "
@@ -181,7 +185,7 @@ def split_media(
     if model.config.model_type in IMAGE_FAMILIES:
         names = names | _IMAGES
     media = {name: inputs[name] for name in names if not _is_empty(inputs.get(name))}
-    cache = inputs.get("past_key_values")
+    cache = inputs.get(CACHE)
     cached = cache is not None and cache.get_seq_length() > 0
     if _IMAGES.isdisjoint(media) and (cached or not any(bool(v.any()) for v in media.values())):
         return {}, {name: value for name, value in inputs.items() if name not in media}

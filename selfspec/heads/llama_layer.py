@@ -19,10 +19,11 @@ from transformers.models.glm4_moe.modeling_glm4_moe import (
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from selfspec.config import unknown_name
-from selfspec.decoder import Decoder, StandaloneLayer
+from selfspec.decoder import Decoder, StandaloneLayer, cache_name
 
 _KINDS = ("llama", "qwen3")
 _READERS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_CACHE = cache_name(Glm4MoeAttention.forward)
 ATTENTION_MAPS = (*_READERS, "self_attn.o_proj")
 MLP_MAPS = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 _SIZES = (
@@ -245,7 +246,7 @@ class LlamaLayer(StandaloneLayer):
             hidden_states=normed,
             position_embeddings=self.rotary(normed, position_ids),
             attention_mask=attention_mask,
-            past_key_values=past_key_values,
+            **{_CACHE: past_key_values},
         )
         residual = residual + attended
         return residual + self.mlp(self.post_attention_layernorm(residual))
