@@ -16,15 +16,8 @@ from selfspec.decoder.devices import Ranks, at_hand, bare_copy, device_of, weigh
 from selfspec.decoder.families import find_layers
 from selfspec.decoder.masks import Packing
 from selfspec.decoder.mixers import is_mixer
-from selfspec.decoder.passes import (
-    CACHE,
-    OwnLayer,
-    Pass,
-    Skips,
-    Span,
-    StandaloneLayer,
-    cache_name,
-)
+from selfspec.decoder.own_layer import OwnLayer, StandaloneLayer
+from selfspec.decoder.passes import CACHE, Pass, Skips, Span, cache_name
 from selfspec.decoder.quantized import is_quantized
 
 __all__ = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
@@ -31,18 +30,10 @@ from selfspec.decoder.families import (
 )
 from selfspec.decoder.kernels.prepacked import choose_kernels
 from selfspec.decoder.masks import Masks, Packing
-from selfspec.decoder.passes import (
-    MASK,
-    ActivePass,
-    LayerCall,
-    OwnLayer,
-    Pass,
-    Skips,
-    Span,
-    StandaloneLayer,
-    cache_name,
-)
+from selfspec.decoder.own_layer import OwnLayer
+from selfspec.decoder.passes import MASK, Pass, Skips, Span, cache_name
 from selfspec.decoder.quantized import trainable
+from selfspec.decoder.recording import ActivePass
 from selfspec.decoder.run import Runner
 from selfspec.sampling.draft import Tree
 
@@ -362,11 +353,11 @@ class Decoder:
             with self:
                 return Decoder.run(self, tokens, span, slots, *rest)
         window = slots.window(tokens.shape[1], offset, tree, paged=prompt is None)
-        outer = slots.turn(window, {} if own is None else _added_layers(own, span.stop - 1))
+        outer = slots.turn(window, {} if own is None else own.kv_layers(span.stop - 1))
         try:
             masks = self._masks.of_slots(slots, window, hidden, added=own is not None)
             active = ActivePass(span, window, hidden, masks, self._alibi, tuple(keep), own)
-            if own is not None and isinstance(own.layer, StandaloneLayer):
+            if own is not None and own.is_standalone:
                 return self._run_standalone(own, active, tokens, window.positions, slots, embeds)
             if (span.start > 0 or skips is not None) and gates.returned_values is None:
                 raise RuntimeError("run all layers once before a pass that leaves some of them out")
@@ -423,7 +414,7 @@ class Decoder:
             masks = self._masks.of_packing(packing, hidden, step, bool(own and own.skips_first))
             active = ActivePass(span, None, hidden, masks, self._alibi, tuple(keep), own)
             active.documents = packing.lengths if self.recurrent_layers else None
-            if own is not None and isinstance(own.layer, StandaloneLayer):
+            if own is not None and own.is_standalone:
                 places = packing.positions
                 return self._run_standalone(own, active, tokens, places, memory, embeds)
             inputs = self._inputs(tokens, memory, packing.positions, masks, embeds)
@@ -439,24 +430,11 @@ class Decoder:
         embeds: Tensor | None,
     ) -> Pass:
         """Run a head's layer without the target's body."""
-        began = time.perf_counter()
         hidden = embeds if active.hidden is None else active.hidden
         if hidden is None:
-            hidden = self.embed(tokens) if own.embed is None else own.embed(tokens)
-        if own.enter is not None:
-            hidden = own.enter(hidden)
-        arguments = {
-            MASK: active.masks.get(None),
-            "position_ids": positions,
-            "past_key_values": cache,
-        }
-        place = active.span.stop - 1
-        call = LayerCall(place, own.layer, (), arguments)
-        if own.depth > 1:  # recorded and compiled layers have keys and values of one layer each
-            output = own.layer(hidden, **arguments)
-        else:
-            output = self._runner.run_calls(active, [call], hidden, ())
-        return Pass(output, output, 0.0, time.perf_counter() - began, [])
+            hidden = (own.embed or self.embed)(tokens)
+        call = own.alone(active.span.stop - 1, active.masks.get(None), positions, cache)
+        return self._runner.run_alone(active, own, call, hidden)
 
     def embed(self, tokens: Tensor, raw: bool = False) -> Tensor:
         """Embeddings `[rows, width, hidden]` of tokens, without position embeddings.
@@ -489,11 +467,6 @@ class Decoder:
             readout: replaces the LM head, if given.
         """
         return self._runner.tail.unembed(normed, readout).to(self.device)
-
-
-def _added_layers(own: OwnLayer, place: int) -> dict[int, int]:
-    """Maps the indices of a head's own layers, from `place` on, to the layers added to the KV."""
-    return {place + i: own.added + i for i in range(own.depth)}
 
 
 @contextmanager

@@ -35,7 +35,8 @@ from selfspec.decoder.kernels.compiled import CompiledLayers
 from selfspec.decoder.kernels.graphs import GraphedLayers
 from selfspec.decoder.kernels.prepacked import PrepackedLinears, joins_heads
 from selfspec.decoder.mixers import Mixers
-from selfspec.decoder.passes import MASK, ActivePass, LayerCall
+from selfspec.decoder.passes import MASK, LayerCall
+from selfspec.decoder.recording import ActivePass
 
 
 class BodyError(Exception):

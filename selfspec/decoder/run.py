@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
@@ -26,16 +25,9 @@ from selfspec.config import Kernels
 from selfspec.decoder.devices import device_of
 from selfspec.decoder.direct import StandIn, places_of
 from selfspec.decoder.gates import BodyDone, BodyError, Gates
-from selfspec.decoder.passes import (
-    CACHES,
-    ActivePass,
-    BodyWatch,
-    LayerCall,
-    OwnLayer,
-    Pass,
-    Skips,
-    cache_name,
-)
+from selfspec.decoder.own_layer import OwnLayer
+from selfspec.decoder.passes import LayerCall, Pass, Skips, cache_name
+from selfspec.decoder.recording import ActivePass, BodyWatch
 
 CallLayer = Callable[[nn.Module, int, Tensor, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -279,11 +271,30 @@ class Runner:
         hidden = self.run_calls(active, calls, hidden, active.keep)
         active.layer_seconds += time.perf_counter() - began
         if own and replaced:
-            hidden = self._run_own(active, own, replaced, hidden)
+            if replaced.layer_index in active.keep:
+                active.kept[replaced.layer_index] = hidden
+            hidden = self._run_own(active, own, own.in_place_of(replaced), hidden)
         if stop in active.keep:
             active.kept[stop] = hidden
         active.result = hidden
         return hidden
+
+    def run_alone(self, active: ActivePass, own: OwnLayer, call: LayerCall, hidden: Tensor) -> Pass:
+        """Run a head's own layer without the model's body."""
+        active.result = self._run_own(active, own, call, hidden)
+        return active.done(active.result)
+
+    def _run_own(
+        self, active: ActivePass, own: OwnLayer, call: LayerCall, hidden: Tensor
+    ) -> Tensor:
+        began = time.perf_counter()
+        entered = hidden if own.enter is None else own.enter(hidden)
+        if own.depth == 1:
+            output = self.run_calls(active, [call], entered, ())
+        else:  # recorded and compiled layers have keys and values of one layer each
+            output = run_layers([call], entered, (), active.kept)
+        active.head_seconds += time.perf_counter() - began
+        return output
 
     def run_calls(
         self, active: ActivePass, calls: Sequence[LayerCall], hidden: Tensor, keep: Sequence[int]
@@ -307,23 +318,6 @@ class Runner:
         if active.skips is not None:
             return partial(self._call_in_part, active.skips)
         return self._call if active.watch is None else self._call_first
-
-    def _run_own(
-        self, active: ActivePass, own: OwnLayer, replaced: LayerCall, hidden: Tensor
-    ) -> Tensor:
-        """Run a head's own layer with what the body calls the layer with that it replaces."""
-        index, layer, args, kwargs = replaced
-        began = time.perf_counter()
-        if index in active.keep:
-            active.kept[index] = hidden
-        if own.enter is not None:
-            hidden = own.enter(hidden)
-        if "_hf_hook" in layer.__dict__:  # which brings the layer what comes from elsewhere
-            device = device_of(own.layer)
-            args, kwargs = send_to_device((args, kwargs), device, skip_keys=list(CACHES))
-        output = self.run_calls(active, [LayerCall(index, own.layer, args, kwargs)], hidden, ())
-        active.head_seconds += time.perf_counter() - began
-        return output
 
     def _call_first(
         self,
