@@ -315,6 +315,7 @@ def test_passes_over_several_tokens_copy_no_keys(family, monkeypatch):
         out = spec.generate(ids, attention_mask=mask, max_new_tokens=9, draft=draft, **options)
         return torch.stack(out.logits)
 
+    SelfSpecModel(model)  # the check at wrapping, kept from then on, also decodes plainly
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
     made = logits()
     assert calls and all(calls)

@@ -263,11 +263,15 @@ class Gates:
         With checkpointing layers drop the cache; there are no gradients here that it could save.
         A compiler cannot read gates. Layers stay compiled if there is nothing of ours in them.
         """
-        parts = [*self.model.modules(), *(part for own in self.others for part in own.modules())]
+        modules = [*self.model.modules()]
         if not torch.is_grad_enabled():
-            for module in parts:
+            others = (part for own in self.others for part in own.modules())
+            for module in (*modules, *others):
                 if module.__dict__.get("gradient_checkpointing"):
                     self.shadow(module.__dict__, "gradient_checkpointing", False)
+        compiled = [module for module in modules if uncompiled(module)]
+        if not compiled:  # as nearly always: the rest takes time in every call
+            return
         mixed = {index for _, index in self.mixers.found}
         plain = {
             part
@@ -275,7 +279,7 @@ class Gates:
             if index not in mixed
             for part in layer.modules()
         }
-        for module in self.model.modules():
+        for module in compiled:
             if module not in plain:
                 self._uncompile(module)
 
