@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -115,11 +116,21 @@ def test_every_layer_of_teacher_forcing_is_called_by_the_loop(kind, callers):
 # Loops that hand a result of a call to the same call again. All but the first run something else.
 LOOPS = {
     "decoder/run.py:run_layers": "the layers of a pass",
-    "decoder/families.py:__call__": "rotary tables over the lengths that change them",
     "decoder/cache/recurrent.py:_after": "a kernel of one layer over the blocks of a round",
+    "decoder/families.py:__call__": "a rotary embedding for the lengths in a pass",
+    "decoder/wrapping_check.py:_plainly": "the model's own decoding over tokens",
     "heads/teacher_forcing.py:draft_states": "one layer over draft steps",
     "heads/teacher_forcing.py:_moved_features": "features over draft steps",
 }
+
+
+def names_of(argument: ast.expr) -> Iterator[str]:
+    """Names that are an argument, or items of it."""
+    if isinstance(argument, ast.Name):
+        yield argument.id
+    elif isinstance(argument, (ast.Starred, ast.Dict, ast.List, ast.Tuple)):
+        for part in ast.iter_child_nodes(argument):
+            yield from names_of(part) if isinstance(part, ast.expr) else ()
 
 
 class Turn(ast.NodeVisitor):
@@ -138,8 +149,8 @@ class Turn(ast.NodeVisitor):
             self.assigned.add(node.id)
 
     def visit_Call(self, node: ast.Call) -> None:
-        given = [*node.args, *(keyword.value for keyword in node.keywords)]
-        self.given |= {name.id for name in given if isinstance(name, ast.Name)} - self.assigned
+        for part in (*node.args, *(keyword.value for keyword in node.keywords)):
+            self.given |= set(names_of(part)) - self.assigned
         self.generic_visit(node)
 
     def generic_visit(self, node: ast.AST) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
@@ -190,9 +189,7 @@ class Decoder:
     @property
     def lm_head(self) -> nn.Module:
         """The module that turns final-norm outputs into logits."""
-        head = self.causal_lm.get_output_embeddings()
-        assert head is not None
-        return head
+        return self.gates.lm_head
 
     @property
     def lm_head_weight(self) -> Tensor:
@@ -207,16 +204,6 @@ class Decoder:
     def final_norm(self) -> nn.Module | None:
         """The norm between the last layer and the LM head, if there is one."""
         return self.gates.final_norm
-
-    @property
-    def leaves(self) -> bool:
-        """Whether one pass may run a head's own layer and then compute logits.
-
-        The head's norm then replaces the final norm. Device hooks on the final norm or the LM head
-        would move the states away from the head's device.
-        """
-        tail = (self.final_norm, self.lm_head)
-        return not any(part is None or hasattr(part, "_hf_hook") for part in tail)
 
     def include(self, *modules: nn.Module) -> None:
         """Add modules of heads to those that the kernels cover."""
@@ -348,7 +335,7 @@ class Decoder:
         if span.start > 0 and hidden is None and own is None:
             raise ValueError(f"a span from layer {span.start} needs the hidden states below it")
         gates = self.gates
-        if not gates.entered or gates.owner != threading.get_ident():
+        if not gates.are_in:
             rest = hidden, offset, unembed, keep, own, tree, skips, embeds, prompt, ends
             with self:
                 return Decoder.run(self, tokens, span, slots, *rest)
@@ -466,7 +453,7 @@ class Decoder:
             normed: `[rows, width, hidden]` inputs of the LM head.
             readout: replaces the LM head, if given.
         """
-        return self._runner.tail.unembed(normed, readout).to(self.device)
+        return self._runner.tail.unembed(normed, readout)
 
 
 @contextmanager

@@ -195,6 +195,10 @@ def _lists(module: nn.Module, count: int) -> Iterator[tuple[nn.Module, str, nn.M
             yield from _lists(child, count)
 
 
+# By which embeddings of positions take the length of the cache, since transformers 5.24 and before.
+_LENGTHS = {"cache_length", "past_key_values_length"}
+
+
 def refuse_body(model: PreTrainedModel, base: nn.Module) -> None:
     """Raise ValueError if the module that owns the layers cannot be run as a decoder's body."""
     name, body = type(model).__name__, type(base)
@@ -209,7 +213,7 @@ def refuse_body(model: PreTrainedModel, base: nn.Module) -> None:
     counters = [
         type(part).__name__
         for part in base.children()
-        if "past_key_values_length" in inspect.signature(type(part).forward).parameters
+        if not _LENGTHS.isdisjoint(inspect.signature(type(part).forward).parameters)
     ]
     if counters and "position_ids" not in takes:
         raise ValueError(

@@ -7,11 +7,12 @@ span run (`run.py`). Only instance attributes are shadowed; removing them restor
 
 from __future__ import annotations
 
+import inspect
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.config import Kernels
+from selfspec.decoder.devices import device_of
 from selfspec.decoder.direct import StandIn, lean_forward, places_of, shortcuts, uncompiled
 from selfspec.decoder.families import (
     LengthRotary,
@@ -36,20 +38,12 @@ from selfspec.decoder.kernels.graphs import GraphedLayers
 from selfspec.decoder.kernels.prepacked import PrepackedLinears, joins_heads
 from selfspec.decoder.mixers import Mixers
 from selfspec.decoder.passes import MASK, LayerCall
-from selfspec.decoder.recording import ActivePass
-
-
-class BodyError(Exception):
-    """A model's body does more with hidden states than hand them from layer to layer."""
+from selfspec.decoder.recording import ActivePass, BodyDone, BodyError
 
 
 def at_ends(states: Tensor, ends: Tensor) -> Tensor:
     """`[rows, 1, any]` the states of each row at its index in `ends`."""
     return states[torch.arange(len(ends)), ends.to(states.device)][:, None]
-
-
-class BodyDone(Exception):
-    """The body has run, and the pass needs nothing of what the causal LM does after it."""
 
 
 class Gate:
@@ -125,6 +119,11 @@ def _added(own: Tensor | None, mask: Tensor) -> Tensor:
     return torch.where(mask < 0, mask, own.to(mask.dtype))
 
 
+@cache
+def _takes(forward: Callable[..., Any], name: str) -> bool:
+    return name in inspect.signature(forward).parameters
+
+
 # A model may have several wrappers; only one at a time may put its gates in.
 _LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 _NOTHING = object()
@@ -161,6 +160,7 @@ class Gates:
         masks_one: whether passes over one token get a mask although they need none (`joins_heads`).
         others: modules of heads that run in passes.
         dtype: the model's dtype, kept here because finding it takes time.
+        unembeds: whether `Tail.unembed` is at work.
         original_length: the length beyond which rotary embeddings change with the largest position
             of a pass; `None` where they do not.
     """
@@ -204,6 +204,8 @@ class Gates:
         self.masks_one = False
         self.others: list[nn.Module] = []
         self.dtype = model.dtype
+        self._devices = model.device, model.device
+        self.unembeds = False
         self._tables: list[nn.Module] = []
         self._shadows: list[tuple[dict[str, Any], str, Any]] = []
 
@@ -241,6 +243,7 @@ class Gates:
         gates = [Gate(self, index, layer) for index, layer in enumerate(self.layers)]
         self.shadow(self.base.__dict__, self.layers_name, gates)
         self.dtype = self.model.dtype
+        self._devices = self._find_devices()
         for module in (self.base, self.model):
             if "forward" not in module.__dict__:  # else device hooks have one of their own
                 self.shadow(module.__dict__, "forward", self._lean(module))
@@ -249,9 +252,7 @@ class Gates:
         if self.final_norm is not None:
             norm = self._norm(self.final_norm.forward)
             self.shadow(self.final_norm.__dict__, "forward", norm)
-        lm_head = self.model.get_output_embeddings()
-        assert lm_head is not None  # a model without is refused
-        self.shadow(lm_head.__dict__, "forward", self._read(lm_head.forward))
+        self.shadow(self.lm_head.__dict__, "forward", self._read(self.lm_head.forward))
         for module in self._rotary:
             self.shadow(module.__dict__, "forward", self._tabled(module.forward))
         for module in self._length_rotary:
@@ -320,6 +321,25 @@ class Gates:
             everything = torch.ones_like(module.get_buffer("bias")[..., :1, :1])
             self.shadow(module._buffers, "bias", everything.expand(-1, -1, keys, keys))
 
+    @property
+    def lm_head(self) -> nn.Module:
+        """The module that turns final-norm outputs into logits."""
+        lm_head = self.model.get_output_embeddings()
+        assert lm_head is not None  # a model without is refused
+        return lm_head
+
+    def devices(self) -> tuple[torch.device, torch.device]:
+        """Devices of the LM head, and of the embeddings, where logits come out."""
+        return self._devices if self.are_in else self._find_devices()
+
+    def _find_devices(self) -> tuple[torch.device, torch.device]:
+        return device_of(self.lm_head), device_of(self.model.get_input_embeddings())
+
+    @property
+    def are_in(self) -> bool:
+        """Whether the calling thread has put them in."""
+        return self.entered > 0 and self.owner == threading.get_ident()
+
     def close_masks(self) -> None:
         """Put the model's own mask tables back."""
         for _ in self._tables:
@@ -377,54 +397,53 @@ class Gates:
 
     @property
     def gated(self) -> bool:
-        """Whether the calling thread is inside a pass."""
-        return self.active is not None and self.owner == threading.get_ident()
+        """Whether the calling thread is inside a pass, or on the way from one to logits."""
+        inside = self.active is not None or self.unembeds
+        return inside and self.owner == threading.get_ident()
 
     def _lean(self, module: nn.Module) -> Callable[..., Any]:
         whole, lean = module.forward, partial(lean_forward(type(module).forward), module)
+        # One of the decorators that a lean forward leaves out may take this argument.
+        drops = not _takes(type(module).forward, "return_dict")
 
         @wraps(whole)  # transformers compares the arguments of `generate` with the signature
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return (lean if self.gated else whole)(*args, **kwargs)
+            if not self.gated:
+                return whole(*args, **kwargs)
+            if drops:
+                kwargs.pop("return_dict", None)
+            return lean(*args, **kwargs)
 
         return forward
 
     def _norm(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The final norm, the head's norm in its place, or nothing if its output is not used."""
+        """The final norm, or nothing if its output is not used."""
 
         def norm(hidden_states: Tensor) -> Tensor:
             active = self.active
-            if active is None or self.owner != threading.get_ident():
-                return forward(hidden_states)
-            began, own = time.perf_counter(), active.own
             # NanoChat applies the same module to its embeddings, before the layers run.
-            if active.result is None:
-                output = forward(hidden_states)
-            elif own is not None and own.leave is not None:
-                output = own.leave(hidden_states)
-            else:
-                output = forward(hidden_states) if active.normed else hidden_states
+            if active is None or not self.gated or active.result is None:
+                return forward(hidden_states)
+            if not active.normed:
+                return hidden_states
+            began = time.perf_counter()
+            output = forward(hidden_states)
             active.head_seconds += time.perf_counter() - began
             return output
 
         return norm
 
     def _read(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The LM head, or the head's own in its place, at the positions that the head asks for."""
+        """The LM head, at the positions that the pass asks for."""
 
         def read(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             active = self.active
-            if active is None or self.owner != threading.get_ident():
+            if active is None or not self.gated:
                 return forward(hidden_states, *args, **kwargs)
-            began, own = time.perf_counter(), active.own
-            if own is not None and own.at is not None:
-                hidden_states = own.at(hidden_states)
+            began = time.perf_counter()
             if active.ends is not None:
                 hidden_states = at_ends(hidden_states, active.ends)
-            if own is None or own.readout is None:
-                output = forward(hidden_states, *args, **kwargs)
-            else:
-                output = own.readout(hidden_states)
+            output = forward(hidden_states, *args, **kwargs)
             active.head_seconds += time.perf_counter() - began
             return output
 

@@ -3,7 +3,7 @@
 It runs behind the target's layers of a span, in place of the next one, with the arguments that the
 model's body calls that one with; or, if it is a `StandaloneLayer`, without the body. Its keys and
 values are one more layer of the KV cache, which the pass writes in place of the replaced layer's
-(`SlotCache.turn`).
+(`SlotCache.turn`). What a head makes of the layer's output, it computes behind the pass.
 """
 
 from __future__ import annotations
@@ -58,11 +58,8 @@ class OwnLayer(NamedTuple):
     Attributes:
         layer: the layer: one of the target's classes (`copy_layer`), or a `StandaloneLayer`.
         enter: maps the hidden states at the exit to the layer's input.
-        added: which of the layers added to the KV cache holds its KV, from 1.
-        leave: maps the layer's output to the LM head's input, in place of the final norm
-            (`Decoder.leaves`).
-        at: selects the positions that the LM head reads; `None` for all.
-        readout: replaces the LM head, if given.
+        added: which of the layers added to the KV cache (`SlotCache.add_layer`) holds its KV, from
+            1.
         place: index of the layer that it replaces in passes that run no other layer.
         embed: makes the embeddings that a `StandaloneLayer` starts from, in place of the target's.
         skips_first: whether the first token of a document has no key for the layer; only passes
@@ -72,22 +69,19 @@ class OwnLayer(NamedTuple):
     layer: nn.Module
     enter: Callable[[Tensor], Tensor] | None = None
     added: int = 1
-    leave: Callable[[Tensor], Tensor] | None = None
-    at: Callable[[Tensor], Tensor] | None = None
-    readout: nn.Module | None = None
     place: int = 0
     embed: Callable[[Tensor], Tensor] | None = None
     skips_first: bool = False
 
     @property
-    def depth(self) -> int:
-        """Number of layers with keys and values."""
-        return self.layer.depth if isinstance(self.layer, StandaloneLayer) else 1
-
-    @property
     def is_standalone(self) -> bool:
         """Whether the target's body does not run it."""
         return isinstance(self.layer, StandaloneLayer)
+
+    @property
+    def depth(self) -> int:
+        """Number of layers with keys and values."""
+        return self.layer.depth if isinstance(self.layer, StandaloneLayer) else 1
 
     def kv_layers(self, index: int) -> dict[int, int]:
         """Which added layers of the KV cache hold its KV, by the indices that it writes to.

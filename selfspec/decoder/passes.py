@@ -60,7 +60,7 @@ class Pass(NamedTuple):
     Attributes:
         hidden: `[rows, width, hidden]` hidden states after the span's last layer.
         output: `[rows, width, hidden]` the same, normed if the model's last layer ran; or
-            `[rows, width, vocab]` logits if the pass applied the LM head (at `OwnLayer.at`).
+            `[rows, width, vocab]` logits if the pass applied the LM head.
         layer_seconds: wall time inside the span's layers.
         head_seconds: wall time inside a head's own layer, the final norm and the LM head.
         kept: `[rows, width, hidden]` each, the hidden states that the caller asked for.

@@ -13,6 +13,14 @@ from selfspec.decoder.own_layer import OwnLayer
 from selfspec.decoder.passes import LayerCall, Pass, Skips, Span
 
 
+class BodyError(Exception):
+    """A model's body does more with hidden states than hand them from layer to layer."""
+
+
+class BodyDone(Exception):
+    """The body has run, and the pass needs nothing of what the causal LM does after it."""
+
+
 class BodyWatch:
     """Finds out whether a body only hands hidden states from layer to layer.
 

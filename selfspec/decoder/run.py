@@ -19,24 +19,34 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from selfspec.config import Kernels
 from selfspec.decoder.devices import device_of
 from selfspec.decoder.direct import StandIn, places_of
-from selfspec.decoder.gates import BodyDone, BodyError, Gates
+from selfspec.decoder.gates import Gates
 from selfspec.decoder.own_layer import OwnLayer
 from selfspec.decoder.passes import LayerCall, Pass, Skips, cache_name
-from selfspec.decoder.recording import ActivePass, BodyWatch
+from selfspec.decoder.recording import ActivePass, BodyDone, BodyError, BodyWatch
 
 CallLayer = Callable[[nn.Module, int, Tensor, tuple[Any, ...], dict[str, Any]], Any]
 
 
-class Normed(BaseModelOutputWithPast):
-    """What a body returns, of which nothing but the states is there."""
+class Normed:
+    """Stands in for what a body returns, of which nothing but the states is there.
+
+    Args:
+        states: `[rows, width, hidden]` outputs of the final norm.
+    """
+
+    def __init__(self, states: Tensor):
+        self.last_hidden_state = states
+
+    def __getitem__(self, index: Any) -> Any:
+        """Outputs by position, or by name."""
+        return getattr(self, index) if isinstance(index, str) else (self.last_hidden_state,)[index]
 
     def __getattr__(self, name: str) -> None:
-        """`None` for the fields that a family adds."""
+        """`None` for every other field."""
         if name.startswith("_"):
             raise AttributeError(name)
 
@@ -80,28 +90,30 @@ class Tail:
 
         This is no pass, so neither the body's hooks nor those of the causal LM run.
         """
-        gates, lm_head = self.gates, self.causal_lm.get_output_embeddings()
-        assert lm_head is not None  # a model without is refused
+        gates = self.gates
         # A replaced module's device hooks do not run, so the states are moved here.
-        normed = normed.to(device_of(lm_head if readout is None else readout))
-        output = Normed(last_hidden_state=normed)
+        head_device, device = gates.devices()
+        normed = normed.to(head_device if readout is None else device_of(readout))
+        output = Normed(normed)
         others: list[tuple[nn.Module, str, Any]] = [
             (parent, name, StandIn(body, _mine(lambda *args, **kwargs: output, body)))
             for parent, name, body in self._places
         ]
         if readout is not None:
-            others.append((lm_head, "forward", _mine(readout, lm_head.forward)))
+            others.append((gates.lm_head, "forward", _mine(readout, gates.lm_head.forward)))
         with gates.lock:
             for module, name, other in others:
                 gates.shadow(module.__dict__, name, other)
+            outer, gates.unembeds = gates.unembeds, True
             try:
                 tail = self.causal_lm.forward(
                     inputs_embeds=normed, use_cache=False, return_dict=True
                 )
             finally:
+                gates.unembeds = outer
                 for _ in others:
                     gates.unshadow()
-        return tail.logits
+        return tail.logits.to(device)
 
 
 def _mine(mine: Callable[..., Any], others: Callable[..., Any]) -> Callable[..., Any]:
@@ -255,17 +267,16 @@ class Runner:
         assert normed is not None
         if not unembed:
             return active.done(normed)
-        if logits is None:  # the LM head's gate knows what an `own` reads
-            logits = tail.unembed(normed, None).to(_device_of_inputs(inputs))
+        if logits is None:
+            logits = tail.unembed(normed, None)
         return active.done(logits) if active.ends is None else active.done(normed, logits)
 
     def _run_span(self, active: ActivePass, handed: Tensor) -> Tensor:
         """Run the layers that the gates have recorded, and a head's own in place of the last."""
         calls, active.calls = active.calls, []
-        hidden = handed
-        if active.hidden is not None and calls and calls[0].layer_index == active.span.start:
+        hidden, (start, stop), own = handed, active.span, active.own
+        if active.hidden is not None and calls and calls[0].layer_index == start:
             hidden = active.hidden
-        own, stop = active.own, active.span.stop
         replaced = calls.pop() if own and calls and calls[-1].layer_index == stop - 1 else None
         began = time.perf_counter()
         hidden = self.run_calls(active, calls, hidden, active.keep)

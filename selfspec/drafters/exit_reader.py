@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from selfspec.decoder import OwnLayer, Pass, Span, StandaloneLayer
+from selfspec.decoder import OwnLayer, Pass, Span
 from selfspec.drafters.engine import Engine, State, Verified
 from selfspec.heads import Calibrator, Confidence, DFlashHead, ExitHead
 from selfspec.heads.mask import MaskToken
@@ -200,7 +200,6 @@ class LayerReader(ExitReader):
         self._joins = bool(head.feature_layers)
         self._added = 0  # index of the head's layer among the layers added to the slots
         self._at_once = False  # whether shallow passes also run the layer
-        self._leaves = False  # whether such passes also compute logits
         self._ahead = 0  # masks after the pending token
         self._of_drafts = OwnLayer(self._layer)  # the layer in passes that draft
         self._before = torch.empty(0)  # [rows, width, hidden] features for the next draft
@@ -251,8 +250,6 @@ class LayerReader(ExitReader):
             slots.added_from = [first + 1 for first in slots.added_from]
         if joined is not None:
             self._known = [torch.zeros_like(joined[:, :1])]
-        standalone = isinstance(self._layer, StandaloneLayer)
-        self._leaves = self.decoder.leaves and not standalone
         self._of_drafts = self._own(lambda hidden: self.head.enter(hidden, self._before))
 
     def verified(self, state: State, drafted: int, verified: Verified) -> None:
@@ -352,18 +349,13 @@ class LayerReader(ExitReader):
             before = pick(before, parents)
         if not place:
             self._at_once = self._in_one_pass(state)
-        if self._at_once and (place or exit_layer == 0):
-            if place:
-                self._before, own = before, self._of_drafts
-                left = self.engine.shallow(
-                    state, tokens, exit_layer, place, self._leaves, tree, own
-                )
-                self._last = left.hidden
-            else:
-                left = self._catch_up_at_once(state)
-            at_exit = left.kept[0] if exit_layer else None
-            if self._leaves:
-                return self._spread(left.output), at_exit
+        at_exit = None
+        if not place and not exit_layer:
+            self._catch_up_at_once(state)
+        elif place and self._at_once:
+            self._before, own = before, self._of_drafts
+            left = self.engine.shallow(state, tokens, exit_layer, place, tree=tree, own=own)
+            self._last, at_exit = left.hidden, left.kept[0] if exit_layer else None
         else:
             at_exit = self.engine.shallow(state, tokens, exit_layer, place, tree=tree).hidden
             if place:
@@ -373,23 +365,10 @@ class LayerReader(ExitReader):
         with state.stats.clock("head"):
             return self._logits(self._last), at_exit if exit_layer else None
 
-    def _own(
-        self, enter: Callable[[Tensor], Tensor], ends: Sequence[int] | None = None
-    ) -> OwnLayer:
-        """The layer, in the same pass as those below the exit.
-
-        Args:
-            enter: maps exit states to the inputs of the layer.
-            ends: index of each row's pending token, from which on logits are read; `None` to read
-                them everywhere.
-        """
+    def _own(self, enter: Callable[[Tensor], Tensor]) -> OwnLayer:
+        """The layer, in the same pass as those below the exit; `enter` makes its inputs."""
         embed = partial(self.head.embed, self.decoder)
-        own = OwnLayer(self._layer, enter, self._added, place=self.head.place, embed=embed)
-        if not self._leaves:
-            return own
-        width = 1 + self._ahead
-        at = None if ends is None else partial(pick_from, starts=ends, width=width)
-        return own._replace(leave=self.head, at=at, readout=self.head.lm_head)
+        return OwnLayer(self._layer, enter, self._added, self.head.place, embed)
 
     def _in_one_pass(self, state: State) -> bool:
         """Whether the pass below the exit may continue through the head's layer.
@@ -411,13 +390,8 @@ class LayerReader(ExitReader):
         left, end = self._run_to_pending(state, pending)
         return pick(left, end + torch.arange(pending.shape[1], device=end.device))
 
-    def _catch_up_at_once(self, state: State) -> Pass:
-        """`_catch_up` of a head at the embeddings, which reads tokens instead of exit states.
-
-        Returns:
-            Results of the pass; if it `_leaves`, with logits at each row's pending token (and
-            masks).
-        """
+    def _catch_up_at_once(self, state: State) -> None:
+        """`_catch_up` of a head at the embeddings, which reads tokens instead of exit states."""
         starts, ends = self._missing(state)
         block, features = self._unseen(state, starts, ends), None
         if self._joins:
@@ -427,10 +401,9 @@ class LayerReader(ExitReader):
                 features = self._before_masks(features, of_mask, ends)
         block, embeds = self._with_masks(block, ends)
         offsets = [-end for end in ends]
-        own = self._own(partial(self.head.enter, features=features), ends)
-        left = self.engine.shallow(state, block, 0, offsets, self._leaves, own=own, embeds=embeds)
+        own = self._own(partial(self.head.enter, features=features))
+        left = self.engine.shallow(state, block, 0, offsets, own=own, embeds=embeds)
         self._last = pick_from(left.hidden, ends, 1 + self._ahead)
-        return left
 
     def _with_masks(self, tokens: Tensor, ends: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         """Put masks after each row's pending token; returns the block and any embeddings."""
@@ -565,17 +538,15 @@ class ParallelReader(LayerReader):
 
     def _draft_all(self, state: State, pending: Tensor) -> Tensor | None:
         """Run the head over the pending token and the masks; returns the exit's hidden state."""
-        head, at_exit, logits = self.head, None, None
+        head, at_exit = self.head, None
         if head.exit_layer:
             block, embeds = self._with_masks(pending, [0] * state.rows)
             shallow = self.engine.shallow(state, block, head.exit_layer, 0, embeds=embeds)
             self._last, at_exit = self._catch_up(state, shallow.hidden), shallow.hidden[:, :1]
         else:
-            left = self._catch_up_at_once(state)
-            logits = left.output if self._leaves else None
+            self._catch_up_at_once(state)
         with state.stats.clock("head"):
-            logits = head.logits(self.decoder, self._last) if logits is None else logits
-            self._drafts = logits.split(1, dim=1)
+            self._drafts = head.logits(self.decoder, self._last).split(1, dim=1)
             if self._mask is not None and self._ahead:
                 self._gates = self._mask.of_state(head(self._last)).split(1, dim=1)
         return at_exit
