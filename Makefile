@@ -70,7 +70,7 @@ test-slow: $(READY) ## the slow tests alone
 # Installs nothing, so that it measures the torch of the machine.
 gpu: ## the first measurements on a GPU: tests, exactness, waits, real sizes, a profile, in outputs/gpu-cuda
 	$(if $(NVIDIA)$(filter cpu,$(DEVICE)),,$(error no NVIDIA GPU here; make gpu SHAPE=tiny DEVICE=cpu runs the same on a CPU))
-	@$(TEST_ENV) PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -m selfspec.bench.gpu \
+	@$(TEST_ENV) PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -m benchmarks.gpu \
 	  --shape $(SHAPE) --device $(DEVICE) --output outputs/gpu-$(firstword $(subst :, ,$(DEVICE)))
 
 notebooks: $(READY) ## execute every notebook

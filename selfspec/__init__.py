@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-DEMO_MODEL = Path(__file__).parent / "display" / "assets" / "mixed16"
+DEMO_MODEL = Path(__file__).parent / "assets" / "mixed16"
 """Folder of the embedded target, in Hugging Face format."""
 
 __all__ = ["DEMO_MODEL", "DraftConfig", "SelfSpecModel", "__version__"]

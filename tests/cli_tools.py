@@ -8,7 +8,7 @@ import transformers
 from conftest import EXIT, greedy
 from typer.testing import CliRunner
 
-from selfspec.cli import commands
+from selfspec.apps.cli import commands
 
 PROMPT = "the cat on the mat"
 TOKENS = 12

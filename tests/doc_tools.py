@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from typer.main import get_command
 
-from selfspec.cli import commands
+from selfspec.apps.cli import commands
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -11,10 +11,10 @@ from conftest import EXIT, greedy, tiny_llama
 from test_cli_demo import altered
 
 from selfspec import DraftConfig, SelfSpecModel
-from selfspec.display import pieces
-from selfspec.display.app import Offer, SideBySide, view
-from selfspec.display.app.side_by_side import LONGEST_DRAFT
-from selfspec.display.demo import DemoOptions, Writer
+from selfspec.apps.display import pieces
+from selfspec.apps.display.app import Offer, SideBySide, view
+from selfspec.apps.display.app.side_by_side import LONGEST_DRAFT
+from selfspec.apps.display.demo import DemoOptions, Writer
 from selfspec.heads import head_class
 
 DRAFT = DraftConfig(exit_layer=EXIT, num_draft_tokens=3)
@@ -281,7 +281,7 @@ def test_accepted_tokens_are_coloured(side):
 
 def test_a_missing_gradio_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "gradio", None)
-    monkeypatch.delitem(sys.modules, "selfspec.display.app.page", raising=False)
+    monkeypatch.delitem(sys.modules, "selfspec.apps.display.app.page", raising=False)
     result = call("app", "--no-open", "--json", code=1)
     said = "selfspec: the page needs Gradio: pip install 'selfspec[app]'\n"
     assert (result.stdout, result.stderr) == ("", said)

@@ -20,7 +20,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from selfspec import SelfSpecModel
-from selfspec.bench import (
+from selfspec.apps.bench import (
     Bench,
     BenchConfig,
     MethodConfig,
@@ -30,10 +30,10 @@ from selfspec.bench import (
     summarise,
     write_plots,
 )
-from selfspec.bench.prompts import Batch
-from selfspec.bench.results import SHEETS, Grid, loops, median_interval, percentile
-from selfspec.bench.run import Key, Place, Run, _status, peak_memory
-from selfspec.cli import commands
+from selfspec.apps.bench.prompts import Batch
+from selfspec.apps.bench.results import SHEETS, Grid, loops, median_interval, percentile
+from selfspec.apps.bench.run import Key, Place, Run, _status, peak_memory
+from selfspec.apps.cli import commands
 from selfspec.config import parse
 from selfspec.schedule.stats import PARTS
 

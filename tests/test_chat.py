@@ -8,7 +8,7 @@ from families import build
 from transformers.generation.streamers import BaseStreamer
 
 from selfspec import DraftConfig, SelfSpecModel
-from selfspec.cli.conversation import Conversation
+from selfspec.apps.cli.conversation import Conversation
 
 DRAFT = DraftConfig(exit_layer=EXIT, num_draft_tokens=3)
 TEMPLATE = (

@@ -10,9 +10,9 @@ from scipy.stats import chi2
 from typer.testing import CliRunner
 
 from selfspec import SelfSpecModel
-from selfspec.bench import Sampling, check_exactness
-from selfspec.bench.exactness import chi_square, exact_probabilities
-from selfspec.cli import commands
+from selfspec.apps.bench import Sampling, check_exactness
+from selfspec.apps.bench.exactness import chi_square, exact_probabilities
+from selfspec.apps.cli import commands
 from selfspec.config import DraftConfig
 from selfspec.sampling.sampler import Sampler
 

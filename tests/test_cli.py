@@ -12,8 +12,8 @@ import typer.main
 from cli_tools import PROMPT, call, one_object
 
 from selfspec import SelfSpecModel, __version__
-from selfspec.cli import commands, common, info
-from selfspec.cli.examples import EXAMPLES
+from selfspec.apps.cli import commands, common, info
+from selfspec.apps.cli.examples import EXAMPLES
 
 COMMANDS = (
     *("app", "bench", "chat", "check", "demo", "export", "fit", "generate", "import", "info"),
@@ -56,7 +56,7 @@ def test_examples_are_right_usage(line):
 
 
 def test_help_does_not_wait_for_torch():
-    code = "import sys, selfspec.cli; sys.exit('torch' in sys.modules)"
+    code = "import sys, selfspec.apps.cli; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
@@ -74,7 +74,7 @@ def test_version():
     ],
 )
 def test_a_shell_can_complete(words, found):
-    code = "import sys; sys.argv[0] = 'selfspec'; from selfspec.cli import main; main()"
+    code = "import sys; sys.argv[0] = 'selfspec'; from selfspec.apps.cli import main; main()"
     asked = {
         "_SELFSPEC_COMPLETE": "complete_bash",
         "COMP_WORDS": words,

@@ -14,8 +14,8 @@ from conftest import EXIT, tiny_llama
 from rich.console import Console
 
 from selfspec import DraftConfig, SelfSpecModel
-from selfspec.cli import chat as module
-from selfspec.cli.conversation import Conversation
+from selfspec.apps.cli import chat as module
+from selfspec.apps.cli.conversation import Conversation
 
 SAID = "the cat\non the mat\n"
 
@@ -152,7 +152,7 @@ class Terminal:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pty")
 def test_a_chat_on_a_terminal():
-    terminal = Terminal(sys.executable, "-m", "selfspec.cli", "chat", "-n", "900")
+    terminal = Terminal(sys.executable, "-m", "selfspec.apps.cli", "chat", "-n", "900")
     terminal.wait_for("turns are lines of one text.*/reset.*/quit.*accepted.*> ")
     terminal.type("/rest\n")
     terminal.wait_for("selfspec: unknown command: '/rest'.*> ")

@@ -10,11 +10,11 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from selfspec import DEMO_MODEL, SelfSpecModel
-from selfspec.bench.results import loops
-from selfspec.cli import demo
-from selfspec.cli.demo import demo_table
-from selfspec.display import unmarked
-from selfspec.display.demo import (
+from selfspec.apps.bench.results import loops
+from selfspec.apps.cli import demo
+from selfspec.apps.cli.demo import demo_table
+from selfspec.apps.display import unmarked
+from selfspec.apps.display.demo import (
     DemoOptions,
     Run,
     Writer,
@@ -166,7 +166,7 @@ def test_the_margin_of_sampled_texts_is_that_of_what_was_chosen_by(writer):
 
 
 def test_runs_are_interleaved_and_compared_by_their_medians():
-    from selfspec.display.demo import interleaved, ratio
+    from selfspec.apps.display.demo import interleaved, ratio
 
     order = []
     clock = {"a": iter([1, 2, 99]), "b": iter([1, 4, 8])}

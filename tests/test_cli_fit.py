@@ -11,7 +11,7 @@ from families import FAMILIES, build
 from fit_tools import WORDS, write_target
 
 from selfspec import SelfSpecModel
-from selfspec.cli.fit import _training
+from selfspec.apps.cli.fit import _training
 from training.data import Mixture
 from training.exits import defaults
 from training.exits.task import build_heads
@@ -107,8 +107,8 @@ def test_mistakes_are_one_line(made, words, message, code):
 
 def test_an_installed_package_has_the_training_code_inside(monkeypatch):
     asked = []
-    monkeypatch.setattr("selfspec.cli.fit.find_spec", lambda name: name)
-    monkeypatch.setattr("selfspec.cli.fit.import_module", asked.append)
+    monkeypatch.setattr("selfspec.apps.cli.fit.find_spec", lambda name: name)
+    monkeypatch.setattr("selfspec.apps.cli.fit.import_module", asked.append)
     _training("fit_heads")
     assert asked == ["selfspec.training.fit_heads"]
 

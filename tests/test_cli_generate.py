@@ -4,7 +4,7 @@ import json
 
 from cli_tools import DRAFT, PROMPT, TOKENS, call, one_object, own_text
 
-from selfspec.display import unmarked
+from selfspec.apps.display import unmarked
 
 
 def test_generate_writes_what_the_model_writes(folder):

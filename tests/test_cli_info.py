@@ -6,7 +6,7 @@ import transformers
 from cli_tools import call, one_object
 
 from selfspec import DEMO_MODEL, DraftConfig, SelfSpecModel
-from selfspec.cli import info
+from selfspec.apps.cli import info
 from selfspec.heads import LensHead, save_heads
 from selfspec.schedule.profile import PROFILE_NAME, Place, Profile
 

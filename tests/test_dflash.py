@@ -25,8 +25,8 @@ from published import DRAFTS, EPS
 from test_published_heads import changed, residual_streams
 
 from selfspec import SelfSpecModel
+from selfspec.apps.export import export_dflash
 from selfspec.decoder import CACHE, Decoder
-from selfspec.export import export_dflash
 from selfspec.heads import draft_states, load_heads, save_heads, target_states
 
 IDS, MASK = prompt(4, 9, 6)

@@ -15,7 +15,7 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from selfspec import DEMO_MODEL, DraftConfig, SelfSpecModel
-from selfspec.display import (
+from selfspec.apps.display import (
     Detokenizer,
     OriginStreamer,
     Piece,

@@ -19,9 +19,9 @@ from transformers import AutoConfig, AutoTokenizer
 from typer.testing import CliRunner
 
 from selfspec import DEMO_MODEL, SelfSpecModel
-from selfspec.cli import commands
+from selfspec.apps.cli import commands
+from selfspec.apps.export import export_eagle3
 from selfspec.drafters import DRAFTERS
-from selfspec.export import export_eagle3
 from selfspec.heads import DFlashHead, Eagle3Head, save_heads
 from training.loop import script
 

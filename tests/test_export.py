@@ -15,10 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from selfspec import DEMO_MODEL, SelfSpecModel
-from selfspec.cli import commands
-from selfspec.decoder import Decoder
-from selfspec.display.demo import load_prompts
-from selfspec.export import (
+from selfspec.apps.cli import commands
+from selfspec.apps.display.demo import load_prompts
+from selfspec.apps.export import (
     FOLDABLE,
     SIDE_CAR,
     check_foldable,
@@ -26,6 +25,7 @@ from selfspec.export import (
     export_draft,
     fold,
 )
+from selfspec.decoder import Decoder
 from selfspec.heads import draft_states, save_heads, target_states
 
 TEXT = prompt(20, seed=3, vocab=60)[0]
@@ -224,7 +224,7 @@ def test_a_folder_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
         raise OSError("the disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr("selfspec.export.draft_model.draft_guide", failing)
+        patch.setattr("selfspec.apps.export.draft_model.draft_guide", failing)
         with pytest.raises(OSError, match="the disk is full"):
             export_draft(decoder, head, out, target="target")
     assert list(tmp_path.iterdir()) == []

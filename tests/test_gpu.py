@@ -11,9 +11,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from selfspec.bench import gpu
-from selfspec.bench.gpu import Found, Setup, count_waits, main, run_stages
-from selfspec.bench.results import Grid
+from benchmarks import gpu
+from benchmarks.gpu import Found, Setup, count_waits, main, run_stages
+from selfspec.apps.bench.results import Grid
 
 CPU = torch.device("cpu")
 

@@ -21,9 +21,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from selfspec import SelfSpecModel
-from selfspec.cli.info import describe
+from selfspec.apps.cli.info import describe
+from selfspec.apps.export.draft_model import fold
 from selfspec.decoder import CACHE, Decoder, Packing, Span
-from selfspec.export.draft_model import fold
 from selfspec.generation.loop import Session
 from selfspec.heads import BlockHead, FusedHead, SharedHead
 from training.exits import report

@@ -13,8 +13,8 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from selfspec import SelfSpecModel
-from selfspec.bench import Sampling, check_exactness
-from selfspec.cli import commands
+from selfspec.apps.bench import Sampling, check_exactness
+from selfspec.apps.cli import commands
 from selfspec.config import DraftConfig
 from selfspec.decoder import CACHE, Decoder, Span
 from selfspec.decoder.cache import RoundedCache, SlotCache, join_rows, take_row

@@ -13,7 +13,7 @@ from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
 from selfspec import SelfSpecModel
-from selfspec.bench.lm_eval import SelfSpecLM
+from selfspec.apps.bench.lm_eval import SelfSpecLM
 
 DRAFT = {"exit_layer": EXIT, "num_draft_tokens": 3}
 PROMPTS = ["the cat", "on the mat\n", "in the sun and the sea", "a", "an hour, on a bat"]

@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
 from selfspec import SelfSpecModel
-from selfspec.bench.config import MethodConfig
-from selfspec.bench.prompts import Batch
-from selfspec.bench.run import make_method
+from selfspec.apps.bench.config import MethodConfig
+from selfspec.apps.bench.prompts import Batch
+from selfspec.apps.bench.run import make_method
 from selfspec.heads import draft_states, target_states
 
 DEPTH, WIDTH = 3, 32

@@ -32,8 +32,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PhiConfig
 
 from selfspec import SelfSpecModel
+from selfspec.apps.export import export_eagle3
 from selfspec.decoder import Decoder
-from selfspec.export import export_eagle3
 from selfspec.heads import Eagle3Head, draft_states, load_heads, save_heads, target_states
 from selfspec.heads.llama_layer import ATTENTION_MAPS, MLP_MAPS
 

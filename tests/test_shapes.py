@@ -10,11 +10,11 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from selfspec import DraftConfig, SelfSpecModel
-from selfspec.bench import shapes
-from selfspec.bench.config import BenchConfig
-from selfspec.bench.planted import GreedyTexts, generate_planted, planted_ranks
-from selfspec.bench.prompts import Batch
-from selfspec.bench.shapes import (
+from selfspec.apps.bench import shapes
+from selfspec.apps.bench.config import BenchConfig
+from selfspec.apps.bench.planted import GreedyTexts, generate_planted, planted_ranks
+from selfspec.apps.bench.prompts import Batch
+from selfspec.apps.bench.shapes import (
     ShapeBench,
     add_heads,
     bytes_a_round,
@@ -23,7 +23,7 @@ from selfspec.bench.shapes import (
     read_shape,
     size_of,
 )
-from selfspec.cli import bench, commands, common
+from selfspec.apps.cli import bench, commands, common
 from selfspec.decoder import Span
 from selfspec.drafters.engine import Engine
 from selfspec.heads import build_head

@@ -11,7 +11,7 @@ import torch
 from conftest import VOCAB, tiny_llama
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from selfspec.bench.prompts import clean_prose
+from selfspec.apps.bench.prompts import clean_prose
 from training.data import Document, Mixture, SourceConfig, collate, pack, read_texts, tokenize
 from training.data.chats import BadRecord, chat_documents, read_chat
 from training.data.sources import find_files

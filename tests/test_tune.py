@@ -14,9 +14,9 @@ from head_tools import own_head
 from rich.console import Console
 
 from selfspec import DraftConfig, SelfSpecModel
-from selfspec.bench.prompts import cut_prompts, in_batches, padded, split_prompts
-from selfspec.bench.tune import Race, TuneConfig, fastest, tune
-from selfspec.display import speedup_map, speedup_table, validation_table
+from selfspec.apps.bench.prompts import cut_prompts, in_batches, padded, split_prompts
+from selfspec.apps.bench.tune import Race, TuneConfig, fastest, tune
+from selfspec.apps.display import speedup_map, speedup_table, validation_table
 from selfspec.schedule.profile import Measured, Profile
 
 TEXTS = [PROMPT, "the man is on the sand and the sea is near", "a boat on the sea; the sun is red"]

@@ -18,6 +18,6 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def commands() -> str:
     """Every command's help as Markdown, by typer's own writer; its title is the page's."""
-    writer = [sys.executable, "-m", "typer", "--app", "commands", "selfspec.cli.entry"]
+    writer = [sys.executable, "-m", "typer", "--app", "commands", "selfspec.apps.cli.entry"]
     printed = subprocess.check_output([*writer, "utils", "docs", "--name", "selfspec"], text=True)
     return printed.partition("\n")[2]

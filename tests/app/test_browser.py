@@ -10,8 +10,8 @@ from cli_tools import PROMPT
 from conftest import EXIT, tiny_llama
 
 from selfspec import DraftConfig, SelfSpecModel
-from selfspec.display.app import Offer, SideBySide
-from selfspec.display.demo import load_prompts
+from selfspec.apps.display.app import Offer, SideBySide
+from selfspec.apps.display.demo import load_prompts
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
@@ -34,7 +34,7 @@ def reader(tokenizer):
     """A browser that shows the page of a tiny target."""
     from selenium import webdriver
 
-    from selfspec.display.app.page import Page
+    from selfspec.apps.display.app.page import Page
 
     # Wide enough for the bytes of the examples, which have more letters than the tokenizer knows.
     spec = SelfSpecModel(tiny_llama("sometimes", max_position_embeddings=2048))

@@ -11,8 +11,8 @@ from cli_tools import PROMPT, TOKENS, call
 from conftest import EXIT, tiny_llama
 
 from selfspec import DraftConfig, SelfSpecModel
-from selfspec.cli import common
-from selfspec.display.app import Offer, SideBySide
+from selfspec.apps.cli import common
+from selfspec.apps.display.app import Offer, SideBySide
 
 pytestmark = [
     pytest.mark.app,
@@ -37,7 +37,7 @@ CHOSEN = {
 @pytest.fixture
 def page(tokenizer):
     """The page of a tiny target."""
-    from selfspec.display.app.page import Page
+    from selfspec.apps.display.app.page import Page
 
     spec = SelfSpecModel(tiny_llama("sometimes"))
     made = Page(

@@ -5,8 +5,8 @@ from engine_tools import ENGINE, NEW_TOKENS, assisted
 from transformers import AutoTokenizer
 
 from selfspec import DEMO_MODEL
-from selfspec.bench.config import PromptSetConfig
-from selfspec.bench.prompts import read_prompts
+from selfspec.apps.bench.config import PromptSetConfig
+from selfspec.apps.bench.prompts import read_prompts
 
 COUNTS = {"text": 5, "gsm8k": 5, "humaneval": 5, "mbpp": 5}
 

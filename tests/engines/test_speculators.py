@@ -7,9 +7,9 @@ import torch
 from transformers import AutoTokenizer
 
 from selfspec import DEMO_MODEL
+from selfspec.apps.export import export_dflash, export_eagle3
 from selfspec.decoder import Decoder
 from selfspec.decoder.checkpoints import load_causal_lm
-from selfspec.export import export_dflash, export_eagle3
 from selfspec.heads import DFlashHead, Eagle3Head, draft_states, target_states
 
 pytestmark = [

@@ -26,10 +26,10 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from typer.testing import CliRunner
 
 from selfspec import DEMO_MODEL, DraftConfig, SelfSpecModel
-from selfspec.cli import commands
+from selfspec.apps.cli import commands
+from selfspec.apps.export import export_dflash, export_eagle3
 from selfspec.decoder import Decoder
 from selfspec.decoder.checkpoints import load_causal_lm
-from selfspec.export import export_dflash, export_eagle3
 from selfspec.heads import DFlashHead, Eagle3Head, draft_states, target_states
 
 pytestmark = VLLM

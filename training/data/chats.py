@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.bench.prompts import render_chat
+from selfspec.apps.bench.prompts import render_chat
 
 Message = dict[str, Any]
 

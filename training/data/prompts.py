@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.bench.prompts import check_template, evenly
+from selfspec.apps.bench.prompts import check_template, evenly
 from selfspec.config import StrictConfig
 
 from . import SourceConfig, read_texts

@@ -17,7 +17,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import Self
 
-from selfspec.bench.prompts import check_template, clean_prose
+from selfspec.apps.bench.prompts import check_template, clean_prose
 from selfspec.config import StrictConfig
 from selfspec.records import Form, Record, read_records, without_nulls
 

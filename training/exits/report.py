@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from selfspec.display.plots import line_styles
-from selfspec.display.report import HTMLReport
+from selfspec.apps.display.plots import line_styles
+from selfspec.apps.display.report import HTMLReport
 from selfspec.heads.files import replace_text
 
 from .calibrate import Bin

@@ -1,0 +1,569 @@
+"""First measurements on a GPU in one command: `python -m benchmarks.gpu`, or `make gpu`.
+
+The stages: facts about the machine, the tests that need a GPU, exactness of drafters and kernels,
+how often a round waits for the device, published sizes beside the compiled `generate`, and a
+timeline of one round. Each stage writes one file; a run that was stopped continues with the next
+stage. With a tiny shape, the same stages run on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import json
+import platform
+import subprocess
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from rich.console import Console
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoTokenizer
+
+from selfspec import DEMO_MODEL, DraftConfig, SelfSpecModel, __version__
+from selfspec.apps.bench.config import BenchConfig, PromptSetConfig
+from selfspec.apps.bench.exactness import Sampling, check_exactness
+from selfspec.apps.bench.planted import GreedyTexts, generate_planted
+from selfspec.apps.bench.plots import write_picture
+from selfspec.apps.bench.prompts import cut_prompts
+from selfspec.apps.bench.results import LIMIT, Grid, Report, number, summarise
+from selfspec.apps.bench.run import RunFile, reason
+from selfspec.apps.bench.shapes import ShapeBench, default_methods, read_bandwidth, read_shape
+from selfspec.apps.display.plots import COLOURS
+from selfspec.config import Kernels
+from selfspec.generation.streaming import RoundStreamer
+from selfspec.heads.files import read_object, refuse_changes, replace_text
+from selfspec.schedule.profile import device_name
+from selfspec.schedule.stats import Round
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_TESTS = Path(__file__).parents[1] / "tests"
+_PLANTED = 0.7  # acceptance of the shapes' drafts
+# Drafters on the demo target, whose heads are in the package.
+_DRAFTS: dict[str, dict[str, Any]] = {
+    "none": {"drafter": "none"},
+    "fused 0": {"exit_layer": 0, "head": "fused"},
+    "block 4": {"exit_layer": 4, "head": "block"},
+    "lens 4": {"exit_layer": 4, "head": "lens"},
+    "lora 4": {"exit_layer": 4, "head": "lora"},
+    "shared 8": {"exit_layer": 8, "head": "shared"},
+    "eagle3": {"exit_layer": 0, "head": "eagle3"},
+    "optimal": {"exit_layer": 0, "head": "fused", "schedule": "optimal"},
+    "tree": {"drafter": "tree", "exit_layer": 0, "head": "fused"},
+    "layer_skip": {"drafter": "layer_skip"},
+    "prompt_lookup": {"drafter": "prompt_lookup"},
+    "cascade": {"drafter": "cascade"},
+    "lookahead": {"drafter": "lookahead"},
+    "two_model": {"drafter": "two_model", "draft_model": str(DEMO_MODEL)},  # itself
+    "auto": {"drafter": "auto"},
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The settings of a run.
+
+    Attributes:
+        device: the device.
+        shapes: names of the shapes.
+        output: folder of the results.
+    """
+
+    device: torch.device
+    shapes: tuple[str, ...]
+    output: Path
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the device is a GPU; on a CPU the run only tries the command."""
+        return self.device.type == "cuda"
+
+    @property
+    def kernels(self) -> tuple[Kernels, ...]:
+        """The kernels that run on the device."""
+        return ("eager", "compiled", "graphs") if self.on_gpu else ("eager",)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The settings that results depend on; a folder holds results of one such setting."""
+        return {
+            "device": device_name(self.device),
+            "shapes": list(self.shapes),
+            "torch": str(torch.__version__),
+            "selfspec": __version__,
+        }
+
+
+@dataclass
+class Found:
+    """The results of a stage.
+
+    Attributes:
+        facts: single values.
+        grids: tables.
+        passed: whether all checks passed.
+    """
+
+    facts: dict[str, Any] = field(default_factory=dict)
+    grids: list[Grid] = field(default_factory=list)
+    passed: bool = True
+
+
+# The machine
+
+
+def environment(setup: Setup) -> Found:
+    """Versions, the device, and its bandwidth."""
+    facts: dict[str, Any] = {
+        "device": device_name(setup.device),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "transformers": transformers.__version__,
+        "selfspec": __version__,
+        "bandwidth GB/s": round(read_bandwidth(setup.device) / 1e9, 1),
+    }
+    if setup.on_gpu:
+        device = torch.cuda.get_device_properties(setup.device)
+        facts |= {
+            "memory GB": round(device.total_memory / 1e9, 1),
+            "multiprocessors": device.multi_processor_count,
+            "compute capability": f"{device.major}.{device.minor}",
+            "CUDA": torch.version.cuda,
+            "cuDNN": torch.backends.cudnn.version(),
+            "TF32 in matrix products": torch.backends.cuda.matmul.allow_tf32,
+            "triton": importlib.util.find_spec("triton") is not None,
+        }
+    return Found(facts)
+
+
+def device_tests(setup: Setup) -> Found:
+    """The tests that need a device; they are skipped on a CPU."""
+    if not _TESTS.is_dir() or importlib.util.find_spec("pytest") is None:
+        return Found({"left out": "there is no checkout with tests, or no pytest"})
+    files = [str(path) for path in _TESTS.glob("test_*.py") if "mark.gpu" in path.read_text()]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *files]
+    done = subprocess.run(command, cwd=_TESTS.parent, capture_output=True, text=True, check=False)
+    lines = done.stdout.strip().splitlines()
+    facts: dict[str, Any] = {"result": lines[-1] if lines else done.stderr.strip()[-500:]}
+    if done.returncode:
+        facts["output"] = done.stdout[-4000:]
+    return Found(facts, passed=done.returncode == 0)
+
+
+# Exactness
+
+
+def exactness(setup: Setup) -> Found:
+    """Greedy outputs of every drafter and kernel against `generate`, and their distribution."""
+    columns = ["draft", "kernels", "dtype", "equal", "largest margin", "least p", "fell back"]
+    rows: list[list[str]] = []
+    passed = True
+    for kernels in setup.kernels:
+        for dtype in (torch.float32, torch.bfloat16):
+            spec = _demo(setup, dtype, kernels)
+            prompts = _passages(setup)
+            for name, draft in _DRAFTS.items():
+                row, good = _exact(setup, spec, name, DraftConfig.of(draft), prompts)
+                rows.append(row)
+                passed &= good
+    return Found(grids=[Grid("exactness", columns, rows)], passed=passed)
+
+
+def _exact(
+    setup: Setup, spec: SelfSpecModel, name: str, draft: DraftConfig, prompts: list[Tensor]
+) -> tuple[list[str], bool]:
+    """A row of the table, and whether the check passed."""
+    decoder = spec.engine.decoder
+    dtype = str(decoder.dtype).removeprefix("torch.")
+    sampled = decoder.kernels == "eager" and decoder.dtype == torch.float32 and setup.on_gpu
+    tokens = 48 if setup.on_gpu else 8
+    first = [name, decoder.kernels, dtype]
+    try:
+        sampling = Sampling(samples=256) if sampled else None
+        found = check_exactness(spec, draft, prompts, tokens, sampling)
+    except Exception as error:  # the other drafters still run
+        return [*first, f"failed: {reason(error)}", "", "", ""], False
+    equal = found.texts - len(found.divergences)
+    margins = [apart.margin for apart in found.divergences.values() if apart.margin is not None]
+    p = min(found.p_values, default=None)
+    cells = [f"{equal}/{found.texts}", number(max(margins, default=None), 3), number(p, 3)]
+    return [*first, *cells, _fell_back(spec) or "–"], found.passed
+
+
+def _demo(setup: Setup, dtype: torch.dtype, kernels: Kernels) -> SelfSpecModel:
+    place: Any = {"device_map": str(setup.device)} if setup.on_gpu else {}
+    return SelfSpecModel.from_pretrained(DEMO_MODEL, dtype=dtype, kernels=kernels, **place)
+
+
+def _passages(setup: Setup) -> list[Tensor]:
+    """Prompts `[1, width]` from the package."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    prompts = cut_prompts(tokenizer, (), 48, 2 if setup.on_gpu else 1)
+    return [prompt[None].to(setup.device) for prompt in prompts]
+
+
+def _fell_back(spec: SelfSpecModel) -> str | None:
+    """Why layers run eagerly although other kernels were chosen."""
+    gates = spec.engine.decoder.gates
+    kernels = (gates.graphs, gates.compiled)
+    return next((kernel.problem for kernel in kernels if kernel and kernel.problem), None)
+
+
+# Waits
+
+
+class _HostReads(TorchDispatchMode):
+    """Counts the operations that would wait for a device, on a CPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        reads = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags)
+        by_number = func is torch.ops.aten.index.Tensor and not any(
+            index is not None and index.dtype == torch.bool for index in args[1]
+        )
+        if reads and not by_number:
+            self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count_waits(call: Callable[[], object], device: torch.device) -> Counter[str]:
+    """Where a call waits for the device: how often, by line of code (on a CPU, by operation).
+
+    Args:
+        call: the function to watch.
+        device: the device. On CUDA, every synchronizing operation is counted. On a CPU, only
+            operations that need values on the host; `tolist` and copies are not seen.
+    """
+    if device.type != "cuda":
+        with _HostReads() as reads:
+            call()
+        return reads.counts
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            call()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    waits = [found for found in seen if "synchronizing CUDA operation" in str(found.message)]
+    return Counter(f"{Path(found.filename).name}:{found.lineno}" for found in waits)
+
+
+def waits(setup: Setup) -> Found:
+    """Waits per round: the difference between a long and a short call, over the rounds between."""
+    rows: list[list[str]] = []
+    prompt = _passages(setup)[0]
+    for kernels in setup.kernels:
+        spec = _demo(setup, torch.float32, kernels)
+        for name, draft in _DRAFTS.items():
+            for sampled in (False, True):
+                first = [name, kernels, "sampled" if sampled else "greedy"]
+                try:
+                    rows.append([*first, *_waits_a_round(spec, prompt, draft, sampled)])
+                except Exception as error:  # the other drafters still run
+                    rows.append([*first, f"failed: {reason(error)}", ""])
+    columns = ["draft", "kernels", "mode", "waits a round", "where"]
+    return Found(grids=[Grid("waits for the device", columns, rows)])
+
+
+def _waits_a_round(
+    spec: SelfSpecModel, prompt: Tensor, draft: dict[str, Any], sampled: bool
+) -> list[str]:
+    counts: list[Counter[str]] = []
+    rounds: list[int] = []
+    for tokens in (8, 8, 40):  # the first call is a warm-up
+        run = partial(
+            spec.generate,
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            draft=draft,
+            do_sample=sampled,
+            max_new_tokens=tokens,
+            min_new_tokens=0,
+            pad_token_id=0,
+        )
+        counts.append(count_waits(run, prompt.device))
+        assert spec.last_stats is not None
+        rounds.append(spec.last_stats.rounds)
+    more = counts[2]
+    more.subtract(counts[1])
+    each = max(1, rounds[2] - rounds[1])
+    places = [f"{place} {count / each:.1f}" for place, count in more.most_common(6) if count > 0]
+    return [number(max(0, more.total()) / each, 1), ", ".join(places) or "–"]
+
+
+# Real sizes
+
+
+def shape_config(setup: Setup, shape: str, kernels: Kernels) -> BenchConfig:
+    """The benchmark of one shape with one kind of kernels: few lengths, one acceptance rate."""
+    depth = read_shape(shape).get_text_config(decoder=True).num_hidden_layers
+    lengths, rows, tokens = ((128, 2048), (1, 8), 64) if setup.on_gpu else ((32,), (1, 2), 12)
+    # Methods of transformers do not use selfspec's kernels, so they run once.
+    methods = [
+        method
+        for method in default_methods(depth, (_PLANTED,))
+        if method.peer is None or (kernels == "eager" and method.peer == "static_cache")
+    ]
+    return BenchConfig(
+        shape=shape,
+        kernels=kernels,
+        device=str(setup.device),
+        acceptance=(_PLANTED,),
+        methods=tuple(methods),
+        prompts=tuple(
+            PromptSetConfig(name=f"{n} tokens", reader="random", count=1, prompt_tokens=n)
+            for n in lengths
+        ),
+        batch_sizes=rows,
+        max_new_tokens=tokens,
+    )
+
+
+def measure_shape(shape: str, kernels: Kernels, setup: Setup) -> Found:
+    """Run the benchmark of a shape; its own folder has every call and all tables."""
+    bench = ShapeBench(shape_config(setup, shape, kernels))
+    folder = setup.output / f"{shape}_{kernels}"
+    file = RunFile(folder, {"config": bench.config.model_dump(mode="json"), **setup.identity})
+    bench.run(file)
+    report = Report({**bench.facts, **bench.measured}, summarise(bench, file))
+    report.write(folder)
+    facts = {**report.head, "fell back": _fell_back(bench.spec) or "no"}
+    shown = ("speed", LIMIT.title)
+    grids = [grid for grid in report.grids if grid.title.endswith(shown)]
+    failures = {f"failed {place}": why for place, why in enumerate(report.failures, 1)}
+    return Found({**facts, **failures}, grids, passed=not report.failed and not failures)
+
+
+# A picture of one round
+
+
+class RoundProfiler(RoundStreamer):
+    """Profiles one round of a call.
+
+    Args:
+        device: where the call runs.
+        skip: rounds before it; the first is the prefill.
+    """
+
+    def __init__(self, device: torch.device, skip: int = 6):
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self.profiler = torch.profiler.profile(activities=activities)
+        self._device, self._left = device, skip
+
+    def put(self, value: Tensor) -> None:
+        """Prompts are of no interest."""
+
+    def put_round(self, steps: Sequence[Round]) -> None:
+        """Start before the wanted round, stop after it."""
+        self._left -= 1
+        if self._left == 0:
+            self.profiler.start()
+        elif self._left == -1:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            self.profiler.stop()
+
+    def end(self) -> None:
+        """Nothing follows."""
+
+    def lanes(self) -> dict[str, list[tuple[float, float]]]:
+        """Start and length in ms of the outermost operations of the host, and of the kernels."""
+        events = [event for event in self.profiler.events() or [] if event.time_range is not None]
+        first = min(event.time_range.start for event in events)
+        lanes: dict[str, list[tuple[float, float]]] = {"host": [], "device": []}
+        for event in events:
+            on_host = event.device_type.name == "CPU"
+            if not on_host or event.cpu_parent is None:
+                span = event.time_range
+                bar = (span.start - first) / 1000, max(0.001, span.elapsed_us() / 1000)
+                lanes["host" if on_host else "device"].append(bar)
+        return {name: bars for name, bars in lanes.items() if bars}
+
+
+def profile_round(setup: Setup) -> Found:
+    """A timeline of one round of early exit with each kind of kernels."""
+    shape = setup.shapes[0]
+    lanes: dict[str, list[tuple[float, float]]] = {}
+    rows: list[list[str]] = []
+    for kernels in setup.kernels:
+        found = _profiled(setup, shape, kernels)
+        lanes |= {f"{kernels}, {lane}": bars for lane, bars in found.items()}
+    for name, bars in lanes.items():
+        end = max(start + length for start, length in bars)
+        busy = sum(length for _, length in bars)
+        rows.append([name, f"{end:.2f}", f"{busy:.2f}", f"{busy / end:.2f}", str(len(bars))])
+    title = f"one round of {shape}, early exit, fused 0"
+    write_picture(setup.output / "round.png", title, partial(_draw_lanes, lanes), len(lanes))
+    columns = ["lane", "ms", "busy ms", "share", "operations"]
+    return Found({"picture": "round.png"}, [Grid(f"one round of {shape}", columns, rows)])
+
+
+def _profiled(setup: Setup, shape: str, kernels: Kernels) -> dict[str, list[tuple[float, float]]]:
+    config = shape_config(setup, shape, kernels)
+    wanted = next(m for m in config.methods if m.draft and m.draft.head == "fused")
+    bench = ShapeBench(config.model_copy(update={"methods": (config.methods[0], wanted)}))
+    batch = next(iter(bench.batches.values()))[0]
+    options = bench.options(bench.config.modes[0])
+    text = GreedyTexts(bench.spec, options)(batch)
+    assert wanted.draft is not None
+    run = partial(generate_planted, bench.spec, wanted.draft, batch, text, _PLANTED, 0, **options)
+    run()  # kernels are compiled and recorded
+    profiler = RoundProfiler(setup.device, skip=3)
+    run(streamer=profiler)
+    return profiler.lanes()
+
+
+def _draw_lanes(lanes: dict[str, list[tuple[float, float]]], ax: Axes) -> None:
+    for place, (name, bars) in enumerate(lanes.items()):
+        colour = COLOURS[0] if name.endswith("host") else COLOURS[1]
+        ax.broken_barh(bars, (place - 0.35, 0.7), facecolors=colour)
+    ax.set_yticks(range(len(lanes)), list(lanes))
+    ax.set_ylim(len(lanes) - 0.4, -0.6)  # downwards
+    ax.set_xlabel("ms")
+
+
+# Stage by stage
+
+Stage = Callable[[Setup], Found]
+
+
+def stages_of(setup: Setup) -> dict[str, Stage]:
+    """All stages in order, by the names of their files."""
+    sizes = {
+        f"{shape}_{kernels}": partial(measure_shape, shape, kernels)
+        for shape in setup.shapes
+        for kernels in setup.kernels
+    }
+    first: dict[str, Stage] = {
+        "environment": environment,
+        "tests": device_tests,
+        "exactness": exactness,
+        "waits": waits,
+    }
+    return {**first, **sizes, "profile": profile_round}
+
+
+def run_stages(setup: Setup, console: Console, minutes: float) -> bool:
+    """Run the stages that have no file yet; returns whether all passed.
+
+    Args:
+        setup: the settings.
+        console: where progress is shown.
+        minutes: no stage begins later.
+
+    Raises:
+        ValueError: the folder holds results of another setup.
+    """
+    setup.output.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    results: dict[str, dict[str, Any]] = {}
+    for name, stage in stages_of(setup).items():
+        path = setup.output / f"{name}.json"
+        if path.is_file():
+            results[name] = _held(path, setup)
+        elif time.monotonic() - began > 60 * minutes:
+            console.print(f"{minutes:g} minutes are over; run the command again to continue")
+            break
+        else:
+            results[name] = _ran(name, stage, setup, path)
+        state = results[name].get("error") or ("passed" if results[name]["passed"] else "FAILED")
+        console.print(f"{name}: {results[name]['seconds']:.0f} s, {state}")
+        _write_report(setup, results)
+    return all(result["passed"] for result in results.values())
+
+
+def _held(path: Path, setup: Setup) -> dict[str, Any]:
+    held = read_object(path)
+    remedy = "give another --output, or remove the folder"
+    refuse_changes(held["setup"], setup.identity, f"{path} holds results of a setup", remedy)
+    return held
+
+
+def _ran(name: str, stage: Stage, setup: Setup, path: Path) -> dict[str, Any]:
+    """Run a stage and store its results; a stage that failed is tried again next time."""
+    began, error = time.perf_counter(), None
+    try:
+        with warnings.catch_warnings():  # the tables have the kernels that fall back
+            warnings.filterwarnings("ignore", message=".*they run as they are")
+            found = stage(setup)
+    except Exception as caught:  # the other stages still run
+        found, error = Found(passed=False), reason(caught)
+    finally:
+        seconds = round(time.perf_counter() - began, 1)
+        gc.collect()
+        if setup.on_gpu:
+            torch.cuda.empty_cache()
+    result = {
+        "setup": setup.identity,
+        "seconds": seconds,
+        "passed": found.passed,
+        "facts": found.facts,
+        "grids": [grid._asdict() for grid in found.grids],
+    }
+    if error is not None:
+        return {**result, "error": error}
+    replace_text(path, json.dumps(result, indent=2) + "\n")
+    return result
+
+
+def _write_report(setup: Setup, results: dict[str, dict[str, Any]]) -> None:
+    lines = ["# GPU", ""]
+    for name, result in results.items():
+        verdict = "passed" if result["passed"] else "FAILED"
+        lines += ["", f"# {name}", "", f"{verdict}, {result['seconds']:.0f} s"]
+        facts = {**result["facts"], **({"error": result["error"]} if "error" in result else {})}
+        lines += ["", *(f"- {key}: {value}" for key, value in facts.items())]
+        lines += [line for grid in result["grids"] for line in Grid(**grid).markdown()]
+        if "picture" in facts:
+            lines += ["", f"![{name}]({facts['picture']})"]
+    texts = {"report.md": "\n".join(lines) + "\n", "report.json": json.dumps(results, indent=2)}
+    for name, text in texts.items():
+        replace_text(setup.output / name, text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run from the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser.add_argument("--shape", default="Llama-3.2-1B,Llama-3.1-8B", help="names, with commas")
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:1, or cpu for a trial")
+    parser.add_argument("--output", type=Path, default=Path("outputs/gpu"))
+    parser.add_argument("--minutes", type=float, default=25, help="no stage begins later")
+    given = parser.parse_args(arguments)
+    console = Console(highlight=False, soft_wrap=True)
+    device = torch.device(given.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        console.print(f"torch {torch.__version__} sees no GPU here; --device cpu --shape tiny runs")
+        return 1
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    setup = Setup(device, tuple(given.shape.split(",")), given.output)
+    try:
+        passed = run_stages(setup, console, given.minutes)
+    except ValueError as error:
+        console.print(str(error))
+        return 1
+    console.print(f"written to {setup.output}: report.md, report.json")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,322 @@
+"""Tests that a draft does not change the output.
+
+Greedy outputs must be equal token for token; `first_divergence` tells whether rounding explains a
+difference. The distribution test draws short continuations from few candidates, so that the exact
+probability of every continuation under plain decoding can be computed, and compares counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from selfspec.apps.bench.config import MethodConfig
+from selfspec.apps.bench.prompts import Batch
+from selfspec.apps.bench.run import make_method, stop_ids
+from selfspec.apps.display.divergence import Divergence, find_divergence
+from selfspec.config import DraftConfig
+from selfspec.decoder import CACHE
+from selfspec.model import SelfSpecModel
+from selfspec.schedule.stats import Stats
+
+
+def first_divergence(
+    spec: SelfSpecModel, prompt: Batch, options: dict[str, Any], plain: list[int], other: list[int]
+) -> Divergence | None:
+    """Where `other` diverges from `plain`; `None` if they are equal.
+
+    Args:
+        spec: the target.
+        prompt: the prompt of both, one row.
+        options: options of `generate`, the same for both.
+        plain: tokens of the model's own `generate`.
+        other: tokens of another method.
+    """
+    scores_after = partial(_scores, spec, prompt, options)
+    return find_divergence(plain, other, scores_after, spec.engine.decoder.dtype)
+
+
+def _scores(
+    spec: SelfSpecModel, prompt: Batch, options: dict[str, Any], written: list[int]
+) -> Tensor:
+    """`[vocab]` the scores of the model's own `generate` for the next token."""
+    behind = prompt.tokens.new_tensor([written])
+    texts = torch.cat([prompt.tokens, behind], dim=1)
+    mask = torch.cat([prompt.mask, torch.ones_like(behind)], dim=1)
+    return _next_scores(spec, texts, mask, options)[0].float()
+
+
+def _next_scores(
+    spec: SelfSpecModel, texts: Tensor, mask: Tensor, options: dict[str, Any]
+) -> Tensor:
+    """`[rows, vocab]` the scores of the model's own `generate` for the next token of each text."""
+    generate: Any = spec.model.generate
+    with torch.random.fork_rng():
+        output = generate(
+            texts,
+            attention_mask=mask,
+            return_dict_in_generate=True,
+            output_scores=True,
+            **{CACHE: spec.engine.decoder.own_cache(), **options, "max_new_tokens": 1},
+        )
+    return output.scores[0]
+
+
+_CONTEXT = 16  # prompt tokens before sampled continuations
+_ROWS = 64  # continuations that are sampled or scored in one call
+# In half precision, passes of different width may swap two nearly equal candidates. This share of
+# continuations may be impossible under plain decoding.
+_SWAPPED = 0.05
+_FEWEST = 5  # continuations expected less often are counted together
+
+
+class Sampling(NamedTuple):
+    """Settings of the distribution test.
+
+    Attributes:
+        samples: continuations per prompt.
+        candidates: candidates of each step (top-k).
+        horizon: tokens of a continuation.
+        temperature: sampling temperature.
+        level: probability that a correct drafter fails, over all prompts.
+    """
+
+    samples: int = 2048
+    candidates: int = 3
+    horizon: int = 4
+    temperature: float = 1.0
+    level: float = 1e-3
+
+    def options(self, stops: Sequence[int]) -> dict[str, Any]:
+        """Options of `generate`; no token ends a continuation early."""
+        options: dict[str, Any] = {
+            "do_sample": True,
+            "temperature": self.temperature,
+            "top_k": self.candidates,
+            "top_p": 1.0,
+            "pad_token_id": 0,
+        }
+        return {**options, "suppress_tokens": list(stops)} if stops else options
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """Results of a check.
+
+    Attributes:
+        texts: greedy outputs compared.
+        divergences: where they diverge from the model's own, by number of the prompt.
+        wide: whether the weights are float32 or wider.
+        p_values: the least p-value of each prompt, corrected for the number of tests; empty if
+            nothing was sampled.
+        level: the test fails if a p-value is below this over the number of prompts.
+        acceptance_rate: acceptance rate of the sampled drafts.
+    """
+
+    texts: int
+    divergences: dict[int, Divergence]
+    wide: bool
+    p_values: list[float]
+    level: float
+    acceptance_rate: float | None
+
+    @property
+    def equal(self) -> bool:
+        """Whether greedy outputs are equal, up to rounding."""
+        return not self.wide or all(found.rounding for found in self.divergences.values())
+
+    @property
+    def distributed(self) -> bool | None:
+        """Whether samples follow the target's distribution; `None` if there are none."""
+        if not self.p_values:
+            return None
+        return min(self.p_values) >= self.level / len(self.p_values)
+
+    @property
+    def passed(self) -> bool:
+        """Whether the check passed."""
+        return self.equal and self.distributed is not False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as plain values."""
+        found = asdict(self)
+        found["divergences"] = {
+            str(number): divergence._asdict() for number, divergence in self.divergences.items()
+        }
+        verdicts = {"equal": self.equal, "distributed": self.distributed, "passed": self.passed}
+        return {**found, **verdicts}
+
+
+def check_exactness(
+    spec: SelfSpecModel,
+    draft: DraftConfig,
+    prompts: Sequence[Tensor],
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+) -> CheckResult:
+    """Compare the output with a draft to that of the model's own `generate`.
+
+    Args:
+        spec: the target, with its heads.
+        draft: how to draft.
+        prompts: `[1, width]` each.
+        max_new_tokens: tokens of a greedy output.
+        sampling: settings of the distribution test; `None` skips it.
+        seed: seeds the samples.
+
+    Raises:
+        ValueError: the model cannot make such drafts.
+    """
+    divergences = _greedy(spec, draft, prompts, max_new_tokens)
+    found = [
+        _distribution(spec, draft, prompt[:, :_CONTEXT], sampling, seed + number)
+        for number, prompt in enumerate(prompts)
+        if sampling is not None
+    ]
+    rates = [rate for _, rate in found]
+    return CheckResult(
+        texts=len(prompts),
+        divergences=divergences,
+        wide=_is_wide(spec),
+        p_values=[p for p, _ in found],
+        level=sampling.level if sampling else 0.0,
+        acceptance_rate=sum(rates) / len(rates) if rates else None,
+    )
+
+
+def _is_wide(spec: SelfSpecModel) -> bool:
+    return spec.engine.decoder.dtype.itemsize >= 4
+
+
+def _greedy(
+    spec: SelfSpecModel, draft: DraftConfig, prompts: Sequence[Tensor], max_new_tokens: int
+) -> dict[int, Divergence]:
+    options = {"do_sample": False, "max_new_tokens": max_new_tokens, "pad_token_id": 0}
+    plain = make_method(spec, MethodConfig(name="plain", peer="plain"))
+    ours = make_method(spec, MethodConfig(name="draft", draft=draft))
+    found: dict[int, Divergence] = {}
+    for number, prompt in enumerate(prompts):
+        batch = Batch.of(prompt)
+        texts = [write(batch, options, 0).texts[0] for write in (plain, ours)]
+        divergence = first_divergence(spec, batch, options, *texts)
+        if divergence is not None:
+            found[number] = divergence
+    return found
+
+
+def _distribution(
+    spec: SelfSpecModel, draft: DraftConfig, prompt: Tensor, sampling: Sampling, seed: int
+) -> tuple[float, float]:
+    """The least p-value times the number of tests, and the acceptance rate."""
+    options = sampling.options(stop_ids(spec))
+    expected = exact_probabilities(spec, prompt, options, sampling.horizon)
+    drawn, rate = _draws(spec, draft, prompt, options, sampling, seed)
+    p_values = [
+        # For every length: faults of the first drafts show best in few cells.
+        _p_value(drawn, expected, length, 0.0 if _is_wide(spec) else _SWAPPED)
+        for length in range(1, sampling.horizon + 1)
+    ]
+    return min(1.0, min(p_values) * len(p_values)), rate
+
+
+def exact_probabilities(
+    spec: SelfSpecModel, prompt: Tensor, options: dict[str, Any], horizon: int
+) -> dict[tuple[int, ...], float]:
+    """The probability of every continuation of `horizon` tokens under plain decoding.
+
+    Args:
+        spec: the target.
+        prompt: `[1, width]`.
+        options: options of `generate`; few candidates must be left.
+        horizon: tokens of a continuation.
+    """
+    joint: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(horizon):
+        words = list(joint)
+        behind = torch.tensor(words, dtype=torch.long, device=prompt.device).view(len(words), -1)
+        texts = torch.cat([prompt.expand(len(words), -1), behind], dim=1)
+        parts = texts.split(_ROWS)
+        scores = [_next_scores(spec, part, torch.ones_like(part), options) for part in parts]
+        probs = torch.cat(scores).double().softmax(-1)
+        joint = {
+            (*word, int(token)): joint[word] * float(row[token])
+            for word, row in zip(words, probs, strict=True)
+            for token in row.nonzero()[:, 0]
+        }
+    return joint
+
+
+def _draws(
+    spec: SelfSpecModel,
+    draft: DraftConfig,
+    prompt: Tensor,
+    options: dict[str, Any],
+    sampling: Sampling,
+    seed: int,
+) -> tuple[list[tuple[int, ...]], float]:
+    """Continuations sampled with drafts, and their acceptance rate."""
+    generator = torch.Generator(prompt.device).manual_seed(seed)
+    drawn: list[tuple[int, ...]] = []
+    total = Stats()
+    while len(drawn) < sampling.samples:
+        texts = spec.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=sampling.horizon,
+            num_return_sequences=_ROWS,
+            generator=generator,
+            draft=draft,
+            **options,
+        )
+        assert isinstance(texts, Tensor) and spec.last_stats is not None
+        drawn += map(tuple, texts[:, prompt.shape[1] :].tolist())
+        total += spec.last_stats
+    return drawn, total.acceptance_rate
+
+
+def _p_value(
+    drawn: Sequence[tuple[int, ...]],
+    joint: dict[tuple[int, ...], float],
+    length: int,
+    swapped: float,
+) -> float:
+    """Chi-square test of the first `length` tokens; rare continuations share one cell.
+
+    Up to the share `swapped` of continuations may be impossible under plain decoding.
+    """
+    probs: dict[tuple[int, ...], float] = {}
+    for word, chance in joint.items():
+        probs[word[:length]] = probs.get(word[:length], 0.0) + chance
+    counts = dict.fromkeys(probs, 0)
+    words = [word[:length] for word in drawn if word[:length] in counts]
+    if len(drawn) - len(words) > swapped * len(drawn):
+        return 0.0
+    for word in words:
+        counts[word] += 1
+    cells: list[tuple[float, float]] = [(0.0, 0.0)]
+    for word, chance in probs.items():
+        cell = (float(counts[word]), chance * len(words))
+        if cell[1] < _FEWEST:
+            cells[0] = (cells[0][0] + cell[0], cells[0][1] + cell[1])
+        else:
+            cells.append(cell)
+    return chi_square([cell for cell in cells if cell[1] > 0])
+
+
+def chi_square(cells: Sequence[tuple[float, float]]) -> float:
+    """The p-value of Pearson's chi-square test, with one degree of freedom less than cells.
+
+    Args:
+        cells: count and expectation of each.
+    """
+    if len(cells) < 2:
+        return 1.0
+    statistic = sum((count - mean) ** 2 / mean for count, mean in cells)
+    half = torch.tensor([(len(cells) - 1) / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))

@@ -1,0 +1,126 @@
+"""The model `selfspec` of lm-eval: its `hf` model, with `generate` replaced.
+
+Releases of lm-eval after 0.4.13 find it by its entry point; for the others,
+`python -m selfspec.apps.bench.lm_eval` is lm-eval's command line with the model registered.
+
+Tasks that generate are sped up. Tasks that compare log-likelihoods (multiple choice, perplexity)
+run through the model's own forward, as with `hf`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
+from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+
+from selfspec.config import DraftConfig
+from selfspec.drafters import make_drafter
+from selfspec.heads import CONFIG_NAME
+from selfspec.model import SelfSpecModel
+from selfspec.schedule.stats import Stats
+
+
+@register_model("selfspec")
+class SelfSpecLM(HFLM):
+    """lm-eval's `hf` model, drafting for itself where it generates.
+
+    Args:
+        pretrained: folder or id of the target, or a loaded model.
+        draft: how to draft: a drafter's name, or a dict of `DraftConfig` fields; `None` takes the
+            profile's draft, or the default.
+        heads: folder or id of exit heads; `None` takes those beside the target, if there are any.
+        draft_model: a smaller model for the drafter `two_model`, its folder or id.
+        profile: what `selfspec tune` found.
+        **kwargs: all other arguments of `hf`.
+
+    Raises:
+        OSError: a checkpoint, heads or profile that was named does not exist.
+        ValueError: the model is not supported, or it cannot make such drafts.
+    """
+
+    def __init__(
+        self,
+        pretrained: Any,
+        draft: DraftConfig | Mapping[str, Any] | str | None = None,
+        heads: str | None = None,
+        draft_model: str | None = None,
+        profile: str | None = None,
+        **kwargs: Any,
+    ):
+        asked = None if draft is None else DraftConfig.of(draft)
+        super().__init__(pretrained, **kwargs)
+        if heads is None and isinstance(pretrained, str):
+            heads = pretrained if (Path(pretrained) / CONFIG_NAME).is_file() else None
+        self.spec = SelfSpecModel(self.model, heads, draft_model, profile)
+        self.draft = asked or self.spec.default_draft
+        make_drafter(
+            self.spec.engine, self.draft
+        )  # refuses what cannot be made, before anything runs
+        self.calls: list[Stats] = []
+
+    def _model_generate(
+        self, context: Tensor, max_length: int, stop: Sequence[str], **generation_kwargs: Any
+    ) -> Tensor:
+        options = {"do_sample": False, **generation_kwargs}
+        if not options["do_sample"]:
+            options.pop("temperature", None)  # which is 0 then, and transformers warns of it
+        ends = _StopSequences(self.tokenizer, stop, context.shape[1])
+        with torch.autocast(
+            device_type=self.device.type,
+            dtype=self.mixed_precision_dtype,
+            enabled=self.mixed_precision_dtype is not None,
+        ):
+            written = self.spec.generate(
+                context,
+                draft=self.draft,
+                max_length=max_length,
+                stopping_criteria=StoppingCriteriaList([ends]),
+                pad_token_id=self.tokenizer.pad_token_id,
+                **options,
+            )
+        assert isinstance(written, Tensor) and self.spec.last_stats is not None
+        self.calls.append(self.spec.last_stats)
+        return written
+
+    def get_model_info(self) -> dict[str, Any]:
+        """Facts that lm-eval stores beside the scores, with the acceptance rate."""
+        drafted, accepted = (
+            sum(getattr(call, name) for call in self.calls) for name in ("drafted", "accepted")
+        )
+        speculation = {
+            "draft": self.draft.model_dump(mode="json", exclude_defaults=True),
+            "drafted": drafted,
+            "accepted": accepted,
+            "acceptance_rate": accepted / drafted if drafted else 0.0,
+        }
+        return {**super().get_model_info(), "selfspec": speculation}
+
+
+class _StopSequences(StoppingCriteria):
+    """Stops a row when its output contains a stop sequence.
+
+    The criterion of `hf` remembers which rows have stopped. Here rows advance at different speeds,
+    so each call looks at the row alone.
+
+    Args:
+        tokenizer: the target's.
+        texts: the stop sequences.
+        start: tokens of the prompt, padding included.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], start: int):
+        self.tokenizer, self.texts, self.start = tokenizer, texts, start
+        widths = [len(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+        # The sequence may be tokenized differently in context, and begin inside a token.
+        self.reach = max(widths, default=0) + 2
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        last = self.tokenizer.batch_decode(input_ids[:, self.start :][:, -self.reach :])
+        ended = [any(text in written for text in self.texts) for written in last]
+        return torch.tensor(ended, device=input_ids.device)

@@ -1,0 +1,322 @@
+"""Prompts of benchmarks and of `tune`: prompt sets, passages of text, padded batches."""
+
+from __future__ import annotations
+
+import glob
+import random
+import re
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from selfspec import DEMO_MODEL
+from selfspec.apps.bench.config import PromptSetConfig
+from selfspec.apps.display.demo import load_prompts
+from selfspec.records import sound_fields
+
+ItemT = TypeVar("ItemT")
+_STRAIGHT = str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'"})  # noqa: RUF001
+
+
+def clean_prose(text: str) -> str:
+    """Straight quotes, single spaces, one paragraph a line."""
+    paragraphs = re.split(r"\n\s*\n", text.translate(_STRAIGHT))
+    return "\n".join(folded for part in paragraphs if (folded := " ".join(part.split())))
+
+
+# Of conversations only the first turn is used. MBPP's test split has ids 11 to 510.
+_TEMPLATES = {
+    "gsm8k": "Question: {question}\nAnswer:",
+    "humaneval": "{prompt}",
+    "mbpp": '"""{text}"""\n',
+    "mt_bench": "{turn}",
+    "spec_bench": "{turn}",
+}
+_MBPP_TEST = range(11, 511)
+_CHARACTERS = 24  # more characters than a token has on average
+
+
+def read_prompts(
+    config: PromptSetConfig, tokenizer: PreTrainedTokenizerBase, longest: int | None = None
+) -> list[list[int]]:
+    """Token ids of a set's prompts.
+
+    Args:
+        config: the set.
+        tokenizer: the target's.
+        longest: the most tokens that leave room for the output; longer questions are dropped.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a record is malformed, or there are too few prompts.
+    """
+    if config.reader == "text":
+        prompts = _passages(config, tokenizer)
+    elif config.reader == "random":
+        prompts = _drawn(config, tokenizer)
+    else:
+        texts = [_question(config, record) for record in _records(config)]
+        prompts = _fitting(config, [_encode(config, tokenizer, text) for text in texts], longest)
+    too_long = max(map(len, prompts), default=0)
+    if longest is not None and too_long > longest:
+        raise ValueError(
+            f"prompt set {config.name!r} has {too_long} tokens in a prompt, the model leaves "
+            f"{longest} beside max_new_tokens; lower prompt_tokens or max_new_tokens"
+        )
+    if not prompts or len(prompts) < config.count:
+        raise ValueError(
+            f"prompt set {config.name!r} has {len(prompts)} prompts of the wanted length, "
+            f"{config.count or 'some'} were asked for; lower count or widen prompt_tokens"
+        )
+    return prompts
+
+
+def _drawn(config: PromptSetConfig, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Prompts of random tokens, the same in every run."""
+    source = random.Random(0)
+    tokens = sorted(set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids))
+    return [source.choices(tokens, k=length) for length in _lengths(config, config.count)]
+
+
+def _lengths(config: PromptSetConfig, count: int) -> list[int]:
+    """Lengths from the shortest to the longest, evenly spaced."""
+    assert config.lengths is not None
+    low, high = config.lengths
+    return [low + (high - low) * number // max(1, count - 1) for number in range(count)]
+
+
+def _encode(config: PromptSetConfig, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    if not config.chat:
+        return tokenizer(text, verbose=False).input_ids
+    rendered = render_chat(tokenizer, [{"role": "user", "content": text}])
+    return tokenizer(rendered, add_special_tokens=False, verbose=False).input_ids
+
+
+def _fitting(
+    config: PromptSetConfig, prompts: Sequence[list[int]], longest: int | None
+) -> list[list[int]]:
+    """`count` prompts of the wanted lengths, evenly spaced."""
+    low, high = config.lengths or (1, longest or max(map(len, prompts), default=1))
+    fitting = [prompt for prompt in prompts if low <= len(prompt) <= high]
+    return evenly(fitting, config.count or len(fitting))
+
+
+# Questions
+
+
+def _records(config: PromptSetConfig) -> Iterator[dict[str, Any]]:
+    path = (
+        Path(config.path)
+        if config.path
+        else DEMO_MODEL.parent / "prompts" / f"{config.reader}.jsonl"
+    )
+    if not path.is_file():
+        raise FileNotFoundError(f"no prompt file at {path}, which {config.name!r} reads")
+    for record in sound_fields(path, "records"):
+        if config.reader != "mbpp" or record.get("task_id", 11) in _MBPP_TEST:
+            yield record | {"turn": (record.get("turns") or [None])[0]}
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Any],
+    reply_next: bool = True,
+    tools: list[Any] | None = None,
+    documents: list[Any] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> str:
+    """A rendered chat.
+
+    Args:
+        tokenizer: the target's.
+        messages: the chat.
+        reply_next: open the assistant's turn.
+        tools: the tools that the assistant may call.
+        documents: the documents that it may read.
+        chat_template_kwargs: further variables of the template, such as `enable_thinking`.
+
+    Raises:
+        ValueError: the tokenizer has no template.
+    """
+    check_template(tokenizer)
+    text = tokenizer.apply_chat_template(
+        list(messages),
+        tools=tools,
+        documents=documents,
+        chat_template=_at_noon(tokenizer.get_chat_template(tools=tools)),
+        tokenize=False,
+        add_generation_prompt=reply_next,
+        **(chat_template_kwargs or {}),
+    )
+    return str(text)
+
+
+_MOMENT = datetime(2026, 1, 1, 12)
+_DIRECTIVES = [*"aAbBcdfHIjmMpSUwWxXyYzZ", "-d", "-m", "-H", "-I"]
+
+
+def _at_noon(template: str) -> str:
+    """A chat template in which the time stands still, so that a text is the same in every run."""
+    if "strftime_now" not in template:
+        return template
+    words = {f"%{name}": _MOMENT.strftime(f"%{name}") for name in _DIRECTIVES}
+    told = "".join(f" | replace({name!r}, {word!r})" for name, word in words.items())
+    macro = "{% macro strftime_now(format) %}{{ format" + told + " }}{% endmacro %}"
+    # Behind an expression, unlike behind a block, jinja leaves a line feed as it is.
+    return macro + "{{ '' }}" + template
+
+
+def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ValueError if the tokenizer has no chat template."""
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"the tokenizer has no chat template ({type(tokenizer).__name__}); set "
+            "tokenizer.chat_template and save it, or take plain text"
+        )
+
+
+def evenly(items: Sequence[ItemT], count: int) -> list[ItemT]:
+    """At most `count` evenly spaced items."""
+    count = min(count, len(items))
+    return [items[place * len(items) // count] for place in range(count)]
+
+
+def _question(config: PromptSetConfig, record: dict[str, Any]) -> str:
+    template = config.template or _TEMPLATES[config.reader]
+    try:
+        text = template.format(**{k: v for k, v in record.items() if v is not None})
+    except (KeyError, IndexError, ValueError) as error:
+        fields = ", ".join(sorted(set(record) - {"turn"}))
+        raise ValueError(
+            f"prompt set {config.name!r}: {config.reader} records are read as {template!r}, and "
+            f"one has no such field ({error}); it has {fields}"
+        ) from None
+    return clean_prose(text) if config.clean == "prose" else text
+
+
+# Plain text
+
+
+def _passages(config: PromptSetConfig, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Evenly spaced passages, each from the start of a line, cut at a token count."""
+    texts = [clean_prose(text) if config.clean == "prose" else text for text in _texts(config)]
+    count = config.count or len(texts)
+    prompts: list[list[int]] = []
+    for number, length in enumerate(_lengths(config, count)):
+        text, turn = texts[number % len(texts)], number // len(texts)
+        turns = len(range(number % len(texts), count, len(texts)))
+        place = len(text) * (2 * turn + 1) // (2 * turns)
+        passage = _passage(config, tokenizer, text, place, length)
+        if passage is not None:
+            prompts.append(passage)
+    return prompts
+
+
+def _passage(
+    config: PromptSetConfig, tokenizer: PreTrainedTokenizerBase, text: str, place: int, length: int
+) -> list[int] | None:
+    """`length` tokens from the line after `place`, or else from the start of the text."""
+    for start in (text.find("\n", place) + 1, 0):
+        ids = _encode(config, tokenizer, text[start : start + _CHARACTERS * length])
+        if len(ids) >= length:
+            return ids[:length]
+    # The passages in the package are short; they may have a few tokens less.
+    return ids if config.path is None else None
+
+
+def _texts(config: PromptSetConfig) -> list[str]:
+    if config.path is None:
+        return [prompt.text for prompt in load_prompts()]
+    pattern = config.path.replace("{stdlib}", sysconfig.get_paths()["stdlib"])
+    files = sorted(path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file())  # noqa: PTH207
+    if not files:
+        raise FileNotFoundError(f"no text file at {config.path}, which {config.name!r} reads")
+    texts = [fields["text"] for file in files for fields in sound_fields(file, "text")]
+    return [text for text in texts if text.strip()]
+
+
+def cut_prompts(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], tokens: int, count: int
+) -> list[Tensor]:
+    """At most `count` evenly spaced prompts `[length]` of at most `tokens` tokens.
+
+    Args:
+        tokenizer: the target's.
+        texts: long ones are cut into several prompts; none takes the passages in the package.
+        tokens: tokens of a prompt; a short text gives one shorter prompt.
+        count: prompts at most.
+
+    Raises:
+        ValueError: the texts hold no token.
+    """
+    found: list[Tensor] = []
+    for text in texts or [passage.text for passage in load_prompts()]:
+        ids = torch.tensor(tokenizer(text, verbose=False).input_ids, dtype=torch.long)
+        whole = len(ids) // tokens * tokens or len(ids)
+        found += [part for part in ids[:whole].split(tokens) if len(part)]
+    if not found:
+        raise ValueError(f"the {len(texts)} texts hold no token; tuning needs text to write on")
+    return evenly(found, count)
+
+
+def split_prompts(prompts: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Every other prompt, and the rest; a single prompt is in both."""
+    return list(prompts[::2]), list(prompts[1::2] or prompts)
+
+
+def in_batches(prompts: Sequence[Tensor], rows: int) -> list[list[Tensor]]:
+    """Batches of exactly `rows` prompts; the last is filled up with the first ones again."""
+    missing = -len(prompts) % rows
+    filled = [*prompts, *(prompts[place % len(prompts)] for place in range(missing))]
+    return [filled[start : start + rows] for start in range(0, len(filled), rows)]
+
+
+def padded(prompts: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Prompts as `[rows, width]`, padded with 0 on the left, and their attention mask."""
+    width = max(len(prompt) for prompt in prompts)
+    rows = [torch.nn.functional.pad(prompt, (width - len(prompt), 0)) for prompt in prompts]
+    lengths = torch.tensor([len(prompt) for prompt in prompts])[:, None]
+    mask = (torch.arange(width) >= width - lengths).long()
+    return torch.stack(rows).to(device), mask.to(device)
+
+
+class Batch(NamedTuple):
+    """Prompts side by side, padded on the left.
+
+    Attributes:
+        tokens: `[rows, width]` token ids.
+        mask: `[rows, width]` 1 for real tokens.
+    """
+
+    tokens: Tensor
+    mask: Tensor
+
+    @classmethod
+    def of(cls, prompt: Tensor) -> Batch:
+        """One prompt `[1, width]` alone."""
+        return cls(prompt, torch.ones_like(prompt))
+
+    @property
+    def rows(self) -> int:
+        """Number of prompts."""
+        return self.tokens.shape[0]
+
+    @property
+    def width(self) -> int:
+        """Tokens of the longest."""
+        return self.tokens.shape[1]
+
+    def row(self, index: int) -> Batch:
+        """One prompt with its padding, which a repetition penalty sees, too."""
+        return Batch(self.tokens[index : index + 1], self.mask[index : index + 1])
+
+
+def make_batches(prompts: Sequence[Tensor], rows: int, device: torch.device) -> list[Batch]:
+    """Batches of exactly `rows` prompts `[width]`; the last is filled up with the first again."""
+    return [Batch(*padded(some, device)) for some in in_batches(prompts, rows)]

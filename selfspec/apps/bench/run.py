@@ -1,0 +1,585 @@
+"""Runs a benchmark: all methods on all prompts, interleaved, each call stored at once."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import json
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import (
+    ContinuousBatchingConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from selfspec.apps.bench.config import PEER_OPTIONS, BenchConfig, MethodConfig, ModeConfig
+from selfspec.apps.bench.planted import GreedyTexts, generate_planted
+from selfspec.apps.bench.prompts import Batch, make_batches, read_prompts
+from selfspec.decoder import CACHE
+from selfspec.decoder.checkpoints import find_checkpoint, load_causal_lm
+from selfspec.generation.streaming import RoundStreamer
+from selfspec.heads.files import append_line, read_lines, read_object, refuse_changes
+from selfspec.model import SelfSpecModel
+from selfspec.schedule.stats import Round
+
+_PROCESS = Path("/proc/self")
+
+
+class Memory(NamedTuple):
+    """Memory of a call, in bytes.
+
+    Attributes:
+        peak: peak resident memory of the process, or peak allocated memory of the GPU.
+        growth: by how much that exceeds the memory before the call.
+    """
+
+    peak: int
+    growth: int
+
+
+def peak_memory(call: Callable[[], object], device: torch.device) -> Memory | None:
+    """Run `call` and measure its memory; `None` if the system does not report it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        call()
+        peak = torch.cuda.max_memory_allocated(device)
+        return Memory(peak, peak - before)
+    before = _resident_from_now_on()
+    call()
+    peak = _status("VmHWM")
+    return None if before is None or peak is None else Memory(peak, max(0, peak - before))
+
+
+def _resident_from_now_on() -> int | None:
+    """Resident bytes, after free memory was returned and the peak was reset."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+    try:
+        (_PROCESS / "clear_refs").write_text("5")  # proc(5): resets VmHWM
+    except OSError:
+        return None
+    return _status("VmRSS")
+
+
+def _status(name: str) -> int | None:
+    try:
+        found = re.search(rf"^{name}:\s+(\d+) kB$", (_PROCESS / "status").read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) * 1024 if found else None
+
+
+# Settings of transformers' documentation; a config's `options` override them.
+_LOOKUP = {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 2}
+
+
+@dataclass
+class Arrivals(RoundStreamer):
+    """A streamer that records when tokens arrive, so that all methods are timed alike.
+
+    Attributes:
+        start: when the call began.
+        counts: tokens of each arrival; the first arrival ends the prefill.
+        times: seconds from the start to each arrival.
+    """
+
+    start: float = field(default_factory=time.perf_counter)
+    counts: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    prompt_seen: bool = False
+
+    def put(self, value: Tensor) -> None:
+        """Take the prompts first, then tokens."""
+        if self.prompt_seen:
+            self._note(value.numel())
+        self.prompt_seen = True
+
+    def put_round(self, steps: Sequence[Round]) -> None:
+        """Take the tokens of a round of selfspec's."""
+        self._note(sum(len(step.tokens) for step in steps))
+
+    def end(self) -> None:
+        """Nothing follows."""
+
+    def _note(self, count: int) -> None:
+        self.counts.append(count)
+        self.times.append(round(time.perf_counter() - self.start, 6))
+
+
+@dataclass(frozen=True)
+class Written:
+    """The output of one call.
+
+    Attributes:
+        texts: the new token ids of each row, up to its stop.
+        counts: tokens of each arrival, all rows together; the first arrival ends the prefill.
+        times: seconds from the call to each arrival.
+        accepted: accepted drafts of every round of every row after the prefill.
+        stats: fields of selfspec's `Stats`; `None` for a peer.
+    """
+
+    texts: list[list[int]]
+    counts: list[int]
+    times: list[float]
+    accepted: list[int]
+    stats: dict[str, Any] | None = None
+
+    @property
+    def decoded(self) -> int:
+        """Tokens after the first arrival."""
+        return sum(self.counts[1:])
+
+    @property
+    def prefill_seconds(self) -> float:
+        """Time to the first arrival."""
+        return self.times[0]
+
+    @property
+    def decode_seconds(self) -> float:
+        """Time from the first arrival to the last."""
+        return self.times[-1] - self.times[0]
+
+    @property
+    def rate(self) -> float | None:
+        """Decoded tokens per second, all rows together; `None` if every row stopped at once."""
+        return self.decoded / self.decode_seconds if self.decoded else None
+
+
+Write = Callable[[Batch, dict[str, Any], int], Written]
+
+
+def make_method(
+    spec: SelfSpecModel, config: MethodConfig, texts: GreedyTexts | None = None, room: int = 0
+) -> Write:
+    """A function that generates, given prompts, options of `generate` and a seed.
+
+    Args:
+        spec: the target.
+        config: the method.
+        texts: the target's greedy continuations, for planted drafts.
+        room: maximum new tokens of any call, for the size of a static cache.
+
+    Raises:
+        OSError: there is no such assistant model.
+        ValueError: the model cannot make such drafts.
+    """
+    if config.peer is None:
+        return partial(_speculate, spec, config, texts)
+    if config.peer == "continuous_batching":
+        return partial(_generate_batch, spec)
+    if config.peer == "static_cache":
+        return partial(_generate_static, spec, room)
+    options = dict(config.options)
+    if config.peer == "assistant_early_exit":
+        depth = spec.engine.decoder.depth
+        options = {"assistant_early_exit": max(1, depth // 4), **options}
+    elif config.peer == "prompt_lookup_num_tokens":
+        options = {**_LOOKUP, **options}
+    elif config.peer == "use_mtp":
+        if getattr(spec.engine.decoder.config, "num_mtp_layers", None) is None:
+            raise ValueError(
+                "transformers drafts with multi-token prediction where the config names "
+                f"num_mtp_layers; that of {type(spec.causal_lm).__name__} does not"
+            )
+        options["use_mtp"] = True
+    elif config.peer == "assistant_model":
+        options["assistant_model"] = _assistant(spec, options["assistant_model"])
+    return partial(_generate, spec, options)
+
+
+def stop_ids(spec: SelfSpecModel) -> list[int]:
+    """Stop tokens."""
+    stops = spec.causal_lm.generation_config.eos_token_id
+    return stops if isinstance(stops, list) else [] if stops is None else [stops]
+
+
+def _texts(spec: SelfSpecModel, output: Tensor, width: int) -> list[list[int]]:
+    """The new tokens of each row, up to its stop."""
+    stops = set(stop_ids(spec))
+    found: list[list[int]] = []
+    for row in output[:, width:].tolist():
+        end = next((place for place, token in enumerate(row, 1) if token in stops), len(row))
+        found.append(row[:end])
+    return found
+
+
+def _assistant(spec: SelfSpecModel, path: str) -> PreTrainedModel:
+    decoder = spec.engine.decoder
+    model: Any = load_causal_lm(find_checkpoint(path), dtype=decoder.dtype)
+    return model.to(decoder.device)
+
+
+def _speculate(
+    spec: SelfSpecModel,
+    config: MethodConfig,
+    texts: GreedyTexts | None,
+    batch: Batch,
+    options: dict[str, Any],
+    seed: int,
+) -> Written:
+    """Selfspec's `generate`, with planted drafts if the method has an acceptance rate."""
+    if config.acceptance is None:
+        arrivals = Arrivals()
+        output = spec.generate(
+            batch.tokens,
+            attention_mask=batch.mask,
+            draft=config.draft,
+            generator=torch.Generator(batch.tokens.device).manual_seed(seed),
+            streamer=arrivals,
+            **options,
+        )
+        stats, trace = spec.last_stats, spec.last_trace
+    else:
+        assert texts is not None and config.draft is not None
+        text = texts(batch)  # not timed
+        arrivals = Arrivals()
+        output, session = generate_planted(
+            spec, config.draft, batch, text, config.acceptance, seed, streamer=arrivals, **options
+        )
+        stats, trace = session.stats, session.trace
+    assert isinstance(output, Tensor) and stats is not None and trace is not None
+    accepted = [step.accepted for row in trace.rows for step in row[1:]]
+    found = _texts(spec, output, batch.width)
+    return Written(found, arrivals.counts, arrivals.times, accepted, asdict(stats))
+
+
+def _generate(
+    spec: SelfSpecModel, own: dict[str, Any], batch: Batch, options: dict[str, Any], seed: int
+) -> Written:
+    """The model's own `generate`, plain or with the options `own` of a peer."""
+    generate: Any = spec.model.generate
+    options = {name: options[name] for name in options if name != "prefill_chunk_size"}
+    with _left_as_it_was(spec.causal_lm, own) as left, torch.random.fork_rng():
+        torch.manual_seed(seed)
+        arrivals = Arrivals()
+        output = generate(
+            batch.tokens,
+            attention_mask=batch.mask,
+            streamer=arrivals,
+            **{CACHE: spec.engine.decoder.own_cache(), **left, **options},
+        )
+    texts, counts = _texts(spec, output, batch.width), arrivals.counts
+    accepted = [count - 1 for count in counts[1:]]
+    if batch.rows > 1:
+        # One token per row and step; after a row's stop there is padding. Speculation in
+        # transformers generates one row only.
+        counts = [sum(len(text) > step for text in texts) for step in range(len(counts))]
+        accepted = [0] * sum(counts[1:])
+    return Written(texts, counts, arrivals.times, accepted)
+
+
+def _generate_static(
+    spec: SelfSpecModel, room: int, batch: Batch, options: dict[str, Any], seed: int
+) -> Written:
+    """The model's own `generate` with a static cache of one length for all calls.
+
+    On a GPU, transformers compiles the model for a static cache, and again if the length changes.
+    """
+    longest = batch.width + max(room, options["max_new_tokens"])
+    cache = {"cache_implementation": "static", "max_cache_len": longest}
+    return _generate(spec, cache, batch, options, seed)
+
+
+_PAGE = 256  # tokens of a block of KV in transformers' continuous batching
+
+
+def _generate_batch(
+    spec: SelfSpecModel, batch: Batch, options: dict[str, Any], seed: int
+) -> Written:
+    """The model's own `generate_batch`, with just enough blocks of KV for the batch."""
+    if spec.engine.decoder.kv_cache_dtype != "auto":
+        raise ValueError("generate_batch has a KV cache of its own, which does not round")
+    model: Any = spec.causal_lm
+    config = copy.deepcopy(model.generation_config)
+    config.update(**{k: v for k, v in options.items() if k != "prefill_chunk_size"})
+    config.eos_token_id = -1 if config.eos_token_id is None else config.eos_token_id
+    counts = batch.mask.sum(-1).tolist()
+    prompts = [row[-count:].tolist() for row, count in zip(batch.tokens, counts, strict=True)]
+    pages = (batch.width + options["max_new_tokens"]) // _PAGE + 2
+    sizes = ContinuousBatchingConfig(
+        num_blocks=batch.rows * pages, max_batch_tokens=max(sum(counts), _PAGE)
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        began = time.perf_counter()
+        found = model.generate_batch(
+            prompts, config, sizes, record_timestamps=True, warmup=batch.tokens.is_cuda
+        )
+    results = list(found.values())
+    error = next((result.error for result in results if result.error), None)
+    if error or len(results) < batch.rows:
+        raise RuntimeError(error or "generate_batch ended before its requests")
+    texts = [list(result.generated_tokens) for result in results]
+    steps = range(max(map(len, texts)))
+    counts = [sum(len(text) > step for text in texts) for step in steps]
+    times = [
+        max(result.timestamps[step] for result in results if len(result.timestamps) > step) - began
+        for step in steps
+    ]
+    return Written(texts, counts, times, [0] * sum(counts[1:]))
+
+
+@contextmanager
+def _left_as_it_was(model: PreTrainedModel, own: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields the options that a call of `generate` takes itself, and undoes what it changes.
+
+    The others are read from the generation config of the assistant, and set there. Transformers
+    leaves a model shallow if `assistant_early_exit` fails; and it remembers the longest static
+    cache and makes all later ones as long.
+    """
+    text = model.config.get_text_config(decoder=True)
+    depth, config = text.num_hidden_layers, own.get("assistant_model", model).generation_config
+    told = {name: own[name] for name in PEER_OPTIONS["assistant_early_exit"][1:] if name in own}
+    held = {name: getattr(config, name) for name in told}
+    vars(config).update(told)
+    try:
+        yield {name: own[name] for name in own if name not in told}
+    finally:
+        vars(config).update(held)
+        text.num_hidden_layers = depth
+        vars(model).pop("_previous_max_cache_length", None)
+
+
+_RUNS = "runs.jsonl"
+_IDENTITY = "bench.json"
+
+
+class Place(NamedTuple):
+    """A row of the report: a method in a mode on a prompt set with a batch size."""
+
+    mode: str
+    prompts: str
+    batch: int
+    method: str
+
+
+class Key(NamedTuple):
+    """A timed call: its row of the report, the number of the batch, and of the repeat."""
+
+    place: Place
+    number: int
+    repeat: int
+
+
+@dataclass(frozen=True)
+class Run(Written):
+    """One timed call.
+
+    Attributes:
+        key: identifies the call.
+    """
+
+    key: Key = field(kw_only=True)
+
+
+class RunFile:
+    """The runs in a folder.
+
+    Args:
+        folder: made if it does not exist.
+        identity: what the runs depend on; a folder holds runs of one identity only.
+
+    Attributes:
+        runs: by key, in the order in which they were made.
+        memory: peak memory by row of the report.
+        failures: reasons by row of the report, of this process.
+
+    Raises:
+        ValueError: the folder holds runs of another identity.
+    """
+
+    def __init__(self, folder: Path, identity: Mapping[str, Any]):
+        self.folder = folder
+        self.runs: dict[Key, Run] = {}
+        self.memory: dict[Place, Memory] = {}
+        self.failures: dict[Place, str] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+        self._claim(json.loads(json.dumps(identity)))
+        for record in read_lines(folder / _RUNS):
+            self._take(record)
+
+    def _claim(self, identity: dict[str, Any]) -> None:
+        path = self.folder / _IDENTITY
+        if not path.is_file():
+            path.write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
+            return
+        refuse_changes(
+            read_object(path),
+            identity,
+            f"{self.folder} holds the runs of a benchmark",
+            "give another --output, or remove the folder",
+        )
+
+    def _take(self, record: dict[str, Any]) -> None:
+        place = Place(*(record.pop(name) for name in Place._fields))
+        if "peak" in record:
+            self.memory[place] = Memory(**record)
+        elif "error" not in record:  # failed calls are tried again
+            key = Key(place, record.pop("number"), record.pop("repeat"))
+            self.runs[key] = Run(**record, key=key)
+
+    def add(self, run: Run) -> None:
+        """Store a run."""
+        record = {**vars(run), "number": run.key.number, "repeat": run.key.repeat}
+        del record["key"]
+        self._append(run.key.place, record)
+        self.runs[run.key] = run
+
+    def add_memory(self, place: Place, memory: Memory) -> None:
+        """Store the memory of a call."""
+        self._append(place, memory._asdict())
+        self.memory[place] = memory
+
+    def fail(self, place: Place, reason: str) -> None:
+        """Store why a method has no figures."""
+        self._append(place, {"error": reason})
+        self.failures[place] = reason
+
+    def _append(self, place: Place, record: Mapping[str, Any]) -> None:
+        append_line(self.folder / _RUNS, {**place._asdict(), **record})
+
+
+Show = Callable[[str, int, int], object]
+
+
+class Bench:
+    """A benchmark of one target.
+
+    Args:
+        spec: the target, with its heads.
+        tokenizer: its tokenizer.
+        config: the benchmark.
+
+    Attributes:
+        prompts: by set, `[width]` each.
+        batches: the same by set and batch size.
+        methods: functions that generate, by name.
+        unmade: why other methods cannot be made, by name.
+        bandwidth: bytes per second of reading memory, if it was measured.
+        measured: more facts for the report, which may differ when a run is resumed.
+
+    Raises:
+        FileNotFoundError: a prompt set's file does not exist.
+        ValueError: a prompt set has too few prompts.
+    """
+
+    def __init__(
+        self, spec: SelfSpecModel, tokenizer: PreTrainedTokenizerBase, config: BenchConfig
+    ):
+        self.spec, self.tokenizer, self.config = spec, tokenizer, config
+        decoder = spec.engine.decoder
+        longest = decoder.max_positions and decoder.max_positions - config.max_new_tokens
+        self.prompts: dict[str, list[Tensor]] = {
+            prompts.name: [
+                torch.tensor(tokens) for tokens in read_prompts(prompts, tokenizer, longest)
+            ]
+            for prompts in config.prompts
+        }
+        self.batches: dict[tuple[str, int], list[Batch]] = {
+            (name, rows): make_batches(prompts, rows, decoder.device)
+            for name, prompts in self.prompts.items()
+            for rows in config.batch_sizes
+        }
+        self.methods: dict[str, Write] = {}
+        self.unmade: dict[str, str] = {}
+        self.bandwidth: float | None = None
+        self.measured: dict[str, Any] = {}
+        texts = GreedyTexts(spec, {**self.options(config.modes[0]), "do_sample": False})
+        for method in config.methods:
+            try:
+                self.methods[method.name] = make_method(spec, method, texts, config.max_new_tokens)
+            except Exception as error:  # any error becomes a row of the report
+                self.unmade[method.name] = reason(error)
+
+    @property
+    def total(self) -> int:
+        """Timed calls in all."""
+        each = len(self.config.modes) * len(self.config.methods) * self.config.repeats
+        return sum(map(len, self.batches.values())) * each
+
+    def options(self, mode: ModeConfig) -> dict[str, Any]:
+        """Options of `generate`, the same for every method."""
+        padding = self.spec.causal_lm.generation_config.pad_token_id
+        chunk = self.config.prefill_chunk_size
+        return {
+            **mode.generation,
+            **({} if chunk is None else {"prefill_chunk_size": chunk}),
+            "max_new_tokens": self.config.max_new_tokens,
+            "pad_token_id": next(iter([*stop_ids(self.spec), 0])) if padding is None else padding,
+        }
+
+    def run(self, file: RunFile, show: Show = lambda doing, done, of: None) -> None:
+        """Make all runs that the file does not hold yet.
+
+        Args:
+            file: stores the runs.
+            show: called before every run with what comes next, the timed calls done, and all
+                there are.
+        """
+        for mode in self.config.modes:
+            for prompts, rows in self.batches:
+                place = Place(mode.name, prompts, rows, "")
+                self._run_place(file, mode, place, show)
+
+    def _run_place(self, file: RunFile, mode: ModeConfig, place: Place, show: Show) -> None:
+        """Make the runs of one mode on one prompt set with one batch size."""
+        batches, options = self.batches[place.prompts, place.batch], self.options(mode)
+
+        def guarded(place: Place, call: Callable[[], None]) -> None:
+            doing = f"{place.mode} · {place.prompts} · batch {place.batch} · {place.method}"
+            show(doing, len(file.runs), self.total)
+            try:
+                call()
+            except Exception as error:  # any error becomes a row of the report
+                file.fail(place, reason(error))
+
+        def warm_up(place: Place) -> None:
+            """Generate a few tokens untimed, and measure the memory."""
+            longest = max(batches, key=lambda batch: batch.width)
+            few = {**options, "max_new_tokens": self.config.warm_up}
+            call = partial(self.methods[place.method], longest, few, self.config.seed)
+            memory = peak_memory(call, longest.tokens.device)
+            if memory is not None:
+                file.add_memory(place, memory)
+
+        def timed(key: Key) -> None:
+            seed = self.config.seed + 1000 * key.repeat + key.number
+            written = self.methods[key.place.method](batches[key.number], options, seed)
+            file.add(Run(**vars(written), key=key))
+
+        for method, why in self.unmade.items():
+            file.fail(place._replace(method=method), why)
+        wanted = [key for key in self._order(place, len(batches)) if key not in file.runs]
+        for each in dict.fromkeys(key.place for key in wanted):
+            guarded(each, partial(warm_up, each))
+        for key in wanted:
+            if key.place not in file.failures:
+                guarded(key.place, partial(timed, key))
+
+    def _order(self, place: Place, batches: int) -> Iterator[Key]:
+        """Batch by batch; the first method rotates, and every second turn is reversed."""
+        methods = list(self.methods)
+        for number in range(batches):
+            for repeat in range(self.config.repeats):
+                turn = number * self.config.repeats + repeat
+                first = turn % len(methods)
+                order = methods[first:] + methods[:first]
+                for method in order[:: -1 if turn % 2 else 1]:
+                    yield Key(place._replace(method=method), number, repeat)
+
+
+def reason(error: Exception) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,0 +1,333 @@
+"""Benchmarks of published model sizes with random weights.
+
+A head on random weights predicts nothing, so acceptance is planted (`planted.py`): time and memory
+are measured, and acceptance is given.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+from transformers.initialization import no_init_weights
+
+from selfspec.apps.bench.config import BenchConfig, MethodConfig, ModeConfig, PromptSetConfig
+from selfspec.apps.bench.run import Bench
+from selfspec.config import DraftConfig, TreeConfig, unknown_name
+from selfspec.drafters.engine import Engine
+from selfspec.heads import build_head
+from selfspec.model import SelfSpecModel
+from selfspec.schedule.profile import device_name
+
+_FOLDER = Path(__file__).with_name("shape_configs")
+SHAPES = sorted(path.stem for path in _FOLDER.glob("*.json"))
+"""Names of the shapes in the package."""
+
+_DRAFTS = 4  # drafts of a round in the default methods
+_NODES = 12  # of a tree, on as many levels
+# Scale of attention's outputs in random models. They are means over the prompt and similar at all
+# positions, so at full scale they would outweigh the tokens after a few layers.
+_ATTENTION = 0.3
+_CHUNK = 2048  # prompt tokens of a pass: the mask of a long prompt would not fit in memory
+_USABLE = 0.8  # share of the memory that a benchmark may fill
+_CPU_PROMPTS = 256  # prompt tokens of a batch by default on a CPU: more would take minutes
+
+
+def read_shape(name: str) -> PretrainedConfig:
+    """The config of a shape: one in the package, or a transformers config.json.
+
+    Raises:
+        ValueError: there is neither.
+    """
+    path = _FOLDER / f"{name}.json" if name in SHAPES else Path(name)
+    if not path.exists():
+        raise ValueError(unknown_name("shape", name, [*SHAPES, "the path of a config.json"]))
+    return AutoConfig.from_pretrained(path)
+
+
+@torch.no_grad()
+def random_model(
+    config: PretrainedConfig, dtype: torch.dtype, device: torch.device, seed: int = 0
+) -> PreTrainedModel:
+    """A model on `device` with random weights and without an end token.
+
+    In float32 each token depends on all tokens before it, so that faults of a KV cache change the
+    output. In half precision, passes of different width round differently, and nearly equal logits
+    would swap. There the layers' outputs are scaled down until the last token decides the next one.
+    """
+    with no_init_weights(), device:
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.tie_weights()
+    words, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    width, depth = words.shape[-1], config.get_text_config(decoder=True).num_hidden_layers
+    wide = dtype.itemsize >= 4
+    quiet = 0.25 * (2 * depth * width) ** -0.5  # all layers add a quarter of an embedding
+    source = torch.Generator(device).manual_seed(seed)
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1:
+            bound = (3 / weight.shape[-1]) ** 0.5  # variance 1 for inputs of variance 1
+            weight.uniform_(-bound, bound, generator=source)
+            if wide and name.endswith("o_proj.weight"):
+                weight.mul_(_ATTENTION)
+            elif not wide and weight is not words and weight.shape[-2] == width:
+                weight.mul_(quiet)
+        else:
+            weight.fill_(0 if name.endswith("bias") else 1)
+    if not wide and head is not words:
+        head.copy_(words.roll(1, 0))
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model.eval()
+
+
+def numbers_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens are their own ids, for prompts of random tokens."""
+    words = WordLevel({str(token): token for token in range(vocab)}, unk_token="0")
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words))
+
+
+# The methods of the benchmark
+
+
+def default_methods(depth: int, acceptances: Sequence[float]) -> tuple[MethodConfig, ...]:
+    """Methods of transformers, selfspec without drafts, and early exits at each acceptance rate.
+
+    Args:
+        depth: layers of the target.
+        acceptances: the acceptance rates to plant.
+    """
+    low, middle = max(1, depth // 8), max(2, depth // 4)
+    parallel = {"parallel": True}
+    drafts: dict[str, tuple[DraftConfig, dict[str, Any]]] = {
+        "fused 0": (_early_exit("fused", 0), {}),
+        f"fused {low} in one pass": (_early_exit("fused", low), parallel),
+        f"block {low}": (_early_exit("block", low), {}),
+        f"shared {low}": (_early_exit("shared", low), {}),
+        f"shared {middle}": (_early_exit("shared", middle), {}),
+        "medusa 0": (_early_exit("medusa", 0), {}),
+        f"fused 0, tree of {_NODES}": (
+            _early_exit("fused", 0, drafter="tree", tree=TreeConfig(nodes=_NODES)),
+            {},
+        ),
+    }
+    return (
+        MethodConfig(name="generate, static cache", peer="static_cache"),
+        MethodConfig(name="generate_batch", peer="continuous_batching"),
+        MethodConfig(name="selfspec plain", draft=DraftConfig(drafter="none")),
+        *(
+            MethodConfig(name=f"{name}, {rate:g}", draft=draft, head_options=own, acceptance=rate)
+            for name, (draft, own) in drafts.items()
+            for rate in acceptances
+        ),
+    )
+
+
+def _early_exit(head: str, exit_layer: int, **fields: Any) -> DraftConfig:
+    return DraftConfig(head=head, exit_layer=exit_layer, num_draft_tokens=_DRAFTS, **fields)
+
+
+def with_defaults(config: BenchConfig, depth: int, device: torch.device) -> BenchConfig:
+    """Fill in the defaults of a shape's benchmark.
+
+    Args:
+        config: the config as given.
+        depth: layers of the target.
+        device: the device. On a CPU, prompts are shorter, rows fewer, and the dtype is float32.
+    """
+    gpu = device.type != "cpu"
+    lengths = (128, 2048, 8192, 32768) if gpu else (64, 256)
+    chosen: dict[str, Any] = {
+        "dtype": "bfloat16" if gpu else "float32",
+        "prompts": tuple(
+            PromptSetConfig(name=f"{n} tokens", reader="random", count=1, prompt_tokens=n)
+            for n in lengths
+        ),
+        "methods": default_methods(depth, config.acceptance),
+        "modes": (ModeConfig(name="greedy, acceptance planted"),),
+        "batch_sizes": (1, 4, 8, 16, 32) if gpu else (1, 4),
+        "max_new_tokens": 128 if gpu else 32,
+        "warm_up": 16 if gpu else 4,
+        "prefill_chunk_size": _CHUNK,
+    }
+    given = {name: getattr(config, name) for name in config.model_fields_set}
+    return BenchConfig(**{**chosen, **given})
+
+
+def add_heads(engine: Engine, methods: Sequence[MethodConfig]) -> None:
+    """Build the untrained heads of the methods.
+
+    Raises:
+        ValueError: a head cannot be built.
+    """
+    wanted = {
+        (method.draft.head, method.draft.exit_layer): method.head_options
+        for method in methods
+        if method.draft is not None
+    }
+    for (kind, exit_layer), options in wanted.items():
+        if kind not in (None, "shared") and exit_layer is not None:
+            engine.add(build_head(engine.decoder, kind, exit_layer, options))
+
+
+class ShapeBench(Bench):
+    """The benchmark of a shape.
+
+    Args:
+        config: the benchmark, with a `shape`.
+
+    Attributes:
+        facts: model and device, for the report.
+
+    Raises:
+        ValueError: there is no such shape or device, or too little memory.
+    """
+
+    def __init__(self, config: BenchConfig):
+        assert config.shape is not None
+        shape = read_shape(config.shape)
+        device = _device(config.device)
+        text: Any = shape.get_text_config(decoder=True)
+        chosen = config.model_fields_set & {"prompts", "batch_sizes"}
+        config = with_defaults(config, text.num_hidden_layers, device)
+        dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
+        model = random_model(shape, dtype, device, config.seed)
+        spec = SelfSpecModel(model, kernels=config.kernels, kv_cache_dtype=config.kv_cache_dtype)
+        add_heads(spec.engine, config.methods)
+        super().__init__(spec, numbers_tokenizer(text.vocab_size), config)
+        self.bandwidth = read_bandwidth(device)
+        self.measured = {
+            "bandwidth GB/s": round(self.bandwidth / 1e9, 1),
+            "left out": self._leave_out(
+                usable_memory(device), None if chosen or device.type != "cpu" else _CPU_PROMPTS
+            ),
+        }
+        self.facts: dict[str, Any] = {
+            "shape": config.shape,
+            "weights": "random",
+            "acceptance": "planted: the drafter runs as usual, then proposes the target's own next "
+            "token with the probability in the method's name, else a wrong one",
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "layers": text.num_hidden_layers,
+            "dtype": config.dtype,
+            "device": str(device),
+            "kernels": config.kernels,
+            "threads": torch.get_num_threads(),
+            "processor": device_name(device),
+        }
+
+    def _leave_out(self, usable: float, most: int | None) -> list[str]:
+        """Drop batches that do not fit in memory or take too long; returns their names.
+
+        Args:
+            usable: usable bytes of memory.
+            most: maximum prompt tokens of a batch; `None` for no limit.
+        """
+        engine = self.spec.engine
+        parts = [engine.decoder.causal_lm, *engine.heads]
+        weights = sum(map(size_of, parts)) * (2 if self.config.kernels == "prepacked" else 1)
+        names: list[str] = []
+        for key, batches in list(self.batches.items()):
+            batch = batches[0]
+            tokens = batch.rows * (batch.width + self.config.max_new_tokens)
+            kv = tokens * kv_bytes_of_layer(engine) * engine.decoder.depth
+            # Static and growing caches, the mask of a chunk, and logits in float32.
+            mask = batch.rows * _CHUNK * batch.width * 4
+            scores = 16 * batch.rows * engine.decoder.vocab_size * 4
+            too_long = most is not None and batch.rows * batch.width > most
+            if too_long or weights + 2 * kv + mask + scores > usable:
+                del self.batches[key]
+                names.append(f"batch {key[1]} of {key[0]}")
+        if not self.batches:
+            raise ValueError(
+                f"{weights / 1e9:.1f} GB of weights and the smallest KV cache do not fit in "
+                f"{usable / 1e9:.1f} GB; choose a smaller shape, length or batch"
+            )
+        return names
+
+
+def _device(name: str | None) -> torch.device:
+    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {name!r}: torch sees no GPU here; leave it out")
+    return device
+
+
+# Bytes that a round reads
+
+
+def size_of(module: nn.Module | None) -> int:
+    """Bytes of a module's parameters."""
+    return 0 if module is None else sum(tensor.nbytes for tensor in module.parameters())
+
+
+def kv_bytes_of_layer(engine: Engine) -> int:
+    """Bytes of one token's keys and values in one layer."""
+    config, decoder = engine.decoder.config, engine.decoder
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * heads * width * (1 if decoder.kv_cache_dtype == "int8" else decoder.dtype.itemsize)
+
+
+def bytes_a_round(engine: Engine, draft: DraftConfig | None, tokens: int) -> int | None:
+    """Bytes of weights and KV that one round reads, counted once per pass.
+
+    `None` for drafters other than `none`, `early_exit` and `tree`.
+
+    A chain or tree of k levels from an exit after E of L layers: k + 1 passes over the first E
+    layers (k drafts, and the last draft before it is verified), k over the head and the LM head,
+    and one over the other layers and the LM head. Where a head drafts all tokens at once, k is 1.
+
+    Args:
+        engine: the target with its heads.
+        draft: the draft; `None`, or drafter `none`, for one token a round.
+        tokens: tokens in the KV cache, all rows together.
+    """
+    decoder = engine.decoder
+    kv = tokens * kv_bytes_of_layer(engine)
+    layers = [size_of(layer) + kv for layer in decoder.layers]
+    unembed = size_of(decoder.lm_head)
+    if draft is None or draft.drafter == "none":
+        return sum(layers) + unembed
+    if draft.drafter not in ("early_exit", "tree"):
+        return None
+    head = engine.head(draft)
+    levels = min(draft.most_tokens, head.longest or draft.most_tokens)
+    drafting = 1 if head.drafts_at_once else levels
+    below, above = layers[: head.exit_layer], layers[head.exit_layer :]
+    own = size_of(head) + (kv if head.layer is not None else 0)
+    return (drafting + 1) * sum(below) + sum(above) + drafting * (own + unembed) + unembed
+
+
+def read_bandwidth(device: torch.device, repeats: int = 5) -> float:
+    """Bytes per second of reading memory: the best of a few sums over a large buffer."""
+    buffer = torch.ones((1 << 30) if device.type == "cuda" else (1 << 26), device=device)
+    best = min(_seconds_of_sum(buffer) for _ in range(repeats))
+    return buffer.nbytes / best
+
+
+def _seconds_of_sum(buffer: Tensor) -> float:
+    began = time.perf_counter()
+    float(buffer.sum())  # waits for the device
+    return time.perf_counter() - began
+
+
+def usable_memory(device: torch.device) -> float:
+    """Bytes that a benchmark may fill, weights included."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return _USABLE * (free + torch.cuda.memory_reserved(device))
+    return _USABLE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,271 @@
+"""What commands share: loading a target, reading prompts, printing text or one JSON object."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from selfspec import DEMO_MODEL
+from selfspec.apps.cli.options import Dtype, Kernels, KVCacheDtype
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from selfspec.model import SelfSpecModel
+    from selfspec.schedule.stats import Stats
+
+_LINE_EVERY = 10.0  # seconds between lines of progress where there is no terminal
+
+
+@contextmanager
+def reporting(as_json: bool) -> Iterator[Console]:
+    """The console of a command.
+
+    With `--json` it is quiet, and anything printed to stdout goes to stderr.
+    """
+    if not as_json:
+        yield Console(markup=False, highlight=False)
+        return
+    with redirect_stdout(sys.stderr):
+        yield Console(quiet=True)
+
+
+def print_json(data: Mapping[str, Any]) -> None:
+    """Print one JSON object on one line."""
+    sys.stdout.write(json.dumps(data, allow_nan=False) + "\n")
+
+
+def make_folder_of(file: Path) -> None:
+    """Make the folder of an output file, before any long work.
+
+    Raises:
+        ValueError: the path is not a folder.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ValueError(f"cannot write {file}: {file.parent} is no folder") from None
+
+
+def progress() -> Console:
+    """A console on stderr for progress; quiet off a terminal."""
+    console = Console(stderr=True, highlight=False)
+    console.quiet = not console.is_terminal
+    return console
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+    """Yields a function that shows what is done, how many of it, and of how many.
+
+    On a terminal it is a bar on stderr, elsewhere a line on stderr every `_LINE_EVERY` seconds.
+    """
+    console = progress()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    bar = Progress(*columns, TimeRemainingColumn(), console=console, disable=console.quiet)
+    last = time.monotonic()
+
+    def show(doing: str, done: int, of: int) -> None:
+        nonlocal last
+        bar.update(task, completed=done, total=of, description=doing)
+        if console.quiet and time.monotonic() - last >= _LINE_EVERY:
+            last = time.monotonic()
+            typer.echo(f"{done}/{of}  {doing}", err=True)
+
+    with bar:
+        task = bar.add_task("", total=None)
+        yield show
+
+
+def complain(message: str) -> None:
+    """Print an error on stderr, in one line."""
+    line = " ".join(message.split())
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console.print(f"selfspec: {line}", markup=False)
+
+
+def summary(stats: Stats) -> str:
+    """The figures of one call in a line."""
+    return (
+        f"{stats.emitted} tokens, {stats.tokens_per_second:.1f} tokens/s, "
+        f"acceptance rate {stats.acceptance_rate:.3f}, "
+        f"mean accepted length {stats.mean_accepted_length:.2f}"
+    )
+
+
+def in_units(count: float, unit: str = "") -> str:
+    """A large number with a unit prefix: 12.9 M, 1.5 GB."""
+    prefixes = ["", "k", "M", "G", "T"]
+    while abs(count) >= 1000 and len(prefixes) > 1:
+        count /= 1000
+        del prefixes[0]
+    return f"{count:.3g} {prefixes[0]}{unit}".rstrip()
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A loaded target.
+
+    Attributes:
+        name: the name that the user gave.
+        spec: the wrapped model.
+        tokenizer: its tokenizer.
+    """
+
+    name: str
+    spec: SelfSpecModel
+    tokenizer: PreTrainedTokenizerBase
+
+    def to_dict(self) -> dict[str, Any]:
+        """Model, device and settings, for reports."""
+        import torch
+
+        decoder = self.spec.engine.decoder
+        return {
+            "model": self.name,
+            "layers": decoder.depth,
+            "dtype": str(decoder.dtype).removeprefix("torch."),
+            "device": str(decoder.device),
+            "kernels": decoder.kernels,
+            "kv_cache_dtype": decoder.kv_cache_dtype,
+            "threads": torch.get_num_threads(),
+        }
+
+
+def resolve(model: str | None) -> tuple[str, Path | str]:
+    """The target's name, and the folder or id to load it from.
+
+    Raises:
+        FileNotFoundError: `model` is a path, and there is no model.
+    """
+    if model is None:
+        return DEMO_MODEL.name, DEMO_MODEL
+    from selfspec.decoder.checkpoints import find_checkpoint
+
+    return model, find_checkpoint(model)
+
+
+class Source(NamedTuple):
+    """Where a target comes from, and how it runs; the fields are the options of commands."""
+
+    model: str | None = None
+    heads: str | None = None
+    dtype: Dtype = "auto"
+    device: str | None = None
+    profile: Path | None = None
+    kernels: Kernels = "auto"
+    kv_cache: KVCacheDtype = "auto"
+
+    def load(self) -> Loaded:
+        """Load the target and its tokenizer.
+
+        Raises:
+            OSError: there is no such model, or it cannot be read.
+            ValueError: the model is not supported, or the heads belong to another one.
+        """
+        name, path = resolve(self.model)
+        with progress().status(f"loading {name}"):
+            spec = self.load_spec()
+            from selfspec.decoder.checkpoints import load_tokenizer
+
+            return Loaded(name, spec, load_tokenizer(path))
+
+    def load_spec(self) -> SelfSpecModel:
+        """Load the target without its tokenizer; raises as `load` does."""
+        quiet_transformers()
+        from selfspec.model import SelfSpecModel
+
+        stored = self.model is None and self.dtype == "auto"
+        return SelfSpecModel.from_pretrained(
+            resolve(self.model)[1],
+            self.heads,
+            profile=self.profile,
+            kernels=self.kernels,
+            kv_cache_dtype=self.kv_cache,
+            dtype="float32" if stored else self.dtype,
+            **_placed(self.device),
+        )
+
+
+def _placed(device: str | None) -> dict[str, Any]:
+    """Options of `from_pretrained` for a device."""
+    import torch
+
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "auto":
+        return {"device_map": "auto"}
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        raise ValueError(f"unknown device {device!r}; say cpu, cuda, cuda:1, mps or auto") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {device!r}: torch sees no GPU here; leave --device out")
+    return {} if kind == "cpu" else {"device_map": device}
+
+
+def quiet_transformers() -> None:
+    """Silence transformers on stderr, except progress bars on a terminal."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+
+
+def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
+    """The prompts, from the argument, a file or stdin.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: there is no text, it is not UTF-8, or a line is no JSON object with a prompt.
+    """
+    if prompt not in (None, "-"):
+        source, text = "the argument", prompt
+    else:
+        source, text = _read(None if file is None or str(file) == "-" else file)
+    assert text is not None
+    if not text.strip():
+        raise ValueError(f"empty prompt from {source}; there has to be text to go on from")
+    if source == "the argument":
+        return [text]
+    if text.lstrip().startswith("{"):
+        return [_prompt_of(line, f"{source}, line {n}") for n, line in _lines(text)]
+    return [text.rstrip("\n")]
+
+
+def _read(file: Path | None) -> tuple[str, str]:
+    """The name of the source and its text; stdin if there is no file."""
+    if file is None and sys.stdin.isatty():
+        raise typer.BadParameter("give a prompt, --file, or text on stdin")
+    if file is not None and not file.is_file():
+        raise FileNotFoundError(f"no prompt file at {file}")
+    source = "stdin" if file is None else str(file)
+    try:
+        return source, sys.stdin.read() if file is None else file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source} is no UTF-8 text (byte {error.start})") from None
+
+
+def _lines(text: str) -> list[tuple[int, str]]:
+    return [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+
+
+def _prompt_of(line: str, place: str) -> str:
+    try:
+        prompt = json.loads(line)["prompt"]
+    except (json.JSONDecodeError, TypeError, KeyError):
+        prompt = None
+    if not isinstance(prompt, str) or not prompt:
+        raise ValueError(f'{place} must be a JSON object like {{"prompt": "..."}}, got {line[:80]}')
+    return prompt

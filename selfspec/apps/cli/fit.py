@@ -1,0 +1,172 @@
+"""`selfspec fit`, `measure` and `regenerate`: fit exit heads, and generate text to fit them to."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from selfspec.apps.cli import options as opt
+from selfspec.apps.cli.common import print_json, quiet_transformers, reporting, resolve
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[MODEL] [KEY=VALUE]...",
+        help="Folder or Hugging Face id of a causal language model; and keys of the config, such "
+        "as loop.steps=500, with YAML values.",
+        show_default="the small model in the package",
+    ),
+]
+Text = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--text",
+        "-t",
+        metavar="FILES",
+        help="Files of text, or of records with a `text` or a chat each (JSON lines, parquet, also "
+        "compressed), or a quoted pattern such as 'texts/*.txt'; may be repeated.",
+        show_default="for the model in the package, a novel",
+    ),
+]
+ConfigFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="YAML file with any of the config's keys.")
+]
+Output = Annotated[
+    str | None, typer.Option("--output", "-o", metavar="DIR", help="Folder of the run.")
+]
+
+
+def fit(
+    words: Words = None,
+    text: Text = None,
+    held_out: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILES",
+            help="Text to measure on, which is never trained on; same formats as --text.",
+            show_default="the last twentieth of the text",
+        ),
+    ] = None,
+    output: Output = None,
+    config: ConfigFile = None,
+    as_json: opt.AsJson = False,
+) -> None:
+    """Fit an exit head to a frozen model, measure it on held-out text, and save it.
+
+    Defaults of kind, exit, steps and batch depend on the model, the size of the text and the
+    available memory; any key of the config can be set. The same command resumes a stopped run.
+    """
+    from selfspec.heads.files import check_free
+
+    given = _given(words, text, output, config)
+    if held_out:
+        given["held_out"] = {"held out": {"files": held_out}}
+    with reporting(as_json) as console:
+        quiet_transformers()
+        defaults = _training("exits.defaults")
+        check_free(Path(given.get("output", defaults.OUTPUT)))  # before the text is read
+        settings = defaults.complete(given, str(config or "fit"))
+        checkpoints = _training("loop.checkpoint").Checkpoints(Path(settings.output))
+        checkpoints.check_identity(settings.identity)  # before anything is printed
+        head, loop = settings.heads[0], settings.loop
+        console.print(
+            f"{head.kind} head, exit {head.exit_layer}, for {settings.target}: {loop.steps} steps "
+            f"of {loop.batch_size * settings.block_size:,} tokens; config in {settings.output}"
+        )
+        _training("fit_heads").fit(settings)
+    if as_json:
+        print_json(_result(settings))
+
+
+def measure(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[DIR] [KEY=VALUE]...",
+            help="Folder of the fit; and keys of its config, such as measure.prompts=16.",
+            show_default="outputs/fit",
+        ),
+    ] = None,
+    as_json: opt.AsJson = False,
+) -> None:
+    """Calibrate and measure fitted heads again, and write their report."""
+    from selfspec.config import load_config
+
+    folder, fields = _split(words, "folder")
+    folder = Path(folder or "outputs/fit")
+    config = _training("exits.fitting").FitConfig
+    settings = load_config(config, folder / "config.yaml", [f"output={folder}", *fields])
+    with reporting(as_json):
+        quiet_transformers()
+        _training("measure_heads").measure_heads(settings)
+    if as_json:
+        print_json(_result(settings))
+
+
+def regenerate(
+    words: Words = None,
+    text: Text = None,
+    output: Output = None,
+    config: ConfigFile = None,
+    as_json: opt.AsJson = False,
+) -> None:
+    """Have a model continue prompts cut from a text, which makes the best text to fit heads to.
+
+    The model drafts with its heads, if it has any. The same command resumes a stopped run.
+    """
+    from selfspec.config import parse
+
+    module = _training("regenerate")
+    given = {"output": "outputs/regenerated", **_given(words, text, output, config)}
+    given.setdefault("data", _training("exits.defaults").default_text(given).get("data"))
+    settings = parse(module.RegenerateConfig, given, str(config or "regenerate"))
+    with reporting(as_json):
+        quiet_transformers()
+        path = module.regenerate(settings)
+    if as_json:
+        print_json({"texts": str(path)})
+
+
+def _split(words: list[str] | None, what: str) -> tuple[str | None, list[str]]:
+    """Split words into the one without a value, if any, and keys with values."""
+    names = [word for word in words or () if "=" not in word]
+    if len(names) > 1:
+        raise typer.BadParameter(
+            f"give one {what}, got {', '.join(names)}; texts go behind a --text each, or in a "
+            "quoted pattern: --text 'texts/*.txt'"
+        )
+    return next(iter(names), None), [word for word in words or () if "=" in word]
+
+
+def _training(module: str) -> Any:
+    """Import a module of the training code, which in a wheel is inside the package."""
+    package = "selfspec.training" if find_spec("selfspec.training") else "training"
+    return import_module(f"{package}.{module}")
+
+
+def _given(
+    words: list[str] | None, text: list[str] | None, output: str | None, config: Path | None
+) -> dict[str, Any]:
+    """The keys of a config from the command line and its file."""
+    from selfspec.config import read_config
+
+    model, fields = _split(words, "model")
+    given = read_config(config, fields)
+    if model is not None:
+        given["target"] = str(resolve(model)[1])
+    if text:
+        given["data"] = [{"files": text}]
+    if output is not None:
+        given["output"] = output
+    return given
+
+
+def _result(settings: Any) -> dict[str, Any]:
+    """The folder of the heads, the code that loads them, and the measurements."""
+    report = json.loads((Path(settings.output) / "report.json").read_text(encoding="utf-8"))
+    return {"heads": str(settings.folder), "code": settings.code, "domains": report["domains"]}

@@ -1,0 +1,94 @@
+"""Frames of the page as HTML."""
+
+from __future__ import annotations
+
+from html import escape
+
+from selfspec.apps.display import Kind, legend_html, pieces_html
+from selfspec.apps.display.app.side_by_side import Frame, Pane, State
+
+CSS = """
+.gradio-container { max-width: 1280px !important; margin: 0 auto !important; }
+.html-container { padding: 0 !important; }
+.prose h2 { margin: 0 0 .1em; }
+.side-figures { display: flex; flex-wrap: wrap; gap: .8em; margin: 0; }
+.side-figures > div { flex: 1 1 8em; padding: .4em .9em; border-radius: .5em;
+  border: 1px solid var(--border-color-primary); background: var(--background-fill-secondary); }
+.side-figures dt { font-size: .8em; opacity: .75; }
+.side-figures dd { margin: 0; font-size: 1.55em; font-variant-numeric: tabular-nums; }
+.side-figures .best dd { color: #009e73; font-weight: 600; }
+.side-line { min-height: 3.2em; }
+.side-line.equal::before { content: "✓ "; color: #009e73; font-weight: 700; }
+.side-line.wrong { color: #d55e00; font-weight: 600; }
+.side-pane { display: flex; flex-direction: column-reverse; height: 22em; overflow-y: auto;
+  border: 1px solid var(--border-color-primary); border-radius: .5em; padding: .7em .9em;
+  background: var(--background-fill-primary); }
+.side-pane > div { margin-bottom: auto !important; white-space: pre-wrap; line-height: 1.7;
+  overflow-wrap: anywhere; font-family: var(--font-mono); font-size: .88em; }
+.side-pane .prompt { opacity: .55; }
+.side-title { font-weight: 600; margin-bottom: .3em; }
+.side-title small { font-weight: 400; opacity: .75; }
+.side-legend { min-height: 5em; }
+"""
+
+_STATES: dict[State, str] = {
+    "waiting": "warming up, or waiting for another generation",
+    "plain": "plain decoding",
+    "speculative": "self-speculation",
+    "done": "stopped",
+}
+_NOTHING = "–"
+
+
+def figures(frame: Frame | None) -> str:
+    """Speeds, speedup and acceptance so far."""
+    plain = frame.plain if frame else Pane()
+    ours = frame.speculative if frame else Pane()
+    speedup = frame.speedup if frame else 0.0
+    shown = (
+        ("plain", "plain decoding, tokens/s", plain.rate, "{:.1f}"),
+        ("speculative", "self-speculation, tokens/s", ours.rate, "{:.1f}"),
+        ("speedup", "speedup", speedup, "{:.2f}x"),
+        ("acceptance", "acceptance rate", ours.stats.acceptance_rate, "{:.3f}"),
+        ("length", "tokens a round", ours.stats.mean_accepted_length, "{:.2f}"),
+    )
+    cards = (
+        f'<div class="{name}{" best" if name == "speedup" and value > 1 else ""}">'
+        f"<dt>{label}</dt><dd>{form.format(value) if value else _NOTHING}</dd></div>"
+        for name, label, value, form in shown
+    )
+    return f'<dl class="side-figures">{"".join(cards)}</dl>'
+
+
+def line(frame: Frame) -> str:
+    """The state, or the comparison at the end."""
+    ending = frame.ending
+    if ending is None:
+        return message(_STATES[frame.state])
+    kind = "equal" if ending.equal else "wrong" if ending.exact else ""
+    return message(ending.line, kind)
+
+
+def message(text: str, kind: str = "") -> str:
+    """A line of text; `"wrong"` marks an error."""
+    return f'<div class="side-line {kind}">{escape(" ".join(text.split()))}</div>'
+
+
+def pane(title: str, what: str, prompt: str = "", shown: Pane | None = None) -> str:
+    """The output of one method after the prompt, with a legend.
+
+    Args:
+        title: the method's name.
+        what: a short description.
+        prompt: the prompt.
+        shown: the output so far.
+    """
+    shown = shown or Pane()
+    written = pieces_html(shown.pieces)
+    text = f'<span class="prompt">{escape(prompt)}</span><span class="text">{written}</span>'
+    marked: dict[Kind, int] = {k: count for k, count in shown.counts.items() if k != "plain"}
+    return (
+        f'<div class="side-title">{title} <small>{what}</small></div>'
+        f'<div class="side-pane" tabindex="0"><div>{text}</div></div>'
+        f'<div class="side-legend">{legend_html(marked)}</div>'
+    )

@@ -1,0 +1,427 @@
+"""The demo: one prompt continued by the model's own `generate` and by selfspec, and their timing.
+
+Figures are medians of interleaved runs after a warm-up, on the wall clock of whole calls.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from selfspec import DEMO_MODEL
+from selfspec.apps.display.divergence import Divergence, find_divergence
+from selfspec.apps.display.plots import read_exits
+from selfspec.config import DraftConfig, StrictConfig
+from selfspec.heads import head_class
+from selfspec.model import SelfSpecModel
+from selfspec.sampling import COUPLED
+from selfspec.sampling.coupled_noise import Noise
+from selfspec.schedule.stats import Stats
+
+WARM_UP_TOKENS = 8
+
+
+Domain = Literal["prose", "code", "maths"]
+
+
+class DemoPrompt(NamedTuple):
+    """The beginning of a text that the demo target was not trained on."""
+
+    domain: Domain
+    source: str
+    text: str
+
+
+def load_prompts(domain: Domain | None = None) -> list[DemoPrompt]:
+    """The prompts in the package, of one domain or of all."""
+    entries = json.loads((DEMO_MODEL.parent / "prompts.json").read_text(encoding="utf-8"))
+    prompts = [DemoPrompt(**entry) for entry in entries]
+    return [prompt for prompt in prompts if domain in (None, prompt.domain)]
+
+
+class DemoOptions(StrictConfig):
+    """Settings of a demo.
+
+    Attributes:
+        draft: how to draft.
+        max_new_tokens: tokens to generate.
+        temperature: 0 decodes greedily.
+        no_repeat_ngram_size: no n-gram of this size is generated twice; 0 allows it.
+        seed: seeds sampling.
+        repeats: timed runs of each method.
+    """
+
+    draft: DraftConfig = DraftConfig()
+    max_new_tokens: int = Field(default=128, ge=1)
+    temperature: float = Field(default=0.0, ge=0)
+    no_repeat_ngram_size: int = Field(default=0, ge=0)
+    seed: int = 0
+    repeats: int = Field(default=3, ge=1)
+
+    @property
+    def coupled(self) -> bool:
+        """Whether a seed gives the same tokens with and without drafts."""
+        return self.temperature > 0 and self.draft.rule == COUPLED
+
+    @property
+    def generation(self) -> dict[str, Any]:
+        """Options of transformers' `generate`, the same for both methods."""
+        options: dict[str, Any] = {"do_sample": self.temperature > 0}
+        if self.temperature > 0:  # from the whole distribution, whatever the checkpoint asks for
+            options |= {"temperature": self.temperature, "top_k": 0, "top_p": 1.0}
+        if self.no_repeat_ngram_size:
+            options["no_repeat_ngram_size"] = self.no_repeat_ngram_size
+        return options
+
+
+class Run(NamedTuple):
+    """One timed call: its tokens, its wall time, and the stats if selfspec generated."""
+
+    tokens: list[int]
+    seconds: float
+    stats: Stats | None = None
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second of the whole call."""
+        return len(self.tokens) / self.seconds
+
+
+class CoupledChoice(LogitsProcessor):
+    """Adds the noise of `rule="coupled"`, so that the model's greedy `generate` samples by it.
+
+    Args:
+        temperature: sampling temperature.
+        width: tokens of the prompt.
+        device: device of the scores.
+        seed: seed of the noise.
+    """
+
+    def __init__(self, temperature: float, width: int, device: torch.device, seed: int):
+        self.warper = TemperatureLogitsWarper(temperature)
+        self.noise = Noise([width], device, torch.Generator(device).manual_seed(seed))
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores `[1, vocab]`, the largest of which is the sampled token."""
+        length, vocab = input_ids.shape[1], scores.shape[1]
+        noise = self.noise.ahead([0], {0: length}, 1, vocab)[:, 0]
+        return self.warper(input_ids, scores.float()) + noise  # pyright: ignore
+
+
+class Writer:
+    """Continues one prompt with the model's own `generate` or with selfspec's.
+
+    Args:
+        spec: the target.
+        tokenizer: its tokenizer.
+        prompt: the prompt.
+        options: settings, the same for both.
+    """
+
+    def __init__(
+        self,
+        spec: SelfSpecModel,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt: str,
+        options: DemoOptions,
+    ):
+        self.spec, self.tokenizer, self.options = spec, tokenizer, options
+        self.prompt = prompt
+        inputs = tokenizer(prompt, return_tensors="pt").to(spec.engine.decoder.device)
+        self.inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+
+    @property
+    def comparable(self) -> bool:
+        """Whether both methods generate the same tokens, but for rounding."""
+        return not self.options.temperature or self.options.coupled
+
+    @property
+    def exact(self) -> bool:
+        """Whether both methods must generate the same tokens.
+
+        Passes of different width round differently. In float32 that is too little to change a
+        choice, in half precision it is not.
+        """
+        wide = self.spec.engine.decoder.dtype in (torch.float32, torch.float64)
+        return wide and self.comparable
+
+    @property
+    def choice(self) -> LogitsProcessorList:
+        """What turns logits into the scores, the largest of which is chosen, one after another."""
+        if not self.options.coupled:
+            return LogitsProcessorList()
+        width, device = self.inputs["input_ids"].shape[1], self.spec.engine.decoder.device
+        options = self.options
+        return LogitsProcessorList(
+            [CoupledChoice(options.temperature, width, device, options.seed)]
+        )
+
+    def plain(
+        self,
+        max_new_tokens: int | None = None,
+        streamer: BaseStreamer | None = None,
+        stop: StoppingCriteria | None = None,
+    ) -> Run:
+        """The model's own `generate`."""
+
+        def write(options: dict[str, Any]) -> Any:
+            if self.options.coupled:
+                for name in ("temperature", "top_k", "top_p"):
+                    del options[name]
+                options |= {"do_sample": False, "logits_processor": self.choice}
+            with torch.random.fork_rng():
+                torch.manual_seed(self.options.seed)
+                return self.spec.model.generate(  # pyright: ignore
+                    **self.inputs, **options, streamer=streamer
+                )
+
+        return self._timed(write, max_new_tokens, stop)
+
+    def speculative(
+        self,
+        draft: DraftConfig,
+        max_new_tokens: int | None = None,
+        streamer: BaseStreamer | None = None,
+        stop: StoppingCriteria | None = None,
+    ) -> Run:
+        """Selfspec's `generate`."""
+        generator = torch.Generator(self.spec.engine.decoder.device).manual_seed(self.options.seed)
+
+        def write(options: dict[str, Any]) -> Any:
+            more = {"draft": draft, "generator": generator, "streamer": streamer}
+            return self.spec.generate(**self.inputs, **options, **more)
+
+        return self._timed(write, max_new_tokens, stop)._replace(stats=self.spec.last_stats)
+
+    def _timed(
+        self,
+        write: Callable[[dict[str, Any]], Tensor],
+        max_new_tokens: int | None,
+        stop: StoppingCriteria | None,
+    ) -> Run:
+        count = max_new_tokens or self.options.max_new_tokens
+        criteria = StoppingCriteriaList([] if stop is None else [stop])
+        options = {"max_new_tokens": count, "stopping_criteria": criteria}
+        start = time.perf_counter()
+        output = write({**self.options.generation, **options})
+        tokens = output[0, self.inputs["input_ids"].shape[1] :].tolist()  # waits for the device
+        return Run(tokens, time.perf_counter() - start)
+
+
+NameT = TypeVar("NameT")
+
+
+def interleaved(methods: Mapping[str, Callable[[], Run]], repeats: int) -> dict[str, list[Run]]:
+    """Run each method `repeats` times in turn, every second turn in reverse order."""
+    runs: dict[str, list[Run]] = {name: [] for name in methods}
+    for turn in range(repeats):
+        for name in in_turn(methods, turn):
+            runs[name].append(methods[name]())
+    return runs
+
+
+def in_turn(names: Iterable[NameT], turn: int) -> list[NameT]:
+    """The order of a turn; every second one is reversed, so that drift affects all alike."""
+    return list(names)[:: -1 if turn % 2 else 1]
+
+
+def rate(runs: Sequence[Run]) -> float:
+    """Median tokens per second."""
+    return median(run.rate for run in runs)
+
+
+def ratio(runs: Sequence[Run], base: Sequence[Run]) -> float:
+    """Ratio of the median speeds."""
+    return rate(runs) / rate(base)
+
+
+class ExitAgreement(NamedTuple):
+    """How often an exit head predicts the target's own token.
+
+    It is measured on given text, so that loops of greedy decoding do not raise it.
+
+    Attributes:
+        head: its kind.
+        exit_layer: number of layers below the exit.
+        share: of the tokens of the texts.
+    """
+
+    head: str
+    exit_layer: int
+    share: float
+
+
+def exit_agreements(
+    spec: SelfSpecModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]
+) -> list[ExitAgreement]:
+    """Compare every head of `spec`, and the head that needs no fitting at the same exits."""
+    decoder, heads = spec.engine.decoder, list(spec.engine.heads)
+    shared, fitted = head_class("shared"), {(h.kind, h.exit_layer) for h in heads}
+    exits = sorted({head.exit_layer for head in heads} - {0}) or [max(1, decoder.depth // 4)]
+    heads += [shared.build(decoder, e) for e in exits if (shared.kind, e) not in fitted]
+    agrees: list[Tensor] = []
+    for text in texts:
+        tokens = tokenizer(text, return_tensors="pt").input_ids[:, : decoder.max_positions]
+        with torch.inference_mode():
+            ids = read_exits(decoder, tokens.to(decoder.device), heads)[0]
+        agrees.append(ids[:-1] == ids[-1])
+    shares = torch.cat(agrees, dim=1).double().mean(1).tolist()
+    found = [
+        ExitAgreement(head.kind, head.exit_layer, share)
+        for head, share in zip(heads, shares, strict=True)
+    ]
+    return sorted(found, key=lambda each: -each.share)
+
+
+def first_divergence(writer: Writer, plain: list[int], other: list[int]) -> Divergence | None:
+    """The first difference of two continuations of the writer's prompt; `None` if equal."""
+    dtype = writer.spec.engine.decoder.dtype
+    return find_divergence(plain, other, partial(_scores, writer), dtype)
+
+
+def _scores(writer: Writer, tokens: list[int]) -> Tensor:
+    """`[vocab]` the scores of the choice after some tokens of the output."""
+    prompt, choice = writer.inputs["input_ids"], writer.choice
+    prefix = torch.cat([prompt, prompt.new_tensor([tokens])], dim=1)
+    with torch.inference_mode():
+        logits = writer.spec.model(prefix).logits[0, prompt.shape[1] - 1 :].float()
+    scores = logits[-1]
+    for place in range(len(logits)):  # noise is drawn position by position
+        before = prefix[:, : prompt.shape[1] + place]
+        scores = choice(before, logits[place, None])[0]  # pyright: ignore
+    return scores
+
+
+def verdict(writer: Writer, count: int, divergence: Divergence | None) -> str:
+    """The comparison of both outputs in a line.
+
+    Args:
+        writer: what generated them.
+        count: tokens of the model's own output.
+        divergence: their first difference, if any.
+    """
+    if not writer.comparable:
+        return "sampled text differs from run to run; its distribution is the target's own"
+    if divergence is None:
+        return f"both outputs are equal, all {count} tokens"
+    wrote = f"the outputs differ at {divergence.describe(writer.tokenizer)}"
+    if writer.exact:
+        return f"NOT EQUAL: {wrote}"
+    return f"{wrote}; half precision rounds passes of different width differently, float32 is exact"
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """Results of a demo.
+
+    Attributes:
+        prompt: the prompt.
+        text: the continuation.
+        equal: whether both methods generated the same tokens; `None` if sampled, unless coupled.
+        exact: whether they must.
+        divergence: their first difference, if any.
+        plain: runs of the model's own `generate`.
+        undrafted: runs of selfspec's without drafts, on the same kernels.
+        speculative: runs of selfspec's with drafts.
+    """
+
+    prompt: str
+    text: str
+    equal: bool | None
+    exact: bool
+    divergence: Divergence | None
+    plain: list[Run]
+    undrafted: list[Run]
+    speculative: list[Run]
+
+    @property
+    def stats(self) -> Stats:
+        """Counters and clocks of the median speculative run."""
+        ordered = sorted(self.speculative, key=lambda run: run.rate)
+        stats = ordered[len(ordered) // 2].stats
+        assert stats is not None
+        return stats
+
+    def figures(self) -> dict[str, float]:
+        """The figures of the table."""
+        split = {f"time_{part}": share for part, share in self.stats.time_split.items()}
+        return {
+            "plain_tokens_per_second": rate(self.plain),
+            "tokens_per_second": rate(self.speculative),
+            "speedup": ratio(self.speculative, self.plain),
+            "drafting_speedup": ratio(self.speculative, self.undrafted),
+            "acceptance_rate": self.stats.acceptance_rate,
+            "first_draft_acceptance": next(iter(self.stats.acceptance_by_position), 0.0),
+            "mean_accepted_length": self.stats.mean_accepted_length,
+            **split,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as plain values."""
+        return {
+            "prompt": self.prompt,
+            "text": self.text,
+            "equal": self.equal,
+            "divergence": self.divergence and self.divergence._asdict(),
+            **self.figures(),
+            "repeats": len(self.plain),
+            "stats": self.stats.to_dict(),
+        }
+
+
+def run_demo(
+    writer: Writer,
+    streamer: BaseStreamer | None = None,
+    while_timing: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> DemoResult:
+    """Generate with self-speculation, streamed; then time all methods and compare the outputs.
+
+    The methods are the model's own `generate`, and selfspec's without and with drafts.
+
+    Args:
+        writer: the prompt and the settings.
+        streamer: receives the output.
+        while_timing: entered while the methods are timed.
+    """
+    options = writer.options
+    undrafted = DraftConfig(drafter="none", rule=options.draft.rule)
+    writer.plain(WARM_UP_TOKENS)
+    writer.speculative(options.draft, WARM_UP_TOKENS)
+    streamed = writer.speculative(options.draft, streamer=streamer)
+    methods = {
+        "plain": writer.plain,
+        "undrafted": lambda: writer.speculative(undrafted),
+        "speculative": lambda: writer.speculative(options.draft),
+    }
+    with while_timing():
+        runs = interleaved(methods, options.repeats)
+    divergence = None
+    if writer.comparable:
+        divergence = first_divergence(writer, runs["plain"][0].tokens, streamed.tokens)
+    return DemoResult(
+        prompt=writer.prompt,
+        text=str(writer.tokenizer.decode(streamed.tokens, skip_special_tokens=True)),
+        equal=divergence is None if writer.comparable else None,
+        exact=writer.exact,
+        divergence=divergence,
+        **runs,
+    )

@@ -1,0 +1,80 @@
+"""A folder in the hub's format that adds self-speculative decoding to any transformers script."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import selfspec
+from selfspec.apps.export import generate_template
+from selfspec.apps.export.draft_model import check_free, new_folder
+from selfspec.heads import CARD_NAME, save_heads
+from selfspec.model import SelfSpecModel
+
+_CARD = """\
+---
+library_name: transformers
+tags: [custom_generate, speculative-decoding, early-exit]
+---
+
+# Self-speculative decoding
+
+The model drafts tokens from its first layers and verifies them with all layers. Greedy output \
+stays the same, and sampled output keeps its distribution. {heads}
+
+```bash
+pip install selfspec
+```
+
+```python
+written = model.generate(
+    **inputs, custom_generate="{name}", trust_remote_code=True, max_new_tokens=64
+)
+```
+
+All options of `generate` work as usual. There are two more: `heads`, a folder or a hub id of exit \
+heads, and `draft`, a dict such as `{{"exit_layer": 4, "num_draft_tokens": 6}}`.
+"""
+_WITH_HEADS = "This folder has exit heads; they fit only the model that they were trained for."
+_WITHOUT_HEADS = (
+    "Drafts come from the model's own norm and LM head at an early layer. This suits checkpoints "
+    "that were trained with early exits."
+)
+
+
+def export_custom_generate(
+    folder: str | Path,
+    *,
+    spec: SelfSpecModel | None = None,
+    repo_id: str | None = None,
+) -> None:
+    """Write the folder that `model.generate(custom_generate=..., trust_remote_code=True)` loads.
+
+    Args:
+        folder: created as a whole, or not at all if there is an error.
+        spec: a target whose heads are copied into the folder; `None` copies none.
+        repo_id: `user/name` that the folder will be uploaded to; the heads are then loaded from
+            there. `None` loads them from `folder`.
+
+    Raises:
+        FileExistsError: `folder` exists and is not empty.
+    """
+    heads = None
+    with new_folder(folder) as scratch:
+        if spec is not None and spec.heads:
+            save_heads(spec.heads, spec.engine.decoder, scratch)
+            heads = repo_id or str(check_free(folder))
+        code = scratch / "custom_generate"
+        code.mkdir()
+        (code / "generate.py").write_text(_source(heads), encoding="utf-8")
+        (code / "requirements.txt").write_text(f"selfspec>={selfspec.__version__}\n")
+        told = _WITHOUT_HEADS if heads is None else _WITH_HEADS
+        card = _CARD.format(name=repo_id or folder, heads=told)
+        (scratch / CARD_NAME).write_text(card, encoding="utf-8")
+
+
+def _source(heads: str | None) -> str:
+    """The code of `generate_template` with these heads as its default."""
+    source = Path(generate_template.__file__).read_text(encoding="utf-8")
+    line = f"HEADS: str | None = {heads!r}"
+    return re.sub(r"^HEADS: .*$", lambda match: line, source, count=1, flags=re.MULTILINE)

@@ -1,8 +1,0 @@
-"""The web page of `selfspec app`: plain decoding and self-speculation side by side.
-
-Only `selfspec.display.app.page` needs Gradio.
-"""
-
-from selfspec.display.app.side_by_side import Frame, Offer, Pane, SideBySide
-
-__all__ = ["Frame", "Offer", "Pane", "SideBySide"]
