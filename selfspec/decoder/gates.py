@@ -71,16 +71,16 @@ class Gate:
         if index != active.count or (index and hidden_states is not active.handed):
             raise BodyError
         active.count, active.handed = index + 1, hidden_states
-        self._record(active, args, kwargs)
+        if active.span.start <= index < active.span.stop:
+            self._record(active, args, kwargs)
         if index == gates.depth - 1:
             hidden_states = gates.run(active, hidden_states)
         return gates.returned(hidden_states)
 
     def _record(self, active: ActivePass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if active.span.start <= self.index < active.span.stop:
-            if active.masks:
-                args, kwargs = self._masked(active, args, kwargs)
-            active.calls.append(LayerCall(self.index, self.layer, args, kwargs))
+        if active.masks:
+            args, kwargs = self._masked(active, args, kwargs)
+        active.calls.append(LayerCall(self.index, self.layer, args, kwargs))
 
     def _run_now(
         self,
@@ -95,7 +95,8 @@ class Gate:
             watch.receive(self.index, hidden_states)
         if self.index > active.span.stop:
             return hidden_states
-        self._record(active, args, kwargs)
+        if active.span.start <= self.index < active.span.stop:
+            self._record(active, args, kwargs)
         hidden_states = self.gates.run(active, hidden_states)
         return hidden_states if watch is None else watch.give(hidden_states)
 
