@@ -27,6 +27,7 @@ from selfspec.decoder.families import refuse_options
 from selfspec.decoder.wrapping_check import check_passes
 from selfspec.drafters import make_drafter
 from selfspec.drafters.engine import Engine
+from selfspec.drafters.text_store import TextStore
 from selfspec.generation.adapters import check_rows, take_adapters
 from selfspec.generation.batch import Batch, RequestOutput
 from selfspec.generation.loop import Call, Session, SpecOutput, open_session, speculate
@@ -76,6 +77,8 @@ class SelfSpecModel:
         kv_cache_dtype: dtype of the KV cache. `"auto"`: the dtype of the layers. `"int8"`: 8 bits
             per number and a scale per token and head, about half the memory of half precision; the
             output equals that of the model with a cache that rounds in the same way.
+        store: a store in which lookups find what earlier calls wrote, or the file of a saved one;
+            `None` keeps nothing from call to call.
 
     Attributes:
         model: the model as it was given.
@@ -84,9 +87,9 @@ class SelfSpecModel:
         last_trace: every round of the last `generate`.
 
     Raises:
-        OSError: there is no checkpoint at `draft_model`, or no file at `profile`.
+        OSError: there is no checkpoint at `draft_model`, or no file at `profile` or `store`.
         ValueError: the model is not supported, the heads belong to another target, the draft model
-            has another tokenizer, or the profile is damaged.
+            has another tokenizer, or the profile or the store is damaged.
     """
 
     def __init__(
@@ -97,8 +100,10 @@ class SelfSpecModel:
         profile: Profile | str | Path | None = None,
         kernels: Kernels = "auto",
         kv_cache_dtype: KVCacheDtype = "auto",
+        store: TextStore | str | Path | None = None,
     ):
         self._wrap(model, heads, draft_model, kernels, kv_cache_dtype)
+        self.store = TextStore.load(store) if isinstance(store, (str, Path)) else store
         if isinstance(profile, (str, Path)):
             profile = Profile.load(profile)
         self.profile = self._fitting(profile)
@@ -141,11 +146,12 @@ class SelfSpecModel:
         }
         made = ("model", "engine")
         others = {name: value for name, value in vars(self).items() if name not in made}
-        return {"parts": parts, "others": others}
+        return {"parts": parts, "others": others, "store": self.store}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Wrap the model again."""
         self._wrap(**state["parts"])
+        self.store = state["store"]
         vars(self).update(state["others"])
 
     @classmethod
@@ -157,6 +163,7 @@ class SelfSpecModel:
         profile: Profile | str | Path | None = None,
         kernels: Kernels = "auto",
         kv_cache_dtype: KVCacheDtype = "auto",
+        store: TextStore | str | Path | None = None,
         **kwargs: Any,
     ) -> SelfSpecModel:
         """Load a checkpoint with `AutoModelForCausalLM.from_pretrained` and wrap it.
@@ -175,6 +182,7 @@ class SelfSpecModel:
                 heads or the checkpoint, or in the user's cache, if there is one.
             kernels: how layers are computed.
             kv_cache_dtype: dtype of the KV cache.
+            store: what earlier calls wrote, for lookups.
             **kwargs: go to `AutoModelForCausalLM.from_pretrained`.
 
         Raises:
@@ -191,7 +199,7 @@ class SelfSpecModel:
         beside = folder_of(path)
         if heads is None and (Path(beside) / CONFIG_NAME).is_file():
             heads = beside
-        spec = cls(model, heads, draft_model, profile, kernels, kv_cache_dtype)
+        spec = cls(model, heads, draft_model, profile, kernels, kv_cache_dtype, store)
         if heads is None:
             spec._draft_with_shipped(path, kwargs)
         if profile is None:
@@ -274,6 +282,38 @@ class SelfSpecModel:
     def heads(self) -> list[ExitHead]:
         """The exit heads."""
         return self.engine.heads
+
+    @property
+    def store(self) -> TextStore | None:
+        """What earlier calls wrote, for lookups; may be replaced between calls."""
+        return self.engine.store
+
+    @store.setter
+    def store(self, store: TextStore | None) -> None:
+        self.engine.store = store
+
+    def remember(self, ids: Sequence[int] | Tensor) -> None:
+        """Add a text to the store, so that lookups find it.
+
+        Args:
+            ids: `[n]` or `[1, n]` token ids.
+
+        Raises:
+            ValueError: there is no store, or an id is none of the model's tokens.
+        """
+        if self.store is None:
+            raise ValueError(
+                "there is no store to remember texts in; set `spec.store = TextStore()` first"
+            )
+        text = torch.as_tensor(ids)
+        if text.dim() == 2 and len(text) == 1:
+            text = text[0]
+        vocab = self.engine.decoder.vocab_size
+        if text.dim() != 1 or (len(text) and not 0 <= text.min() <= text.max() < vocab):
+            raise ValueError(
+                f"remember takes one text of token ids from 0 to {vocab - 1}, got {ids!r:.60}"
+            )
+        self.store.add(text.tolist())
 
     @property
     def causal_lm(self) -> PreTrainedModel:
@@ -557,7 +597,7 @@ class SelfSpecModel:
         return self.engine, self.draft_for(sampled) if draft is None else DraftConfig.of(draft)
 
 
-_OPTIONS = ("heads", "draft_model", "profile", "kernels", "kv_cache_dtype")
+_OPTIONS = ("heads", "draft_model", "profile", "kernels", "kv_cache_dtype", "store")
 
 
 def _with_our_options(error: TypeError, options: Mapping[str, Any]) -> TypeError:

@@ -67,9 +67,9 @@ def exact(model, options):
     return joint
 
 
-def draws(model, options, draft, total=DRAWS, seed=0, heads=()):
+def draws(model, options, draft, total=DRAWS, seed=0, heads=(), store=None):
     """Counts of the continuations that speculation writes, and its acceptance rate."""
-    spec = SelfSpecModel(model, heads)
+    spec = SelfSpecModel(model, heads, store=store)
     generator = torch.Generator().manual_seed(seed)
     counts, rates = torch.zeros(VOCAB**HORIZON), []
     for _ in range(total // BATCH):

@@ -12,6 +12,7 @@ from selfspec.drafters.layer_skip import SkipLayers
 from selfspec.drafters.lookahead import Lookahead
 from selfspec.drafters.plain import Plain
 from selfspec.drafters.prompt_lookup import PromptLookup
+from selfspec.drafters.suffix_lookup import Lookup
 from selfspec.drafters.tree import ExitTree
 from selfspec.drafters.two_model import TwoModel
 from selfspec.sampling import LOSSLESS_RULES
@@ -51,6 +52,10 @@ def make_drafter(engine: Engine, config: DraftConfig) -> Drafter:
         _check_choices(config)
     drafter = DRAFTERS[config.drafter].from_config(engine, config)
     drafter.rule = config.rule
+    lookup = getattr(drafter, "lookup", None)
+    if engine.store is not None and isinstance(lookup, Lookup):
+        engine.store.check_vocabulary(engine.decoder.vocab_size)
+        lookup.store = engine.store
     return drafter
 
 

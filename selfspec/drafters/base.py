@@ -15,6 +15,8 @@ from selfspec.sampling.draft import Draft, Verdict
 class Drafter(ABC):
     """Proposes tokens for the rows of one call of `generate`.
 
+    A drafter whose `lookup` is a `Lookup` gets the engine's store of texts in it.
+
     Attributes:
         drafts: whether it drafts at all; only then a round may verify tokens that a grammar forces.
         makes_trees: whether drafts may be trees, which have their own acceptance rules.

@@ -15,6 +15,7 @@ from selfspec.config import DraftConfig, Times
 from selfspec.decoder import Decoder, OwnLayer, Pass, Ranks, Span
 from selfspec.decoder.cache import SlotCache
 from selfspec.drafters.draft_models import DraftModels
+from selfspec.drafters.text_store import TextStore
 from selfspec.heads import ExitHead, check_distinct, head_class
 from selfspec.sampling.draft import Draft, Tree
 from selfspec.sampling.sampler import Context, Sampler
@@ -89,10 +90,15 @@ class Engine:
         heads: exit heads fitted to it.
         draft_model: a smaller model of the same tokenizer, or the folder or id to load it from.
 
+    Attributes:
+        store: the texts of other calls that lookups read, or `None`.
+
     Raises:
         OSError: there is no checkpoint at `draft_model`.
         ValueError: the heads belong to another target, or `draft_model` cannot draft for it.
     """
+
+    store: TextStore | None = None
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from selfspec.config import LookupConfig
+from selfspec.drafters.text_store import Occurrences, TextStore
 from selfspec.sampling.draft import Draft
 from selfspec.sampling.sampler import Context
 
@@ -56,7 +57,7 @@ class TokenIndex(ABC):
         """Index the new last token; returns the match of the end."""
 
     def continuation(self, length: int) -> list[int]:
-        """The `length` tokens that followed the match.
+        """The `length` tokens that followed the match; a store may know fewer.
 
         If the sequence ends before, copying continues from the copy, as in Lempel-Ziv decoders: a
         sequence that has begun to repeat itself is expected to continue.
@@ -146,11 +147,46 @@ class NgramIndex(TokenIndex):
         return found
 
 
-def make_index(config: LookupConfig) -> TokenIndex:
-    """The index that a config names."""
-    if config.index == "ngram":
-        return NgramIndex(config.shortest, config.longest)
-    return SuffixIndex()
+class StoreIndex(TokenIndex):
+    """The index of a sequence, and a store where that has a longer match.
+
+    Args:
+        own: the index of the sequence alone.
+        store: the store.
+        shortest: tokens of the shortest match.
+    """
+
+    def __init__(self, own: TokenIndex, store: TextStore, shortest: int):
+        super().__init__()
+        self._own, self._store, self._shortest = own, store, shortest
+        self._found: Occurrences | None = None
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Index the tokens that are new since the last call."""
+        before = len(self.tokens)
+        super().read(tokens)
+        if len(self.tokens) == before:
+            return
+        self._found = self._store.find(self.tokens, max(self._shortest, self.match.length + 1))
+        if self._found is not None:
+            self.match = Match(self._found.length, self._found.ends[0])
+
+    def _add(self, token: int) -> Match:
+        self._own.read(self.tokens)
+        return self._own.match
+
+    def continuation(self, length: int) -> list[int]:
+        """At most `length` tokens that followed the match."""
+        if self._found is None:
+            return self._own.continuation(length)
+        return self._store.continuation(self._found, length)
+
+
+def make_index(config: LookupConfig, store: TextStore | None = None) -> TokenIndex:
+    """The index that a config names, in front of a store if there is one."""
+    suffix = config.index == "suffix"
+    own = SuffixIndex() if suffix else NgramIndex(config.shortest, config.longest)
+    return own if store is None else StoreIndex(own, store, config.shortest)
 
 
 class Lookup:
@@ -159,7 +195,12 @@ class Lookup:
     Args:
         config: the kind of index, and the shortest match that is used.
         length: tokens copied at a time; `None` for as many as the match is long, from 10 to 40.
+
+    Attributes:
+        store: texts of other calls, which are looked up behind each row's own.
     """
+
+    store: TextStore | None = None
 
     def __init__(self, config: LookupConfig, length: int | None = None):
         self._config, self._length = config, length
@@ -168,7 +209,9 @@ class Lookup:
     def read(self, context: Context) -> list[TokenIndex]:
         """The up-to-date indexes of the unfinished rows; others are dropped."""
         known = self._indexes
-        self._indexes = {row: known.get(row) or make_index(self._config) for row in context.rows}
+        self._indexes = {
+            row: known.get(row) or make_index(self._config, self.store) for row in context.rows
+        }
         for row, index in self._indexes.items():
             index.read(context.text[row])
         return list(self._indexes.values())
@@ -181,7 +224,8 @@ class Lookup:
         """How well each row's match predicted the new tokens since the last `read`.
 
         Returns:
-            The match's length, the number of new tokens, and how many of them followed it.
+            The match's length, the number of new tokens that it predicted, and how many of them
+            followed it.
         """
         found: list[tuple[int, int, int]] = []
         for row in context.rows:
@@ -189,9 +233,10 @@ class Lookup:
             if index is None or index.match.length < self._config.shortest:
                 continue
             new = context.text[row][len(index.tokens) :]
-            pairs = zip(new, index.continuation(len(new)), strict=True)
-            right = next((at for at, (token, copy) in enumerate(pairs) if token != copy), len(new))
-            found.append((index.match.length, len(new), right))
+            copies = index.continuation(len(new))
+            pairs = enumerate(zip(new, copies, strict=False))
+            right = next((at for at, (token, copy) in pairs if token != copy), len(copies))
+            found.append((index.match.length, len(copies), right))
         return found
 
     def draft(self, context: Context, limit: int) -> Draft:

@@ -416,10 +416,14 @@ class Group(Session):
                 verdict.cut[0][index], verdict.cut[1][index] = 0, True
         return rounds
 
+    def _rounds(self, row: int) -> list[Round]:
+        """The rounds of a request so far."""
+        return self.requests[row].output.trace.rows[0]
+
     def _record(self, row: int, step: Round) -> None:
         """Add a row's round to its request's trace."""
+        super()._record(row, step)
         output = self.requests[row].output
-        output.trace.rows[0].append(step)
         if output.timestamps is not None:
             output.timestamps += [time.perf_counter()] * len(step.tokens)
 

@@ -27,6 +27,7 @@ from selfspec.decoder import CACHE, Pass, held
 from selfspec.decoder.cache import WIDEST
 from selfspec.drafters import Drafter
 from selfspec.drafters.engine import Engine, State
+from selfspec.drafters.text_store import BEGINNING
 from selfspec.generation.adapters import RowAdapters, check_rows
 from selfspec.generation.prompts import Prompt
 from selfspec.generation.rounds import RowRound, StepRecord, broken_places, read_rounds
@@ -292,15 +293,20 @@ class Session:
         if any(ended):
             self._leave(state, [index for index, stop in enumerate(ended) if not stop])
 
+    def _rounds(self, row: int) -> list[Round]:
+        """The rounds of a row so far."""
+        return self.trace.rows[row]
+
     def _record(self, row: int, step: Round) -> None:
         """Add a row's round to the trace."""
-        self.trace.rows[row].append(step)
+        self._rounds(row).append(step)
 
     def _leave(self, state: State, stay: Sequence[int]) -> None:
         """Remove finished rows from the batch; their KV is kept if the caller gets the cache."""
         rows, last = state.context.rows, [index for index in stay if index >= len(stay)]
         leaving = {row: index for index, row in enumerate(rows) if index not in stay}
         self.prompt.retire(state.slots, leaving)
+        self._store([*leaving], state.context)
         # The last rows move to the places of finished rows, so that few are copied.
         going = [index if index in stay else last.pop() for index in range(len(stay))]
         state.context.rows = [rows[i] for i in going]
@@ -308,6 +314,13 @@ class Session:
             state.slots.select(going)
             self.drafter.select(going)
         state.pending, state.emitted = state.pending[going], None
+
+    def _store(self, rows: Sequence[int], context: Context) -> None:
+        """Add finished rows to the engine's store, behind the last tokens of their prompts."""
+        if self.engine.store is not None:
+            for row in rows:
+                new = sum(len(step.tokens) for step in self._rounds(row))
+                self.engine.store.add(context.text[row][-(new + BEGINNING) :])
 
 
 def room_of(stops: Stops, context: Context) -> int:

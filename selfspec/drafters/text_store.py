@@ -1,0 +1,226 @@
+"""A store of texts that were written before, in which lookups find what may come next."""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import save_file
+
+from selfspec.heads.files import read_tensors, replacing
+
+MOST = 2**18  # tokens of a store, unless a number is given
+SIZES = (2, 4, 8, 16, 32)  # tokens of the matches that can be found
+BEGINNING = SIZES[-1]  # tokens of a prompt that are kept, so that its answer's first are found
+_OCCURRENCES = 32  # latest occurrences of a match that are compared
+# A draft ends where the probability of its path falls below it, as in SuffixDecoding (Oliaro et
+# al. 2024) and vLLM's `suffix` method.
+_LEAST_PROBABILITY = 0.1
+_END = -1  # stands behind every text; no match and no draft goes across
+_LARGEST = 2**31 - 1
+
+
+class Occurrences(NamedTuple):
+    """Where the end of a sequence occurs in a store.
+
+    Attributes:
+        length: tokens of the match.
+        ends: positions after the match, the latest first.
+    """
+
+    length: int
+    ends: list[int]
+
+
+class TextStore:
+    """The latest `max_tokens` tokens of texts, in memory that does not grow.
+
+    A text is a list of token ids. Lookups of every call read the store of their `SelfSpecModel`
+    where the call's own sequence has no match as long; each finished row is added. The oldest
+    tokens make room for new ones. Drafts never change an output, but they change its time: give
+    texts of different users one store only if a user may learn from the time of an answer whether
+    another one's text was similar.
+
+    The tokens are in a ring buffer. As in LZ77 compressors, a table gives for each hash of an
+    n-gram its latest end, and each end gives the one before it. So adding a token and a lookup
+    take a time that does not depend on the number of tokens. One store may be used by several
+    models of one tokenizer, and by several threads.
+
+    Args:
+        max_tokens: the most tokens that are kept; each takes 84 bytes, reserved at once.
+
+    Raises:
+        ValueError: `max_tokens` is not positive.
+    """
+
+    def __init__(self, max_tokens: int = MOST):
+        if max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
+        self.max_tokens = max_tokens
+        self._lock = threading.Lock()  # held while tokens are added
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all texts."""
+        size = self.max_tokens
+        self._written = 0  # tokens ever added; the position of the next one
+        self._largest = _END
+        self._ring = array("i", bytes(4 * size))
+        # By size of the n-gram: the latest end of each hash, and the end before each end.
+        self._latest = {n: array("q", bytes(8 * size)) for n in SIZES}
+        self._before = {n: array("q", bytes(8 * size)) for n in SIZES}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the lock."""
+        with self._lock:
+            return {name: part for name, part in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take a copied or unpickled state."""
+        vars(self).update(state)
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        """Number of tokens, with one between two texts."""
+        return min(self._written, self.max_tokens)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory in bytes; it is the same from the beginning."""
+        parts = [self._ring, *self._latest.values(), *self._before.values()]
+        return sum(len(part) * part.itemsize for part in parts)
+
+    def add(self, text: Sequence[int]) -> None:
+        """Add a text.
+
+        Raises:
+            ValueError: a token id is negative or does not fit into 32 bits.
+        """
+        text = list(text)[-self.max_tokens :]
+        if not text:
+            return
+        if min(text) < 0 or max(text) > _LARGEST:
+            wrong = next(token for token in text if not 0 <= token <= _LARGEST)
+            raise ValueError(f"a text is a list of token ids, got {wrong}; ids are 0 or more")
+        with self._lock:
+            self._largest = max(self._largest, *text)
+            for place, token in enumerate(text, 1):
+                self._append(token)
+                self._index(text, place)
+            self._append(_END)
+
+    def _append(self, token: int) -> None:
+        self._ring[self._written % self.max_tokens] = token
+        self._written += 1
+
+    def _index(self, text: list[int], place: int) -> None:
+        """Index the n-grams at the end of `text[:place]`, which have just been written."""
+        end, size = self._written, self.max_tokens
+        for n in SIZES:
+            if n > place:
+                return
+            latest, bucket = self._latest[n], hash(tuple(text[place - n : place])) % size
+            self._before[n][end % size] = latest[bucket]
+            latest[bucket] = end
+
+    def find(self, sequence: list[int], shortest: int) -> Occurrences | None:
+        """The occurrences of the longest end of `sequence` that has at least `shortest` tokens."""
+        for n in reversed(SIZES):
+            if shortest <= n <= len(sequence):
+                ends = self._ends(sequence[-n:])
+                if ends:
+                    return Occurrences(n, ends)
+        return None
+
+    def _ends(self, ngram: list[int]) -> list[int]:
+        """The latest ends of an n-gram, the latest first."""
+        n, size = len(ngram), self.max_tokens
+        wanted, before = array("i", ngram), self._before[n]
+        end, ends = self._latest[n][hash(tuple(ngram)) % size], []
+        for _ in range(_OCCURRENCES):
+            if not end or end - n < self._written - size:  # none, or overwritten
+                break
+            if self._slice(end - n, end) == wanted:
+                ends.append(end)
+            end = before[end % size]
+        return ends
+
+    def _slice(self, start: int, stop: int) -> array[int]:
+        """The tokens at positions from `start` to `stop` that have not been overwritten."""
+        stop = min(stop, self._written)
+        start = max(start, self._written - self.max_tokens)
+        if start >= stop:
+            return array("i")
+        first, last = start % self.max_tokens, (stop - 1) % self.max_tokens + 1
+        if first < last:
+            return self._ring[first:last]
+        return self._ring[first:] + self._ring[:last]
+
+    def continuation(self, found: Occurrences, length: int) -> list[int]:
+        """The path that most often followed a match, of at most `length` tokens.
+
+        At each token the occurrences vote, and those that voted otherwise leave; of two equal
+        votes the later text's counts. The path is no longer than the match, and it ends where its
+        probability, the product of the shares of votes, becomes small (Oliaro et al. 2024).
+        """
+        paths = [self._followed(end, min(length, found.length)) for end in found.ends]
+        draft: list[int] = []
+        probability = 1.0
+        while votes := Counter(path[len(draft)] for path in paths if len(path) > len(draft)):
+            token, count = votes.most_common(1)[0]
+            probability *= count / len(paths)
+            if probability < _LEAST_PROBABILITY:
+                break
+            draft.append(token)
+            paths = [path for path in paths if path[len(draft) - 1 : len(draft)] == [token]]
+        return draft
+
+    def _followed(self, end: int, length: int) -> list[int]:
+        """At most `length` tokens of a text from position `end` on."""
+        if end < self._written - self.max_tokens:
+            return []
+        path = self._slice(end, end + length).tolist()
+        return path[: path.index(_END)] if _END in path else path
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise ValueError if a text has a token that a model of `vocab_size` tokens lacks."""
+        if self._largest >= vocab_size:
+            raise ValueError(
+                f"the store has texts with token id {self._largest}, and the model has "
+                f"{vocab_size} tokens; use a store of texts of the model's own tokenizer"
+            )
+
+    def save(self, path: str | Path) -> None:
+        """Write the texts to a safetensors file, atomically."""
+        with self._lock:
+            tokens = self._slice(0, self._written).tolist()
+        with replacing(Path(path).expanduser()) as scratch:
+            save_file({"tokens": torch.tensor(tokens, dtype=torch.int32)}, scratch)
+
+    @classmethod
+    def load(cls, path: str | Path, max_tokens: int | None = None) -> TextStore:
+        """Read a file that `save` wrote.
+
+        Args:
+            path: the file.
+            max_tokens: the most tokens that are kept; `None` for as many as the file holds, but at
+                least as many as a new store.
+
+        Raises:
+            OSError: there is no file.
+            ValueError: it is damaged, or not of this kind.
+        """
+        tokens = read_tensors(Path(path).expanduser()).get("tokens")
+        if tokens is None or tokens.dtype != torch.int32 or tokens.dim() != 1:
+            raise ValueError(f"{path} is no saved TextStore; it needs int32 `tokens`, in one row")
+        store = cls(max(MOST, len(tokens)) if max_tokens is None else max_tokens)
+        for ended, text in groupby(tokens.tolist(), lambda token: token == _END):
+            if not ended:
+                store.add([*text])
+        return store
