@@ -18,7 +18,7 @@ from selfspec.heads.files import read_tensors, replacing
 MOST = 2**18  # tokens of a store, unless a number is given
 SIZES = (2, 4, 8, 16, 32)  # tokens of the matches that can be found
 BEGINNING = SIZES[-1]  # tokens of a prompt that are kept, so that its answer's first are found
-_OCCURRENCES = 32  # latest occurrences of a match that are compared
+_OCCURRENCES = 16  # latest occurrences of a match that are compared
 # A draft ends where the probability of its path falls below it, as in SuffixDecoding (Oliaro et
 # al. 2024) and vLLM's `suffix` method.
 _LEAST_PROBABILITY = 0.1
@@ -169,24 +169,29 @@ class TextStore:
         votes the later text's counts. The path is no longer than the match, and it ends where its
         probability, the product of the shares of votes, becomes small (Oliaro et al. 2024).
         """
-        paths = [self._followed(end, min(length, found.length)) for end in found.ends]
+        length = min(length, found.length)
+        # Equal paths vote as one. Votes are counted in the order of the paths, the latest first.
+        paths = Counter(self._followed(end, length) for end in found.ends)
         draft: list[int] = []
-        probability = 1.0
-        while votes := Counter(path[len(draft)] for path in paths if len(path) > len(draft)):
+        everybody = len(found.ends)
+        while len(draft) < length:
+            place, votes = len(draft), Counter[int]()
+            for path, count in paths.items():
+                votes[path[place]] += count
             token, count = votes.most_common(1)[0]
-            probability *= count / len(paths)
-            if probability < _LEAST_PROBABILITY:
+            if token == _END or count < _LEAST_PROBABILITY * everybody:
                 break
             draft.append(token)
-            paths = [path for path in paths if path[len(draft) - 1 : len(draft)] == [token]]
+            paths = {path: n for path, n in paths.items() if path[place] == token}
         return draft
 
-    def _followed(self, end: int, length: int) -> list[int]:
-        """At most `length` tokens of a text from position `end` on."""
+    def _followed(self, end: int, length: int) -> tuple[int, ...]:
+        """`length` tokens from position `end` on; -1 behind the end of the text."""
         if end < self._written - self.max_tokens:
-            return []
+            return (_END,) * length
         path = self._slice(end, end + length).tolist()
-        return path[: path.index(_END)] if _END in path else path
+        place = path.index(_END) if _END in path else len(path)
+        return (*path[:place], *[_END] * (length - place))
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise ValueError if a text has a token that a model of `vocab_size` tokens lacks."""
