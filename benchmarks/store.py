@@ -4,7 +4,7 @@ It prints the memory of a store and the time of a lookup while old texts make ro
 Then a model answers questions twice with one store, and rewrites functions of Python's standard
 library with one change, greedily. Plain decoding answers the same prompts in turn with each, and
 every text is compared with its text. Speedups are ratios of the CPU seconds of whole calls,
-prefill included. In bfloat16 verifying several tokens may round two nearly equal scores
+prefill included, on one thread, because threads that wait count as busy. In bfloat16 verifying several tokens may round two nearly equal scores
 differently; only in float32 does the exit code count different texts.
 """
 
@@ -158,6 +158,7 @@ def main() -> int:
     parser.add_argument("--drafts", type=int, default=100_000)
     parser.add_argument("--texts", type=int, default=10_000)
     arguments = parser.parse_args()
+    torch.set_num_threads(1)
     console = Console(soft_wrap=True)
     good = measure_store(console, arguments.drafts, arguments.texts)
     spec = SelfSpecModel.from_pretrained(arguments.target, dtype=getattr(torch, arguments.dtype))

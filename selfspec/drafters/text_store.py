@@ -175,11 +175,12 @@ class TextStore:
         draft: list[int] = []
         everybody = len(found.ends)
         while len(draft) < length:
-            place, votes = len(draft), Counter[int]()
+            place = len(draft)
+            votes: dict[int, int] = {}
             for path, count in paths.items():
-                votes[path[place]] += count
-            token, count = votes.most_common(1)[0]
-            if token == _END or count < _LEAST_PROBABILITY * everybody:
+                votes[path[place]] = votes.get(path[place], 0) + count
+            token = max(votes, key=votes.__getitem__)
+            if token == _END or votes[token] < _LEAST_PROBABILITY * everybody:
                 break
             draft.append(token)
             paths = {path: n for path, n in paths.items() if path[place] == token}
