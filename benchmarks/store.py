@@ -4,8 +4,9 @@ It prints the memory of a store and the time of a lookup while old texts make ro
 Then a model answers questions twice with one store, and rewrites functions of Python's standard
 library with one change, greedily. Plain decoding answers the same prompts in turn with each, and
 every text is compared with its text. Speedups are ratios of the CPU seconds of whole calls,
-prefill included, on one thread, because threads that wait count as busy. In bfloat16 verifying several tokens may round two nearly equal scores
-differently; only in float32 does the exit code count different texts.
+prefill included, on one thread, because threads that wait count as busy. In bfloat16 verifying
+several tokens may round two nearly equal scores differently; only in float32 does the exit code
+count different texts.
 """
 
 from __future__ import annotations
