@@ -20,9 +20,6 @@ Kernels = Literal["auto", "eager", "prepacked", "compiled", "graphs"]
 # Dtype of the KV cache: that of the layers, or int8.
 KVCacheDtype = Literal["auto", "int8"]
 
-# Whether the costs of a round are measured or assumed.
-Times = Literal["measured", "assumed"]
-
 # Default numbers of drafts: of the `optimal` schedule (the most), and of single drafters.
 _LONGEST = 12
 _LENGTHS = {"prompt_lookup": 40, "auto": _LONGEST}
@@ -164,10 +161,6 @@ class DraftConfig(StrictConfig):
             draft is below `confidence` in every row. `"optimal"`: once another draft is expected
             to cost more time than it saves.
         confidence: threshold in (0, 1) of the schedule `"confidence"`.
-        times: how `auto` and the schedule `"optimal"` know the time of a round. `"measured"`:
-            measured times, so drafts, and with them the sampled output of a seed, may differ from
-            call to call. `"assumed"`: shares of the weights; nothing is kept from earlier calls, so
-            a seed gives the same output in every call.
         draft_model: folder or id of the smaller model of `two_model`.
         tree: the shape of trees.
         lookup: how `prompt_lookup`, `cascade` and `auto` find earlier occurrences.
@@ -185,7 +178,6 @@ class DraftConfig(StrictConfig):
     num_draft_tokens: int | None = None
     schedule: Literal["fixed", "confidence", "optimal"] = "fixed"
     confidence: float = Field(default=0.4, gt=0, lt=1)
-    times: Times = "measured"
     draft_model: str | None = None
     tree: TreeConfig = TreeConfig()
     lookup: LookupConfig = LookupConfig()
@@ -199,6 +191,16 @@ class DraftConfig(StrictConfig):
         if self.num_draft_tokens is not None:
             return self.num_draft_tokens
         return _LONGEST if self.schedule == "optimal" else _LENGTHS.get(self.drafter, 4)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_what_replaced_a_key(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and "times" in data:
+            raise ValueError(
+                f"times={data['times']!r} is gone: times are always measured, and a seed gives "
+                "one output whatever drafts with rule='coupled'"
+            )
+        return data
 
     @model_validator(mode="after")
     def _drafts_are_wanted(self) -> Self:

@@ -68,11 +68,6 @@ def _check_choices(config: DraftConfig) -> None:
             f"schedule={config.schedule!r} decides when a chain of drafts ends, and {name!r} does "
             f"not use it; leave it out, or choose a drafter that does ({others})"
         )
-    if config.times != "measured" and name != Auto.name and config.schedule != "optimal":
-        raise ValueError(
-            f"times={config.times!r} is for drafter={Auto.name!r} and schedule='optimal', which "
-            f"weigh costs, got drafter={name!r} with schedule={config.schedule!r}; leave it out"
-        )
     if config.draft_model is not None and name != TwoModel.name:
         raise ValueError(
             f"draft_model={config.draft_model!r} is for drafter={TwoModel.name!r}, got "

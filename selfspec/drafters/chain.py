@@ -42,8 +42,8 @@ def draft_chain(
         depth: layers below the hidden states that `read` returns; 0 if there are none.
         trimmed: whether the drafting model lacks tokens of the target's vocabulary.
     """
-    schedule.begin(confidence)
     sampler, context, seconds = state.sampler, state.context, state.stats.seconds
+    schedule.begin(confidence, state.rows, sampler.do_sample)
     token = state.pending
     tokens: list[Tensor] = []
     probs: list[Tensor] = []

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from selfspec.config import DraftConfig, Times
+from selfspec.config import DraftConfig
 from selfspec.decoder import Decoder, OwnLayer, Pass, Ranks, Span
 from selfspec.decoder.cache import SlotCache
 from selfspec.drafters.draft_models import DraftModels
 from selfspec.heads import ExitHead, check_distinct, head_class
 from selfspec.sampling.draft import Draft, Tree
 from selfspec.sampling.sampler import Context, Sampler
-from selfspec.schedule import RoundModel
+from selfspec.schedule import Rounds
 from selfspec.schedule.stats import Stats
 
 
@@ -103,7 +103,7 @@ class Engine:
         self.decoder = decoder
         self.heads: list[ExitHead] = []
         self.ranks = Ranks(decoder.causal_lm)
-        self._round_models: dict[tuple[Any, ...], RoundModel] = {}
+        self._rounds: dict[tuple[Any, ...], Rounds] = {}
         for head in heads:
             self.add(head)
         self.draft_models = DraftModels(decoder, draft_model)
@@ -133,33 +133,30 @@ class Engine:
     def default_draft(self) -> DraftConfig:
         """The draft of a call without `draft=` and without a profile.
 
-        With heads: a chain from the first one. Without: lookups where the text repeats itself,
-        plain decoding elsewhere, and the shared exit if it agrees with the last layer. These
-        choices depend only on the tokens, so that a seed gives one output.
+        It is the fastest of plain decoding, lookups and chains, round by round, as measured.
+        Without heads a seed gives one output, whatever drafts; with heads that would cost too many
+        sampled drafts, so `rule="coupled"` has to be asked for.
         """
         if self.heads:
-            return DraftConfig()
+            return DraftConfig(drafter="auto")
         if self.decoder.depth == 1:  # no exit
             return DraftConfig(drafter="none")
-        return DraftConfig(drafter="auto", times="assumed")
+        return DraftConfig(drafter="auto", rule="coupled")
 
-    def round_model(
-        self, *key: Any, head: ExitHead | None = None, times: Times = "measured"
-    ) -> RoundModel:
-        """The model of rounds with one drafter, kept from call to call if times are measured.
+    def rounds(self, *key: Any, head: ExitHead | None = None) -> Rounds:
+        """What is known of rounds with one drafter, kept from call to call.
 
         Args:
             key: identifies a drafter without an exit head.
-            head: the exit head; drafters with the same head share the model.
-            times: whether the costs of a round are measured or assumed.
+            head: the exit head; drafters with the same head share what they learn.
         """
         if head is not None:
             key = (head.kind, head.exit_layer)
-        if times == "measured" and key in self._round_models:
-            return self._round_models[key]
-        known: dict[str, Any] = {"clock": self.ranks.clock, "times": times}
-        new = RoundModel.of_head(self.decoder, head, **known) if head else RoundModel(**known)
-        return self._round_models.setdefault(key, new) if times == "measured" else new
+        if key not in self._rounds:
+            clock = self.ranks.clock
+            new = Rounds.of_head(self.decoder, head, clock) if head else Rounds(clock=clock)
+            self._rounds[key] = new
+        return self._rounds[key]
 
     def head(self, config: DraftConfig) -> ExitHead:
         """The head that a config names; a kind that needs no fitting is made here."""

@@ -227,9 +227,7 @@ class SkipLayers(Drafter):
             ValueError: the set skips everything, names missing sublayers, or cannot be searched.
         """
         chooser = make_skips(engine.decoder, config.skip)
-        schedule = make_schedule(
-            config, engine.round_model(cls.name, config.skip, times=config.times)
-        )
+        schedule = make_schedule(config, engine.rounds(cls.name, config.skip))
         return cls(engine, chooser, config.most_tokens, schedule)
 
     def propose(self, state: State, limit: int) -> Draft:

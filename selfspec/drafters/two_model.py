@@ -59,8 +59,7 @@ class TwoModel(Drafter):
         """
         decoder = engine.draft_models.chosen(config)
         name = decoder.causal_lm.name_or_path
-        model = engine.round_model(cls.name, name, decoder.depth, times=config.times)
-        schedule = make_schedule(config, model)
+        schedule = make_schedule(config, engine.rounds(cls.name, name, decoder.depth))
         return cls(decoder, config.most_tokens, schedule, engine.decoder.vocab_size)
 
     def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:

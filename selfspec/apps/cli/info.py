@@ -171,7 +171,7 @@ def _of_draft(engine: Engine, draft: DraftConfig) -> dict[str, Any]:
     has_exit = draft.drafter in ("early_exit", "tree", "cascade", "auto")
     head = engine.head(draft) if has_exit else None
     return {
-        **draft.model_dump(include={"drafter", "schedule", "times"}),
+        **draft.model_dump(include={"drafter", "schedule"}),
         "num_draft_tokens": draft.most_tokens,
         "exit_layer": head and head.exit_layer,
         "head": head and head.kind,
@@ -181,16 +181,19 @@ def _of_draft(engine: Engine, draft: DraftConfig) -> dict[str, Any]:
 def expected_of_fitting(decoder: Decoder) -> dict[str, Any]:
     """Cost of a draft from a head on the embeddings, and speedups by acceptance rate.
 
-    The speedup is over plain decoding, by the prior of the model of a round: four drafts at most.
+    The speedup is over plain decoding, as `auto` expects it before it has measured any round: four
+    drafts at most.
     """
-    from selfspec.schedule import RoundModel
+    from selfspec.schedule import Rounds
 
     layer, readout = (
         sum(p.numel() for p in module.parameters())
         for module in (decoder.layers[0], decoder.lm_head)
     )
     cost = (layer + readout) / (decoder.depth * layer + readout)
-    speedups = {rate: RoundModel(cost, (rate, rate)).speedup(4) for rate in (0.5, 0.6, 0.7, 0.8)}
+    speedups = {
+        rate: Rounds(cost, (rate, rate), longest=4).speedup() for rate in (0.5, 0.6, 0.7, 0.8)
+    }
     return {"draft_cost": cost, "speedups": speedups}
 
 
