@@ -59,7 +59,8 @@ class OptimalStop(Schedule):
     A draft brings a token if it and all drafts before it are accepted. Time is worth the tokens per
     second of the better of plain steps and chains (the marginal value theorem, Charnov 1976).
     Tokens are averaged over rows. The head's confidence in a draft is read only where what is
-    known of its position does not decide, because reading takes time.
+    known of its position does not decide, because reading takes time; and only on a CPU, because
+    elsewhere it would wait for the device.
 
     Args:
         rounds: what is known of rounds, which outlives the call.
@@ -85,13 +86,14 @@ class OptimalStop(Schedule):
 
     def goes_on(self, scores: Tensor, tokens: Tensor, probs: Tensor | None) -> bool:
         """Whether the next draft is worth its time."""
-        if scores.device.type == "cpu":
+        at_hand = is_at_hand(scores)
+        if at_hand:
             self.rounds.mark()
         position, self._made = self._made, self._made + 1
         following = self._acceptance.rate(position + 1)
         chances = [self._acceptance.rate(position)]
         worth = self._mean_reach() * chances[0] * following
-        if self._price / _CLEAR < worth < self._price * _CLEAR:
+        if at_hand and self._price / _CLEAR < worth < self._price * _CLEAR:
             self._read[position] = self._confidence(scores, probs, position)
             chances = [self._acceptance.chance(position, read) for read in self._read[position]]
         reach = self._reach * len(chances) if len(self._reach) == 1 else self._reach
@@ -113,6 +115,11 @@ class OptimalStop(Schedule):
                 if position in self._read:
                     read = self._read[position][row]
                     self._acceptance.learn_confidence(position, read, position < count)
+
+
+def is_at_hand(tensor: Tensor) -> bool:
+    """Whether reading a tensor waits for nothing, because its device runs synchronously."""
+    return tensor.device.type == "cpu"
 
 
 def make_schedule(config: DraftConfig, rounds: Rounds) -> Schedule:
