@@ -15,7 +15,7 @@ from .exits.measure import open_held_out
 from .exits.task import ExitTask, HeldOutDrafts, build_heads, trim_heads
 from .loop.checkpoint import digest, target_facts
 from .loop.loop import Loop
-from .loop.parallel import whole
+from .loop.parallel import processes, whole
 from .loop.script import CONFIG_NAME, run_folder, run_script
 from .measure_heads import measure_saved
 
@@ -28,6 +28,8 @@ def fit(config: FitConfig) -> Path:
 
 def _fit(config: FitConfig, output: Path) -> Path:
     spec, tokenizer = config.load_target()
+    if not config.loop.fsdp:  # trimmed LM heads are made where the target is
+        spec.model.to(processes().device)
     decoder = spec.engine.decoder
     torch.manual_seed(config.loop.seed)
     heads = build_heads(decoder, config.heads)

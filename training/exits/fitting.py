@@ -105,8 +105,12 @@ class FitConfig(StrictConfig):
         return f"import selfspec; spec = selfspec.SelfSpecModel.from_pretrained({arguments})"
 
     def load_target(self) -> tuple[SelfSpecModel, PreTrainedTokenizerBase]:
-        """The frozen target in float32, without heads, and its tokenizer."""
-        model = load_causal_lm(self.source, dtype=torch.float32)
+        """The frozen target, without heads, and its tokenizer.
+
+        It is in bfloat16 if the fit computes in it, so that no pass converts weights.
+        """
+        dtype = torch.bfloat16 if self.loop.precision == "bf16" else torch.float32
+        model = load_causal_lm(self.source, dtype=dtype)
         return SelfSpecModel(model), load_tokenizer(self.source)
 
     def read_text(self, tokenizer: PreTrainedTokenizerBase) -> tuple[Mixture, dict[str, Blocks]]:
