@@ -6,6 +6,8 @@ import transformers
 from cli_tools import call, one_object
 
 from selfspec import DEMO_MODEL, DraftConfig, SelfSpecModel
+from selfspec.apps.bench import forecast
+from selfspec.apps.bench.forecast import DeviceSpeed
 from selfspec.apps.cli import info
 from selfspec.heads import LensHead, save_heads
 from selfspec.schedule.profile import PROFILE_NAME, Place, Profile
@@ -28,9 +30,14 @@ def test_info_says_what_the_model_is():
 
 def test_info_needs_no_weights_and_says_the_same_with_them(folder, monkeypatch):
     common = ("info", "--model", folder, "--context", 100, "--json")
+    speed = DeviceSpeed(4, 1.0, {1: 0.2, 2: 0.2}, {40: {1: 1.2, 3: 1.5}}, 0.1, 0.0)
+    # Times differ from call to call.
+    monkeypatch.setattr(forecast, "measure_device", lambda *_: speed)
     without = one_object(call(*common))
     monkeypatch.setattr(info, "_without_weights", lambda path: None)
     assert one_object(call(*common)) == without
+    gains = without["fitting"]["speedups"]
+    assert 0 < gains["200000"] < gains["1000000"] < gains["5000000"]
 
 
 def test_info_lists_heads(folder, tmp_path):

@@ -175,7 +175,7 @@ def write_heads(
     told = fitted_by.read_text(encoding="utf-8")
 
     def fill(folder: Path) -> None:
-        save_heads(heads, spec.engine.decoder, folder, _stored_dtype(config))
+        save_heads(heads, spec.engine.decoder, folder, stored_dtype(config))
         (folder / CARD_NAME).write_text(heads_card(heads, config.target), encoding="utf-8")
         (folder / FIT_NAME).write_text(told, encoding="utf-8")
 
@@ -183,7 +183,7 @@ def write_heads(
     return config.folder
 
 
-def _stored_dtype(config: FitConfig) -> torch.dtype | None:
+def stored_dtype(config: FitConfig) -> torch.dtype | None:
     """The dtype in which the target's weights are stored; heads get the same."""
     dtype = load_config(config.source).dtype
     return dtype if isinstance(dtype, torch.dtype) else None

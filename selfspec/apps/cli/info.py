@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from selfspec.schedule.profile import Profile
 
 
+_TOKENS = (200_000, 1_000_000, 5_000_000)  # of text that a head would see
+
+
 def info(
     model: opt.Model = None,
     heads: opt.Heads = None,
@@ -179,22 +182,21 @@ def _of_draft(engine: Engine, draft: DraftConfig) -> dict[str, Any]:
 
 
 def expected_of_fitting(decoder: Decoder) -> dict[str, Any]:
-    """Cost of a draft from a head on the embeddings, and speedups by acceptance rate.
+    """The head that `selfspec fit` would choose for a million tokens of text.
 
-    The speedup is over plain decoding, as `auto` expects it before it has measured any round: four
-    drafts at most.
+    Its draft cost is in plain steps; its speedups over plain decoding go by the tokens that it has
+    seen.
     """
-    from selfspec.schedule import Rounds
+    import torch
 
-    layer, readout = (
-        sum(p.numel() for p in module.parameters())
-        for module in (decoder.layers[0], decoder.lm_head)
-    )
-    cost = (layer + readout) / (decoder.depth * layer + readout)
-    speedups = {
-        rate: Rounds(cost, (rate, rate), longest=4).speedup() for rate in (0.5, 0.6, 0.7, 0.8)
-    }
-    return {"draft_cost": cost, "speedups": speedups}
+    from selfspec.apps.bench.forecast import COVERAGE, Advice, device_speed, forecast
+
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    speed = device_speed(decoder, device, decoder.dtype)
+    coverage = {size: share for size, share in COVERAGE.items() if size < decoder.vocab_size}
+    best = Advice.of(decoder, speed, coverage | {0: 1.0}, _TOKENS[1]).best
+    speedups = {tokens: forecast(decoder, speed, best, tokens).speedup for tokens in _TOKENS}
+    return {**best.head, "draft_cost": best.cost, "speedups": speedups}
 
 
 def info_table(facts: dict[str, Any]) -> Table:
@@ -259,11 +261,12 @@ def _default_draft(draft: dict[str, Any]) -> str:
 
 def _fitting(model: str, fitting: dict[str, Any]) -> str:
     """The speedup to expect from a fitted head, and how to fit one."""
-    rates = ", ".join(
-        f"{gain:.1f}x at .{rate * 10:.0f}" for rate, gain in fitting["speedups"].items()
+    gains = ", ".join(
+        f"{gain:.1f}x after {in_units(tokens)}" for tokens, gain in fitting["speedups"].items()
     )
+    size = f"{fitting['vocab_size']:,}" if fitting["vocab_size"] else "all"
     return (
-        f"a draft from the embeddings would cost {fitting['draft_cost']:.2f} of a step;\nexpected "
-        f"over plain decoding, by acceptance rate: {rates}\n"
-        f"fit one: selfspec fit {model} --text FILES"
+        f"{fitting['kind']} at exit {fitting['exit_layer']}, drafting {size} tokens; a draft would "
+        f"cost {fitting['draft_cost']:.2f} of a step;\nexpected over plain decoding, by tokens of "
+        f"text: {gains}\nfit one: selfspec fit {model} --text FILES"
     )
