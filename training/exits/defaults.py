@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Mapping
 from itertools import chain
 from pathlib import Path
@@ -36,6 +37,7 @@ _BATCH = 4  # blocks of a step on a CPU
 _UNROLL = 0.6  # share of the run before which only the first draft is trained
 _DEPTHS = 3  # drafts in a row after that
 _KEPT = 2**25  # bytes: the allocator of a CPU returns larger tensors to the system after every use
+_DISK = 0.1  # share of the free space that features may take
 _RATE, _WIDTH = 0.006, 256  # learning rate of heads up to this width
 
 
@@ -68,14 +70,16 @@ def complete(
     config = parse(FitConfig, _filled(given, chosen), source)
     counted = _count(config, given.get("loop", {}))
     chosen["loop"] = _of_size(counted, given.get("loop", {}))
-    if "heads" not in given:
-        chosen["heads"] = _heads_of_run(config)
-    if not chosen["heads"]:
+    before = _config_of_run(config)
+    if "heads" in before:
+        chosen["heads"] = before["heads"]
+    elif "heads" not in given:
         best = _choose(config, decoder, counted, show, force)
         chosen["heads"] = [best.head]
         chosen["measure"]["num_draft_tokens"] = best.num_draft_tokens
     config = parse(FitConfig, _filled(given, chosen), source)
     chosen["loop"]["micro_batch_size"] = _blocks_of_a_pass(config, decoder)
+    chosen["features"] = before.get("features") or _features(config, decoder, counted)
     return parse(FitConfig, _filled(given, chosen), source)
 
 
@@ -128,10 +132,27 @@ def _of_target(decoder: Decoder, loss: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _heads_of_run(config: FitConfig) -> list[dict[str, Any]]:
-    """The heads of the run that is in the output folder; none if there is no run."""
+def _config_of_run(config: FitConfig) -> dict[str, Any]:
+    """The config of the run that is in the output folder; empty if there is none."""
     path = Path(config.output) / CONFIG_NAME
-    return read_config(path, ())["heads"] if path.is_file() else []
+    return read_config(path, ()) if path.is_file() else {}
+
+
+def _features(config: FitConfig, decoder: Decoder, counted: _Counted) -> dict[str, Any] | None:
+    """A cache of the target's features, if the text is read again and there is space for them.
+
+    It saves the target's pass, most of the time of a fit, from the second reading on.
+    """
+    if counted.text is None or counted.tokens < _PASSES * counted.text:
+        return None
+    streams = {layer for head in config.heads for layer in new_head(decoder, head).input_layers}
+    numbers = counted.text * decoder.config.hidden_size * (len(streams) + 1)
+    folder = Path(config.output)
+    there = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    if numbers * torch.bfloat16.itemsize > _DISK * shutil.disk_usage(there).free:
+        return None
+    dtype = "bfloat16" if config.loop.precision == "bf16" else "float32"
+    return {"folder": str(folder / "features"), "dtype": dtype, "keep": False}
 
 
 class _Counted(NamedTuple):
@@ -140,12 +161,14 @@ class _Counted(NamedTuple):
     Attributes:
         steps: that go over it as often as a fit does.
         tokens: that they see.
+        text: its tokens, or `None` if it is longer than what they see.
         learned: `[vocab]` how often each token is a target in all but every tenth document.
         others: `[vocab]` the same in every tenth document.
     """
 
     steps: int
     tokens: int
+    text: int | None
     learned: Tensor
     others: Tensor
 
@@ -161,16 +184,17 @@ def _count(config: FitConfig, given: Mapping[str, Any]) -> _Counted:
     step = given.get("batch_size", _batch_size()) * config.block_size
     most = given.get("steps", _MOST) * step
     tokenizer, vocab = load_tokenizer(config.source), _vocab_size(config)
-    counts, tokens = torch.zeros(2, vocab, dtype=torch.long), 0
+    counts, tokens, whole = torch.zeros(2, vocab, dtype=torch.long), 0, True
     read = (tokenize(source, tokenizer, silent=True) for source in config.data)  # again by the fit
     for number, document in enumerate(chain.from_iterable(read)):
         learned = torch.tensor(document.tokens)[torch.tensor(document.trained)]
         counts[int(number % 10 == 9)] += learned.bincount(minlength=vocab)
         tokens += len(document.tokens)
         if tokens * _PASSES >= most:
+            whole = False
             break
     steps = given.get("steps") or min(_MOST, max(_FEWEST, math.ceil(tokens * _PASSES / step)))
-    return _Counted(steps, steps * step, *counts)
+    return _Counted(steps, steps * step, tokens if whole else None, *counts)
 
 
 def _vocab_size(config: FitConfig) -> int:
