@@ -197,6 +197,26 @@ def test_a_wide_model_learns_slower_and_weights_are_those_of_its_drafts(monkeypa
     assert wide["loss"]["depth_weights"] == [1, 0.5]
 
 
+def test_features_are_kept_while_a_text_is_read_twice_if_there_is_space(made, fitted, monkeypatch):
+    given = {"target": str(made / "target"), "data": [{"files": [str(made / "text.txt")]}]}
+    given |= {"output": str(made / "new")}
+    chosen = defaults.complete(given, "test").features
+    assert chosen is not None and not chosen.keep and chosen.folder == str(made / "new/features")
+    assert defaults.complete({**given, "loop": {"steps": 1}}, "test").features is None
+    monkeypatch.setattr(defaults, "_DISK", 0.0)
+    assert defaults.complete(given, "test").features is None
+
+
+def test_features_that_are_not_kept_are_gone_when_the_heads_are_there(made):
+    folder = made / "passing"
+    own = f"features={{folder: {folder / 'features'}, dtype: float32, keep: false}}"
+    options = ("--text", made / "*.txt", "--output", folder, own, *QUICK)
+    assert "heads: " in call("fit", made / "target", *options).stdout
+    assert not (folder / "features").exists()
+    again = call("fit", made / "target", *options).stdout  # without making them anew
+    assert "is complete at step 3" in again and not (folder / "features").exists()
+
+
 def test_a_run_goes_on_with_its_head_whatever_the_device_does_now(made, fitted, monkeypatch):
     monkeypatch.setattr(defaults, "device_speed", lambda *_: SLOW)
     options = ("--text", made / "*.txt", "--output", made / "run", *QUICK)
