@@ -20,6 +20,9 @@ Kernels = Literal["auto", "eager", "prepacked", "compiled", "graphs"]
 # Dtype of the KV cache: that of the layers, or int8.
 KVCacheDtype = Literal["auto", "int8"]
 
+# Bits of the copies of weights that passes which draft may read.
+Precision = Literal["int8", "int4"]
+
 # Default numbers of drafts: of the `optimal` schedule (the most), and of single drafters.
 _LONGEST = 12
 _LENGTHS = {"prompt_lookup": 40, "auto": _LONGEST}
@@ -162,6 +165,15 @@ class DraftConfig(StrictConfig):
             to cost more time than it saves.
         confidence: threshold in (0, 1) of the schedule `"confidence"`.
         draft_model: folder or id of the smaller model of `two_model`.
+        precision: what the weights are rounded to that drafting reads, in a copy that is made when
+            it is first needed; `None` reads the model's own.
+        window: drafts attend to this number of the most recent keys, and to the first ones
+            (StreamingLLM, Xiao et al. 2024); `None` for all keys.
+        sinks: the number of these first keys.
+        approximate: where `precision` and `window` apply. `"head"`: in the LM head and in a head's
+            own layer. `"all"`: also in the layers that draft, after which verification starts at
+            layer 0. `None`: in all if `exit_layer` is the depth of the model or `window` is given,
+            else in the head.
         tree: the shape of trees.
         lookup: how `prompt_lookup`, `cascade` and `auto` find earlier occurrences.
         lookahead: the branches of `lookahead`.
@@ -179,6 +191,10 @@ class DraftConfig(StrictConfig):
     schedule: Literal["fixed", "confidence", "optimal"] = "fixed"
     confidence: float = Field(default=0.4, gt=0, lt=1)
     draft_model: str | None = None
+    precision: Precision | None = None
+    window: int | None = Field(default=None, ge=1)
+    sinks: int = Field(default=4, ge=0)
+    approximate: Literal["head", "all"] | None = None
     tree: TreeConfig = TreeConfig()
     lookup: LookupConfig = LookupConfig()
     lookahead: LookaheadConfig = LookaheadConfig()
@@ -191,6 +207,16 @@ class DraftConfig(StrictConfig):
         if self.num_draft_tokens is not None:
             return self.num_draft_tokens
         return _LONGEST if self.schedule == "optimal" else _LENGTHS.get(self.drafter, 4)
+
+    @property
+    def approximates(self) -> bool:
+        """Whether drafting does something otherwise than the model."""
+        return self.precision is not None or self.window is not None
+
+    @property
+    def approximated(self) -> tuple[Any, ...]:
+        """What tells approximate drafts from one another; empty for exact ones."""
+        return (self.precision, self.window, self.approximate) if self.approximates else ()
 
     @model_validator(mode="before")
     @classmethod
@@ -208,6 +234,20 @@ class DraftConfig(StrictConfig):
             raise ValueError(
                 f"num_draft_tokens must be at least 1, got {self.num_draft_tokens}; "
                 "to decode without drafts use drafter='none'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _something_is_approximated(self) -> Self:
+        if self.approximate is not None and not self.approximates:
+            raise ValueError(
+                f"approximate={self.approximate!r} says where precision and window apply; set one "
+                "of them, or leave it out"
+            )
+        if "sinks" in self.model_fields_set and self.window is None:
+            raise ValueError(
+                f"sinks={self.sinks} is a number of keys that drafts see beside those in window; "
+                "set window, or leave it out"
             )
         return self
 
