@@ -219,20 +219,19 @@ class SlotCache(Cache):
         partial = added and any(self.added_from)
         if active.view is not None:
             slots = active.view.slots
-            slots = slots if slots.dim() == 1 else slots[:, None]
         elif active.even and active.width <= WIDEST and not partial:
             return self._stairs.view(active, window, dtype)
         else:
-            slots = self._counted.wholes[0][0, : active.end]
+            slots = self._counted.wholes[0][:, : active.end]
         if active.tree is None:
-            mask = hide(slots, active.positions, window, dtype)
+            mask = hide(slots[:, None], active.positions, window, dtype)
         else:
             mask = tree_mask(active, active.tree, slots, self.committed, window, dtype)
         if partial:
             first = torch.tensor(self.added_from, device=self.device)[:, None, None]
-            mask = mask.masked_fill(slots < first, torch.finfo(dtype).min)
-        if slots.dim() > 1:
-            mask = mask.masked_fill(slots < 0, torch.finfo(dtype).min)
+            mask = mask.masked_fill(slots[:, None] < first, torch.finfo(dtype).min)
+        if active.view is not None and not active.view.uniform:
+            mask = mask.masked_fill(slots[:, None] < 0, torch.finfo(dtype).min)
         return mask[:, None]
 
     def update(

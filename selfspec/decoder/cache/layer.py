@@ -153,7 +153,7 @@ class View:
         back: slots from there to the first one written, per row.
         size: number of slots seen.
         sinks: number of first ones among them.
-        slots: `[size]` or `[rows, size]` the slots; -1 for none.
+        slots: `[1, size]` or `[rows, size]` the slots; -1 for none.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class View:
         self.uniform = len(set(self.firsts)) == 1 == len(set(self.back))
         if self.uniform:
             first = self.firsts[0]
-            self.slots = torch.cat([counted[:sinks], counted[first : first + seen]])
+            self.slots = torch.cat([counted[:sinks], counted[first : first + seen]])[None]
         else:
             firsts = torch.tensor(self.firsts, device=counted.device)[:, None]
             near = firsts + counted[:seen]
