@@ -26,6 +26,7 @@ Precision = Literal["int8", "int4"]
 # Default numbers of drafts: of the `optimal` schedule (the most), and of single drafters.
 _LONGEST = 12
 _LENGTHS = {"prompt_lookup": 40, "auto": _LONGEST}
+_SINKS = 4  # first keys that a window keeps, as StreamingLLM does
 
 
 class StrictConfig(BaseModel):
@@ -193,7 +194,7 @@ class DraftConfig(StrictConfig):
     draft_model: str | None = None
     precision: Precision | None = None
     window: int | None = Field(default=None, ge=1)
-    sinks: int = Field(default=4, ge=0)
+    sinks: int = Field(default=_SINKS, ge=0)
     approximate: Literal["head", "all"] | None = None
     tree: TreeConfig = TreeConfig()
     lookup: LookupConfig = LookupConfig()
@@ -212,6 +213,12 @@ class DraftConfig(StrictConfig):
     def approximates(self) -> bool:
         """Whether drafting does something otherwise than the model."""
         return self.precision is not None or self.window is not None
+
+    def approximates_layers(self, whole: bool) -> bool:
+        """Whether layers are approximate, too; `whole` if all of the model's draft."""
+        if self.approximate is None:
+            return self.window is not None or (whole and self.approximates)
+        return self.approximate == "all"
 
     @property
     def approximated(self) -> tuple[Any, ...]:
@@ -244,7 +251,7 @@ class DraftConfig(StrictConfig):
                 f"approximate={self.approximate!r} says where precision and window apply; set one "
                 "of them, or leave it out"
             )
-        if "sinks" in self.model_fields_set and self.window is None:
+        if self.sinks != _SINKS and self.window is None:
             raise ValueError(
                 f"sinks={self.sinks} is a number of keys that drafts see beside those in window; "
                 "set window, or leave it out"

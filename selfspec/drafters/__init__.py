@@ -69,28 +69,22 @@ def _approximation(drafter: Drafter, config: DraftConfig) -> Approximation:
         )
     reader = getattr(drafter, "reader", None)
     depth = model.depth if reader is None else reader.head.exit_layer
-    layers = _takes_layers(config, depth == model.depth and reader is not None)
-    has_keys = isinstance(reader, LayerReader)
-    if config.window is not None and not has_keys and not (layers and depth):
+    whole = reader is not None and depth == model.depth
+    layers = config.approximates_layers(whole) and depth > 0
+    if whole and not layers:
+        raise ValueError(
+            "approximate='head' leaves the layers as they are, and with exit_layer at the depth of "
+            "the model all of them draft; leave approximate out, or choose a lower exit_layer"
+        )
+    if config.window is not None and not layers and not isinstance(reader, LayerReader):
         raise ValueError(
             f"window={config.window} limits the keys of layers that draft, and here drafts come "
             "from none that reads keys one by one; leave it out, or set approximate='all' with an "
             "exit above the embeddings"
         )
-    made = Approximation(config.precision, config.window, config.sinks, layers and depth > 0)
+    made = Approximation(config.precision, config.window, config.sinks, layers)
     model.check_approximation(made)
     return made
-
-
-def _takes_layers(config: DraftConfig, whole: bool) -> bool:
-    if config.approximate is None:
-        return whole or config.window is not None
-    if whole and config.approximate == "head":
-        raise ValueError(
-            "approximate='head' leaves the layers as they are, and with exit_layer at the depth of "
-            "the model all of them draft; leave approximate out, or choose a lower exit_layer"
-        )
-    return config.approximate == "all"
 
 
 def _check_choices(config: DraftConfig) -> None:

@@ -27,6 +27,8 @@ from selfspec.decoder.quantized import is_quantized
 
 Part = Literal["layers", "head"]
 
+_OPS: Any = torch.ops.aten
+
 _DTYPE = torch.bfloat16  # of activations: in the others these products are slower than plain ones
 # Tokens that a product takes at once. With more of them, on a CPU, one of the full weights is as
 # fast, and so it is taken.
@@ -63,7 +65,7 @@ class LowPrecisionLinears:
     def forwards(self, parts: Mapping[Part, Sequence[nn.Module]]) -> Iterator[tuple[Any, Forward]]:
         """The linear layers of wanted parts, each with its replacement."""
         self._copies, self._fresh = {}, set()
-        for part in {part for _, part in self.wanted}:
+        for part in parts.keys() & {part for _, part in self.wanted}:
             copies = self._copies[part] = []
             for modules in _linears(parts[part]):
                 copy = _Copies(modules)
@@ -84,6 +86,11 @@ class LowPrecisionLinears:
                 self._fresh.add(need)
         self.active = {part: precision for precision, part in needs}
         self.owner = threading.get_ident()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copies that there are."""
+        return sum(copy.nbytes for copies in self._copies.values() for copy in copies)
 
     def _takes(self, part: Part, input: Tensor) -> bool:
         if part not in self.active or self.owner != threading.get_ident():
@@ -132,6 +139,12 @@ class _Copies:
             with torch.inference_mode(False):  # copies outlive this call
                 weights = KINDS[precision](self._modules)
             self._held[precision] = _Held(weights, sums)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copies that there are."""
+        made = (tensor for held in self._held.values() for tensor in held.weights.tensors)
+        return sum(tensor.nbytes for tensor in made)
 
     def product(self, precision: Precision, input: Tensor) -> Tensor:
         """Outputs `[..., out]` of all layers for an input `[..., in]`."""
@@ -193,7 +206,7 @@ class Int8Weights(RoundedWeights):
         states = _padded(states, numbers.shape[1])
         if states.data_ptr() % _ALIGNED:
             states = states.clone()
-        return torch._weight_int8pack_mm(states.contiguous(), numbers, scales)
+        return _OPS._weight_int8pack_mm(states.contiguous(), numbers, scales)
 
     @staticmethod
     def nbytes(outputs: int, inputs: int) -> int:
@@ -217,17 +230,17 @@ class Int4Weights(RoundedWeights):
         numbers, scales, zeros = round_to_4_bits(piece.unflatten(1, (-1, self._group)))
         numbers = numbers.flatten(1)
         if piece.device.type == "cpu":
-            packed = torch._convert_weight_to_int4pack_for_cpu(numbers, 1)
+            packed = _OPS._convert_weight_to_int4pack_for_cpu(numbers, 1)
         else:
             bytes_ = (numbers[:, ::2] << 4 | numbers[:, 1::2]).to(torch.uint8)
-            packed = torch._convert_weight_to_int4pack(bytes_, _TILES)
+            packed = _OPS._convert_weight_to_int4pack(bytes_, _TILES)
         return packed, torch.stack([scales.T, zeros.T], dim=-1).contiguous()
 
     def _product(self, states: Tensor) -> Tensor:
         numbers, scales = self.tensors
         states = _padded(states, len(scales) * self._group).contiguous()
         on_cpu = states.device.type == "cpu"
-        product = torch._weight_int4pack_mm_for_cpu if on_cpu else torch._weight_int4pack_mm
+        product = _OPS._weight_int4pack_mm_for_cpu if on_cpu else _OPS._weight_int4pack_mm
         return product(states, numbers, self._group, scales)
 
     @staticmethod
@@ -305,6 +318,15 @@ def copy_bytes(roots: Iterable[nn.Module], precision: Precision) -> int:
         for modules in _linears(roots)
     ]
     return sum(KINDS[precision].nbytes(*size) for size in sizes)
+
+
+def bytes_read(root: nn.Module, precision: Precision | None) -> int:
+    """Bytes of a module's weights that a draft reads, with copies of the linear layers."""
+    everything = sum(weight.nbytes for weight in root.parameters())
+    if precision is None:
+        return everything
+    copied = sum(m.weight.nbytes for modules in _linears([root]) for m in modules)
+    return everything - copied + copy_bytes([root], precision)
 
 
 def refuse_copies(roots: Sequence[nn.Module], what: str) -> None:
