@@ -95,7 +95,7 @@ def drafts_of(depth: int, windows: Sequence[int], drafts: int) -> dict[str, Draf
 def measure(text: LongText, drafts: dict[str, DraftConfig], turns: int) -> Table:
     """Run all drafts in turn with plain decoding."""
     plain = DraftConfig(drafter="none")
-    text.run(plain)
+    before = text.run(plain)
     ratios: dict[str, list[float]] = {name: [] for name in drafts}
     last: dict[str, Run] = {}
     for turn in range(turns + 1):  # the first one makes the copies

@@ -227,7 +227,7 @@ def test_four_bits_are_the_nearest_of_sixteen_values():
 
 
 def test_pieces_are_packed_as_the_whole_would_be():
-    linear = nn.Linear(64, 4096 + 48, bias=False)
+    linear = nn.Linear(64, 2 * 256 + 48, bias=False)
     packed, _ = Int4Weights([linear]).tensors
     numbers, _, _ = round_to_4_bits(linear.weight.detach().unflatten(1, (-1, 64)))
     assert torch.equal(packed, torch._convert_weight_to_int4pack_for_cpu(numbers.flatten(1), 1))

@@ -36,7 +36,7 @@ _MOST_TOKENS = {"cpu": 4, "cuda": 16}
 _OUTPUTS = 16  # 4-bit products compute a multiple of this number
 _GROUP, _SMALL_GROUP = 64, 32  # inputs with a common scale; the small one where the other is uneven
 _ALIGNED = 32  # bytes: `_weight_int8pack_mm` loads vectors of this size
-_PIECE = 4096  # rows that are rounded at a time: the whole LM head in float32 may not fit
+_PIECE = 256  # rows that are rounded at a time, so that they stay in the processor's cache
 
 
 class LowPrecisionLinears:
@@ -303,8 +303,8 @@ def _linears(roots: Iterable[nn.Module]) -> Iterator[list[Any]]:
 
 
 def _is_linear(module: Any) -> bool:
-    if type(module) not in (nn.Linear, Conv1D):
-        return False
+    if type(module) not in (nn.Linear, Conv1D) or "_hf_hook" in module.__dict__:
+        return False  # device hooks move its input, or bring its weights
     weight = module.weight
     plain = type(weight) is nn.Parameter and weight.is_floating_point() and not is_quantized(weight)
     # A copy of a smaller one, such as an adapter's, would not be smaller than it.
@@ -336,10 +336,6 @@ def refuse_copies(roots: Sequence[nn.Module], what: str) -> None:
         roots: the modules.
         what: their name in the message.
     """
-    for root in roots:
-        for part in root.modules():
-            if "_hf_hook" in part.__dict__ and getattr(part._hf_hook, "offload", False):
-                raise ValueError(f"precision: {what} is offloaded, {_INSTEAD}")
     copied = {id(m.weight) for modules in _linears(roots) for m in modules}
     weights = {id(w): (n, w) for r in roots for n, w in r.named_parameters() if w.dim() > 1}
     left = [(name, weight) for key, (name, weight) in weights.items() if key not in copied]
@@ -360,4 +356,6 @@ def _reason(weight: Tensor) -> str:
         return "a weight is quantized already"
     if weight.dim() == 3:
         return "weights of experts are stacked in three dimensions"
+    if weight.is_meta:
+        return "a weight is offloaded"
     return f"a weight of shape {tuple(weight.shape)} belongs to no plain linear layer"
