@@ -52,7 +52,7 @@ class LongText:
             for block in ids[:, :-1].split(512, dim=1):
                 spec.causal_lm(block, past_key_values=self.cache, logits_to_keep=1)
 
-    def run(self, draft: DraftConfig) -> Run:
+    def run(self, draft: DraftConfig, new: int | None = None) -> Run:
         """Continue the prompt; the time of the first token, which copies the cache, is left out."""
         began = [0.0]
 
@@ -68,7 +68,7 @@ class LongText:
         output: Any = self.spec.generate(
             self.ids,
             draft=draft,
-            max_new_tokens=self.new,
+            max_new_tokens=new or self.new,
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
@@ -93,17 +93,18 @@ def drafts_of(depth: int, windows: Sequence[int], drafts: int) -> dict[str, Draf
 
 
 def measure(text: LongText, drafts: dict[str, DraftConfig], turns: int) -> Table:
-    """Run all drafts in turn with plain decoding."""
+    """Run all drafts in turn, each between two runs of plain decoding."""
     plain = DraftConfig(drafter="none")
-    before = text.run(plain)
     ratios: dict[str, list[float]] = {name: [] for name in drafts}
     last: dict[str, Run] = {}
-    for turn in range(turns + 1):  # the first one makes the copies
+    for draft in drafts.values():
+        text.run(draft, new=3)  # makes the copies
+    before = text.run(plain)
+    for _ in range(turns):
         for name, draft in drafts.items():
-            before, run, after = text.run(plain), text.run(draft), text.run(plain)
-            last[name] = run
-            if turn:
-                ratios[name].append((before.seconds + after.seconds) / 2 / run.seconds)
+            last[name], after = text.run(draft), text.run(plain)
+            ratios[name].append((before.seconds + after.seconds) / 2 / last[name].seconds)
+            before = after
     table = Table("draft", "accepted", "tokens a round", "speed over plain", "same text")
     for name, run in last.items():
         stats, speed = run.stats, statistics.median(ratios[name])

@@ -229,7 +229,7 @@ def test_four_bits_are_the_nearest_of_sixteen_values():
 def test_pieces_are_packed_as_the_whole_would_be():
     linear = nn.Linear(64, 2 * 256 + 48, bias=False)
     packed, _ = Int4Weights([linear]).tensors
-    numbers, _, _ = round_to_4_bits(linear.weight.detach().unflatten(1, (-1, 64)))
+    numbers, _, _ = round_to_4_bits(linear.weight.detach().unflatten(1, (-1, 32)))
     assert torch.equal(packed, torch._convert_weight_to_int4pack_for_cpu(numbers.flatten(1), 1))
 
 
@@ -264,7 +264,7 @@ def test_what_info_announces_is_what_is_taken(precision):
     draft = {"exit_layer": decoder.depth, "precision": precision}
     spec.generate(torch.tensor([[5, 6, 7]]), draft=draft, max_new_tokens=4)
     assert sum(announced) == decoder.gates.low_precision.nbytes
-    assert sum(announced) < {"int8": 0.55, "int4": 0.33}[precision] * sum(
+    assert sum(announced) < {"int8": 0.55, "int4": 0.35}[precision] * sum(
         part.weight.nbytes
         for root in (*decoder.layers, decoder.lm_head, *spec.heads)
         for part in root.modules()

@@ -393,11 +393,11 @@ class Decoder:
             with self:
                 return Decoder.run(self, tokens, span, slots, *rest)
         window = slots.window(tokens.shape[1], offset, tree, paged=prompt is None)
-        active = gates.approximation
-        if active is not None and active.window is not None:
+        otherwise = gates.approximation
+        if otherwise is not None and otherwise.window is not None:
             alone = own is not None and span.start == span.stop - 1
-            if alone or active.layers:
-                window.view = slots.view(window, active.sinks, active.window)
+            if alone or otherwise.layers:
+                window.view = slots.view(window, otherwise.sinks, otherwise.window)
         outer = slots.turn(window, {} if own is None else own.kv_layers(span.stop - 1))
         try:
             masks = self._masks.of_slots(slots, window, hidden, added=own is not None)
@@ -406,7 +406,7 @@ class Decoder:
                 return self._run_standalone(own, active, tokens, window.positions, slots, embeds)
             if (span.start > 0 or skips is not None) and gates.returned_values is None:
                 raise RuntimeError("run all layers once before a pass that leaves some of them out")
-            active.skips, active.ends = skips, ends
+            active.skips, active.ends, active.approximation = skips, ends, otherwise
             if prompt is not None:
                 active.masks = {}
                 return self._runner.run_around(active, prompt, slots)

@@ -34,7 +34,9 @@ _DTYPE = torch.bfloat16  # of activations: in the others these products are slow
 # fast, and so it is taken.
 _MOST_TOKENS = {"cpu": 4, "cuda": 16}
 _OUTPUTS = 16  # 4-bit products compute a multiple of this number
-_GROUP, _SMALL_GROUP = 64, 32  # inputs with a common scale; the small one where the other is uneven
+# Inputs with a common scale. That of most 4-bit files, so that a checkpoint made from one gets its
+# own values back.
+_GROUP = 32
 _ALIGNED = 32  # bytes: `_weight_int8pack_mm` loads vectors of this size
 _PIECE = 256  # rows that are rounded at a time, so that they stay in the processor's cache
 
@@ -138,6 +140,9 @@ class _Copies:
         if held is None or not all(map(torch.equal, held.sums, sums)):
             with torch.inference_mode(False):  # copies outlive this call
                 weights = KINDS[precision](self._modules)
+            if held is not None:  # recorded graphs read the tensors that there are
+                weights.move_into(held.weights)
+                weights = held.weights
             self._held[precision] = _Held(weights, sums)
 
     @property
@@ -177,6 +182,14 @@ class RoundedWeights(ABC):
     @abstractmethod
     def nbytes(outputs: int, inputs: int) -> int:
         """Bytes of a copy."""
+
+    def move_into(self, other: RoundedWeights) -> None:
+        """Overwrite an earlier copy of the same layers with this one."""
+        pairs = zip(other.tensors, self.tensors, strict=True)
+        for there, here in pairs:
+            there.copy_(here)
+        if self._bias is not None and other._bias is not None:
+            other._bias.copy_(self._bias)
 
     def __call__(self, input: Tensor) -> Tensor:
         """Outputs `[..., out]`, in the dtype of the input `[..., in]`."""
@@ -218,7 +231,7 @@ class Int4Weights(RoundedWeights):
     """Weights in 4 bits, with a scale and a zero for each group of inputs."""
 
     def _pack(self, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        self._group, wide = _group_of(self.inputs), _up(self.inputs, _group_of(self.inputs))
+        wide = _up(self.inputs, _GROUP)
         parts = [
             self._pack_piece(pad(piece, (0, wide - self.inputs, 0, _lack(len(piece)))))
             for piece in _pieces(weights)
@@ -227,7 +240,7 @@ class Int4Weights(RoundedWeights):
         return torch.cat(numbers), torch.cat(scales, dim=1)
 
     def _pack_piece(self, piece: Tensor) -> tuple[Tensor, Tensor]:
-        numbers, scales, zeros = round_to_4_bits(piece.unflatten(1, (-1, self._group)))
+        numbers, scales, zeros = round_to_4_bits(piece.unflatten(1, (-1, _GROUP)))
         numbers = numbers.flatten(1)
         if piece.device.type == "cpu":
             packed = _OPS._convert_weight_to_int4pack_for_cpu(numbers, 1)
@@ -238,17 +251,16 @@ class Int4Weights(RoundedWeights):
 
     def _product(self, states: Tensor) -> Tensor:
         numbers, scales = self.tensors
-        states = _padded(states, len(scales) * self._group).contiguous()
+        states = _padded(states, len(scales) * _GROUP).contiguous()
         on_cpu = states.device.type == "cpu"
         product = _OPS._weight_int4pack_mm_for_cpu if on_cpu else _OPS._weight_int4pack_mm
-        return product(states, numbers, self._group, scales)
+        return product(states, numbers, _GROUP, scales)
 
     @staticmethod
     def nbytes(outputs: int, inputs: int) -> int:
         """Bytes of a copy."""
-        group = _group_of(inputs)
-        wide, rows = _up(inputs, group), _up(outputs, _OUTPUTS)
-        return rows * wide // 2 + rows * (wide // group) * 2 * _DTYPE.itemsize
+        wide, rows = _up(inputs, _GROUP), _up(outputs, _OUTPUTS)
+        return rows * wide // 2 + rows * (wide // _GROUP) * 2 * _DTYPE.itemsize
 
 
 KINDS: dict[Precision, type[RoundedWeights]] = {"int8": Int8Weights, "int4": Int4Weights}
@@ -274,10 +286,6 @@ def _pieces(weights: Sequence[Tensor]) -> Iterator[Tensor]:
     """Rows of several weights, some at a time, in float32."""
     for piece in torch.cat([*weights]).split(_PIECE):
         yield piece.float()
-
-
-def _group_of(inputs: int) -> int:
-    return _SMALL_GROUP if inputs % _GROUP else _GROUP
 
 
 def _up(number: int, unit: int) -> int:
@@ -308,7 +316,7 @@ def _is_linear(module: Any) -> bool:
     weight = module.weight
     plain = type(weight) is nn.Parameter and weight.is_floating_point() and not is_quantized(weight)
     # A copy of a smaller one, such as an adapter's, would not be smaller than it.
-    return plain and min(weight.shape) >= _SMALL_GROUP
+    return plain and min(weight.shape) >= _GROUP
 
 
 def copy_bytes(roots: Iterable[nn.Module], precision: Precision) -> int:
