@@ -168,6 +168,7 @@ class DraftConfig(StrictConfig):
         draft_model: folder or id of the smaller model of `two_model`.
         precision: what the weights are rounded to that drafting reads, in a copy that is made when
             it is first needed; `None` reads the model's own.
+        lm_head_precision: the same of the model's LM head; `None` takes `precision`.
         window: drafts attend to this number of the most recent keys, and to the first ones
             (StreamingLLM, Xiao et al. 2024); `None` for all keys.
         sinks: the number of these first keys.
@@ -193,6 +194,7 @@ class DraftConfig(StrictConfig):
     confidence: float = Field(default=0.4, gt=0, lt=1)
     draft_model: str | None = None
     precision: Precision | None = None
+    lm_head_precision: Precision | None = None
     window: int | None = Field(default=None, ge=1)
     sinks: int = Field(default=_SINKS, ge=0)
     approximate: Literal["head", "all"] | None = None
@@ -212,7 +214,7 @@ class DraftConfig(StrictConfig):
     @property
     def approximates(self) -> bool:
         """Whether drafting does something otherwise than the model."""
-        return self.precision is not None or self.window is not None
+        return bool(self.precision or self.lm_head_precision or self.window)
 
     def approximates_layers(self, whole: bool) -> bool:
         """Whether layers are approximate, too; `whole` if all of the model's draft."""
@@ -223,7 +225,11 @@ class DraftConfig(StrictConfig):
     @property
     def approximated(self) -> tuple[Any, ...]:
         """What tells approximate drafts from one another; empty for exact ones."""
-        return (self.precision, self.window, self.approximate) if self.approximates else ()
+        return (
+            (self.precision, self.lm_head_precision, self.window, self.approximate)
+            if self.approximates
+            else ()
+        )
 
     @model_validator(mode="before")
     @classmethod

@@ -28,6 +28,7 @@ HOW = {
     "int8": {"precision": "int8"},
     "int4": {"precision": "int4"},
     "window": {"window": 3, "sinks": 2},
+    "LM head": {"precision": "int4", "lm_head_precision": "int8"},
     "both": {"precision": "int4", "window": 3, "sinks": 2},
 }
 DEPTH = 4  # of `tiny_llama`
@@ -189,7 +190,8 @@ def test_more_bits_and_more_keys_are_accepted_more_often():
     model, whole = tiny_llama("seldom"), {"exit_layer": DEPTH}
     assert acceptance(model, window=100, **whole) == 1  # as many as there are
     eight, four = (acceptance(model, precision=p, **whole) for p in ("int8", "int4"))
-    assert 1 > eight > four > acceptance(model, exit_layer=EXIT)
+    mixed = acceptance(model, precision="int4", lm_head_precision="int8", **whole)
+    assert 1 > eight > mixed > four > acceptance(model, exit_layer=EXIT)
     few, some = (acceptance(model, window=window, **whole) for window in (2, 12))
     assert few < some < 1
 
@@ -263,8 +265,8 @@ def test_what_info_announces_is_what_is_taken(precision):
     announced = decoder.copy_bytes(precision)
     draft = {"exit_layer": decoder.depth, "precision": precision}
     spec.generate(torch.tensor([[5, 6, 7]]), draft=draft, max_new_tokens=4)
-    assert sum(announced) == decoder.gates.low_precision.nbytes
-    assert sum(announced) < {"int8": 0.55, "int4": 0.35}[precision] * sum(
+    assert sum(announced.values()) == decoder.gates.low_precision.nbytes
+    assert sum(announced.values()) < {"int8": 0.55, "int4": 0.35}[precision] * sum(
         part.weight.nbytes
         for root in (*decoder.layers, decoder.lm_head, *spec.heads)
         for part in root.modules()
@@ -324,7 +326,7 @@ def test_drafts_are_those_of_the_model_with_the_other_keys_hidden():
     with torch.inference_mode(), decoder:
         decoder.run(ids[:, :-1], Span(0, DEPTH), slots)
         slots.commit([19])
-        with decoder.approximating(Approximation(None, recent, sinks, True)):
+        with decoder.approximating(Approximation(window=recent, sinks=sinks, layers=True)):
             found = decoder.run(ids[:, -1:], Span(0, DEPTH), slots, unembed=True).output
     places = torch.arange(20)
     hidden = places > places[:, None]  # what is in the slots was computed in full
@@ -384,7 +386,7 @@ def test_layers_without_copies_are_refused_and_their_lm_head_is_not(model, messa
     decoder = Decoder(model())
     with pytest.raises(ValueError, match=message):
         decoder.check_approximation(Approximation("int4", layers=True))
-    decoder.check_approximation(Approximation("int4"))
+    decoder.check_approximation(Approximation("int4", "int4"))
 
 
 def test_a_window_needs_attention_that_does_not_count_keys():

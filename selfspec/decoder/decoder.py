@@ -27,7 +27,7 @@ from selfspec.decoder.families import (
     text_parts,
     unwrap,
 )
-from selfspec.decoder.kernels.low_precision import copy_bytes, refuse_copies
+from selfspec.decoder.kernels.low_precision import Part, copy_bytes, refuse_copies
 from selfspec.decoder.kernels.prepacked import choose_kernels
 from selfspec.decoder.masks import Masks, Packing
 from selfspec.decoder.own_layer import OwnLayer
@@ -257,7 +257,7 @@ class Decoder:
                 f"window: {name} biases attention by the index of a key, which leaving out others "
                 "would change; leave window out"
             )
-        if approximation.precision is None:
+        if approximation.precision is None and approximation.lm_head_precision is None:
             return
         if self.kernels == "compiled":
             raise ValueError(
@@ -269,8 +269,9 @@ class Decoder:
                 f"precision: torch has low-precision products on CPUs and CUDA devices, not on "
                 f"{self.device.type!r}; leave precision out"
             )
-        refuse_copies([self.lm_head], f"the LM head of {name}")
-        if approximation.layers:
+        if approximation.lm_head_precision is not None:
+            refuse_copies([self.lm_head], f"the LM head of {name}")
+        if approximation.layers and approximation.precision is not None:
             refuse_copies([*self.layers], f"the layers of {name}")
         self.gates.low_precision.want(approximation)
 
@@ -290,13 +291,10 @@ class Decoder:
         active = self.gates.approximation
         return active is not None and active.window is not None and not active.layers
 
-    def copy_bytes(self, precision: Precision) -> tuple[int, int]:
-        """Bytes of low-precision copies: of the LM head with the heads' modules, and of the layers.
-
-        See `Approximation.precision`.
-        """
+    def copy_bytes(self, precision: Precision) -> dict[Part, int]:
+        """Bytes of low-precision copies of the layers, the heads and the LM head."""
         parts = self.gates.parts()
-        return copy_bytes(parts["head"], precision), copy_bytes(parts["layers"], precision)
+        return {part: copy_bytes(modules, precision) for part, modules in parts.items()}
 
     def copy(self, module: ModuleT) -> ModuleT:
         """A deep copy of one of the target's modules, with full weights and without hooks.

@@ -267,8 +267,8 @@ class Gates:
             self.shadow(module.__dict__, "forward", self._by_length(module))
 
     def parts(self) -> dict[Part, list[nn.Module]]:
-        """What drafting reads: the layers; the LM head, and the modules of heads."""
-        return {"layers": [*self.layers], "head": [self.lm_head, *self.others]}
+        """What drafting reads: the layers, the modules of heads, and the LM head."""
+        return {"layers": [*self.layers], "heads": self.others, "lm_head": [self.lm_head]}
 
     @contextmanager
     def approximating(self, approximation: Approximation) -> Iterator[None]:

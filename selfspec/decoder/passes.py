@@ -61,6 +61,7 @@ class Approximation(NamedTuple):
 
     Attributes:
         precision: what the weights are rounded to that they read; `None` for the model's own.
+        lm_head_precision: the same of the model's LM head.
         window: the most recent keys that they see; `None` for all.
         sinks: the first keys that they see, too.
         layers: whether this holds for the model's layers, so that verification cannot resume from
@@ -68,6 +69,7 @@ class Approximation(NamedTuple):
     """
 
     precision: Precision | None = None
+    lm_head_precision: Precision | None = None
     window: int | None = None
     sinks: int = 0
     layers: bool = False

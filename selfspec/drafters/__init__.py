@@ -60,7 +60,8 @@ def make_drafter(engine: Engine, config: DraftConfig) -> Drafter:
 
 def _approximation(drafter: Drafter, config: DraftConfig) -> Approximation:
     """What the passes of a drafter do otherwise; ValueError for what cannot be done."""
-    model, key = drafter.drafting, "precision" if config.precision is not None else "window"
+    keys = ("precision", "lm_head_precision", "window")
+    model, key = drafter.drafting, next(key for key in keys if getattr(config, key) is not None)
     if model is None:
         raise ValueError(
             f"{key}={getattr(config, key)!r} is for drafts that a model makes, and "
@@ -82,7 +83,8 @@ def _approximation(drafter: Drafter, config: DraftConfig) -> Approximation:
             "from none that reads keys one by one; leave it out, or set approximate='all' with an "
             "exit above the embeddings"
         )
-    made = Approximation(config.precision, config.window, config.sinks, layers)
+    lm_head = config.lm_head_precision or config.precision
+    made = Approximation(config.precision, lm_head, config.window, config.sinks, layers)
     model.check_approximation(made)
     return made
 

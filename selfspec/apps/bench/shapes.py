@@ -315,7 +315,9 @@ def bytes_a_round(engine: Engine, draft: DraftConfig | None, tokens: int) -> int
     drafting = 1 if head.drafts_at_once else levels
     seen = kv if draft.window is None else min(kv, (draft.window + draft.sinks) * kv_of_token)
     own = bytes_read(head, draft.precision) + (seen if head.layer is not None else 0)
-    reading = drafting * (own + bytes_read(decoder.lm_head, draft.precision))
+    reading = drafting * (
+        own + bytes_read(decoder.lm_head, draft.lm_head_precision or draft.precision)
+    )
     whole = sum(layers) + unembed
     if not draft.approximates_layers(whole=head.exit_layer == decoder.depth):
         return whole + reading + drafting * sum(layers[: head.exit_layer])

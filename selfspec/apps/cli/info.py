@@ -150,9 +150,8 @@ def describe(engine: Engine, context: int | None, profile: Profile | None = None
         "state_bytes": sizes.states,
         "state_bytes_per_draft": sizes.draft,
         "low_precision": [
-            {"precision": precision, "head_bytes": head, "layer_bytes": layers}
+            {"precision": precision, "bytes": decoder.copy_bytes(precision)}
             for precision in get_args(Precision)
-            for head, layers in [decoder.copy_bytes(precision)]
         ],
         "exit_heads": [
             {
@@ -249,8 +248,11 @@ def info_table(facts: dict[str, Any]) -> Table:
 
 def _low_precision(copies: dict[str, Any]) -> str:
     """What the copies take that drafts with this precision read."""
-    head, layers = (in_units(copies[part], "B") for part in ("head_bytes", "layer_bytes"))
-    return f"{copies['precision']}: {head} for the LM head and heads, {layers} for the layers"
+    sizes = {part: in_units(size, "B") for part, size in copies["bytes"].items()}
+    return (
+        f"{copies['precision']}: {sizes['lm_head']} for the LM head, {sizes['heads']} for heads, "
+        f"{sizes['layers']} for the layers"
+    )
 
 
 def _default_draft(draft: dict[str, Any]) -> str:

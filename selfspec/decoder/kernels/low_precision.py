@@ -25,7 +25,7 @@ from selfspec.decoder.kernels.prepacked import Bundle, Forward, bundles, out_by_
 from selfspec.decoder.passes import Approximation
 from selfspec.decoder.quantized import is_quantized
 
-Part = Literal["layers", "head"]
+Part = Literal["layers", "heads", "lm_head"]
 
 _OPS: Any = torch.ops.aten
 
@@ -106,10 +106,12 @@ class LowPrecisionLinears:
 
 def _needs(approximation: Approximation) -> list[tuple[Precision, Part]]:
     precision = approximation.precision
-    if precision is None:
-        return []
-    parts: tuple[Part, ...] = ("head", "layers") if approximation.layers else ("head",)
-    return [(precision, part) for part in parts]
+    wanted: list[tuple[Precision | None, Part]] = [
+        (approximation.lm_head_precision, "lm_head"),
+        (precision, "heads"),
+        (precision if approximation.layers else None, "layers"),
+    ]
+    return [(each, part) for each, part in wanted if each is not None]
 
 
 # The copies of one bundle
