@@ -89,6 +89,8 @@ def drafts_of(depth: int, windows: Sequence[int], drafts: int) -> dict[str, Draf
                 name = f"{precision or 'own bits'}, {window or 'all'} keys"
                 draft = {**whole, "precision": precision, "window": window}
                 found[name] = DraftConfig.of(draft)
+        mixed = {"precision": "int4", "lm_head_precision": "int8", "window": window}
+        found[f"int4, LM head int8, {window or 'all'} keys"] = DraftConfig.of({**whole, **mixed})
     return found
 
 
