@@ -54,7 +54,12 @@ def spec_of(model, drafter):
 
 
 # Experts have no copies, which is refused below: there precision is for the LM head alone.
-CASES = [(name, how) for name in FAMILIES for how in HOW if (name, how) != ("mixtral", "both")]
+CASES = [
+    (name, how)
+    for name in FAMILIES
+    for how in HOW
+    if how != "LM head" and (name, how) != ("mixtral", "both")
+]
 
 
 @pytest.mark.parametrize("rows", [LONG_ROW, ALL_ROWS], ids=["one row", "ragged"])
@@ -85,6 +90,27 @@ def test_the_whole_model_drafts_for_itself(agreement, drafter, how):
     options = {"attention_mask": MASK, "max_new_tokens": 24}
     assert torch.equal(spec.generate(IDS, draft=draft, **options), expected)
     assert spec.last_stats.drafted > 0
+
+
+@pytest.mark.parametrize("how", ["int8", "both"])
+@pytest.mark.parametrize("drafter", MODEL_DRAFTERS)
+def test_rows_that_come_and_go(drafter, how):
+    model = tiny_llama("sometimes")
+    texts = [row[real.bool()].tolist() for row, real in zip(IDS, MASK, strict=True)]
+    draft = drafts(drafter, approximate="all", **HOW[how])
+    spec = spec_of(model, drafter)
+    outputs = spec.generate_batch(texts, batch_size=2, draft=draft, max_new_tokens=12)
+    for prompt_ids, output in zip(texts, outputs.values(), strict=True):
+        own = greedy(model, torch.tensor([prompt_ids]), max_new_tokens=12)[0, len(prompt_ids) :]
+        assert output.generated_tokens == own.tolist()
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_layers_that_are_chosen_while_generating(how):
+    model, skip = tiny_llama("sometimes"), {"search": "clasp", "layers": 1, "every": 4}
+    draft = {"drafter": "layer_skip", "skip": skip, "approximate": "all", **HOW[how]}
+    out = SelfSpecModel(model).generate(IDS[1:2], draft=draft, max_new_tokens=24)
+    assert torch.equal(out, greedy(model, IDS[1:2], max_new_tokens=24))
 
 
 @pytest.mark.parametrize("where", WHERE)
