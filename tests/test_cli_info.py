@@ -22,7 +22,10 @@ def test_info_says_what_the_model_is():
     assert found["kv_bytes_per_token"] == 4 * 16 * 2 * 2 * 64  # layers, k and v, heads, width
     assert found["kv_bytes"] == 1024 * found["kv_bytes_per_token"]
     assert (found["layers"], found["vocab_size"]) == (16, 6144)
-    heads = SelfSpecModel.from_pretrained(DEMO_MODEL).heads
+    spec = SelfSpecModel.from_pretrained(DEMO_MODEL)
+    for copies in found["low_precision"]:
+        assert copies["bytes"] == spec.engine.decoder.copy_bytes(copies["precision"])
+    heads = spec.heads
     listed = [(head["kind"], head["exit_layer"]) for head in found["exit_heads"]]
     assert listed == [(head.kind, head.exit_layer) for head in heads] != []
     assert found["default_draft"]["exit_layer"] == heads[0].exit_layer

@@ -42,7 +42,7 @@ class Auto(ExitDrafter):
     name = "auto"
 
     def __init__(self, engine: Engine, head: ExitHead, config: DraftConfig):
-        self.rounds = engine.rounds(head=head)
+        self.rounds = engine.rounds(*config.approximated, head=head)
         reader, longest = make_reader(engine, head), config.most_tokens
         super().__init__(reader, longest, OptimalStop(self.rounds))
         self.lookup, self._shortest = Lookup(config.lookup), config.lookup.shortest
@@ -62,7 +62,7 @@ class Auto(ExitDrafter):
             others = [other for other in engine.heads if other is not head]
             head = max(
                 [head, *others],
-                key=lambda head: engine.rounds(head=head).speedup(),
+                key=lambda head: engine.rounds(*config.approximated, head=head).speedup(),
             )
         return cls(engine, head, config)
 

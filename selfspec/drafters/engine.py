@@ -147,11 +147,11 @@ class Engine:
         """What is known of rounds with one drafter, kept from call to call.
 
         Args:
-            key: identifies a drafter without an exit head.
+            key: identifies a drafter without an exit head, and how its passes are approximated.
             head: the exit head; drafters with the same head share what they learn.
         """
         if head is not None:
-            key = (head.kind, head.exit_layer)
+            key = (head.kind, head.exit_layer, *key)
         if key not in self._rounds:
             clock = self.ranks.clock
             new = Rounds.of_head(self.decoder, head, clock) if head else Rounds(clock=clock)
@@ -161,6 +161,8 @@ class Engine:
     def head(self, config: DraftConfig) -> ExitHead:
         """The head that a config names; a kind that needs no fitting is made here."""
         exit_layer = self._exit_layer(config)
+        if exit_layer == self.decoder.depth and config.approximates:
+            return self._whole(config)
         fitted = [head for head in self.heads if head.exit_layer == exit_layer]
         kind = config.head or (fitted[0].kind if fitted else "shared")
         for head in fitted:
@@ -174,6 +176,15 @@ class Engine:
                 "pass heads=..., or use head='shared', which needs no fitting"
             )
         return head_class(kind).build(self.decoder, exit_layer)
+
+    def _whole(self, config: DraftConfig) -> ExitHead:
+        """The head of the whole model, which drafts by approximate passes."""
+        if config.head not in (None, "shared"):
+            raise ValueError(
+                f"exit_layer={self.decoder.depth} is the whole model, which drafts through its own "
+                f"LM head; set head='shared' instead of {config.head!r}, or leave it out"
+            )
+        return head_class("shared").build(self.decoder, self.decoder.depth)
 
     def _exit_layer(self, config: DraftConfig) -> int:
         if config.exit_layer is not None:
@@ -255,7 +266,9 @@ class Engine:
             span = Span(0, exit_layer)
         else:
             span = Span(0 if exit_layer else own.place, own.place + 1)
-        below = [layer for layer in state.keep if layer < exit_layer] if exit_layer else []
+        # From approximate states verification does not resume; it computes all of them anew.
+        apart = not exit_layer or self.decoder.approximates_layers
+        below = [] if apart else [layer for layer in state.keep if layer < exit_layer]
         keep = [*below, exit_layer] if own is not None and exit_layer else below
         slots, hidden, skips = state.slots, None, None
         left = self.decoder.run(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args
 
 import typer
 from rich.table import Table
@@ -124,6 +124,8 @@ def cache_bytes(decoder: Decoder) -> CacheBytes:
 
 def describe(engine: Engine, context: int | None, profile: Profile | None = None) -> dict[str, Any]:
     """A target's facts as plain values."""
+    from selfspec.config import Precision
+
     decoder = engine.decoder
     config, model = decoder.config, decoder.causal_lm
     context = context or decoder.max_positions or 4096
@@ -150,6 +152,10 @@ def describe(engine: Engine, context: int | None, profile: Profile | None = None
         "recurrent_layers": len(decoder.recurrent_layers),
         "state_bytes": sizes.states,
         "state_bytes_per_draft": sizes.draft,
+        "low_precision": [
+            {"precision": precision, "bytes": decoder.copy_bytes(precision)}
+            for precision in get_args(Precision)
+        ],
         "exit_heads": [
             {
                 "kind": head.kind,
@@ -225,6 +231,7 @@ def info_table(facts: dict[str, Any]) -> Table:
         "recurrent states": f"{in_units(facts['state_bytes'], 'B')} a row, as much again during a "
         f"round, and {in_units(facts['state_bytes_per_draft'], 'B')} a token of a round, in "
         f"{facts['recurrent_layers']} layers",
+        "low precision": "\n".join(map(_low_precision, facts["low_precision"])),
         "exit heads": "\n".join(heads) or "none fitted",
         "default draft": _default_draft(facts["default_draft"]),
     }
@@ -239,6 +246,15 @@ def info_table(facts: dict[str, Any]) -> Table:
     for name, value in rows.items():
         table.add_row(name, value)
     return table
+
+
+def _low_precision(copies: dict[str, Any]) -> str:
+    """What the copies take that drafts with this precision read."""
+    sizes = {part: in_units(size, "B") for part, size in copies["bytes"].items()}
+    return (
+        f"{copies['precision']}: {sizes['lm_head']} for the LM head, {sizes['heads']} for heads, "
+        f"{sizes['layers']} for the layers"
+    )
 
 
 def _default_draft(draft: dict[str, Any]) -> str:
