@@ -20,12 +20,13 @@ Kernels = Literal["auto", "eager", "prepacked", "compiled", "graphs"]
 # Dtype of the KV cache: that of the layers, or int8.
 KVCacheDtype = Literal["auto", "int8"]
 
-# Whether the costs of a round are measured or assumed.
-Times = Literal["measured", "assumed"]
+# Bits of the copies of weights that passes which draft may read.
+Precision = Literal["int8", "int4"]
 
 # Default numbers of drafts: of the `optimal` schedule (the most), and of single drafters.
 _LONGEST = 12
 _LENGTHS = {"prompt_lookup": 40, "auto": _LONGEST}
+_SINKS = 4  # first keys that a window keeps, as StreamingLLM does
 
 
 class StrictConfig(BaseModel):
@@ -164,11 +165,17 @@ class DraftConfig(StrictConfig):
             draft is below `confidence` in every row. `"optimal"`: once another draft is expected
             to cost more time than it saves.
         confidence: threshold in (0, 1) of the schedule `"confidence"`.
-        times: how `auto` and the schedule `"optimal"` know the time of a round. `"measured"`:
-            measured times, so drafts, and with them the sampled output of a seed, may differ from
-            call to call. `"assumed"`: shares of the weights; nothing is kept from earlier calls, so
-            a seed gives the same output in every call.
         draft_model: folder or id of the smaller model of `two_model`.
+        precision: what the weights are rounded to that drafting reads, in a copy that is made when
+            it is first needed; `None` reads the model's own.
+        lm_head_precision: the same of the model's LM head; `None` takes `precision`.
+        window: drafts attend to this number of the most recent keys, and to the first ones
+            (StreamingLLM, Xiao et al. 2024); `None` for all keys.
+        sinks: the number of these first keys.
+        approximate: where `precision` and `window` apply. `"head"`: in the LM head and in a head's
+            own layer. `"all"`: also in the layers that draft, after which verification starts at
+            layer 0. `None`: in all if `exit_layer` is the depth of the model or `window` is given,
+            else in the head.
         tree: the shape of trees.
         lookup: how `prompt_lookup`, `cascade` and `auto` find earlier occurrences.
         lookahead: the branches of `lookahead`.
@@ -185,8 +192,12 @@ class DraftConfig(StrictConfig):
     num_draft_tokens: int | None = None
     schedule: Literal["fixed", "confidence", "optimal"] = "fixed"
     confidence: float = Field(default=0.4, gt=0, lt=1)
-    times: Times = "measured"
     draft_model: str | None = None
+    precision: Precision | None = None
+    lm_head_precision: Precision | None = None
+    window: int | None = Field(default=None, ge=1)
+    sinks: int = Field(default=_SINKS, ge=0)
+    approximate: Literal["head", "all"] | None = None
     tree: TreeConfig = TreeConfig()
     lookup: LookupConfig = LookupConfig()
     lookahead: LookaheadConfig = LookaheadConfig()
@@ -200,12 +211,56 @@ class DraftConfig(StrictConfig):
             return self.num_draft_tokens
         return _LONGEST if self.schedule == "optimal" else _LENGTHS.get(self.drafter, 4)
 
+    @property
+    def approximates(self) -> bool:
+        """Whether drafting does something otherwise than the model."""
+        return bool(self.precision or self.lm_head_precision or self.window)
+
+    def approximates_layers(self, whole: bool) -> bool:
+        """Whether layers are approximate, too; `whole` if all of the model's draft."""
+        if self.approximate is None:
+            return self.window is not None or (whole and self.approximates)
+        return self.approximate == "all"
+
+    @property
+    def approximated(self) -> tuple[Any, ...]:
+        """What tells approximate drafts from one another; empty for exact ones."""
+        return (
+            (self.precision, self.lm_head_precision, self.window, self.approximate)
+            if self.approximates
+            else ()
+        )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_what_replaced_a_key(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and "times" in data:
+            raise ValueError(
+                f"times={data['times']!r} is gone: times are always measured, and a seed gives "
+                "one output whatever drafts with rule='coupled'"
+            )
+        return data
+
     @model_validator(mode="after")
     def _drafts_are_wanted(self) -> Self:
         if self.num_draft_tokens is not None and self.num_draft_tokens < 1:
             raise ValueError(
                 f"num_draft_tokens must be at least 1, got {self.num_draft_tokens}; "
                 "to decode without drafts use drafter='none'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _something_is_approximated(self) -> Self:
+        if self.approximate is not None and not self.approximates:
+            raise ValueError(
+                f"approximate={self.approximate!r} says where precision and window apply; set one "
+                "of them, or leave it out"
+            )
+        if self.sinks != _SINKS and self.window is None:
+            raise ValueError(
+                f"sinks={self.sinks} is a number of keys that drafts see beside those in window; "
+                "set window, or leave it out"
             )
         return self
 

@@ -11,22 +11,23 @@ from selfspec import DraftConfig, SelfSpecModel
 from selfspec.decoder import Decoder
 from selfspec.drafters.auto import Auto
 from selfspec.heads import Calibrator
-from selfspec.schedule import RoundModel, Work
+from selfspec.schedule.rounds import Batch
 
 IDS, MASK = prompt(4, 11, 7)
 
 
-def take_turns(monkeypatch, works):
-    """Every kind of work is chosen in turn; the list of what was."""
-    used, order = [], itertools.cycle(works)
-    monkeypatch.setattr(Auto, "_choose", lambda auto, *_: used.append(next(order)) or used[-1])
+def take_turns(monkeypatch, kinds):
+    """Every kind of way is chosen in turn; the list of what was."""
+    used, order = [], itertools.cycle(kinds)
+
+    def choose(batch, ways):
+        kind = next(order)
+        way = {"chain": batch.chain, "plain": batch.plain, "copy": batch.copying(1)}[kind]
+        used.append(kind)
+        return way
+
+    monkeypatch.setattr(Batch, "choose", choose)
     return used
-
-
-def look_up_always(monkeypatch):
-    """Random tokens hardly repeat; what is then copied may be anything."""
-    choose = Auto._choose
-    monkeypatch.setattr(Auto, "_choose", lambda auto, *args: choose(auto, *args) and Work(copies=3))
 
 
 def fitted(model, kinds):
@@ -45,13 +46,12 @@ def test_greedy_tokens_are_the_models_own_whatever_drafts(
     monkeypatch, agreement, rows, options, head
 ):
     model = tiny_llama(agreement)
-    used = take_turns(monkeypatch, [Work(2), Work(), Work(copies=3), Work(1), Work(copies=1)])
-    monkeypatch.setattr(RoundModel, "learn_copies", lambda *args: None)
+    used = take_turns(monkeypatch, ["chain", "plain", "copy", "chain", "copy"])
     spec = SelfSpecModel(model, fitted(model, [head]))
     ids, mask = IDS[rows], MASK[rows]
     out = spec.generate(ids, attention_mask=mask, max_new_tokens=40, draft="auto", **options)
     assert torch.equal(out, greedy(model, ids, mask, max_new_tokens=40, **options))
-    assert len(set(used)) == 5
+    assert len(set(used)) == 3
 
 
 @pytest.mark.parametrize("agreement", AGREEMENT)
@@ -70,8 +70,7 @@ def test_a_head_reads_what_others_drafted_as_fitting_read_it(monkeypatch, kind):
     model = tiny_llama("sometimes")
     (head,) = fitted(model, [kind])
     seen = record(monkeypatch)
-    take_turns(monkeypatch, [Work(), Work(), Work(3), Work(copies=2), Work(2)])
-    monkeypatch.setattr(RoundModel, "learn_copies", lambda *args: None)
+    take_turns(monkeypatch, ["plain", "plain", "chain", "copy", "chain"])
     spec = SelfSpecModel(model, [head])
     spec.generate(IDS, attention_mask=MASK, max_new_tokens=30, draft="auto")
     assert_reads_as_forced(spec.engine.decoder, head, seen, close_in_double)
@@ -79,15 +78,16 @@ def test_a_head_reads_what_others_drafted_as_fitting_read_it(monkeypatch, kind):
 
 @pytest.mark.parametrize("sampled", [True, False])
 def test_what_is_learned_outlives_the_call(monkeypatch, sampled):
-    take_turns(monkeypatch, [Work(2), Work()])
+    take_turns(monkeypatch, ["chain", "plain", "copy"])
     model = tiny_llama("sometimes")
     spec = SelfSpecModel(model, fitted(model, [("block", EXIT)]))
-    known = spec.engine.round_model(head=spec.heads[0])
+    known = spec.engine.rounds(head=spec.heads[0])
     for _ in range(2):
         spec.generate(IDS, attention_mask=MASK, max_new_tokens=20, draft="auto", do_sample=sampled)
-    assert spec.engine.round_model(head=spec.heads[0]) is known
-    assert known.times(3).is_timed
-    assert known.drafts[sampled].seen and not known.drafts[not sampled].seen
+    assert spec.engine.rounds(head=spec.heads[0]) is known
+    batch = known.batch(3, sampled)
+    assert all(way.seconds.weight for way in (batch.plain, batch.chain, batch.copying(1)))
+    assert not known.batch(3, not sampled).plain.seconds.weight
 
 
 def test_a_head_that_is_always_wrong_is_hardly_asked():
@@ -99,24 +99,16 @@ def test_a_head_that_is_always_wrong_is_hardly_asked():
     assert drafted < 50
 
 
-def test_lookups_are_learned_from(monkeypatch):
-    model = tiny_llama("always")
-    spec = SelfSpecModel(model, fitted(model, [("lens", 1)]))
-    look_up_always(monkeypatch)
-    spec.generate(IDS, attention_mask=MASK, max_new_tokens=80, draft="auto")
-    assert spec.engine.round_model(head=spec.heads[0]).copies[False].seen
-
-
 def test_the_head_that_is_expected_to_be_fastest_drafts():
     model = tiny_llama("sometimes")
     heads = fitted(model, [("block", EXIT), ("lens", 1)])
     spec = SelfSpecModel(model, heads)
     drafter = Auto.from_config(spec.engine, DraftConfig(drafter="auto"))
     assert drafter.reader.head is heads[1], "it runs fewer layers"
-    known = spec.engine.round_model(head=heads[1])
+    known = spec.engine.rounds(head=heads[1])
     for _ in range(50):
         for sampled in (False, True):
-            known.drafts[sampled].learn(0, accepted=False)
+            known.acceptance[sampled].learn(0, accepted=False)
     drafter = Auto.from_config(spec.engine, DraftConfig(drafter="auto"))
     assert drafter.reader.head is heads[0]
 
@@ -137,11 +129,11 @@ def test_priors_follow_from_the_head():
     far.calibrators["greedy"] = Calibrator()
     far.calibrators["greedy"].bias.fill_(2.0)
     spec = SelfSpecModel(model, [near, far])
-    models = [spec.engine.round_model(head=head) for head in (near, far)]
-    costs = [known.times(1).draft_seconds for known in models]
+    known = [spec.engine.rounds(head=head) for head in (near, far)]
+    costs = [rounds.batch(1, False).chain.marginal(1.0) for rounds in known]
     assert 0 < costs[0] < costs[1] < 1.1
-    assert models[0].drafts[False].rate(0) == models[1].drafts[True].rate(0) == 0.5
-    assert models[1].drafts[False].rate(0) == pytest.approx(0.88, abs=0.01)
+    assert known[0].acceptance[False].rate(0) == known[1].acceptance[True].rate(0) == 0.5
+    assert known[1].acceptance[False].rate(0) == pytest.approx(0.88, abs=0.01)
 
 
 @pytest.mark.parametrize("drafter", ["tree", "lookahead"])

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,17 +12,27 @@ from families import FAMILIES, build
 from fit_tools import WORDS, write_target
 
 from selfspec import SelfSpecModel
+from selfspec.apps.bench.forecast import Advice, DeviceSpeed
 from selfspec.apps.cli.fit import _training
 from training.data import Mixture
 from training.exits import defaults
 from training.exits.task import build_heads
 
+# Of a device on which a head at the embeddings pays: seconds of a target of four layers.
+FAST = DeviceSpeed(4, 1.0, {1: 0.24, 2: 0.25, 4: 0.27}, {20: {1: 1.1, 3: 1.3}}, 1e-3, 1e-6)
+SLOW = replace(FAST, rounds={20: {1: 3.0, 3: 6.0}})
 QUICK = (
     *("loop.steps=3", "loop.precision='no'", "loop.batch_size=2", "block_size=32", "loss.depths=2"),
     *("measure.depths=2", "measure.prompts=1", "measure.new_tokens=4", "measure.prompt_tokens=8"),
     "measure.timed_drafts=[1]",
     "held_out_share=0.3",
 )
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch):
+    """Every test runs on the same device."""
+    monkeypatch.setattr(defaults, "device_speed", lambda *_: FAST)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +47,9 @@ def made(tmp_path_factory):
 def fitted(made):
     """What `fit` tells of a run of three steps."""
     options = ("--text", made / "*.txt", "--output", made / "run", "--json")
-    return one_object(call("fit", made / "target", *options, *QUICK))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(defaults, "device_speed", lambda *_: FAST)
+        return one_object(call("fit", made / "target", *options, *QUICK))
 
 
 # The commands
@@ -46,7 +59,7 @@ def test_the_line_that_is_printed_loads_the_heads(made, fitted):
     names = {}
     exec(fitted["code"], names)
     assert isinstance(names["spec"], SelfSpecModel)
-    assert [(head.kind, head.exit_layer) for head in names["spec"].heads] == [("fused", 1)]
+    assert [(head.kind, head.exit_layer) for head in names["spec"].heads] == [("eagle3", 0)]
     shown = call("measure", made / "run", "measure.prompts=0").stdout.strip().splitlines()
     assert shown[-1] == fitted["code"]
 
@@ -132,8 +145,8 @@ def test_given_keys_are_kept_and_the_rest_of_their_sections_is_chosen(made):
 def test_the_demo_target_has_text_of_its_own():
     config = defaults.complete({}, "test")
     assert [*config.held_out] == ["novels"]
-    assert (config.heads[0].kind, config.heads[0].exit_layer) == ("fused", 4)
-    assert 100 < config.loop.steps < 130
+    assert (config.heads[0].kind, config.heads[0].exit_layer) == ("eagle3", 0)
+    assert 200 < config.loop.steps < 260
 
 
 def test_steps_grow_with_the_text_up_to_a_most(made, monkeypatch):
@@ -148,8 +161,6 @@ def test_steps_grow_with_the_text_up_to_a_most(made, monkeypatch):
     tokenizer = found[0].load_target()[1]
     tokens = len(Mixture.read(found[0].data, tokenizer, 8, 0).sources[0].tokens)
     assert steps == [-(-2 * tokens // 8), 50, 10**6]
-    # A long run pays for a head at the embeddings, whose drafts cost one layer.
-    assert [config.heads[0].exit_layer for config in found] == [1, 1, 0]
 
 
 def test_the_batch_of_one_pass_fits_the_memory(made, monkeypatch):
@@ -166,26 +177,62 @@ def test_the_batch_of_one_pass_fits_the_memory(made, monkeypatch):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_gets_a_head_that_it_can_have(family):
-    decoder = build(family, "eager")
-    decoder = SelfSpecModel(decoder).engine.decoder
-    chosen = defaults._of_target(decoder)
+    decoder = SelfSpecModel(build(family, "eager")).engine.decoder
+    best = Advice.of(decoder, FAST, {0: 1.0}, 1e6).best
+    chosen = {**defaults._of_target(decoder, {}), "heads": [best.head]}
     config = defaults.parse(
         defaults.FitConfig, {**chosen, "output": "x", "data": [{"files": ["x"]}]}, family
     )
     (head,) = build_heads(decoder, config.heads)
-    assert head.exit_layer == decoder.depth // 4
+    assert head.exit_layer in (0, max(1, decoder.depth // 4))
     assert config.loss.depths == (1 if decoder.counts_keys else 3)
 
 
-def test_a_large_vocabulary_is_trimmed_and_a_wide_model_learns_slower(monkeypatch):
+def test_a_wide_model_learns_slower_and_weights_are_those_of_its_drafts(monkeypatch):
     decoder = SelfSpecModel(build("llama", "eager")).engine.decoder
-    narrow = defaults._of_target(decoder)
-    assert "vocab_size" not in narrow["heads"][0]
-    monkeypatch.setattr(decoder.config, "vocab_size", 150_000)
+    narrow = defaults._of_target(decoder, {})
     monkeypatch.setattr(decoder.config, "hidden_size", 1024)
-    wide = defaults._of_target(decoder)
-    assert wide["heads"][0]["vocab_size"] == 32_000
+    wide = defaults._of_target(decoder, {"depths": 2})
     assert wide["optimizer"]["lr"] == narrow["optimizer"]["lr"] / 4
+    assert wide["loss"]["depth_weights"] == [1, 0.5]
+
+
+def test_features_are_kept_while_a_text_is_read_twice_if_there_is_space(made, fitted, monkeypatch):
+    given = {"target": str(made / "target"), "data": [{"files": [str(made / "text.txt")]}]}
+    given |= {"output": str(made / "new")}
+    chosen = defaults.complete(given, "test").features
+    assert chosen is not None and not chosen.keep and chosen.folder == str(made / "new/features")
+    assert defaults.complete({**given, "loop": {"steps": 1}}, "test").features is None
+    monkeypatch.setattr(defaults, "_DISK", 0.0)
+    assert defaults.complete(given, "test").features is None
+
+
+def test_features_that_are_not_kept_are_gone_when_the_heads_are_there(made):
+    folder = made / "passing"
+    own = f"features={{folder: {folder / 'features'}, dtype: float32, keep: false}}"
+    options = ("--text", made / "*.txt", "--output", folder, own, *QUICK)
+    assert "heads: " in call("fit", made / "target", *options).stdout
+    assert not (folder / "features").exists()
+    again = call("fit", made / "target", *options).stdout  # without making them anew
+    assert "is complete at step 3" in again and not (folder / "features").exists()
+
+
+def test_a_run_goes_on_with_its_head_whatever_the_device_does_now(made, fitted, monkeypatch):
+    monkeypatch.setattr(defaults, "device_speed", lambda *_: SLOW)
+    options = ("--text", made / "*.txt", "--output", made / "run", *QUICK)
+    assert "is complete at step 3 of 3" in call("fit", made / "target", *options).stdout
+
+
+def test_what_will_not_pay_is_refused_before_it_is_fitted_unless_forced(made, monkeypatch):
+    monkeypatch.setattr(defaults, "device_speed", lambda *_: SLOW)
+    options = ("--text", made / "*.txt", "--output", made / "slow", *QUICK)
+    refused = call("fit", made / "target", *options, code=1)
+    assert "no head would make this model faster" in refused.stderr and "--force" in refused.stderr
+    assert "expected of a head here" in refused.stdout  # and shows why
+    assert not (made / "slow").exists()
+    assert "heads: " in call("fit", made / "target", *options, "--force").stdout
+    chosen = call("fit", made / "target", *options, "heads=[{kind: lens, exit_layer: 1}]", code=1)
+    assert "holds a run with another heads.0" in chosen.stderr  # and nothing is said of what pays
 
 
 def test_blocks_are_split_without_loss(made):

@@ -6,6 +6,8 @@ import transformers
 from cli_tools import call, one_object
 
 from selfspec import DEMO_MODEL, DraftConfig, SelfSpecModel
+from selfspec.apps.bench import forecast
+from selfspec.apps.bench.forecast import DeviceSpeed
 from selfspec.apps.cli import info
 from selfspec.heads import LensHead, save_heads
 from selfspec.schedule.profile import PROFILE_NAME, Place, Profile
@@ -20,7 +22,10 @@ def test_info_says_what_the_model_is():
     assert found["kv_bytes_per_token"] == 4 * 16 * 2 * 2 * 64  # layers, k and v, heads, width
     assert found["kv_bytes"] == 1024 * found["kv_bytes_per_token"]
     assert (found["layers"], found["vocab_size"]) == (16, 6144)
-    heads = SelfSpecModel.from_pretrained(DEMO_MODEL).heads
+    spec = SelfSpecModel.from_pretrained(DEMO_MODEL)
+    for copies in found["low_precision"]:
+        assert copies["bytes"] == spec.engine.decoder.copy_bytes(copies["precision"])
+    heads = spec.heads
     listed = [(head["kind"], head["exit_layer"]) for head in found["exit_heads"]]
     assert listed == [(head.kind, head.exit_layer) for head in heads] != []
     assert found["default_draft"]["exit_layer"] == heads[0].exit_layer
@@ -28,9 +33,14 @@ def test_info_says_what_the_model_is():
 
 def test_info_needs_no_weights_and_says_the_same_with_them(folder, monkeypatch):
     common = ("info", "--model", folder, "--context", 100, "--json")
+    speed = DeviceSpeed(4, 1.0, {1: 0.2, 2: 0.2}, {40: {1: 1.2, 3: 1.5}}, 0.1, 0.0)
+    # Times differ from call to call.
+    monkeypatch.setattr(forecast, "measure_device", lambda *_: speed)
     without = one_object(call(*common))
     monkeypatch.setattr(info, "_without_weights", lambda path: None)
     assert one_object(call(*common)) == without
+    gains = without["fitting"]["speedups"]
+    assert 0 < gains["200000"] < gains["1000000"] < gains["5000000"]
 
 
 def test_info_lists_heads(folder, tmp_path):

@@ -472,3 +472,18 @@ def test_cuda_graphs_write_the_models_own_text(family, attention, lengths, monke
     spec = SelfSpecModel(build(family, attention).cuda(), kernels="graphs")
     writes_the_same(spec, *lengths)
     assert is_recorded(spec) and recorded
+
+
+@pytest.mark.parametrize("how", [{"precision": "int8"}, {"precision": "int4", "window": 4}])
+def test_approximate_drafts_have_graphs_of_their_own(how):
+    spec = SelfSpecModel(tiny_llama("seldom"), kernels="graphs")
+    draft = {"exit_layer": 4, "num_draft_tokens": 3, **how}
+    writes_the_same(spec, 9, drafts=(draft, "none", draft), vocab=64)
+    with torch.no_grad():
+        for own, other in zip(
+            spec.causal_lm.parameters(), tiny_llama("seldom", seed=1).parameters(), strict=True
+        ):
+            own.copy_(other)  # graphs read copies where they are
+    writes_the_same(spec, 9, drafts=(draft,), vocab=64)
+    if "window" not in how:
+        assert spec.last_stats.acceptance_rate > 0.7

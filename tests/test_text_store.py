@@ -25,7 +25,7 @@ DRAFTS = {
     "prompt_lookup": {"drafter": "prompt_lookup"},
     "ngram": {"drafter": "prompt_lookup", "lookup": {"index": "ngram"}},
     "cascade": {"drafter": "cascade", "exit_layer": EXIT, "lookup": {"confident": 2}},
-    "auto": {"drafter": "auto", "times": "assumed"},
+    "auto": {"drafter": "auto"},
     "early_exit": {"exit_layer": EXIT},  # reads no store, but what it writes is stored
 }
 

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LogitsProcessor
 
 from selfspec import SelfSpecModel
-from selfspec.drafters.exit_reader import LayerReader
 from selfspec.generation import rounds
 from selfspec.generation.loop import Session
+from selfspec.schedule import stopping
 
 READS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
 WAITS = {
@@ -80,6 +80,7 @@ def waits(monkeypatch):
 
     def count(spec, ids, mask, **options):
         monkeypatch.setattr(rounds, "on_host", rounds.fetch)  # as on a device
+        monkeypatch.setattr(stopping, "is_at_hand", lambda tensor: False)
         found, step = [], Session.step
 
         def counted(session, state):
@@ -125,7 +126,8 @@ DRAFTS = {
     "tree, fused": {"drafter": "tree", "head": "fused", "exit_layer": 0},
     "tree, parallel": {"drafter": "tree", "head": "fused", "exit_layer": 1},
     "coupled": {"head": "block", "exit_layer": EXIT, "rule": "coupled"},
-    "unfitted": None,  # what `generate` does without heads
+    "optimal": {"head": "block", "exit_layer": EXIT, "schedule": "optimal"},
+    "default": None,
 }
 PROCESSORS = {
     "no processors": {},
@@ -160,37 +162,11 @@ def specs():
 def test_a_round_waits_once(waits, specs, draft, processors, sampled):
     spec = specs[DRAFTS[draft] is not None]
     options = {**PROCESSORS[processors], "do_sample": sampled, "draft": DRAFTS[draft]}
-    repeats = draft in ("lookup", "cascade", "unfitted")
+    repeats = draft in ("lookup", "cascade", "default")
     ids, mask = (REPEATING, torch.ones_like(REPEATING)) if repeats else (IDS, MASK)
     found = waits(spec, ids, mask, **options)
     assert len(found) > 2
     assert max(map(len, found)) == 1, found
-
-
-OPTIMAL = {"schedule": "optimal", "num_draft_tokens": 3}
-
-
-@pytest.mark.parametrize(
-    "draft",
-    ["auto", OPTIMAL, {**OPTIMAL, "exit_layer": 1, "head": "fused"}],
-    ids=["auto", "optimal", "own output"],
-)
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_reading_the_confidence_in_a_draft_is_another_wait(
-    waits, specs, monkeypatch, draft, sampled
-):
-    """`auto` and `optimal` read it where the time that this takes is worth it, and once in 16."""
-    reads, confidence = [], LayerReader.confidence
-
-    def counted(reader):
-        read = confidence(reader)
-        return lambda *args: reads.append(1) or read(*args)
-
-    monkeypatch.setattr(LayerReader, "confidence", counted)
-    found = waits(specs[True], IDS, MASK, do_sample=sampled, draft=draft, max_new_tokens=40)
-    assert reads or draft == "auto"
-    once = 5 if reads and not sampled else 0  # the calibrator's constants, once in a call
-    assert sum(map(len, found)) == len(found) + len(reads) + once
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])

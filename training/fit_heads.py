@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from hashlib import sha256
 from pathlib import Path
 
@@ -13,9 +14,9 @@ from .exits.features import open_features, streams_of
 from .exits.fitting import FitConfig, go_on_from, heads_of, write_heads
 from .exits.measure import open_held_out
 from .exits.task import ExitTask, HeldOutDrafts, build_heads, trim_heads
-from .loop.checkpoint import digest, target_facts
+from .loop.checkpoint import Checkpoints, digest, target_facts
 from .loop.loop import Loop
-from .loop.parallel import whole
+from .loop.parallel import processes, whole
 from .loop.script import CONFIG_NAME, run_folder, run_script
 from .measure_heads import measure_saved
 
@@ -28,6 +29,8 @@ def fit(config: FitConfig) -> Path:
 
 def _fit(config: FitConfig, output: Path) -> Path:
     spec, tokenizer = config.load_target()
+    if not config.loop.fsdp:  # trimmed LM heads are made where the target is
+        spec.model.to(processes().device)
     decoder = spec.engine.decoder
     torch.manual_seed(config.loop.seed)
     heads = build_heads(decoder, config.heads)
@@ -39,7 +42,7 @@ def _fit(config: FitConfig, output: Path) -> Path:
     first = next(iter(held_out.values()))
     watched = HeldOutDrafts(decoder, heads, first, config.measure.depths, config.measure.watched)
     reader = None
-    if config.features:
+    if config.features and Checkpoints(output).steps()[-1:] != [config.loop.steps]:
         reader = open_features(config.features, decoder, streams_of(heads), data.sources)
     task = ExitTask(decoder, heads, config.loss, watched, reader)
     identity = {**config.identity, "model": target_facts(decoder), "text": _text_facts(data)}
@@ -50,6 +53,8 @@ def _fit(config: FitConfig, output: Path) -> Path:
         if config.loop.fsdp:  # a target in shards is of no use to one process
             spec = config.load_target()[0]
         write_heads(config, heads_of(config, spec, weights), spec, output / CONFIG_NAME)
+        if config.features and not config.features.keep:
+            shutil.rmtree(config.features.folder, ignore_errors=True)
         measure_saved(config, spec, held_out)
     return config.folder
 

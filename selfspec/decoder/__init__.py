@@ -17,11 +17,12 @@ from selfspec.decoder.families import find_layers
 from selfspec.decoder.masks import Packing
 from selfspec.decoder.mixers import is_mixer
 from selfspec.decoder.own_layer import OwnLayer, StandaloneLayer
-from selfspec.decoder.passes import CACHE, Pass, Skips, Span, cache_name
+from selfspec.decoder.passes import CACHE, Approximation, Pass, Skips, Span, cache_name
 from selfspec.decoder.quantized import is_quantized
 
 __all__ = [
     "CACHE",
+    "Approximation",
     "Decoder",
     "OwnLayer",
     "Packing",

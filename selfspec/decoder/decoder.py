@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from selfspec.config import Kernels, KVCacheDtype
+from selfspec.config import Kernels, KVCacheDtype, Precision
 from selfspec.decoder.cache import RoundedCache, SlotCache, StepCache
 from selfspec.decoder.devices import bare_copy, device_of, weight_of
 from selfspec.decoder.families import (
@@ -27,10 +27,11 @@ from selfspec.decoder.families import (
     text_parts,
     unwrap,
 )
+from selfspec.decoder.kernels.low_precision import Part, copy_bytes, refuse_copies
 from selfspec.decoder.kernels.prepacked import choose_kernels
 from selfspec.decoder.masks import Masks, Packing
 from selfspec.decoder.own_layer import OwnLayer
-from selfspec.decoder.passes import MASK, Pass, Skips, Span, cache_name
+from selfspec.decoder.passes import MASK, Approximation, Pass, Skips, Span, cache_name
 from selfspec.decoder.quantized import trainable
 from selfspec.decoder.recording import ActivePass
 from selfspec.decoder.run import Runner
@@ -245,6 +246,56 @@ class Decoder:
         """Raise ValueError unless these sublayers exist, can be skipped, and leave something."""
         self.gates.sublayers.check(skips)
 
+    def check_approximation(self, approximation: Approximation) -> None:
+        """Raise ValueError, with the reason, if passes cannot be approximated so.
+
+        What is possible is prepared when the gates are put in next.
+        """
+        name = type(self.causal_lm).__name__
+        if approximation.window is not None and self.counts_keys:
+            raise ValueError(
+                f"window: {name} biases attention by the index of a key, which leaving out others "
+                "would change; leave window out"
+            )
+        if approximation.precision is None and approximation.lm_head_precision is None:
+            return
+        if self.kernels == "compiled":
+            raise ValueError(
+                "precision: compiled layers hold the weights that they were compiled for; choose "
+                "other kernels than 'compiled', or leave precision out"
+            )
+        if self.device.type not in ("cpu", "cuda"):
+            raise ValueError(
+                f"precision: torch has low-precision products on CPUs and CUDA devices, not on "
+                f"{self.device.type!r}; leave precision out"
+            )
+        if approximation.lm_head_precision is not None:
+            refuse_copies([self.lm_head], f"the LM head of {name}")
+        if approximation.layers and approximation.precision is not None:
+            refuse_copies([*self.layers], f"the layers of {name}")
+        self.gates.low_precision.want(approximation)
+
+    def approximating(self, approximation: Approximation) -> AbstractContextManager[None]:
+        """While active, this thread's passes are approximate; see `check_approximation`."""
+        return self.gates.approximating(approximation)
+
+    @property
+    def approximates_layers(self) -> bool:
+        """Whether passes over the model's layers are approximate now."""
+        active = self.gates.approximation
+        return active is not None and active.layers
+
+    @property
+    def windows_own_layer(self) -> bool:
+        """Whether a head's own layer sees other keys now than the model's layers do."""
+        active = self.gates.approximation
+        return active is not None and active.window is not None and not active.layers
+
+    def copy_bytes(self, precision: Precision) -> dict[Part, int]:
+        """Bytes of low-precision copies of the layers, the heads and the LM head."""
+        parts = self.gates.parts()
+        return {part: copy_bytes(modules, precision) for part, modules in parts.items()}
+
     def copy(self, module: ModuleT) -> ModuleT:
         """A deep copy of one of the target's modules, with full weights and without hooks.
 
@@ -340,6 +391,11 @@ class Decoder:
             with self:
                 return Decoder.run(self, tokens, span, slots, *rest)
         window = slots.window(tokens.shape[1], offset, tree, paged=prompt is None)
+        otherwise = gates.approximation
+        if otherwise is not None and otherwise.window is not None:
+            alone = own is not None and span.start == span.stop - 1
+            if alone or otherwise.layers:
+                window.view = slots.view(window, otherwise.sinks, otherwise.window)
         outer = slots.turn(window, {} if own is None else own.kv_layers(span.stop - 1))
         try:
             masks = self._masks.of_slots(slots, window, hidden, added=own is not None)
@@ -348,7 +404,7 @@ class Decoder:
                 return self._run_standalone(own, active, tokens, window.positions, slots, embeds)
             if (span.start > 0 or skips is not None) and gates.returned_values is None:
                 raise RuntimeError("run all layers once before a pass that leaves some of them out")
-            active.skips, active.ends = skips, ends
+            active.skips, active.ends, active.approximation = skips, ends, otherwise
             if prompt is not None:
                 active.masks = {}
                 return self._runner.run_around(active, prompt, slots)

@@ -21,6 +21,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 from transformers.utils.generic import ModelOutput
 
+from selfspec.decoder.cache import WIDEST
+
 _TABLE = "ALL_ATTENTION_FUNCTIONS"  # by which attentions find the function that was chosen
 _COMPILED = "_orig_mod"  # what the wrapper of `torch.compile` calls its module
 _OTHERS = {"softcap", "position_bias", "cache", "output_attentions"}  # left to transformers
@@ -178,7 +180,8 @@ def grouped_attention(
     """What `sdpa_attention_forward` returns, without copies of keys that several heads share.
 
     It copies keys and values for each head if there is a mask. On a CPU torch can read them in
-    place, with the same bits, except for one token, where transformers joins the heads.
+    place, with the same bits, except for one token, where transformers joins the heads. In half
+    precision the heads of a few tokens are joined here, too: it reads the keys once for all.
 
     Args:
         module: the attention.
@@ -192,6 +195,12 @@ def grouped_attention(
     known = query.device.type == "cpu" and not torch.is_grad_enabled()
     if not copies or not known or query.shape[2] == 1 or not _OTHERS.isdisjoint(options):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    rows, heads, width, size = query.shape
+    joins = query.dtype.itemsize == 2 and width <= WIDEST and attention_mask.shape[1] == 1  # pyright: ignore
+    if joins:
+        group = heads // key.shape[1]
+        query = query.reshape(rows, key.shape[1], group * width, size)
+        attention_mask = attention_mask.repeat(1, 1, group, 1)  # pyright: ignore
     output = torch.nn.functional.scaled_dot_product_attention(
         query,
         key,
@@ -199,8 +208,9 @@ def grouped_attention(
         attn_mask=attention_mask,
         dropout_p=options.get("dropout", 0.0),
         scale=options.get("scaling"),
-        enable_gqa=True,
+        enable_gqa=not joins,
     )
+    output = output.reshape(rows, heads, width, -1)
     return output.transpose(1, 2).contiguous(), None
 
 

@@ -35,9 +35,10 @@ from selfspec.decoder.families import (
 )
 from selfspec.decoder.kernels.compiled import CompiledLayers
 from selfspec.decoder.kernels.graphs import GraphedLayers
+from selfspec.decoder.kernels.low_precision import LowPrecisionLinears, Part
 from selfspec.decoder.kernels.prepacked import PrepackedLinears, joins_heads
 from selfspec.decoder.mixers import Mixers
-from selfspec.decoder.passes import MASK, LayerCall
+from selfspec.decoder.passes import MASK, Approximation, LayerCall
 from selfspec.decoder.recording import ActivePass, BodyDone, BodyError
 
 
@@ -158,6 +159,8 @@ class Gates:
         compiled: calls compiled layers; `None` with other kernels.
         graphs: runs layers as CUDA graphs; `None` with other kernels.
         prepacked: packs linear layers; `None` with other kernels.
+        low_precision: low-precision copies of linear layers.
+        approximation: what passes do otherwise now, while a drafter drafts; else `None`.
         masks_one: whether passes over one token get a mask although they need none (`joins_heads`).
         others: modules of heads that run in passes.
         dtype: the model's dtype, kept here because finding it takes time.
@@ -202,6 +205,8 @@ class Gates:
                 special.give_up("recurrent layers")
         packs = kernels == "prepacked"
         self.prepacked = PrepackedLinears(type(model).__name__) if packs else None
+        self.low_precision = LowPrecisionLinears()
+        self.approximation: Approximation | None = None
         self.masks_one = False
         self.others: list[nn.Module] = []
         self.dtype = model.dtype
@@ -233,6 +238,8 @@ class Gates:
             for module, forward in self.prepacked.forwards(*text_parts(self.model), *self.others):
                 self.shadow(module.__dict__, "forward", forward)
             self.masks_one = joins_heads(self.model)
+        for module, forward in self.low_precision.forwards(self.parts()):
+            self.shadow(module.__dict__, "forward", forward)
         for mixer, index in self.mixers.found:
             hooked = "_old_forward" in mixer.__dict__  # by accelerate, whose hook calls it
             name = "_old_forward" if hooked else "forward"
@@ -258,6 +265,21 @@ class Gates:
             self.shadow(module.__dict__, "forward", self._tabled(module.forward))
         for module in self._length_rotary:
             self.shadow(module.__dict__, "forward", self._by_length(module))
+
+    def parts(self) -> dict[Part, list[nn.Module]]:
+        """What drafting reads: the layers, the modules of heads, and the LM head."""
+        return {"layers": [*self.layers], "heads": self.others, "lm_head": [self.lm_head]}
+
+    @contextmanager
+    def approximating(self, approximation: Approximation) -> Iterator[None]:
+        """While active, this thread's passes are approximate."""
+        self.low_precision.turn(approximation)
+        self.approximation = approximation
+        try:
+            yield
+        finally:
+            self.approximation = None
+            self.low_precision.turn(None)
 
     def _leave_states(self) -> None:
         """Leave out gradient checkpointing, and compiled code that would contain gates.

@@ -106,6 +106,7 @@ class Masks:
         gates = self._gates
         widths = (window.end,) if gates.masks_one else (1, window.end)
         simple = window.even and window.tight and window.width in widths
+        simple = simple and window.view is None
         if simple and not gates.own_masks and not (added and any(slots.added_from)):
             return {}
         dtype = self._dtype(hidden)

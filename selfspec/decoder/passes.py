@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from selfspec.config import Precision
+
 MASK = "attention_mask"  # the name that bodies and layers take masks by
 # Names by which modules take a cache; transformers renamed the last two to the first in 5.24.
 CACHES = ("cache", "past_key_values", "cache_params")
@@ -52,6 +54,25 @@ class Skips(NamedTuple):
     def layers(self) -> frozenset[int]:
         """Layers that are skipped as a whole."""
         return self.attention & self.mlp
+
+
+class Approximation(NamedTuple):
+    """What passes that draft do otherwise than the model's own.
+
+    Attributes:
+        precision: what the weights are rounded to that they read; `None` for the model's own.
+        lm_head_precision: the same of the model's LM head.
+        window: the most recent keys that they see; `None` for all.
+        sinks: the first keys that they see, too.
+        layers: whether this holds for the model's layers, so that verification cannot resume from
+            their output; else only for the LM head and heads' own layers.
+    """
+
+    precision: Precision | None = None
+    lm_head_precision: Precision | None = None
+    window: int | None = None
+    sinks: int = 0
+    layers: bool = False
 
 
 class Pass(NamedTuple):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from selfspec.decoder.cache import Window
 from selfspec.decoder.own_layer import OwnLayer
-from selfspec.decoder.passes import LayerCall, Pass, Skips, Span
+from selfspec.decoder.passes import Approximation, LayerCall, Pass, Skips, Span
 
 
 class BodyError(Exception):
@@ -68,6 +68,7 @@ class ActivePass:
         own: the head's layer that replaces the span's last layer, or `None`.
         normed: whether the final norm's output is used; otherwise the norm is skipped.
         skips: skipped sublayers, or `None`.
+        approximation: what it does otherwise than the model's own passes, or `None`.
         documents: lengths of packed documents, in order; `None` if each row is one.
         one_by_one: whether each layer runs when the body calls it, not all after the last call.
         watch: learns what the body does between its layers, or `None`.
@@ -92,6 +93,7 @@ class ActivePass:
     own: OwnLayer | None = None
     normed: bool = True
     skips: Skips | None = None
+    approximation: Approximation | None = None
     documents: Sequence[int] | None = None
     one_by_one: bool = False
     watch: BodyWatch | None = None

@@ -3,11 +3,13 @@
 from typing import TypeVar
 
 from selfspec.config import DraftConfig, unknown_name
+from selfspec.decoder import Approximation
 from selfspec.drafters.auto import Auto
 from selfspec.drafters.base import Drafter
 from selfspec.drafters.cascade import Cascade
 from selfspec.drafters.early_exit import EarlyExit
 from selfspec.drafters.engine import Engine
+from selfspec.drafters.exit_reader import LayerReader
 from selfspec.drafters.layer_skip import SkipLayers
 from selfspec.drafters.lookahead import Lookahead
 from selfspec.drafters.plain import Plain
@@ -56,7 +58,40 @@ def make_drafter(engine: Engine, config: DraftConfig) -> Drafter:
     if engine.store is not None and isinstance(lookup, Lookup):
         engine.store.check_vocabulary(engine.decoder.vocab_size)
         lookup.store = engine.store
+    if config.approximates and config.drafter != Plain.name:
+        drafter.approximation = _approximation(drafter, config)
     return drafter
+
+
+def _approximation(drafter: Drafter, config: DraftConfig) -> Approximation:
+    """What the passes of a drafter do otherwise; ValueError for what cannot be done."""
+    keys = ("precision", "lm_head_precision", "window")
+    model, key = drafter.drafting, next(key for key in keys if getattr(config, key) is not None)
+    if model is None:
+        raise ValueError(
+            f"{key}={getattr(config, key)!r} is for drafts that a model makes, and "
+            f"{config.drafter!r} runs none to draft; leave it out, or choose a drafter that does, "
+            "such as 'early_exit'"
+        )
+    reader = getattr(drafter, "reader", None)
+    depth = model.depth if reader is None else reader.head.exit_layer
+    whole = reader is not None and depth == model.depth
+    layers = config.approximates_layers(whole) and depth > 0
+    if whole and not layers:
+        raise ValueError(
+            "approximate='head' leaves the layers as they are, and with exit_layer at the depth of "
+            "the model all of them draft; leave approximate out, or choose a lower exit_layer"
+        )
+    if config.window is not None and not layers and not isinstance(reader, LayerReader):
+        raise ValueError(
+            f"window={config.window} limits the keys of layers that draft, and here drafts come "
+            "from none that reads keys one by one; leave it out, or set approximate='all' with an "
+            "exit above the embeddings"
+        )
+    lm_head = config.lm_head_precision or config.precision
+    made = Approximation(config.precision, lm_head, config.window, config.sinks, layers)
+    model.check_approximation(made)
+    return made
 
 
 def _check_choices(config: DraftConfig) -> None:
@@ -72,11 +107,6 @@ def _check_choices(config: DraftConfig) -> None:
         raise ValueError(
             f"schedule={config.schedule!r} decides when a chain of drafts ends, and {name!r} does "
             f"not use it; leave it out, or choose a drafter that does ({others})"
-        )
-    if config.times != "measured" and name != Auto.name and config.schedule != "optimal":
-        raise ValueError(
-            f"times={config.times!r} is for drafter={Auto.name!r} and schedule='optimal', which "
-            f"weigh costs, got drafter={name!r} with schedule={config.schedule!r}; leave it out"
         )
     if config.draft_model is not None and name != TwoModel.name:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The strategy that is expected to be fastest in each round, plain decoding among them."""
+"""The fastest way of each round: plain decoding, a lookup, or a chain that ends itself."""
 
 from __future__ import annotations
 
@@ -12,28 +12,26 @@ from selfspec.decoder import Pass
 from selfspec.drafters.chain import ExitDrafter
 from selfspec.drafters.engine import Engine, State, Verified
 from selfspec.drafters.exit_reader import make_reader, pick
-from selfspec.drafters.suffix_lookup import MOST, Lookup
+from selfspec.drafters.suffix_lookup import Lookup
 from selfspec.heads import ExitHead
 from selfspec.sampling.draft import Draft, Verdict
-from selfspec.schedule import OptimalStop, Work
+from selfspec.schedule import OptimalStop
 
 _TRIED = 32  # last tokens of the prompt at which an unfitted exit is compared with the last layer
 
 
 class Auto(ExitDrafter):
-    """Chooses plain decoding, a chain of drafts or a lookup, round by round, by expected speed.
+    """Chooses plain decoding, a chain of drafts or a lookup, round by round, by measured speed.
 
-    A model of a round (`RoundModel`) predicts tokens and seconds of each. It starts from priors,
-    the head's calibrator and its share of the layers, and learns from every round. Uncertain times
-    are taken optimistically, so that every candidate is tried. A chain ends where another draft is
-    not worth its time (`OptimalStop`).
+    `Rounds` keeps moving averages of what each way brings: of copies by the length of the match, of
+    chains, of plain steps. The best way is taken, and the others are tried again now and then. A
+    chain ends where another draft is not worth its time (`OptimalStop`).
 
-    With `times="assumed"` no time is measured: costs are shares of the weights, and acceptance is
-    counted in this call only. An exit without a fitted head is then compared with the
-    last layer at the end of the prompt, and drafts only if it agrees often enough.
+    An exit without a fitted head is compared with the last layer at the end of the prompt, and
+    drafts only if it is expected to be faster.
 
-    Trees are not among the candidates: where verification is expensive, as on a CPU, chains are
-    faster; where it is nearly free, ask for `tree`.
+    Trees are not among the ways: where verification is expensive, as on a CPU, chains are faster;
+    where it is nearly free, ask for `tree`.
 
     Args:
         engine: the target and its passes.
@@ -44,14 +42,13 @@ class Auto(ExitDrafter):
     name = "auto"
 
     def __init__(self, engine: Engine, head: ExitHead, config: DraftConfig):
-        self.model = engine.round_model(head=head, times=config.times)
-        stop = OptimalStop(self.model, config.most_tokens)
-        super().__init__(make_reader(engine, head), config.most_tokens, stop)
-        self.timer = stop.timer
+        self.rounds = engine.rounds(*config.approximated, head=head)
+        reader, longest = make_reader(engine, head), config.most_tokens
+        super().__init__(reader, longest, OptimalStop(self.rounds))
         self.lookup, self._shortest = Lookup(config.lookup), config.lookup.shortest
-        self.work = Work()
-        self._tried = head.is_plain and not self.model.measured
-        if self._tried:
+        self.batch = self.rounds.batch(1, sampled=False)
+        self.way, self._drafts = self.batch.plain, not head.is_plain
+        if head.is_plain:
             self.keep = (head.exit_layer,)
 
     @classmethod
@@ -62,18 +59,17 @@ class Auto(ExitDrafter):
         """
         head = engine.head(config)
         if config.exit_layer is None and config.head is None:
-            longest = config.most_tokens
             others = [other for other in engine.heads if other is not head]
             head = max(
                 [head, *others],
-                key=lambda head: engine.round_model(head=head, times=config.times).speedup(longest),
+                key=lambda head: engine.rounds(*config.approximated, head=head).speedup(),
             )
         return cls(engine, head, config)
 
     def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
         """Index the prompt, and show it to the head."""
         self.lookup.read(state.context)
-        if self._tried:
+        if self.reader.head.is_plain:
             self._try_exit(state, block, [count - offset for count in counts])
         super().prefilled(state, block, offset, counts)
 
@@ -98,40 +94,35 @@ class Auto(ExitDrafter):
         for row, agreed in zip(indices, chances.tolist(), strict=True):
             for place, chance in zip(row, agreed, strict=True):
                 if 0 <= place < width:
-                    self.model.drafts[sampled].learn(0, chance)
+                    self.rounds.acceptance[sampled].learn(0, chance)
+        self._drafts = self.rounds.batch(state.rows, sampled).speedup > 1
 
     def propose(self, state: State, limit: int) -> Draft:
-        """Draft with the strategy that is expected to be fastest in this round."""
-        self.timer.begin()
-        self.work = self._choose(state, limit)
-        if self.work.drafts:
+        """Draft in the way that brings the most tokens per second."""
+        self.rounds.begin()
+        self.batch = self.rounds.batch(state.rows, state.sampler.do_sample)
+        match = min(index.match.length for index in self.lookup.read(state.context))
+        ways = [self.batch.plain]
+        if self._drafts:
+            ways.insert(0, self.batch.chain)
+        if match >= self._shortest:
+            ways.append(self.batch.copying(match))
+        self.way = self.batch.choose(ways)
+        if self.way is self.batch.chain:
             return super().propose(state, limit)
-        if self.work.copies:
-            return self.lookup.draft(state.context, self.work.copies)
-        return Draft.empty(state.rows, state.pending.device)
-
-    def _choose(self, state: State, limit: int) -> Work:
-        sampled = state.sampler.do_sample
-        self.model.learn_copies(sampled, self.lookup.predicted(state.context))
-        lengths = [index.match.length for index in self.lookup.read(state.context)]
-        matches = [length if length >= self._shortest else 0 for length in lengths]
-        longest = min(limit, self.longest)
-        choices = [
-            self.model.best_chain(state.rows, sampled, longest, hopeful=True),
-            self.model.best_lookup(sampled, matches, min(limit, MOST)),
-            self.model.plain(state.rows),
-        ]
-        return max(choices, key=lambda choice: choice.rate).work
+        if self.way is self.batch.plain:
+            return Draft.empty(state.rows, state.pending.device)
+        return self.lookup.draft(state.context, limit)
 
     def commit(self, state: State, draft: Draft, verified: Verified, verdict: Verdict) -> None:
         """Learn from the round, and show the head what was accepted."""
-        if self.work.drafts and draft.length:
+        if self.way is self.batch.chain and draft.length:
             super().commit(state, draft, verified, verdict)
             return
         self.reader.verified(state, 0, verified)
-        # The drafts of a round that this drafter did not propose cost as much as copies.
-        self.timer.end(state.rows, Work(copies=verified.logits.shape[1] - 1))
-        self.model.drafts[state.sampler.do_sample].fade()  # so that drafts are tried again
+        drafted = verified.logits.shape[1] - 1
+        if drafted == draft.length:  # otherwise a grammar's tokens were verified
+            self.rounds.end(self.way, drafted, verdict.kept)
 
     def join(self, other: Any) -> None:
         """Append the rows of another drafter."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from selfspec.config import DraftConfig
-from selfspec.decoder import Decoder, Pass
+from selfspec.decoder import Approximation, Decoder, Pass
 from selfspec.drafters.engine import Engine, State, Verified
 from selfspec.sampling.draft import Draft, Verdict
 
@@ -24,6 +24,8 @@ class Drafter(ABC):
         decoders: models that it runs beside the target.
         keep: hidden states, by the number of layers below, that prefill and verification keep for
             the drafter.
+        drafting: the model that drafts, as a whole or in part; `None` if none does.
+        approximation: what its passes do otherwise while they draft; `None` for nothing.
         rule: the acceptance rule of sampled drafts: one of `CHAIN_RULES`, or `COUPLED`.
     """
 
@@ -33,6 +35,8 @@ class Drafter(ABC):
     takes_schedule: ClassVar[bool] = False
     decoders: tuple[Decoder, ...] = ()
     keep: tuple[int, ...] = ()
+    drafting: Decoder | None = None
+    approximation: Approximation | None = None
     rule: str = "block"
 
     @classmethod
@@ -43,6 +47,14 @@ class Drafter(ABC):
     @abstractmethod
     def propose(self, state: State, limit: int) -> Draft:
         """Draft at most `limit` (at least 1) tokens after each row's pending token."""
+
+    def draft(self, state: State, limit: int) -> Draft:
+        """Propose, by approximate passes if the config asks for them."""
+        if self.approximation is None:
+            return self.propose(state, limit)
+        assert self.drafting is not None  # `make_drafter` refuses it otherwise
+        with self.drafting.approximating(self.approximation):
+            return self.propose(state, limit)
 
     def prefilled(  # noqa: B027 - optional
         self, state: State, block: Pass, offset: int, counts: Sequence[int]

@@ -59,7 +59,7 @@ class Cascade(ExitDrafter):
                 "that no n-gram would do; raise longest, or take index='suffix', which has no limit"
             )
         head = engine.head(config)
-        schedule = make_schedule(config, engine.round_model(head=head, times=config.times))
+        schedule = make_schedule(config, engine.rounds(*config.approximated, head=head))
         reader = make_reader(engine, head)
         return cls(reader, config.most_tokens, schedule, Lookup(lookup), confident)
 

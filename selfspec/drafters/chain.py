@@ -42,8 +42,8 @@ def draft_chain(
         depth: layers below the hidden states that `read` returns; 0 if there are none.
         trimmed: whether the drafting model lacks tokens of the target's vocabulary.
     """
-    schedule.begin(confidence)
     sampler, context, seconds = state.sampler, state.context, state.stats.seconds
+    schedule.begin(confidence, state.rows, sampler.do_sample)
     token = state.pending
     tokens: list[Tensor] = []
     probs: list[Tensor] = []
@@ -88,7 +88,7 @@ class ExitDrafter(Drafter):
     def __init__(self, reader: ExitReader, longest: int, schedule: Schedule):
         self.reader, self.schedule = reader, schedule
         self.longest = min(longest, reader.head.longest or longest)
-        self.keep = reader.keep
+        self.keep, self.drafting = reader.keep, reader.decoder
 
     def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
         """Show the prompt to the head."""
@@ -104,7 +104,7 @@ class ExitDrafter(Drafter):
             self.schedule,
             self.reader.confidence(),
             lambda token, step: self.reader.read(state, token, step),
-            self.reader.head.exit_layer,
+            self.reader.depth,
             not self.reader.head.drafts_all,
         )
 

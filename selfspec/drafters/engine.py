@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from selfspec.config import DraftConfig, Times
+from selfspec.config import DraftConfig
 from selfspec.decoder import Decoder, OwnLayer, Pass, Ranks, Span
 from selfspec.decoder.cache import SlotCache
 from selfspec.drafters.draft_models import DraftModels
@@ -19,7 +19,7 @@ from selfspec.drafters.text_store import TextStore
 from selfspec.heads import ExitHead, check_distinct, head_class
 from selfspec.sampling.draft import Draft, Tree
 from selfspec.sampling.sampler import Context, Sampler
-from selfspec.schedule import RoundModel
+from selfspec.schedule import Rounds
 from selfspec.schedule.stats import Stats
 
 
@@ -109,7 +109,7 @@ class Engine:
         self.decoder = decoder
         self.heads: list[ExitHead] = []
         self.ranks = Ranks(decoder.causal_lm)
-        self._round_models: dict[tuple[Any, ...], RoundModel] = {}
+        self._rounds: dict[tuple[Any, ...], Rounds] = {}
         for head in heads:
             self.add(head)
         self.draft_models = DraftModels(decoder, draft_model)
@@ -139,37 +139,36 @@ class Engine:
     def default_draft(self) -> DraftConfig:
         """The draft of a call without `draft=` and without a profile.
 
-        With heads: a chain from the first one. Without: lookups where the text repeats itself,
-        plain decoding elsewhere, and the shared exit if it agrees with the last layer. These
-        choices depend only on the tokens, so that a seed gives one output.
+        It is the fastest of plain decoding, lookups and chains, round by round, as measured.
+        Without heads a seed gives one output, whatever drafts; with heads that would cost too many
+        sampled drafts, so `rule="coupled"` has to be asked for.
         """
         if self.heads:
-            return DraftConfig()
+            return DraftConfig(drafter="auto")
         if self.decoder.depth == 1:  # no exit
             return DraftConfig(drafter="none")
-        return DraftConfig(drafter="auto", times="assumed")
+        return DraftConfig(drafter="auto", rule="coupled")
 
-    def round_model(
-        self, *key: Any, head: ExitHead | None = None, times: Times = "measured"
-    ) -> RoundModel:
-        """The model of rounds with one drafter, kept from call to call if times are measured.
+    def rounds(self, *key: Any, head: ExitHead | None = None) -> Rounds:
+        """What is known of rounds with one drafter, kept from call to call.
 
         Args:
-            key: identifies a drafter without an exit head.
-            head: the exit head; drafters with the same head share the model.
-            times: whether the costs of a round are measured or assumed.
+            key: identifies a drafter without an exit head, and how its passes are approximated.
+            head: the exit head; drafters with the same head share what they learn.
         """
         if head is not None:
-            key = (head.kind, head.exit_layer)
-        if times == "measured" and key in self._round_models:
-            return self._round_models[key]
-        known: dict[str, Any] = {"clock": self.ranks.clock, "times": times}
-        new = RoundModel.of_head(self.decoder, head, **known) if head else RoundModel(**known)
-        return self._round_models.setdefault(key, new) if times == "measured" else new
+            key = (head.kind, head.exit_layer, *key)
+        if key not in self._rounds:
+            clock = self.ranks.clock
+            new = Rounds.of_head(self.decoder, head, clock) if head else Rounds(clock=clock)
+            self._rounds[key] = new
+        return self._rounds[key]
 
     def head(self, config: DraftConfig) -> ExitHead:
         """The head that a config names; a kind that needs no fitting is made here."""
         exit_layer = self._exit_layer(config)
+        if exit_layer == self.decoder.depth and config.approximates:
+            return self._whole(config)
         fitted = [head for head in self.heads if head.exit_layer == exit_layer]
         kind = config.head or (fitted[0].kind if fitted else "shared")
         for head in fitted:
@@ -183,6 +182,15 @@ class Engine:
                 "pass heads=..., or use head='shared', which needs no fitting"
             )
         return head_class(kind).build(self.decoder, exit_layer)
+
+    def _whole(self, config: DraftConfig) -> ExitHead:
+        """The head of the whole model, which drafts by approximate passes."""
+        if config.head not in (None, "shared"):
+            raise ValueError(
+                f"exit_layer={self.decoder.depth} is the whole model, which drafts through its own "
+                f"LM head; set head='shared' instead of {config.head!r}, or leave it out"
+            )
+        return head_class("shared").build(self.decoder, self.decoder.depth)
 
     def _exit_layer(self, config: DraftConfig) -> int:
         if config.exit_layer is not None:
@@ -264,7 +272,9 @@ class Engine:
             span = Span(0, exit_layer)
         else:
             span = Span(0 if exit_layer else own.place, own.place + 1)
-        below = [layer for layer in state.keep if layer < exit_layer] if exit_layer else []
+        # From approximate states verification does not resume; it computes all of them anew.
+        apart = not exit_layer or self.decoder.approximates_layers
+        below = [] if apart else [layer for layer in state.keep if layer < exit_layer]
         keep = [*below, exit_layer] if own is not None and exit_layer else below
         slots, hidden, skips = state.slots, None, None
         left = self.decoder.run(

@@ -38,6 +38,11 @@ class ExitReader:
         self._trimmed = head.vocab_ids is not None
         self._confidence: Confidence | None = None
 
+    @property
+    def depth(self) -> int:
+        """Number of layers below the states that verification resumes from; 0 if there are none."""
+        return 0 if self.decoder.approximates_layers else self.head.exit_layer
+
     def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
         """Called after each block of the prefill; see `Drafter.prefilled`."""
 
@@ -378,7 +383,9 @@ class LayerReader(ExitReader):
         """
         head = self.head
         return not head.exit_layer or (
-            head.place == head.exit_layer and not any(state.slots.added_from)
+            head.place == head.exit_layer
+            and not any(state.slots.added_from)
+            and not self.decoder.windows_own_layer
         )
 
     def _catch_up(self, state: State, pending: Tensor) -> Tensor:

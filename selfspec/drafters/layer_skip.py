@@ -216,7 +216,8 @@ class SkipLayers(Drafter):
     takes_schedule = True
 
     def __init__(self, engine: Engine, chooser: FixedSkips, longest: int, schedule: Schedule):
-        self.decoder, self.chooser = engine.decoder, chooser
+        self.decoder = self.drafting = engine.decoder
+        self.chooser = chooser
         self.longest, self.schedule, self._confidence = longest, schedule, uncalibrated()
 
     @classmethod
@@ -227,16 +228,15 @@ class SkipLayers(Drafter):
             ValueError: the set skips everything, names missing sublayers, or cannot be searched.
         """
         chooser = make_skips(engine.decoder, config.skip)
-        schedule = make_schedule(
-            config, engine.round_model(cls.name, config.skip, times=config.times)
-        )
+        key = cls.name, config.skip, *config.approximated
+        schedule = make_schedule(config, engine.rounds(*key))
         return cls(engine, chooser, config.most_tokens, schedule)
 
     def propose(self, state: State, limit: int) -> Draft:
         """Draft token by token."""
         self.chooser.begin(state)
         state.keep = self.chooser.keep
-        depth = 0 if state.keep else self._exact
+        depth = 0 if state.keep or self.decoder.approximates_layers else self._exact
         return draft_chain(
             state,
             min(self.longest, limit),

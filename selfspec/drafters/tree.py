@@ -83,7 +83,7 @@ class TreeExpansion:
 
     def propose(self, state: State, limit: int) -> Draft:
         """Expand the tree level by level."""
-        partial, depth = _PartialTree.of(state.pending), self.reader.head.exit_layer
+        partial, depth = _PartialTree.of(state.pending), self.reader.depth
         tokens, parents, tree = state.pending, None, None
         widths = self.widths[:limit]
         self.reader.begin(len(widths))
@@ -163,7 +163,7 @@ class ExitTree(Drafter):
     makes_trees = True
 
     def __init__(self, reader: ExitReader, widths: Sequence[int]):
-        self.reader, self.keep = reader, reader.keep
+        self.reader, self.keep, self.drafting = reader, reader.keep, reader.decoder
         self.expansion = TreeExpansion(reader, widths)
 
     @classmethod

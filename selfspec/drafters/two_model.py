@@ -45,6 +45,7 @@ class TwoModel(Drafter):
 
     def __init__(self, decoder: Decoder, longest: int, schedule: Schedule, vocab_size: int):
         self.small, self.decoder, self.decoders = Engine(decoder), decoder, (decoder,)
+        self.drafting = decoder
         self.longest, self.schedule, self._confidence = longest, schedule, uncalibrated()
         self._vocab_size, self._lacks_tokens = vocab_size, decoder.vocab_size < vocab_size
         self.slots: SlotCache  # made when the prompt is prefilled
@@ -59,8 +60,8 @@ class TwoModel(Drafter):
         """
         decoder = engine.draft_models.chosen(config)
         name = decoder.causal_lm.name_or_path
-        model = engine.round_model(cls.name, name, decoder.depth, times=config.times)
-        schedule = make_schedule(config, model)
+        key = cls.name, name, decoder.depth, *config.approximated
+        schedule = make_schedule(config, engine.rounds(*key))
         return cls(decoder, config.most_tokens, schedule, engine.decoder.vocab_size)
 
     def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:

@@ -166,7 +166,7 @@ class Session:
             self.drafter.pause()
             draft = forced
         elif limit > 0:
-            draft = self.drafter.propose(state, limit)
+            draft = self.drafter.draft(state, limit)
         verified = self.engine.verify(state, draft)
         with self.stats.clock("sampling"):
             verdict, broken = self._accept(state, draft, verified.logits)

@@ -121,7 +121,7 @@ class ExitHead(nn.Module):
                 taken from the target's LM head.
         """
         check_vocab_ids(decoder, vocab_ids)
-        lm_head = _trimmed_lm_head(decoder, vocab_ids.to(torch.long))
+        lm_head = trimmed_lm_head(decoder, vocab_ids.to(torch.long))
         self.vocab_ids = vocab_ids.to(lm_head.weight.device, torch.long)
         self._lm_head = (lm_head,)
 
@@ -362,7 +362,7 @@ def move_to_exit(module: ModuleT, decoder: Decoder, exit_layer: int) -> ModuleT:
 
 
 @torch.no_grad()
-def _trimmed_lm_head(decoder: Decoder, vocab_ids: Tensor) -> nn.Linear:
+def trimmed_lm_head(decoder: Decoder, vocab_ids: Tensor) -> nn.Linear:
     """A linear layer with the rows of the target's LM head for `vocab_ids`.
 
     Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from selfspec.schedule.round_model import RoundModel, RoundTimer, Work
+from selfspec.schedule.rounds import Rounds, Way
 from selfspec.schedule.stopping import (
     ConfidenceStop,
     OptimalStop,
@@ -14,10 +14,9 @@ from selfspec.schedule.stopping import (
 __all__ = [
     "ConfidenceStop",
     "OptimalStop",
-    "RoundModel",
-    "RoundTimer",
+    "Rounds",
     "Schedule",
-    "Work",
+    "Way",
     "make_schedule",
     "uncalibrated",
 ]

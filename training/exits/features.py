@@ -212,11 +212,13 @@ class FeaturesConfig(StrictConfig):
         folder: its folder, visible to every process; fits on the same text may share it.
         dtype: `bfloat16` takes half the space, `float32` is exact.
         shard_megabytes: size of a file, which a killed run loses at most.
+        keep: whether the folder stays when the heads are fitted.
     """
 
     folder: str
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     shard_megabytes: float = Field(default=256, gt=0)
+    keep: bool = True
 
 
 def streams_of(heads: Sequence[ExitHead]) -> list[int]:

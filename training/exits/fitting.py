@@ -105,8 +105,12 @@ class FitConfig(StrictConfig):
         return f"import selfspec; spec = selfspec.SelfSpecModel.from_pretrained({arguments})"
 
     def load_target(self) -> tuple[SelfSpecModel, PreTrainedTokenizerBase]:
-        """The frozen target in float32, without heads, and its tokenizer."""
-        model = load_causal_lm(self.source, dtype=torch.float32)
+        """The frozen target, without heads, and its tokenizer.
+
+        It is in bfloat16 if the fit computes in it, so that no pass converts weights.
+        """
+        dtype = torch.bfloat16 if self.loop.precision == "bf16" else torch.float32
+        model = load_causal_lm(self.source, dtype=dtype)
         return SelfSpecModel(model), load_tokenizer(self.source)
 
     def read_text(self, tokenizer: PreTrainedTokenizerBase) -> tuple[Mixture, dict[str, Blocks]]:
@@ -171,7 +175,7 @@ def write_heads(
     told = fitted_by.read_text(encoding="utf-8")
 
     def fill(folder: Path) -> None:
-        save_heads(heads, spec.engine.decoder, folder, _stored_dtype(config))
+        save_heads(heads, spec.engine.decoder, folder, stored_dtype(config))
         (folder / CARD_NAME).write_text(heads_card(heads, config.target), encoding="utf-8")
         (folder / FIT_NAME).write_text(told, encoding="utf-8")
 
@@ -179,7 +183,7 @@ def write_heads(
     return config.folder
 
 
-def _stored_dtype(config: FitConfig) -> torch.dtype | None:
+def stored_dtype(config: FitConfig) -> torch.dtype | None:
     """The dtype in which the target's weights are stored; heads get the same."""
     dtype = load_config(config.source).dtype
     return dtype if isinstance(dtype, torch.dtype) else None

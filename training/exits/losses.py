@@ -45,6 +45,11 @@ class LossSchedule(StrictConfig):
             )
         return self
 
+    @property
+    def reads_all(self) -> bool:
+        """Whether a trimmed head's loss reads the target's logits of all tokens."""
+        return self.loss != "kl" or self.then is not None
+
     def weights(self, progress: float) -> dict[str, float]:
         """Weights of the losses after the share `progress` of the run.
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-import operator
-import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from selfspec import SelfSpecModel
+from selfspec.apps.bench.forecast import draft_of, expected_tokens, round_seconds, write
 from selfspec.config import DraftConfig, StrictConfig
 from selfspec.decoder import Decoder
 from selfspec.heads import ExitHead
@@ -47,48 +44,6 @@ def accepted_lengths(
             total += spec.last_stats
         lengths[mode] = total.mean_accepted_length
     return lengths
-
-
-def round_seconds(
-    spec: SelfSpecModel, draft: DraftConfig, prompt: Tensor, tokens: int, repeats: int = 3
-) -> float:
-    """Median seconds of a round."""
-    seconds: list[float] = []
-    for _ in range(repeats):
-        write(spec, prompt, tokens, draft)
-        assert spec.last_stats is not None
-        seconds.append(spec.last_stats.decode_seconds / max(1, spec.last_stats.rounds))
-    return statistics.median(seconds)
-
-
-def write(
-    spec: SelfSpecModel,
-    prompt: Tensor,
-    tokens: int,
-    draft: DraftConfig,
-    sample: bool = False,
-    generator: torch.Generator | None = None,
-) -> None:
-    """Generate exactly `tokens` tokens, from the whole distribution when sampling."""
-    # These options override the checkpoint's generation config.
-    whole = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-    options: dict[str, Any] = whole if sample else {"do_sample": False}
-    spec.generate(
-        prompt.to(spec.engine.decoder.device),
-        draft=draft,
-        generator=generator,
-        max_new_tokens=tokens,
-        min_new_tokens=tokens,
-        pad_token_id=0,
-        **options,
-    )
-
-
-def draft_of(head: ExitHead, num_draft_tokens: int) -> DraftConfig:
-    """Drafts from this head."""
-    return DraftConfig(
-        exit_layer=head.exit_layer, head=head.kind, num_draft_tokens=num_draft_tokens
-    )
 
 
 # Neighbouring drafts are alike, so the halves for fitting and testing alternate in runs.
@@ -230,19 +185,6 @@ def measure(
         )
         for head, drafts, error, speedup in zip(spec.heads, drafted, errors, speedups, strict=True)
     ]
-
-
-def expected_tokens(rates: Sequence[float], num_draft_tokens: int) -> float:
-    """Tokens that a round of k drafts emits: 1 + Σ_{i≤k} Π_{j≤i} α_j.
-
-    Args:
-        rates: acceptance rate of each draft where those before it are accepted; drafts deeper than
-            the last have its rate.
-        num_draft_tokens: k.
-    """
-    deeper = itertools.chain(rates, itertools.repeat(rates[-1]))
-    reached = itertools.accumulate(itertools.islice(deeper, num_draft_tokens), operator.mul)
-    return 1 + sum(reached)
 
 
 def _speedups(

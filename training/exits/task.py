@@ -15,6 +15,7 @@ from typing_extensions import Self
 from selfspec.config import StrictConfig
 from selfspec.decoder import Decoder
 from selfspec.heads import Calibrator, ExitHead, build_head, check_distinct, head_class
+from selfspec.heads.base import trimmed_lm_head
 from selfspec.heads.teacher_forcing import (
     TargetStates,
     draft_states,
@@ -50,22 +51,23 @@ class Lesson(NamedTuple):
     Attributes:
         reading: the target's hidden states for the batch.
         learned: `[rows, width]` whether a position is one of them.
-        target_logits: `[n, vocab]` the target's logits there.
         following: `[n]` the next tokens of the text.
     """
 
     reading: TargetStates
     learned: Tensor
-    target_logits: Tensor
     following: Tensor
 
     @classmethod
-    @torch.no_grad()
-    def of(cls, decoder: Decoder, batch: Batch, reading: TargetStates) -> Lesson:
+    def of(cls, batch: Batch, reading: TargetStates) -> Lesson:
         """The lesson of a batch."""
         learned = batch.targets != NO_TOKEN
-        target_logits = decoder.unembed(reading.normed[learned][None])[0]
-        return cls(reading, learned, target_logits, batch.targets[learned])
+        return cls(reading, learned, batch.targets[learned])
+
+    @torch.no_grad()
+    def target_logits(self, decoder: Decoder, lm_head: nn.Module | None = None) -> Tensor:
+        """The target's logits `[n, vocab]` there, or `[n, rows]` of some rows of its LM head."""
+        return decoder.unembed(self.reading.normed[self.learned][None], lm_head)[0]
 
     def drafts(
         self, decoder: Decoder, head: ExitHead, depths: int, share: float = 1.0
@@ -182,19 +184,22 @@ class HeldOutDrafts:
         """The drafts of every head, in order."""
         seen: list[list[list[_Seen]]] = [[] for _ in self.heads]
         for batch in self._batches():
-            lesson = Lesson.of(self.decoder, batch, self._read(batch))
+            lesson = Lesson.of(batch, self._read(batch))
+            every = lesson.target_logits(self.decoder)
             for parts, head in zip(seen, self.heads, strict=True):
-                parts.append(list(self._look(lesson, head, with_features)))
+                parts.append(list(self._look(lesson, every, head, with_features)))
         return [self._sum_up(parts) for parts in seen]
 
     def _batches(self) -> Iterator[Batch]:
         for start in range(0, len(self.blocks), self.rows):
             yield collate(self.blocks[start : start + self.rows]).to(self.decoder.device)
 
-    def _look(self, lesson: Lesson, head: ExitHead, with_features: bool) -> Iterator[_Seen]:
+    def _look(
+        self, lesson: Lesson, every: Tensor, head: ExitHead, with_features: bool
+    ) -> Iterator[_Seen]:
         drafts = lesson.drafts(self.decoder, head, self.depths)
         for depth, (logits, there, confidence) in enumerate(drafts):
-            target_logits = lesson.target_logits[there]
+            target_logits = every[there]
             features = Calibrator.features(logits, depth) if with_features else logits[:, :0]
             yield _Seen(
                 agreement(target_logits, logits, head.vocab_ids).float().cpu(),
@@ -389,12 +394,23 @@ class ExitTask(Task):
         self.reader = reader or target_reader(decoder, streams_of(heads))
         # A shared head is only measured.
         self._fitted = [head for head in heads if is_trained(head)]
+        self._rows = [self._target_rows(head) for head in self._fitted]
         for head in self._fitted:
             if head.longest is not None and config.depths < head.longest:
                 raise ValueError(
                     f"a {head.kind} head that drafts {head.longest} tokens is trained on as many "
                     f"depths; set loss.depths={head.longest}, got {config.depths}"
                 )
+
+    def _target_rows(self, head: ExitHead) -> nn.Module | None:
+        """The rows of the target's LM head that a head's loss reads; `None` for all of them.
+
+        The divergence over a trimmed vocabulary depends on no other logits.
+        """
+        everywhere = self.config.schedule.reads_all or head.confidence is not None
+        if everywhere or head.vocab_ids is None:
+            return None
+        return trimmed_lm_head(self.decoder, head.vocab_ids)
 
     def train(self, mode: bool = True) -> Self:
         """Switch the heads; the frozen target stays in evaluation mode."""
@@ -404,27 +420,45 @@ class ExitTask(Task):
 
     def forward(self, batch: Batch, step: int, progress: float) -> tuple[Tensor, dict[str, Tensor]]:
         """The mean of all heads' losses, and each head's own."""
-        lesson = Lesson.of(self.decoder, batch, self.reader(batch))
-        names = self.config.schedule.weights(progress)
-        losses = {
-            f"loss_{head.kind}_{head.exit_layer}": self._loss(head, lesson, names, progress)
-            for head in self._fitted
-        }
+        lesson = Lesson.of(batch, self.reader(batch))
+        names, losses = self.config.schedule.weights(progress), {}
+        every = lesson.target_logits(self.decoder) if None in self._rows else None
+        for head, rows in zip(self._fitted, self._rows, strict=True):
+            target = every if rows is None else lesson.target_logits(self.decoder, rows)
+            assert target is not None
+            loss = self._loss(head, lesson, target, names, progress)
+            losses[f"loss_{head.kind}_{head.exit_layer}"] = loss
         return torch.stack(list(losses.values())).mean(), losses
 
     def _loss(
-        self, head: ExitHead, lesson: Lesson, names: Mapping[str, float], progress: float
+        self,
+        head: ExitHead,
+        lesson: Lesson,
+        target_logits: Tensor,
+        names: Mapping[str, float],
+        progress: float,
     ) -> Tensor:
-        """The loss of one head, summed over positions; `names` are the losses and their weights."""
+        """The loss of one head, summed over positions.
+
+        Args:
+            head: the head.
+            lesson: the positions.
+            target_logits: the target's logits there, of all tokens or of the head's.
+            names: the losses and their weights.
+            progress: share of the run that is done.
+        """
         weights = self.config.weights(progress)[: head.longest] if is_unrolled(head) else [1.0]
         share = self.config.share
+        vocab_ids = None
+        if head.vocab_ids is not None and target_logits.shape[-1] != len(head.vocab_ids):
+            vocab_ids = head.vocab_ids
         drafts = lesson.drafts(self.decoder, head, len(weights), share)
-        total = lesson.target_logits.new_zeros((), dtype=torch.float32)
+        total = target_logits.new_zeros((), dtype=torch.float32)
         for depth, (drafted, weight) in enumerate(zip(drafts, weights, strict=True)):
             logits, there, confidence = drafted
-            target, following = lesson.target_logits[there], lesson.following[there]
+            target, following = target_logits[there], lesson.following[there]
             wanted = names if head.confidence is None else {*names, "acceptance"}
-            losses = draft_losses(wanted, target, logits, following, head.vocab_ids)
+            losses = draft_losses(wanted, target, logits, following, vocab_ids)
             mixed = sum(part * losses[name].sum() for name, part in names.items())
             if head.confidence is not None:
                 accepted = losses["acceptance"].detach().neg().exp()

@@ -28,6 +28,7 @@ from transformers.initialization import no_init_weights
 from selfspec.apps.bench.config import BenchConfig, MethodConfig, ModeConfig, PromptSetConfig
 from selfspec.apps.bench.run import Bench
 from selfspec.config import DraftConfig, TreeConfig, unknown_name
+from selfspec.decoder.kernels.low_precision import bytes_read
 from selfspec.drafters.engine import Engine
 from selfspec.heads import build_head
 from selfspec.model import SelfSpecModel
@@ -119,6 +120,9 @@ def default_methods(depth: int, acceptances: Sequence[float]) -> tuple[MethodCon
         f"shared {low}": (_early_exit("shared", low), {}),
         f"shared {middle}": (_early_exit("shared", middle), {}),
         "medusa 0": (_early_exit("medusa", 0), {}),
+        "fused 0, int4": (_early_exit("fused", 0, precision="int4"), {}),
+        "whole model in int8": (_early_exit("shared", depth, precision="int8"), {}),
+        "whole model in int4": (_early_exit("shared", depth, precision="int4"), {}),
         f"fused 0, tree of {_NODES}": (
             _early_exit("fused", 0, drafter="tree", tree=TreeConfig(nodes=_NODES)),
             {},
@@ -290,6 +294,7 @@ def bytes_a_round(engine: Engine, draft: DraftConfig | None, tokens: int) -> int
     A chain or tree of k levels from an exit after E of L layers: k + 1 passes over the first E
     layers (k drafts, and the last draft before it is verified), k over the head and the LM head,
     and one over the other layers and the LM head. Where a head drafts all tokens at once, k is 1.
+    If the first E layers draft approximately, k passes over them, and one over all layers.
 
     Args:
         engine: the target with its heads.
@@ -297,7 +302,8 @@ def bytes_a_round(engine: Engine, draft: DraftConfig | None, tokens: int) -> int
         tokens: tokens in the KV cache, all rows together.
     """
     decoder = engine.decoder
-    kv = tokens * kv_bytes_of_layer(engine)
+    kv_of_token = kv_bytes_of_layer(engine)
+    kv = tokens * kv_of_token
     layers = [size_of(layer) + kv for layer in decoder.layers]
     unembed = size_of(decoder.lm_head)
     if draft is None or draft.drafter == "none":
@@ -307,9 +313,17 @@ def bytes_a_round(engine: Engine, draft: DraftConfig | None, tokens: int) -> int
     head = engine.head(draft)
     levels = min(draft.most_tokens, head.longest or draft.most_tokens)
     drafting = 1 if head.drafts_at_once else levels
-    below, above = layers[: head.exit_layer], layers[head.exit_layer :]
-    own = size_of(head) + (kv if head.layer is not None else 0)
-    return (drafting + 1) * sum(below) + sum(above) + drafting * (own + unembed) + unembed
+    seen = kv if draft.window is None else min(kv, (draft.window + draft.sinks) * kv_of_token)
+    own = bytes_read(head, draft.precision) + (seen if head.layer is not None else 0)
+    reading = drafting * (
+        own + bytes_read(decoder.lm_head, draft.lm_head_precision or draft.precision)
+    )
+    whole = sum(layers) + unembed
+    if not draft.approximates_layers(whole=head.exit_layer == decoder.depth):
+        return whole + reading + drafting * sum(layers[: head.exit_layer])
+    first = decoder.layers[: head.exit_layer]
+    below = [bytes_read(layer, draft.precision) + seen for layer in first]
+    return whole + reading + drafting * sum(below)
 
 
 def read_bandwidth(device: torch.device, repeats: int = 5) -> float:

@@ -6,12 +6,23 @@ import json
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich import box
+from rich.table import Table
 
 from selfspec.apps.cli import options as opt
-from selfspec.apps.cli.common import print_json, quiet_transformers, reporting, resolve
+from selfspec.apps.cli.common import (
+    in_units,
+    print_json,
+    quiet_transformers,
+    reporting,
+    resolve,
+)
+
+if TYPE_CHECKING:
+    from selfspec.apps.bench.forecast import Advice
 
 Words = Annotated[
     list[str] | None,
@@ -41,6 +52,9 @@ Output = Annotated[
 ]
 
 
+_SHOWN = 5  # candidates
+
+
 def fit(
     words: Words = None,
     text: Text = None,
@@ -54,12 +68,16 @@ def fit(
     ] = None,
     output: Output = None,
     config: ConfigFile = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Fit a head even if none is expected to pay here.")
+    ] = False,
     as_json: opt.AsJson = False,
 ) -> None:
     """Fit an exit head to a frozen model, measure it on held-out text, and save it.
 
-    Defaults of kind, exit, steps and batch depend on the model, the size of the text and the
-    available memory; any key of the config can be set. The same command resumes a stopped run.
+    The head is the one that is expected to be the fastest on this device, which is measured first.
+    Steps and batch depend on the size of the text and the available memory; any key of the config
+    can be set. The same command resumes a stopped run.
     """
     from selfspec.heads.files import check_free
 
@@ -70,7 +88,12 @@ def fit(
         quiet_transformers()
         defaults = _training("exits.defaults")
         check_free(Path(given.get("output", defaults.OUTPUT)))  # before the text is read
-        settings = defaults.complete(given, str(config or "fit"))
+        settings = defaults.complete(
+            given,
+            str(config or "fit"),
+            show=lambda advice: console.print(_forecast_table(advice)),
+            force=force,
+        )
         checkpoints = _training("loop.checkpoint").Checkpoints(Path(settings.output))
         checkpoints.check_identity(settings.identity)  # before anything is printed
         head, loop = settings.heads[0], settings.loop
@@ -130,6 +153,28 @@ def regenerate(
         path = module.regenerate(settings)
     if as_json:
         print_json({"texts": str(path)})
+
+
+def _forecast_table(advice: Advice) -> Table:
+    """The best candidates, now and after an hour."""
+    from selfspec.apps.bench.forecast import HOUR
+
+    table = Table(
+        title="expected of a head here, over plain decoding",
+        caption=f"run: after the {in_units(advice.tokens)} tokens of this run; hour: after an hour",
+        box=box.SIMPLE_HEAD,
+        padding=0,
+    )
+    told = ("head", "vocabulary", "in text", "draft")
+    for name in (*told, "α, run", "speed", "tokens, hour", "α", "speed"):
+        table.add_column(f" {name}", justify="right")
+    for head, later in list(zip(advice.now, advice.then, strict=True))[:_SHOWN]:
+        size = f"{head.vocab_size:,}" if head.vocab_size else "all"
+        told = (f"{head.kind} at {head.exit_layer}", size, f"{head.coverage:.0%}")
+        run = (f"{head.cost:.2f}", f"{head.rates[0]:.2f}", f"{head.speedup:.2f}x")
+        hour = (in_units(head.fit_rate * HOUR), f"{later.rates[0]:.2f}", f"{later.speedup:.2f}x")
+        table.add_row(*told, *run, *hour)
+    return table
 
 
 def _split(words: list[str] | None, what: str) -> tuple[str | None, list[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args
 
 import typer
 from rich.table import Table
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from selfspec.decoder import Decoder
     from selfspec.drafters.engine import Engine
     from selfspec.schedule.profile import Profile
+
+
+_TOKENS = (200_000, 1_000_000, 5_000_000)  # of text that a head would see
 
 
 def info(
@@ -121,6 +124,8 @@ def cache_bytes(decoder: Decoder) -> CacheBytes:
 
 def describe(engine: Engine, context: int | None, profile: Profile | None = None) -> dict[str, Any]:
     """A target's facts as plain values."""
+    from selfspec.config import Precision
+
     decoder = engine.decoder
     config, model = decoder.config, decoder.causal_lm
     context = context or decoder.max_positions or 4096
@@ -147,6 +152,10 @@ def describe(engine: Engine, context: int | None, profile: Profile | None = None
         "recurrent_layers": len(decoder.recurrent_layers),
         "state_bytes": sizes.states,
         "state_bytes_per_draft": sizes.draft,
+        "low_precision": [
+            {"precision": precision, "bytes": decoder.copy_bytes(precision)}
+            for precision in get_args(Precision)
+        ],
         "exit_heads": [
             {
                 "kind": head.kind,
@@ -171,7 +180,7 @@ def _of_draft(engine: Engine, draft: DraftConfig) -> dict[str, Any]:
     has_exit = draft.drafter in ("early_exit", "tree", "cascade", "auto")
     head = engine.head(draft) if has_exit else None
     return {
-        **draft.model_dump(include={"drafter", "schedule", "times"}),
+        **draft.model_dump(include={"drafter", "schedule"}),
         "num_draft_tokens": draft.most_tokens,
         "exit_layer": head and head.exit_layer,
         "head": head and head.kind,
@@ -179,19 +188,21 @@ def _of_draft(engine: Engine, draft: DraftConfig) -> dict[str, Any]:
 
 
 def expected_of_fitting(decoder: Decoder) -> dict[str, Any]:
-    """Cost of a draft from a head on the embeddings, and speedups by acceptance rate.
+    """The head that `selfspec fit` would choose for a million tokens of text.
 
-    The speedup is over plain decoding, by the prior of the model of a round: four drafts at most.
+    Its draft cost is in plain steps; its speedups over plain decoding go by the tokens that it has
+    seen.
     """
-    from selfspec.schedule import RoundModel
+    import torch
 
-    layer, readout = (
-        sum(p.numel() for p in module.parameters())
-        for module in (decoder.layers[0], decoder.lm_head)
-    )
-    cost = (layer + readout) / (decoder.depth * layer + readout)
-    speedups = {rate: RoundModel(cost, (rate, rate)).speedup(4) for rate in (0.5, 0.6, 0.7, 0.8)}
-    return {"draft_cost": cost, "speedups": speedups}
+    from selfspec.apps.bench.forecast import COVERAGE, Advice, device_speed, forecast
+
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    speed = device_speed(decoder, device, decoder.dtype)
+    coverage = {size: share for size, share in COVERAGE.items() if size < decoder.vocab_size}
+    best = Advice.of(decoder, speed, coverage | {0: 1.0}, _TOKENS[1]).best
+    speedups = {tokens: forecast(decoder, speed, best, tokens).speedup for tokens in _TOKENS}
+    return {**best.head, "draft_cost": best.cost, "speedups": speedups}
 
 
 def info_table(facts: dict[str, Any]) -> Table:
@@ -220,6 +231,7 @@ def info_table(facts: dict[str, Any]) -> Table:
         "recurrent states": f"{in_units(facts['state_bytes'], 'B')} a row, as much again during a "
         f"round, and {in_units(facts['state_bytes_per_draft'], 'B')} a token of a round, in "
         f"{facts['recurrent_layers']} layers",
+        "low precision": "\n".join(map(_low_precision, facts["low_precision"])),
         "exit heads": "\n".join(heads) or "none fitted",
         "default draft": _default_draft(facts["default_draft"]),
     }
@@ -234,6 +246,15 @@ def info_table(facts: dict[str, Any]) -> Table:
     for name, value in rows.items():
         table.add_row(name, value)
     return table
+
+
+def _low_precision(copies: dict[str, Any]) -> str:
+    """What the copies take that drafts with this precision read."""
+    sizes = {part: in_units(size, "B") for part, size in copies["bytes"].items()}
+    return (
+        f"{copies['precision']}: {sizes['lm_head']} for the LM head, {sizes['heads']} for heads, "
+        f"{sizes['layers']} for the layers"
+    )
 
 
 def _default_draft(draft: dict[str, Any]) -> str:
@@ -256,11 +277,12 @@ def _default_draft(draft: dict[str, Any]) -> str:
 
 def _fitting(model: str, fitting: dict[str, Any]) -> str:
     """The speedup to expect from a fitted head, and how to fit one."""
-    rates = ", ".join(
-        f"{gain:.1f}x at .{rate * 10:.0f}" for rate, gain in fitting["speedups"].items()
+    gains = ", ".join(
+        f"{gain:.1f}x after {in_units(tokens)}" for tokens, gain in fitting["speedups"].items()
     )
+    size = f"{fitting['vocab_size']:,}" if fitting["vocab_size"] else "all"
     return (
-        f"a draft from the embeddings would cost {fitting['draft_cost']:.2f} of a step;\nexpected "
-        f"over plain decoding, by acceptance rate: {rates}\n"
-        f"fit one: selfspec fit {model} --text FILES"
+        f"{fitting['kind']} at exit {fitting['exit_layer']}, drafting {size} tokens; a draft would "
+        f"cost {fitting['draft_cost']:.2f} of a step;\nexpected over plain decoding, by tokens of "
+        f"text: {gains}\nfit one: selfspec fit {model} --text FILES"
     )

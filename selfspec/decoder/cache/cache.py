@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLa
 
 from selfspec.config import KVCacheDtype
 from selfspec.decoder.cache.int8 import Int8Layer
-from selfspec.decoder.cache.layer import SlicedViews, SlotLayer, Switch, Window
+from selfspec.decoder.cache.layer import SlicedViews, SlotLayer, Switch, View, Window
 from selfspec.decoder.cache.masks import WIDEST, Stairs, hide, tree_mask
 from selfspec.decoder.cache.recurrent import RecurrentLayer
 from selfspec.sampling.draft import Tree
@@ -136,6 +136,16 @@ class SlotCache(Cache):
         switch = self._switch(starts, width, 0 if tree is None else place)
         return Window(starts, width, self._counted, tree, place, page, rows, switch)
 
+    def view(self, window: Window, sinks: int, recent: int) -> View | None:
+        """What a pass sees of the slots if it attends to some keys only; `None` for all.
+
+        Args:
+            window: the slots that it writes.
+            sinks: the first keys that it sees.
+            recent: the most recent committed keys that it sees.
+        """
+        return View.of(window, self.lengths, sinks, recent, self._counted.wholes[0][0])
+
     def _switch(self, starts: Sequence[int], width: int, place: int) -> Switch | None:
         if self.switches is None:
             return None
@@ -207,16 +217,21 @@ class SlotCache(Cache):
         """
         active = self._active()
         partial = added and any(self.added_from)
-        if active.even and active.width <= WIDEST and not partial:
+        if active.view is not None:
+            slots = active.view.slots
+        elif active.even and active.width <= WIDEST and not partial:
             return self._stairs.view(active, window, dtype)
-        slots = self._counted.wholes[0][0, : active.end]
+        else:
+            slots = self._counted.wholes[0][:, : active.end]
         if active.tree is None:
-            mask = hide(slots, active.positions, window, dtype)
+            mask = hide(slots[:, None], active.positions, window, dtype)
         else:
             mask = tree_mask(active, active.tree, slots, self.committed, window, dtype)
         if partial:
             first = torch.tensor(self.added_from, device=self.device)[:, None, None]
-            mask = mask.masked_fill(slots < first, torch.finfo(dtype).min)
+            mask = mask.masked_fill(slots[:, None] < first, torch.finfo(dtype).min)
+        if active.view is not None and not active.view.uniform:
+            mask = mask.masked_fill(slots[:, None] < 0, torch.finfo(dtype).min)
         return mask[:, None]
 
     def update(
@@ -228,12 +243,17 @@ class SlotCache(Cache):
         if not layer.is_initialized:
             layer.lazy_initialization(key_states, value_states)
             layer.grow(max(self._reserved, active.end))
+        if active.view is not None:
+            return layer.write_and_view(key_states, value_states, active, active.view)
         return layer.write(key_states, value_states, active)
 
     def layer_kv(self, layer_idx: int) -> tuple[Tensor, ...] | None:
-        """Arguments of a layer's `LayerKV` in the active pass; `None` if the layer is empty."""
+        """Arguments of a layer's `LayerKV` in the active pass.
+
+        `None` if the layer is empty, or if the pass does not see all slots.
+        """
         active, layer = self._active(), self._written(layer_idx)
-        if layer.keys is None or layer.values is None:
+        if layer.keys is None or layer.values is None or active.view is not None:
             return None
         layer.make_room(active)
         return layer.keys, layer.values, active.slots, self._counted.wholes[0][0, : active.end]

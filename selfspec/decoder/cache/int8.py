@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
@@ -45,9 +47,10 @@ class Int8Layer(SlotLayer):
 
     def seen(self, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the first `end` slots, as layers read them."""
-        keys, values, key_scales, value_scales = (
-            buffer.narrow(2, 0, end) for buffer in self.buffers
-        )
+        return self._read([buffer.narrow(2, 0, end) for buffer in self.buffers])
+
+    def _read(self, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        keys, values, key_scales, value_scales = parts
         return from_int8(keys, key_scales), from_int8(values, value_scales)
 
     def _kept(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, ...]:

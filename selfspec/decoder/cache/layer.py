@@ -92,6 +92,7 @@ class Window:
         uniform: whether all rows write the same slots.
         even: whether all rows write the same slots and these are the tokens' positions.
         switch: where passes go beyond the model's original length, if that matters.
+        view: the slots that the pass sees; `None` for all up to `end`.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Window:
         switch: Switch | None = None,
     ):
         self.switch = switch
+        self.view: View | None = None
         self.starts, self.width, self.tree, self.place = starts, width, tree, place
         first, last, (numbers,) = min(starts), max(starts), counted.wholes
         self.end = -(-(last + width) // page) * page
@@ -133,6 +135,87 @@ class Window:
             buffer[rows, :, slots] = states.transpose(1, 2)
 
 
+class View:
+    """The slots that a pass sees which attends to the first and the most recent keys only.
+
+    Its own slots are the last of the most recent ones. Every row sees the same number; where this
+    reaches back to the first ones, or before them, a slot is marked as none.
+
+    Args:
+        window: the slots that the pass writes.
+        lengths: committed tokens of each row.
+        sinks: number of first keys.
+        recent: number of the most recent committed keys.
+        counted: 0, 1, 2, …, on the device.
+
+    Attributes:
+        firsts: the first of the most recent slots, per row.
+        back: slots from there to the first one written, per row.
+        size: number of slots seen.
+        sinks: number of first ones among them.
+        slots: `[1, size]` or `[rows, size]` the slots; -1 for none.
+    """
+
+    def __init__(
+        self, window: Window, lengths: Sequence[int], sinks: int, recent: int, counted: Tensor
+    ):
+        starts = window.starts
+        self.sinks = sinks
+        self.firsts = [
+            min(length - recent, start) for length, start in zip(lengths, starts, strict=True)
+        ]
+        self.back = [start - first for start, first in zip(starts, self.firsts, strict=True)]
+        seen = max(self.back) + window.width
+        self.size = sinks + seen
+        self.uniform = len(set(self.firsts)) == 1 == len(set(self.back))
+        if self.uniform:
+            first = self.firsts[0]
+            self.slots = torch.cat([counted[:sinks], counted[first : first + seen]])[None]
+        else:
+            firsts = torch.tensor(self.firsts, device=counted.device)[:, None]
+            near = firsts + counted[:seen]
+            near = near.masked_fill((near < sinks) | (near >= window.end), -1)
+            self.slots = torch.cat([counted[:sinks].expand(len(firsts), -1), near], dim=1)
+
+    @classmethod
+    def of(
+        cls, window: Window, lengths: Sequence[int], sinks: int, recent: int, counted: Tensor
+    ) -> View | None:
+        """The view of a pass; `None` if it sees all slots."""
+        ends = zip(lengths, window.starts, strict=True)
+        if all(min(length - recent, start) <= sinks for length, start in ends):
+            return None
+        return cls(window, lengths, sinks, recent, counted)
+
+    def follows(self, other: View, width: int) -> bool:
+        """Whether this view is `other` and `width` more slots at its end."""
+        same = self.firsts == other.firsts and self.sinks == other.sinks
+        return same and self.size == other.size + width and len(set(self.back)) == 1
+
+    def take(self, buffer: Tensor, into: Tensor, start: int) -> None:
+        """Copy the slots from index `start` of the view on.
+
+        Args:
+            buffer: `[rows, heads, slots, any]` all slots.
+            into: `[rows, heads, at least size, any]` the slots of the view.
+            start: 0 or at least `sinks`.
+        """
+        end = self.size
+        if self.uniform:
+            if start == 0:
+                into[:, :, : self.sinks].copy_(buffer[:, :, : self.sinks])
+                start = self.sinks
+            first = self.firsts[0] + start - self.sinks
+            into[:, :, start:end].copy_(buffer.narrow(2, first, end - start))
+        else:
+            slots = self.slots[:, start:end].clamp_min(0).to(buffer.device)
+            rows = torch.arange(len(slots), device=buffer.device)[:, None]
+            into[:, :, start:end] = buffer[rows, :, slots].transpose(1, 2)
+
+
+_VIEW_ROOM = 64  # slots after a view, for the later passes of its round
+
+
 class SlotLayer(CacheLayerMixin):
     """One layer's keys and values, as they are."""
 
@@ -147,6 +230,7 @@ class SlotLayer(CacheLayerMixin):
         # Their first rows, by number. Recorded graphs know keys and values by these tensors, so a
         # graph of three rows is used again whenever there are three.
         self._parts: dict[int, list[Tensor]] = {}
+        self._view: tuple[View, list[Tensor]] | None = None  # the last one, and its slots
 
     @property
     def capacity(self) -> int:
@@ -170,11 +254,13 @@ class SlotLayer(CacheLayerMixin):
 
     def reclaim(self) -> None:
         """Use all rows of the buffers again."""
+        self._view = None
         if self.is_initialized and len(self.buffers[0]) < self.reserved_rows:
             self.hold(self._wholes)
 
     def hold(self, buffers: Sequence[Tensor], rows: int | None = None) -> None:
         """Replace the buffers, of which the first `rows` rows are in use; `None` for all."""
+        self._view = None
         if len(self._wholes) != len(buffers) or any(map(is_not, self._wholes, buffers)):
             self._wholes, self._parts = list(buffers), {}
         count = self.reserved_rows if rows is None else rows
@@ -249,6 +335,34 @@ class SlotLayer(CacheLayerMixin):
         """Keys and values of the first `end` slots, as layers read them."""
         assert self.keys is not None and self.values is not None
         return self.keys.narrow(2, 0, end), self.values.narrow(2, 0, end)
+
+    def write_and_view(
+        self, key_states: Tensor, value_states: Tensor, window: Window, view: View
+    ) -> tuple[Tensor, Tensor]:
+        """`write`, but return the keys and values of a view.
+
+        They are copied together once a round. Its later passes add what they write.
+        """
+        self.make_room(window)
+        for states, buffer in zip(self._kept(key_states, value_states), self.buffers, strict=True):
+            window.put(states, buffer)
+        start, held = 0, self._view
+        if held is not None and view.follows(held[0], window.width):
+            start, copies = held[0].size, held[1]
+        else:
+            shapes = [(*b.shape[:2], view.size + _VIEW_ROOM, b.shape[3]) for b in self.buffers]
+            pairs = zip(self.buffers, shapes, strict=True)
+            copies = [buffer.new_empty(shape) for buffer, shape in pairs]
+        for buffer, copy in zip(self.buffers, copies, strict=True):
+            view.take(buffer, copy, start)
+        has_room = copies[0].shape[2] > view.size + window.width
+        self._view = (view, copies) if has_room else None
+        return self._read([copy.narrow(2, 0, view.size) for copy in copies])
+
+    def _read(self, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys and values, as layers read them, of parts of the buffers."""
+        keys, values = parts
+        return keys, values
 
     def _kept(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, ...]:
         """The form in which states are stored."""

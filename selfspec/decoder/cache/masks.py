@@ -37,7 +37,7 @@ def tree_mask(
     Args:
         active: the pass.
         tree: the token tree.
-        slots: `[end]` 0, 1, 2, …
+        slots: `[1, end]` 0, 1, 2, …, or `[1 or rows, n]` those that are seen.
         lengths: `[rows]` committed tokens.
         window: the sliding window in positions, or `None`.
         dtype: of the mask.

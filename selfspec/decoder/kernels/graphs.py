@@ -284,7 +284,8 @@ class GraphedLayers(FallbackKernel):
         if len(layer_kvs) < len(calls):  # the cache is still empty
             return None
         keep = tuple(call.layer_index for call in calls if call.layer_index in keep)
-        which = tuple(id(call.layer) for call in calls), calls[0].layer_index, tuple(kinds), keep
+        layers = tuple(id(call.layer) for call in calls)
+        which = layers, calls[0].layer_index, tuple(kinds), keep, active.approximation
         # Caches that are used in turn have recordings of their own.
         key = which, id(layer_kvs[0][0]), window.end, tuple(map(_shape_of, leaves))
         recording = self._recordings.pop(key, None)

@@ -67,9 +67,9 @@ class PrepackedLinears:
         """The linear layers in these modules that can be packed, each with its replacement."""
         found = False
         for root in roots:
-            for modules in _bundles(root):
+            for modules in bundles(root, _is_packable):
                 found = True
-                bundle = _Bundle(modules, _pack(modules))
+                bundle = _bundle(modules)
                 for index, module in enumerate(modules):
                     yield module, bundle.forward(index, module.forward)
         if not found and not self._warned and not _have_their_own(roots):
@@ -87,44 +87,62 @@ def choose_kernels(*roots: nn.Module) -> Kernels:
 
     A quarter of the memory that is free stays so.
     """
-    bundles = (bundle for root in roots for bundle in _bundles(root))
-    found = [_weight(module) for bundle in bundles for module in bundle]
+    found = [
+        out_by_in(module)
+        for root in roots
+        for bundle in bundles(root, _is_packable)
+        for module in bundle
+    ]
     copies = sum(weight.nbytes for weight in found)
     fits = 4 * copies <= 3 * psutil.virtual_memory().available
     return "prepacked" if found and fits else "eager"
 
 
-class _Bundle:
-    """One or several linear layers with the same input.
+class Bundle:
+    """One or several linear layers with the same input, computed as one product.
 
     Args:
         modules: the layers.
-        packed: their weights.
+        product: maps their input to the outputs of all, concatenated.
+        takes: whether it computes the product of an input; others are left to the layers.
     """
 
-    def __init__(self, modules: Sequence[Any], packed: _Packed):
-        self._sizes = [_weight(module).shape[0] for module in modules]
-        self._packed = packed
+    def __init__(self, modules: Sequence[Any], product: Forward, takes: Callable[[Tensor], bool]):
+        self._sizes = [out_by_in(module).shape[0] for module in modules]
+        self._product, self._takes = product, takes
         self._held: tuple[Tensor, Tensor] | None = None  # the last input and all outputs
 
     def forward(self, index: int, plain: Forward) -> Forward:
         """The replacement for `plain`, the forward of the layer with this index."""
-        weight, bias, linear = self._packed.weight, self._packed.bias, _OPS._linear_pointwise
-        dtype, alone, last = weight.dtype, len(self._sizes) == 1, index == len(self._sizes) - 1
+        product, takes = self._product, self._takes
+        alone, last = len(self._sizes) == 1, index == len(self._sizes) - 1
         start, size = sum(self._sizes[:index]), self._sizes[index]
 
         def forward(input: Tensor) -> Tensor:
-            if torch.is_grad_enabled() or input.dtype != dtype:
+            if not takes(input):
                 return plain(input)
             if alone:
-                return linear(input, weight, bias, "none", [], "")
+                return product(input)
             held = self._held  # read once: other threads may write it, too
             if held is None or held[0] is not input:
-                held = (input, linear(input, weight, bias, "none", [], ""))
+                held = (input, product(input))
             self._held = None if last else held
             return held[1].narrow(-1, start, size)
 
         return forward
+
+
+def _bundle(modules: Sequence[Any]) -> Bundle:
+    weight, bias, _ = _pack(modules)
+    linear, dtype = _OPS._linear_pointwise, weight.dtype
+
+    def product(input: Tensor) -> Tensor:
+        return linear(input, weight, bias, "none", [], "")
+
+    def takes(input: Tensor) -> bool:
+        return not torch.is_grad_enabled() and input.dtype == dtype
+
+    return Bundle(modules, product, takes)
 
 
 def joins_heads(model: PreTrainedModel) -> bool:
@@ -149,12 +167,12 @@ def _have_their_own(roots: Sequence[nn.Module]) -> bool:
     return any("forward" in module.__dict__ for root in roots for module in root.modules())
 
 
-def _bundles(root: nn.Module) -> Iterator[list[nn.Module]]:
-    """The linear layers in a module that can be packed, grouped by common input."""
-    if _is_packable(root):
+def bundles(root: nn.Module, takes: Callable[[Any], bool]) -> Iterator[list[nn.Module]]:
+    """The linear layers in a module for which `takes` holds, grouped by common input."""
+    if takes(root):
         yield [root]
     for parent in root.modules():
-        children = {name: m for name, m in parent.named_children() if _is_packable(m)}
+        children = {name: m for name, m in parent.named_children() if takes(m)}
         for names in _SISTERS:
             sisters = [children[name] for name in names if name in children]
             if len(sisters) == len(names) and len(set(map(_kind, sisters))) == 1:
@@ -181,27 +199,27 @@ def _computes(dtype: torch.dtype) -> bool:
 
 def _kind(module: Any) -> tuple[Any, ...]:
     """What layers must have in common to be merged."""
-    return type(module), _weight(module).shape[1], module.weight.dtype, module.bias is None
+    return type(module), out_by_in(module).shape[1], module.weight.dtype, module.bias is None
 
 
-def _weight(module: Any) -> Tensor:
+def out_by_in(module: Any) -> Tensor:
     """The weight as `[out, in]`."""
     return module.weight.detach() if type(module) is nn.Linear else module.weight.detach().t()
 
 
 def _pack(modules: Sequence[Any]) -> _Packed:
     parts = [p.detach() for m in modules for p in (m.weight, m.bias) if p is not None]
-    sums = [total for part in parts for total in _sums(part)]
+    sums = [total for part in parts for total in sums_of(part)]
     held = _PACKED.get(modules[0])
     if held is None or not all(map(torch.equal, held.sums, sums)):
-        weight = _OPS._reorder_linear_weight(torch.cat([_weight(m) for m in modules]), 1)
+        weight = _OPS._reorder_linear_weight(torch.cat([out_by_in(m) for m in modules]), 1)
         biased = modules[0].bias is not None
         bias = torch.cat([module.bias.detach() for module in modules]) if biased else None
         held = _PACKED[modules[0]] = _Packed(weight, bias, sums)
     return held
 
 
-def _sums(part: Tensor) -> list[Tensor]:
+def sums_of(part: Tensor) -> list[Tensor]:
     """Sums of the bits of a weight or bias: several numbers at a time where they fit in a word."""
     words = part.contiguous().view(torch.int64 if part.shape[-1] % 4 == 0 else torch.int16)
     return [words.sum(0), words.sum(1)] if words.ndim == 2 else [words.clone()]

@@ -1,0 +1,523 @@
+"""What a fitted head would bring, before it is fitted.
+
+Rounds are timed on this device, on a random model with the target's shapes and fewer layers. How
+often drafts are accepted, fits that were recorded tell: by the kind of head, and by the tokens that
+it has seen.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import operator
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import psutil
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+from transformers.initialization import no_init_weights
+from typing_extensions import Self
+
+from selfspec.apps.bench.shapes import random_model, read_bandwidth
+from selfspec.config import DraftConfig
+from selfspec.decoder import Decoder
+from selfspec.heads import ExitHead, build_head
+from selfspec.heads.teacher_forcing import target_states
+from selfspec.model import SelfSpecModel
+
+# Acceptance
+
+
+class Fit(NamedTuple):
+    """A recorded fit.
+
+    Attributes:
+        tokens: tokens of text that the head has seen.
+        first: mean Σ min(p, q) of its first drafts on held-out text.
+        later: that of its drafts after them.
+    """
+
+    tokens: float
+    first: float
+    later: float
+
+
+# By kind, and whether the exit is above the embeddings; docs/training.md has the commands. Up to a
+# million tokens they were fitted to SmolLM2-135M-Instruct, beyond to the demo target, whose
+# vocabulary is small (6,144; means over novels, code and maths).
+RECORDED: dict[tuple[str, bool], tuple[Fit, ...]] = {
+    ("eagle3", False): (
+        Fit(0.1e6, 0.28, 0.20),
+        Fit(0.2e6, 0.35, 0.28),
+        Fit(0.8e6, 0.49, 0.42),
+        Fit(2.3e6, 0.65, 0.63),
+        Fit(5.9e6, 0.69, 0.68),
+    ),
+    ("fused", True): (Fit(0.1e6, 0.28, 0.26), Fit(3.0e6, 0.74, 0.73)),
+    ("block", True): (Fit(0.1e6, 0.28, 0.28), Fit(3.0e6, 0.71, 0.71)),
+}
+
+
+def acceptance(kind: str, exit_layer: int, tokens: float) -> tuple[float, float]:
+    """α of the first draft and of later ones after a fit on that many tokens.
+
+    Between two recorded fits it grows with the logarithm of the tokens; beyond the last one it
+    stays, and below the first it falls to zero with the tokens.
+    """
+    fits = RECORDED[kind, exit_layer > 0]
+    if tokens <= fits[0].tokens:
+        share = tokens / fits[0].tokens
+        return share * fits[0].first, share * fits[0].later
+    for low, high in itertools.pairwise(fits):
+        if tokens < high.tokens:
+            share = math.log(tokens / low.tokens) / math.log(high.tokens / low.tokens)
+            first = low.first + share * (high.first - low.first)
+            return first, low.later + share * (high.later - low.later)
+    return fits[-1].first, fits[-1].later
+
+
+def expected_tokens(rates: Sequence[float], num_draft_tokens: int) -> float:
+    """Tokens that a round of k drafts emits: 1 + Σ_{i≤k} Π_{j≤i} α_j.
+
+    Args:
+        rates: acceptance rate of each draft where those before it are accepted; drafts deeper than
+            the last have its rate.
+        num_draft_tokens: k.
+    """
+    deeper = itertools.chain(rates, itertools.repeat(rates[-1]))
+    reached = itertools.accumulate(itertools.islice(deeper, num_draft_tokens), operator.mul)
+    return 1 + sum(reached)
+
+
+# Seconds
+
+
+def round_seconds(
+    spec: SelfSpecModel, draft: DraftConfig, prompt: Tensor, tokens: int, repeats: int = 3
+) -> float:
+    """Median seconds of a round."""
+    seconds: list[float] = []
+    for _ in range(repeats):
+        write(spec, prompt, tokens, draft)
+        assert spec.last_stats is not None
+        seconds.append(spec.last_stats.decode_seconds / max(1, spec.last_stats.rounds))
+    return statistics.median(seconds)
+
+
+def write(
+    spec: SelfSpecModel,
+    prompt: Tensor,
+    tokens: int,
+    draft: DraftConfig,
+    sample: bool = False,
+    generator: torch.Generator | None = None,
+) -> None:
+    """Generate exactly `tokens` tokens, from the whole distribution when sampling."""
+    # These options override the checkpoint's generation config.
+    whole = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    options: dict[str, Any] = whole if sample else {"do_sample": False}
+    spec.generate(
+        prompt.to(spec.engine.decoder.device),
+        draft=draft,
+        generator=generator,
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,
+        pad_token_id=0,
+        **options,
+    )
+
+
+_BYTES = 2**30  # of the layers of the timed model
+_CHAINS = (1, 3, 6)  # drafts of the timed rounds
+_VOCABULARIES = (8_000, 32_000)  # of the timed heads
+_TOKENS, _PROMPT = 8, 32  # of a timed call
+_WIDE, _READ = 512, 64  # tokens of a timed pass of training, and of the LM head
+_VERIFIED, _TRAINED = 0.03, 0.1  # plain steps a token, where nothing can be timed
+_TURNS, _SECONDS = 3, 8.0  # at least: every call is timed once a turn
+
+
+@dataclass(frozen=True)
+class DeviceSpeed:
+    """Seconds of the whole target on this device.
+
+    Attributes:
+        depth: layers of the target.
+        plain: seconds of a plain decoding step.
+        layer: seconds of one layer, by the tokens of a pass.
+        rounds: seconds of rounds of a head at the embeddings, by the size of its vocabulary and by
+            its drafts.
+        wide: seconds of a training pass of the target, a token.
+        read_out: seconds of the LM head in such a pass, a token and row.
+    """
+
+    depth: int
+    plain: float
+    layer: dict[int, float]
+    rounds: dict[int, dict[int, float]]
+    wide: float
+    read_out: float
+
+    def round(self, exit_layer: int, vocab_size: int, drafts: int) -> float:
+        """Seconds of a round of that many drafts by a head after `exit_layer` layers.
+
+        A draft runs the layers below the exit, and verification resumes at the exit.
+        """
+        by_chain = {count: _along(by_size, vocab_size) for count, by_size in self._by_size.items()}
+        of_head = _along(by_chain, drafts)
+        below = (drafts + 1) * _along(self.layer, 1) - _along(self.layer, drafts + 1)
+        return of_head + exit_layer * below
+
+    @property
+    def _by_size(self) -> dict[int, dict[int, float]]:
+        """`rounds` by drafts first."""
+        counts = next(iter(self.rounds.values()))
+        return {n: {size: times[n] for size, times in self.rounds.items()} for n in counts}
+
+    def fit_rate(self, vocab_size: int, depths: float = 2.0) -> float:
+        """Tokens a second of a fit that unrolls `depths` drafts on average.
+
+        The head's layer runs forwards and backwards, which costs as much as three passes, at every
+        depth. So does its LM head, but for the gradient of its weights; the target's runs once.
+        """
+        layer = self.wide / self.depth
+        return 1 / (self.wide + 3 * depths * layer + (1 + 2 * depths) * vocab_size * self.read_out)
+
+
+def _along(known: dict[int, float], at: int) -> float:
+    """The line through the two known points nearest to `at`; a single point holds everywhere."""
+    points = sorted(known, key=lambda point: abs(point - at))[:2]
+    if len(points) == 1:
+        return known[points[0]]
+    near, far = points
+    return known[near] + (at - near) * (known[far] - known[near]) / (far - near)
+
+
+def measure_device(decoder: Decoder, device: torch.device, dtype: torch.dtype) -> DeviceSpeed:
+    """Time rounds on `device` of a target with the shapes of `decoder`.
+
+    Two random models have as many of its layers as fit into a gigabyte, and half of them. What
+    further layers cost is the difference between the two.
+
+    Args:
+        decoder: the target, perhaps without weights.
+        device: where it is to run.
+        dtype: dtype of its weights.
+
+    Raises:
+        RuntimeError: there is too little memory.
+        ValueError: the family cannot be built with fewer layers, or no head be at its embeddings.
+    """
+    depth, vocab = decoder.depth, decoder.vocab_size
+    layer = _size(decoder.layers[0]) * dtype.itemsize
+    words = _size(decoder.causal_lm) * dtype.itemsize - depth * layer
+    deep = max(2, min(depth, _BYTES // layer))
+    needed = 2 * (deep * layer + words)  # packed weights are there twice
+    if device.type == "cpu" and needed > psutil.virtual_memory().available / 2:
+        raise RuntimeError(f"{needed / 1e9:.1f} GB are too many to time a model of that size here")
+    sizes = sorted({min(size, vocab) for size in _VOCABULARIES})
+    config, half = decoder.causal_lm.config, deep // 2
+    timed = {n: _Timed(_cut(config, n), sizes, device, dtype) for n in (half, deep)}
+    found = _shortest({(n, *key): call for n, t in timed.items() for key, call in t.calls.items()})
+
+    def layer_seconds(*key: Any) -> float:
+        return max(0.0, found[(deep, *key)] - found[(half, *key)]) / (deep - half)
+
+    layers = {1: layer_seconds(0, 0)} | {n + 1: layer_seconds(sizes[0], n) for n in _CHAINS}
+    more = depth - deep
+    return DeviceSpeed(
+        depth=depth,
+        plain=found[deep, 0, 0] + more * layers[1],
+        layer=layers,
+        rounds={
+            size: {n: found[deep, size, n] + more * layers[n + 1] for n in _CHAINS}
+            for size in sizes
+        },
+        wide=found[deep, "wide"] + more * layer_seconds("wide"),
+        read_out=found[deep, "read out"],
+    )
+
+
+def device_speed(decoder: Decoder, device: torch.device, dtype: torch.dtype) -> DeviceSpeed:
+    """What `measure_device` finds; by the bytes of weights where it cannot measure."""
+    try:
+        return measure_device(decoder, device, dtype)
+    except (RuntimeError, ValueError):
+        return assumed_speed(decoder, device, dtype)
+
+
+def assumed_speed(decoder: Decoder, device: torch.device, dtype: torch.dtype) -> DeviceSpeed:
+    """What the bytes of weights tell of a target that cannot be timed.
+
+    Decoding reads them once a step. A token more is verified, and a token is trained, in small
+    parts of a step.
+    """
+    layer, every = _size(decoder.layers[0]), _size(decoder.causal_lm)
+    row = decoder.config.hidden_size
+    second = read_bandwidth(device) / dtype.itemsize  # weights read
+    plain = every / second
+    rounds = {
+        size: {n: plain * (1 + _VERIFIED * n) + n * (layer + size * row) / second for n in _CHAINS}
+        for size in _VOCABULARIES
+    }
+    layers = {n: layer / second * (1 + _VERIFIED * (n - 1)) for n in (1, max(_CHAINS) + 1)}
+    trained = _TRAINED * plain
+    return DeviceSpeed(decoder.depth, plain, layers, rounds, trained, trained * row / every)
+
+
+class _Timed:
+    """A random model, and calls that are timed with it.
+
+    Args:
+        config: its config.
+        sizes: vocabularies of its heads.
+        device: its device.
+        dtype: its dtype.
+
+    Attributes:
+        calls: each returns seconds: of a round, by the vocabulary and the drafts of a head (0 and 0
+            for plain decoding); of a pass of training (`wide`), a token; and of the LM head in it
+            (`read out`), a token and row.
+    """
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        sizes: Sequence[int],
+        device: torch.device,
+        dtype: torch.dtype,
+    ):
+        self.spec = SelfSpecModel(random_model(config, dtype, device))
+        self.decoder = self.spec.engine.decoder
+        self.calls: dict[tuple[Any, ...], Callable[[], float]] = {
+            (0, 0): partial(self._round, None, 0),
+            ("wide",): self._wide,
+            ("read out",): self._read_out,
+        }
+        for size in sizes:
+            head = build_head(self.decoder, "eagle3", 0, {}).eval().requires_grad_(False)
+            if size < self.decoder.vocab_size:
+                head.trim(self.decoder, torch.arange(size, device=device))
+            for drafts in _CHAINS:
+                self.calls[size, drafts] = partial(self._round, head.to(dtype), drafts)
+
+    def _tokens(self, count: int) -> Tensor:
+        return torch.arange(count, device=self.decoder.device)[None] % self.decoder.vocab_size
+
+    def _round(self, head: ExitHead | None, drafts: int) -> float:
+        self.spec.engine.heads = [] if head is None else [head]
+        draft = DraftConfig(drafter="none") if head is None else draft_of(head, drafts)
+        return round_seconds(self.spec, draft, self._tokens(_PROMPT), _TOKENS, repeats=1)
+
+    @torch.no_grad()
+    def _wide(self) -> float:
+        began = time.perf_counter()
+        target_states(self.decoder, self._tokens(_WIDE), None, [])
+        return self._since(began) / _WIDE
+
+    @torch.no_grad()
+    def _read_out(self) -> float:
+        normed = torch.zeros(1, _READ, self.decoder.config.hidden_size, dtype=self.decoder.dtype)
+        normed = normed.to(self.decoder.device)
+        began = time.perf_counter()
+        self.decoder.unembed(normed)
+        return self._since(began) / (_READ * self.decoder.vocab_size)
+
+    def _since(self, began: float) -> float:
+        if self.decoder.device.type == "cuda":
+            torch.cuda.synchronize(self.decoder.device)
+        return time.perf_counter() - began
+
+
+KeyT = TypeVar("KeyT")
+
+
+def _shortest(calls: Mapping[KeyT, Callable[[], float]]) -> dict[KeyT, float]:
+    """The shortest time of every call; all take turns, so that all see the same disturbances."""
+    ends = time.perf_counter() + _SECONDS
+    turns: list[dict[KeyT, float]] = []
+    while len(turns) < _TURNS or time.perf_counter() < ends:
+        turns.append({key: call() for key, call in calls.items()})
+    return {key: min(turn[key] for turn in turns) for key in calls}
+
+
+def _cut(config: PretrainedConfig, depth: int) -> PretrainedConfig:
+    """The config of the first `depth` layers: lists with an entry a layer are cut, too."""
+    cut = copy.deepcopy(config)
+    text = cut.get_text_config(decoder=True)
+    whole = text.num_hidden_layers
+    for key, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == whole:
+            setattr(text, key, value[:depth])
+    text.num_hidden_layers = depth
+    return cut
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def draft_of(head: ExitHead, num_draft_tokens: int) -> DraftConfig:
+    """Chains of drafts from this head."""
+    return DraftConfig(
+        exit_layer=head.exit_layer, head=head.kind, num_draft_tokens=num_draft_tokens
+    )
+
+
+# The choice
+
+# Trimmed vocabularies that a head may have, and the share of the tokens of other text of the same
+# kind in them, by the text of the first recorded fits.
+COVERAGE = {8_000: 0.94, 16_000: 0.97, 32_000: 0.99}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A head that could be fitted, and what is expected of it.
+
+    Attributes:
+        kind: its kind.
+        exit_layer: layers below its exit.
+        vocab_size: size of its vocabulary; 0 for all tokens.
+        coverage: share of the text's tokens that it can draft.
+        num_draft_tokens: drafts of a round with which it is fastest.
+        rates: α of its first draft and of those after it.
+        speedup: over plain decoding.
+        cost: of one more draft and its verification, in plain steps.
+        fit_rate: tokens a second of its fit.
+    """
+
+    kind: str
+    exit_layer: int
+    vocab_size: int
+    coverage: float
+    num_draft_tokens: int
+    rates: tuple[float, float]
+    speedup: float
+    cost: float
+    fit_rate: float
+
+    @property
+    def head(self) -> dict[str, Any]:
+        """Its entry in the config of a fit."""
+        return {"kind": self.kind, "exit_layer": self.exit_layer, "vocab_size": self.vocab_size}
+
+
+def _candidates(
+    decoder: Decoder, speed: DeviceSpeed, coverage: Mapping[int, float], tokens: float
+) -> list[Candidate]:
+    """The heads that a target can have, the fastest first."""
+    found = [
+        _forecast(decoder, speed, (kind, exit_layer), (size, share), tokens)
+        for kind, exit_layer in _exits(decoder)
+        for size, share in coverage.items()
+    ]
+    return sorted(found, key=lambda candidate: candidate.speedup, reverse=True)
+
+
+def forecast(decoder: Decoder, speed: DeviceSpeed, head: Candidate, tokens: float) -> Candidate:
+    """What is expected of the same head after another number of tokens."""
+    exit_head = head.kind, head.exit_layer
+    return _forecast(decoder, speed, exit_head, (head.vocab_size, head.coverage), tokens)
+
+
+def _exits(decoder: Decoder) -> Iterator[tuple[str, int]]:
+    """Kinds and exit layers that a target can have."""
+    quarter = max(1, decoder.depth // 4)
+    # With attention biases by key index, a head's layer cannot be unrolled over its own drafts.
+    deeper = "block" if decoder.counts_keys else "fused"
+    for kind, exit_layer in (("eagle3", 0), (deeper, quarter)):
+        try:
+            with no_init_weights():
+                build_head(decoder, kind, exit_layer, {})
+        except ValueError:
+            continue
+        yield kind, exit_layer
+
+
+def _forecast(
+    decoder: Decoder,
+    speed: DeviceSpeed,
+    exit_head: tuple[str, int],
+    vocabulary: tuple[int, float],
+    tokens: float,
+) -> Candidate:
+    """What is expected of a head at its best number of drafts.
+
+    Args:
+        decoder: the target, perhaps without weights.
+        speed: what was measured.
+        exit_head: its kind, and the layers below its exit.
+        vocabulary: its size, 0 for all tokens, and the share of the text's tokens in it.
+        tokens: tokens of text that the head will have seen.
+    """
+    (kind, exit_layer), (size, coverage) = exit_head, vocabulary
+    first, later = (coverage * rate for rate in acceptance(kind, exit_layer, tokens))
+    rows = size or decoder.vocab_size
+    seconds = {n: speed.round(exit_layer, rows, n) for n in range(1, max(_CHAINS) + 1)}
+    speeds = {n: expected_tokens((first, later), n) * speed.plain / seconds[n] for n in seconds}
+    best = max(speeds, key=lambda drafts: speeds[drafts])
+    return Candidate(
+        kind=kind,
+        exit_layer=exit_layer,
+        vocab_size=size,
+        coverage=coverage,
+        num_draft_tokens=best,
+        rates=(first, later),
+        speedup=speeds[best],
+        cost=(seconds[3] - seconds[1]) / 2 / speed.plain,
+        fit_rate=speed.fit_rate(rows),
+    )
+
+
+HOUR = 3600.0
+
+
+class Advice(NamedTuple):
+    """What to fit to a target on a device.
+
+    Attributes:
+        tokens: tokens of text that the run sees.
+        now: the candidates after that run, the fastest first.
+        then: the same candidates after an hour of fitting.
+    """
+
+    tokens: float
+    now: list[Candidate]
+    then: list[Candidate]
+
+    @classmethod
+    def of(
+        cls, decoder: Decoder, speed: DeviceSpeed, coverage: Mapping[int, float], tokens: float
+    ) -> Self:
+        """Compare the heads that a target can have.
+
+        Args:
+            decoder: the target, perhaps without weights.
+            speed: that of the device.
+            coverage: share of the text's tokens, by the size of a vocabulary; 0 for all tokens.
+            tokens: tokens of text that the run will see.
+        """
+        now = _candidates(decoder, speed, coverage, tokens)
+        then = [forecast(decoder, speed, head, head.fit_rate * HOUR) for head in now]
+        return cls(tokens, now, then)
+
+    @property
+    def best(self) -> Candidate:
+        """The candidate that is fastest after the run."""
+        return self.now[0]
+
+    def check(self) -> None:
+        """Raise ValueError if no candidate is faster than plain decoding, even after an hour."""
+        hoped = max(head.speedup for head in (*self.now, *self.then))
+        if hoped <= 1:
+            raise ValueError(
+                f"no head would make this model faster on this device: {hoped:.2f}x of plain "
+                "decoding at best, after an hour of fitting; --force fits one all the same"
+            )
