@@ -120,6 +120,20 @@ def test_a_draft_that_writes_another_text_is_told_with_its_margin(monkeypatch):
     assert found.failed and found.equal == 0 and found.margin > 0 and "NOT EQUAL" in str(found)
 
 
+@pytest.mark.parametrize("mode", exact.MODES)
+def test_the_margin_is_that_of_the_scores_that_chose(monkeypatch, mode):
+    """In `coupled` with the noise of the position, though no earlier one is scored again."""
+    model, (ids, _) = tiny_llama("sometimes"), prompt(9)
+    spec, options = SelfSpecModel(model), {"max_new_tokens": 12, "pad_token_id": 0}
+    told = {"output_scores": True, "return_dict_in_generate": True}
+    output = model.generate(ids, **exact._choices(mode, ids), **options, **told)
+    own, scores = output.sequences[0, 9:].tolist(), output.scores[10][0]
+    second = int(scores.topk(2).indices[1])
+    monkeypatch.setattr(exact, "_drafted", lambda *arguments: [*own[:10], second, own[11]])
+    (found,) = exact.compare(spec, mode, {"none": {"drafter": "none"}}, [ids], tokens=12)
+    assert found.margin == pytest.approx(float(scores[own[10]] - scores[second]), rel=1e-4)
+
+
 # llama.cpp
 
 
