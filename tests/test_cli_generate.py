@@ -1,8 +1,13 @@
 """`selfspec generate`: the same text as the API, in every form."""
 
 import json
+import re
+from importlib.util import find_spec
 
+import pytest
 from cli_tools import DRAFT, PROMPT, TOKENS, call, one_object, own_text
+from conftest import greedy
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from selfspec.apps.display import unmarked
 
@@ -61,3 +66,126 @@ def test_fields_on_the_command_line_override_the_file(folder, tmp_path):
     found = one_object(call(*common, "--draft", "exit_layer=3"))
     assert found["draft"]["exit_layer"] == 3
     assert found["draft"]["num_draft_tokens"] == 7
+
+
+# Chats
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}: {{ m.content }}{% if m.role == 'assistant' %}END"
+    "{% endif %}.{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+@pytest.fixture
+def chatty(folder):
+    """The tiny checkpoint with a chat template, whose replies end with a token that it writes.
+
+    Returns:
+        The folder, and the reply up to that token, which no generation config names.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    said = f"s: one.u: {PROMPT}.a:"
+    ids = tokenizer(said, return_tensors="pt").input_ids
+    written = greedy(model, ids, max_new_tokens=TOKENS)[0, ids.shape[1] :].tolist()
+    used = {*ids[0].tolist(), 0}
+    place = next(n for n, token in enumerate(written) if n > 1 and token not in used)
+    end = tokenizer.convert_ids_to_tokens(written[place])
+    tokenizer.add_special_tokens({"extra_special_tokens": [end]})
+    assert tokenizer(said).input_ids == ids[0].tolist()
+    tokenizer.chat_template = TEMPLATE.replace("END", tokenizer.decode([written[place]]))
+    tokenizer.save_pretrained(folder)
+    return folder, tokenizer.decode(written[:place], skip_special_tokens=True)
+
+
+def test_a_chat_goes_through_the_template_and_stops_at_its_end_of_turn(chatty, tmp_path):
+    folder, reply = chatty
+    options = ("--model", folder, "--chat", "--system", "one", "-n", TOKENS, *DRAFT)
+    result = call("generate", PROMPT, *options)
+    assert result.stdout == reply + "\n" and "--chat" not in result.stderr
+    file, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    file.write_text(json.dumps({"prompt": PROMPT}))
+    call("generate", "--prompts", file, "--output", output, *options)
+    assert json.loads(output.read_text())["text"] == reply
+    said = call("chat", "--model", folder, "--system", "one", "-n", TOKENS, input=PROMPT + "\n")
+    assert said.stdout == reply + "\n"
+
+
+def test_without_chat_a_checkpoint_with_a_template_gets_a_hint(chatty):
+    options = ("generate", PROMPT, "--model", chatty[0], "-n", 2)
+    assert call(*options).stderr.startswith("the checkpoint has a chat template: --chat puts")
+
+
+def test_a_chat_without_a_template_is_refused_before_weights_are_read(folder, tmp_path):
+    (tmp_path / "tiny" / "model.safetensors").unlink()
+    for more in ((), ("--prompts", "-", "--output", tmp_path / "out.jsonl")):
+        prompt = () if more else (PROMPT,)
+        result = call(
+            "generate", *prompt, "--model", folder, "--chat", *more, code=1, input='{"prompt": "a"}'
+        )
+        assert result.stderr.startswith("selfspec: --chat needs a chat template")
+    assert "give --chat, too" in call("generate", PROMPT, "--system", "one", code=2).stderr
+
+
+# What the checkpoint says
+
+
+def test_the_checkpoints_generation_config_is_kept_and_shown(folder):
+    wanted = {"do_sample": True, "temperature": 1.5, "top_k": 20}
+    GenerationConfig(**wanted, pad_token_id=0).save_pretrained(folder)
+    common = ("generate", PROMPT, "--model", folder, "-n", TOKENS, *DRAFT)
+    own = call(*common, "--seed", 3)
+    told = call(*common, "--seed", 3, "--temperature", 1.5, "--top-k", 20)
+    assert own.stdout == told.stdout
+    line = own.stderr.splitlines()[0]
+    assert re.match("of the checkpoint's generation_config: ", line)
+    assert all(f"{name}={value}" in line for name, value in wanted.items())
+    assert one_object(call(*common, "--json"))["generation_config"] == wanted
+    assert call(*common, "--temperature", 0).stdout == own_text_greedy(folder) + "\n"
+
+
+def own_text_greedy(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    model.generation_config = GenerationConfig(pad_token_id=0)
+    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+    return tokenizer.decode(greedy(model, ids, max_new_tokens=TOKENS)[0, ids.shape[1] :])
+
+
+# JSON
+
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 23]}}, "required": ["a"]}
+
+
+@pytest.mark.skipif(find_spec("xgrammar") is None, reason="the extra `structured` is not installed")
+@pytest.mark.parametrize("where", ["text", "file"])
+def test_a_text_fits_its_schema(tmp_path, where):
+    schema = json.dumps({**SCHEMA, "additionalProperties": False})
+    if where == "file":
+        (tmp_path / "schema.json").write_text(schema)
+        schema = tmp_path / "schema.json"
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in ("A", "B")))
+    found = one_object(call("generate", "-f", prompts, "--json-schema", schema, "-n", 60, "--json"))
+    texts = [result["text"] for result in found["results"]]
+    answers = tmp_path / "answers.jsonl"
+    call("generate", "--prompts", prompts, "-o", answers, "--json-schema", schema, "-n", 60)
+    assert [json.loads(line)["text"] for line in answers.read_text().splitlines()] == texts
+    assert all(json.loads(text)["a"] in (1, 23) for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        ("{", "the schema is no JSON"),
+        ("none.json", "no schema at none.json; give JSON, or the path"),
+    ],
+)
+def test_a_schema_that_is_none_is_refused(schema, says):
+    assert says in call("generate", PROMPT, "--json-schema", schema, code=1).stderr
+
+
+def test_without_xgrammar_the_extra_is_named(monkeypatch):
+    monkeypatch.setattr("selfspec.apps.cli.generate.find_spec", lambda name: None)
+    result = call("generate", PROMPT, "--json-schema", json.dumps(SCHEMA), code=1)
+    assert "pip install 'selfspec[structured]'" in result.stderr

@@ -92,6 +92,19 @@ def test_a_chat_set_goes_through_the_tokenizers_template(words, tmp_path):
         words.chat_template = None
 
 
+def test_chats_keep_their_turns_and_are_lists_of_messages(words, tmp_path):
+    turns = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"))]
+    fields = {"reader": "chat", "path": jsonl(tmp_path / "c.jsonl", {"messages": turns})}
+    words.chat_template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    try:
+        assert texts(words, count=1, **fields) == ["[a][b]"]
+        fields["path"] = jsonl(tmp_path / "no.jsonl", {"text": "a"})
+        with pytest.raises(ValueError, match="a record with a list of messages, and one has text"):
+            texts(words, count=1, **fields)
+    finally:
+        words.chat_template = None
+
+
 def test_passages_begin_with_a_line_and_have_the_wanted_lengths(words, tmp_path):
     lines = [f"line {n} of the book, which goes on for a while." for n in range(200)]
     for book in "ab":
@@ -122,6 +135,7 @@ def test_prose_is_cleaned_on_request(words, tmp_path):
     ("fields", "says"),
     [
         ({"reader": "spec_bench"}, "spec_bench is not in the package"),
+        ({"reader": "chat"}, "chats need the path of a file with messages"),
         ({"reader": "random", "path": "a.txt"}, "they need a count, and take no path"),
         ({"reader": "random", "count": 0}, "they need a count, and take no path"),
         ({"prompt_tokens": (9, 4)}, "prompt_tokens must be a length or"),

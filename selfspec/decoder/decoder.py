@@ -28,7 +28,7 @@ from selfspec.decoder.families import (
     unwrap,
 )
 from selfspec.decoder.kernels.low_precision import Part, copy_bytes, refuse_copies
-from selfspec.decoder.kernels.prepacked import choose_kernels
+from selfspec.decoder.kernels.prepacked import choose_kernels, packed_bytes
 from selfspec.decoder.masks import Masks, Packing
 from selfspec.decoder.own_layer import OwnLayer
 from selfspec.decoder.passes import MASK, Approximation, Pass, Skips, Span, cache_name
@@ -295,6 +295,11 @@ class Decoder:
         """Bytes of low-precision copies of the layers, the heads and the LM head."""
         parts = self.gates.parts()
         return {part: copy_bytes(modules, precision) for part, modules in parts.items()}
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes that the kernels `prepacked` take on this CPU beside the weights."""
+        return packed_bytes(*text_parts(self.causal_lm))
 
     def copy(self, module: ModuleT) -> ModuleT:
         """A deep copy of one of the target's modules, with full weights and without hooks.

@@ -19,7 +19,7 @@ from selfspec.config import (
     unknown_name,
 )
 
-Reader = Literal["text", "random", "gsm8k", "humaneval", "mbpp", "mt_bench", "spec_bench"]
+Reader = Literal["text", "random", "chat", "gsm8k", "humaneval", "mbpp", "mt_bench", "spec_bench"]
 Peer = Literal[
     "plain",
     "assistant_early_exit",
@@ -53,7 +53,8 @@ class PromptSetConfig(StrictConfig):
 
     Attributes:
         name: its name in reports.
-        reader: how its file is read. `random` reads none and draws unpredictable tokens.
+        reader: how its file is read. `random` reads none and draws unpredictable tokens. `chat`
+            reads records with `messages`, put into the tokenizer's chat template.
         path: the file. For `text`, a file or a glob, in which `{stdlib}` is the running Python's
             standard library. `None` takes the sample in the package.
         count: number of prompts, taken at even distances from all there are; 0 takes all questions,
@@ -87,6 +88,8 @@ class PromptSetConfig(StrictConfig):
             raise ValueError("spec_bench is not in the package; give the path of question.jsonl")
         if self.reader in ("text", "random") and (self.chat or self.template):
             raise ValueError("chat and template are for questions; passages of text have neither")
+        if self.reader == "chat" and (self.path is None or self.template or self.clean != "none"):
+            raise ValueError("chats need the path of a file with messages, which stay as they are")
         if self.reader == "random" and (self.path is not None or not self.count):
             raise ValueError("random prompts are drawn: they need a count, and take no path")
         return self

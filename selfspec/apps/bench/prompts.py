@@ -61,8 +61,8 @@ def read_prompts(
     elif config.reader == "random":
         prompts = _drawn(config, tokenizer)
     else:
-        texts = [_question(config, record) for record in _records(config)]
-        prompts = _fitting(config, [_encode(config, tokenizer, text) for text in texts], longest)
+        asked = [_asked(config, tokenizer, record) for record in _records(config)]
+        prompts = _fitting(config, asked, longest)
     too_long = max(map(len, prompts), default=0)
     if longest is not None and too_long > longest:
         raise ValueError(
@@ -91,10 +91,34 @@ def _lengths(config: PromptSetConfig, count: int) -> list[int]:
     return [low + (high - low) * number // max(1, count - 1) for number in range(count)]
 
 
+def _asked(
+    config: PromptSetConfig, tokenizer: PreTrainedTokenizerBase, record: dict[str, Any]
+) -> list[int]:
+    """Token ids of a record's question or chat."""
+    if config.reader == "chat":
+        return encode_chat(tokenizer, _messages(config, record))
+    return _encode(config, tokenizer, _question(config, record))
+
+
+def _messages(config: PromptSetConfig, record: dict[str, Any]) -> list[Any]:
+    messages = record.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(
+            f"prompt set {config.name!r}: a chat is a record with a list of messages, and one has "
+            f"{', '.join(sorted(set(record) - {'turn'})) or 'nothing'}"
+        )
+    return messages
+
+
 def _encode(config: PromptSetConfig, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    if not config.chat:
-        return tokenizer(text, verbose=False).input_ids
-    rendered = render_chat(tokenizer, [{"role": "user", "content": text}])
+    if config.chat:
+        return encode_chat(tokenizer, [{"role": "user", "content": text}])
+    return tokenizer(text, verbose=False).input_ids
+
+
+def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Any]) -> list[int]:
+    """Token ids of a rendered chat, up to the assistant's turn; raises as `render_chat`."""
+    rendered = render_chat(tokenizer, messages)
     return tokenizer(rendered, add_special_tokens=False, verbose=False).input_ids
 
 

@@ -461,6 +461,7 @@ class Bench:
         spec: the target, with its heads.
         tokenizer: its tokenizer.
         config: the benchmark.
+        others: functions that generate with other programs, by the names of their methods.
 
     Attributes:
         prompts: by set, `[width]` each.
@@ -476,7 +477,11 @@ class Bench:
     """
 
     def __init__(
-        self, spec: SelfSpecModel, tokenizer: PreTrainedTokenizerBase, config: BenchConfig
+        self,
+        spec: SelfSpecModel,
+        tokenizer: PreTrainedTokenizerBase,
+        config: BenchConfig,
+        others: Mapping[str, Write] | None = None,
     ):
         self.spec, self.tokenizer, self.config = spec, tokenizer, config
         decoder = spec.engine.decoder
@@ -492,12 +497,14 @@ class Bench:
             for name, prompts in self.prompts.items()
             for rows in config.batch_sizes
         }
-        self.methods: dict[str, Write] = {}
+        self.methods: dict[str, Write] = dict(others or {})
         self.unmade: dict[str, str] = {}
         self.bandwidth: float | None = None
         self.measured: dict[str, Any] = {}
         texts = GreedyTexts(spec, {**self.options(config.modes[0]), "do_sample": False})
         for method in config.methods:
+            if method.name in self.methods:
+                continue
             try:
                 self.methods[method.name] = make_method(spec, method, texts, config.max_new_tokens)
             except Exception as error:  # any error becomes a row of the report

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +23,7 @@ from selfspec.apps.cli.common import (
 
 if TYPE_CHECKING:
     from selfspec.apps.bench import Bench, BenchConfig, Report
+    from selfspec.apps.bench.run import Write
 
 
 def bench(
@@ -103,11 +105,19 @@ def _folder(shape: str | None) -> Path:
     return Path(f"outputs/bench-{name}")
 
 
-def run_bench(config: BenchConfig, output: Path) -> Report:
-    """Make the missing runs, and report all."""
+def run_bench(
+    config: BenchConfig, output: Path, others: Mapping[str, Write] | None = None
+) -> Report:
+    """Make the missing runs, and report all.
+
+    Args:
+        config: the benchmark.
+        output: the folder of the runs.
+        others: functions that generate with other programs, by the names of their methods.
+    """
     from selfspec.apps.bench import Report, RunFile, summarise
 
-    bench, where = _made(config)
+    bench, where = _made(config, others)
     config = bench.config
     identity = {"config": config.model_dump(mode="json"), "where": where}
     file = RunFile(output, identity)
@@ -151,7 +161,7 @@ def _pictures(report: Report, output: Path) -> tuple[list[Path], list[str]]:
         return [], [f"no plots ({error})"]
 
 
-def _made(config: BenchConfig) -> tuple[Bench, dict[str, Any]]:
+def _made(config: BenchConfig, others: Mapping[str, Write] | None) -> tuple[Bench, dict[str, Any]]:
     """The benchmark, and the settings that its runs depend on."""
     from selfspec.apps.bench import Bench
     from selfspec.apps.bench.shapes import ShapeBench
@@ -166,7 +176,7 @@ def _made(config: BenchConfig) -> tuple[Bench, dict[str, Any]]:
         return bench, {**bench.facts, **_versions()}
     target, head = _loaded(config)
     draft = target.spec.default_draft.model_dump(mode="json", exclude_defaults=True)
-    return Bench(target.spec, target.tokenizer, config), {**head, "default draft": draft}
+    return Bench(target.spec, target.tokenizer, config, others), {**head, "default draft": draft}
 
 
 def _loaded(config: BenchConfig) -> tuple[Loaded, dict[str, Any]]:

@@ -13,7 +13,15 @@ import typer
 from rich.console import Console
 
 from selfspec.apps.cli import options as opt
-from selfspec.apps.cli.common import Source, complain, print_json, reporting, summary
+from selfspec.apps.cli.common import (
+    Source,
+    complain,
+    is_sampled,
+    print_json,
+    reporting,
+    say_choices,
+    summary,
+)
 
 if TYPE_CHECKING:
     from selfspec.apps.cli.conversation import Conversation, Turn
@@ -31,16 +39,9 @@ def chat(
     config: opt.Config = None,
     draft: opt.Draft = None,
     profile: opt.Profile = None,
-    system: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TEXT",
-            help="A system message, if there is a chat template.",
-            rich_help_panel="Text",
-        ),
-    ] = None,
+    system: opt.System = None,
     max_new_tokens: opt.MaxNewTokens = 128,
-    temperature: opt.Temperature = 0.0,
+    temperature: opt.OwnTemperature = None,
     top_k: opt.TopK = None,
     top_p: opt.TopP = None,
     seed: opt.Seed = 0,
@@ -62,7 +63,8 @@ def chat(
     interactive = sys.stdin.isatty() and sys.stdout.isatty() and not as_json
     with reporting(as_json) as console:
         target = Source(model, heads, dtype, device, profile, kernels).load()
-        drafting = drafting or target.spec.draft_for(sampled=temperature > 0)
+        drafting = drafting or target.spec.draft_for(sampled=is_sampled(target.spec, options))
+        say_choices(target.spec, options)
         conversation = Conversation(
             target.spec, target.tokenizer, drafting, options, seed=seed, system=system
         )

@@ -142,6 +142,41 @@ class Loaded:
         }
 
 
+# What in a generation config says nothing about how a text is chosen.
+_NO_CHOICE = ("max_length", "max_new_tokens", "transformers_version", "use_cache")
+
+
+def own_choices(spec: SelfSpecModel) -> dict[str, Any]:
+    """What the checkpoint's generation config says about how a text is chosen."""
+    given = spec.generation_config.to_diff_dict()
+    return {
+        name: value
+        for name, value in given.items()
+        if value
+        and name not in _NO_CHOICE
+        and not name.endswith("_token_id")
+        and not name.startswith(("_", "output_", "return_"))
+    }
+
+
+def is_sampled(spec: SelfSpecModel, options: Mapping[str, Any]) -> bool:
+    """Whether a call of `generate` with these options samples."""
+    return bool(options.get("do_sample", spec.generation_config.do_sample))
+
+
+def say_choices(spec: SelfSpecModel, options: Mapping[str, Any]) -> None:
+    """Show on stderr what the checkpoint's generation config says that the options leave."""
+    kept = {name: value for name, value in own_choices(spec).items() if name not in options}
+    if kept:
+        told = ", ".join(f"{name}={value}" for name, value in kept.items())
+        note(f"of the checkpoint's generation_config: {told}")
+
+
+def note(message: str) -> None:
+    """Print a line on stderr that is no error."""
+    Console(stderr=True, highlight=False, soft_wrap=True).print(message, style="dim", markup=False)
+
+
 def resolve(model: str | None) -> tuple[str, Path | str]:
     """The target's name, and the folder or id to load it from.
 

@@ -44,6 +44,42 @@ class Turn:
         return {**vars(self), "stats": self.stats.to_dict()}
 
 
+def encode_turns(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]]
+) -> list[int]:
+    """Token ids of messages in the chat template, up to the reply to the last."""
+    ids: Any = tokenizer.apply_chat_template(
+        list(messages), add_generation_prompt=True, return_dict=False
+    )
+    return list(ids)
+
+
+def first_turn(prompt: str, system: str | None) -> list[dict[str, str]]:
+    """The messages up to the first reply."""
+    before = [] if system is None else _message("system", system)
+    return before + _message("user", prompt)
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The special token with which the chat template ends a reply; `None` if it has none."""
+    said = "word"
+    chat = _message("user", said) + _message("assistant", said)
+    text = str(tokenizer.apply_chat_template(chat, tokenize=False))
+    behind = text.rpartition(said)[2].lstrip()
+    first = next(iter(tokenizer(behind, add_special_tokens=False).input_ids), None)
+    added = tokenizer.added_tokens_decoder
+    return first if first in added and added[first].special else None
+
+
+def turn_stops(spec: SelfSpecModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Options of `generate` with which a reply ends where the chat template ends a turn.
+
+    Checkpoints' generation configs do not always name that token.
+    """
+    stops, end = _ids(spec.generation_config.eos_token_id), end_of_turn(tokenizer)
+    return {} if end is None or end in stops else {"eos_token_id": [*stops, end]}
+
+
 class Conversation:
     """Replies to one turn after another.
 
@@ -78,6 +114,8 @@ class Conversation:
                 "a system message needs a chat template, and the tokenizer has none; say it in the "
                 "first turn"
             )
+        if self.templated:
+            self.options = {**turn_stops(spec, tokenizer), **options}
         self.device = spec.engine.decoder.device
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self.system = system
@@ -140,12 +178,7 @@ class Conversation:
     def _with(self, prompt: str) -> list[int]:
         """Token ids up to the reply to `prompt`."""
         if self.templated:
-            ids: Any = self.tokenizer.apply_chat_template(
-                self.messages + _message("user", prompt),
-                add_generation_prompt=True,
-                return_dict=False,
-            )
-            return list(ids)
+            return encode_turns(self.tokenizer, self.messages + _message("user", prompt))
         if not self.tokens:
             return self.tokenizer(prompt).input_ids
         written = self.tokenizer.decode(self.tokens)

@@ -30,6 +30,7 @@ EXAMPLES = {
     "generate": (
         "selfspec generate 'It was a dark and stormy night' --format trace",
         "selfspec generate --file prompts.jsonl --config run.yaml --draft drafter=auto --json",
+        "selfspec generate 'Name three rivers.' --model path/to/model --chat --system 'Be brief.'",
         "selfspec generate --prompts prompts.jsonl --output answers.jsonl --processes 2",
     ),
     "info": (

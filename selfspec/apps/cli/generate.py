@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -17,18 +18,26 @@ from selfspec.apps.cli import options as opt
 from selfspec.apps.cli.common import (
     Loaded,
     Source,
+    is_sampled,
+    note,
+    own_choices,
     print_json,
     progress,
     read_prompts,
     reporting,
+    resolve,
+    say_choices,
     summary,
 )
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from selfspec.config import DraftConfig
     from selfspec.schedule.stats import Stats, Trace
 
 _JOB = "Job"
+_TEXT = "Text"
 
 
 Format = Literal["text", "jsonl", "trace", "svg"]
@@ -71,6 +80,25 @@ BatchSize = Annotated[
     ),
 ]
 Processes = Annotated[int, typer.Option(min=1, help="Number of processes.", rich_help_panel=_JOB)]
+Chat = Annotated[
+    bool,
+    typer.Option(
+        "--chat",
+        help="Each prompt is a user's message in the checkpoint's chat template, and the text is "
+        "the reply.",
+        rich_help_panel=_TEXT,
+    ),
+]
+JSONSchema = Annotated[
+    str | None,
+    typer.Option(
+        "--json-schema",
+        metavar="SCHEMA",
+        help="The text is JSON that fits this schema: JSON, or the path of a file with it. Needs "
+        "xgrammar.",
+        rich_help_panel=_TEXT,
+    ),
+]
 FormatOption = Annotated[
     Format,
     typer.Option(
@@ -97,8 +125,11 @@ def generate(
     config: opt.Config = None,
     draft: opt.Draft = None,
     profile: opt.Profile = None,
+    chat: Chat = False,
+    system: opt.System = None,
+    json_schema: JSONSchema = None,
     max_new_tokens: opt.MaxNewTokens = 128,
-    temperature: opt.Temperature = 0.0,
+    temperature: opt.OwnTemperature = None,
     top_k: opt.TopK = None,
     top_p: opt.TopP = None,
     seed: opt.Seed = 0,
@@ -110,26 +141,126 @@ def generate(
         raise typer.BadParameter("give a prompt or --file, not both")
     if (prompts_file is None) != (output is None) or (output and (prompt or file)):
         raise typer.BadParameter("a job has --prompts and --output, and no other prompt")
+    if system is not None and not chat:
+        raise typer.BadParameter("--system is a message of a chat; give --chat, too")
+    asking = _Asking(chat, system, json_schema and _read_schema(json_schema))
     prompts = read_prompts(prompt, prompts_file or file)
     drafting = opt.draft_config(config, draft)
     options = {"max_new_tokens": max_new_tokens, **opt.sampling(temperature, top_k, top_p)}
     source = Source(model, heads, dtype, device, profile, kernels, kv_cache)
     if output is not None:
-        job = _Job(source, drafting, options, seed, batch_size)
+        asking.check(source)
+        job = _Job(source, asking, drafting, options, seed, batch_size)
         job.run(prompts, output, processes, as_json)
         return
     with reporting(as_json) as console:
+        asking.check(source)
         target = source.load()
-        drafting = drafting or target.spec.draft_for(sampled=temperature > 0)
-        options["draft"] = drafting
-        results = [_continue(target, text, options, seed, form, console) for text in prompts]
+        drafting = drafting or target.spec.draft_for(sampled=is_sampled(target.spec, options))
+        asking.hint(target)
+        say_choices(target.spec, options)
+        options |= {"draft": drafting, **asking.stops(target)}
+        process = asking.processors(target)
+        results = [
+            _continue(target, text, asking, {**options, **process()}, seed, form, console)
+            for text in prompts
+        ]
     if as_json:
-        print_json({**target.to_dict(), "draft": drafting.model_dump(), "results": results})
+        chosen = {"generation_config": own_choices(target.spec), "draft": drafting.model_dump()}
+        print_json({**target.to_dict(), **chosen, "results": results})
+
+
+def _read_schema(given: str) -> str:
+    """A JSON schema, given as it is or as the path of its file.
+
+    Raises:
+        ValueError: it is no JSON object.
+    """
+    is_text = given.lstrip().startswith("{")
+    if not is_text and not Path(given).is_file():
+        raise FileNotFoundError(f"no schema at {given}; give JSON, or the path of a file with it")
+    text = given if is_text else Path(given).read_text(encoding="utf-8")
+    try:
+        schema = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"the schema is no JSON ({error}), got {text[:80]!r}") from None
+    if not isinstance(schema, dict):
+        raise ValueError(f"a schema is a JSON object, got {text[:80]!r}")
+    return text
+
+
+@dataclass(frozen=True)
+class _Asking:
+    """How prompts become tokens, and what bounds the texts behind them.
+
+    Attributes:
+        chat: whether a prompt is a user's message.
+        system: a system message before it.
+        schema: a JSON schema of the texts.
+    """
+
+    chat: bool = False
+    system: str | None = None
+    schema: str | None = None
+
+    def check(self, source: Source) -> None:
+        """Refuse what the checkpoint or this installation cannot do, before weights are loaded.
+
+        Raises:
+            ImportError: there is a schema, and xgrammar is not installed.
+            ValueError: it is a chat, and the tokenizer has no template.
+        """
+        from selfspec.decoder.checkpoints import load_tokenizer
+
+        if self.schema is not None and find_spec("xgrammar") is None:
+            raise ImportError(
+                "--json-schema needs the package xgrammar: pip install 'selfspec[structured]'"
+            )
+        if self.chat and not load_tokenizer(resolve(source.model)[1]).chat_template:
+            raise ValueError("--chat needs a chat template, and the tokenizer has none")
+
+    def hint(self, target: Loaded) -> None:
+        """Say that the checkpoint has a chat template, if it is not used."""
+        if target.tokenizer.chat_template and not self.chat:
+            note("the checkpoint has a chat template: --chat puts the prompt into it")
+
+    def encode(self, tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+        """Token ids of a prompt."""
+        if not self.chat:
+            return tokenizer(prompt).input_ids
+        from selfspec.apps.cli.conversation import encode_turns, first_turn
+
+        return encode_turns(tokenizer, first_turn(prompt, self.system))
+
+    def stops(self, target: Loaded) -> dict[str, Any]:
+        """Options of `generate` with which a reply ends with its turn."""
+        if not self.chat:
+            return {}
+        from selfspec.apps.cli.conversation import turn_stops
+
+        return turn_stops(target.spec, target.tokenizer)
+
+    def processors(self, target: Loaded) -> Callable[[], dict[str, Any]]:
+        """Makes the options of `generate` that keep one call to the schema."""
+        if self.schema is None:
+            return dict
+        import xgrammar.contrib.hf  # pyright: ignore[reportMissingImports]
+
+        ends = self.stops(target).get("eos_token_id")
+        vocabulary = xgrammar.TokenizerInfo.from_huggingface(
+            target.tokenizer, vocab_size=target.spec.config.vocab_size, stop_token_ids=ends
+        )
+        # With any white space allowed, a small model may write nothing else.
+        grammar = xgrammar.GrammarCompiler(vocabulary).compile_json_schema(
+            self.schema, any_whitespace=False
+        )
+        return lambda: {"logits_processor": [xgrammar.contrib.hf.LogitsProcessor(grammar)]}
 
 
 def _continue(
     target: Loaded,
     prompt: str,
+    asking: _Asking,
     options: dict[str, Any],
     seed: int,
     form: Format,
@@ -139,16 +270,17 @@ def _continue(
     import torch
 
     spec, tokenizer = target.spec, target.tokenizer
-    inputs = tokenizer(prompt, return_tensors="pt").to(spec.engine.decoder.device)
+    device = spec.engine.decoder.device
+    ids = torch.tensor([asking.encode(tokenizer, prompt)], device=device)
     streamer = None
     if form == "text" and not console.quiet:
         from transformers import TextStreamer
 
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)  # pyright: ignore
     spec.generate(
-        input_ids=inputs["input_ids"],
-        attention_mask=inputs["attention_mask"],
-        generator=torch.Generator(spec.engine.decoder.device).manual_seed(seed),
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        generator=torch.Generator(device).manual_seed(seed),
         streamer=streamer,
         **options,
     )
@@ -199,6 +331,7 @@ class _Job:
     """Many prompts over several processes, each with a target of its own."""
 
     source: Source
+    asking: _Asking
     draft: DraftConfig | None
     options: dict[str, Any]
     seed: int
@@ -210,7 +343,13 @@ class _Job:
 
         # Device and batch size may change: the output stays the same.
         place = self.source._replace(device=None)._asdict()
-        facts = {**place, "draft": self.draft, "options": self.options, "seed": self.seed}
+        facts = {
+            **place,
+            **vars(self.asking),
+            "draft": self.draft,
+            "options": self.options,
+            "seed": self.seed,
+        }
         identity = {name: str(value) for name, value in facts.items()}
         bar = Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=progress())
         with reporting(as_json) as console, bar:
@@ -241,12 +380,14 @@ class _Job:
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         """The rows' answers, as they are finished."""
         rows, texts = list(prompts), list(prompts.values())
+        bounds = {**self.asking.stops(target), **self.asking.processors(target)()}
         outputs = target.spec.generate_batch_iter(
-            (target.tokenizer(text)["input_ids"] for text in texts),
+            (self.asking.encode(target.tokenizer, text) for text in texts),
             draft=self.draft,
             batch_size=self.batch_size,
             seed=[self.seed + row for row in rows],
             **self.options,
+            **bounds,
         )
         for output in outputs:
             text = target.tokenizer.decode(output.generated_tokens, skip_special_tokens=True)

@@ -146,6 +146,7 @@ def describe(engine: Engine, context: int | None, profile: Profile | None = None
         "dtype": str(decoder.dtype).removeprefix("torch."),
         "parameters": sum(p.numel() for p in model.parameters()),
         "weight_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
+        "packed_bytes": decoder.packed_bytes,
         "kv_bytes_per_token": per_token,
         "context": context,
         "kv_bytes": per_token * context,
@@ -226,6 +227,8 @@ def info_table(facts: dict[str, Any]) -> Table:
         "positions": f"{facts['positions']:,}" if facts["positions"] else "no limit",
         "weights": f"{in_units(facts['parameters'])} parameters in {facts['dtype']}, "
         f"{in_units(facts['weight_bytes'], 'B')}",
+        "packed weights": f"{in_units(facts['packed_bytes'], 'B')} more with the kernels "
+        "prepacked, which\non a CPU are the default if they fit into memory",
         "KV": f"{in_units(facts['kv_bytes_per_token'], 'B')} a token, "
         f"{in_units(facts['kv_bytes'], 'B')} for {facts['context']:,} tokens",
         "recurrent states": f"{in_units(facts['state_bytes'], 'B')} a row, as much again during a "
@@ -239,6 +242,8 @@ def info_table(facts: dict[str, Any]) -> Table:
         tuned = facts["profile"]
         which = "when sampling" if tuned["temperature"] else "when decoding greedily"
         rows["profile"] = f"{which}, by `selfspec tune`:\n{_default_draft(tuned['draft'])}"
+    if not facts["packed_bytes"]:
+        del rows["packed weights"]
     if not facts["recurrent_layers"]:
         del rows["recurrent states"]
     if facts["fitting"]:

@@ -98,6 +98,21 @@ Temperature = Annotated[
     float,
     typer.Option(min=0.0, help="Sampling temperature; 0 decodes greedily.", rich_help_panel=_TEXT),
 ]
+OwnTemperature = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0,
+        help="Sampling temperature; 0 decodes greedily.",
+        show_default="as the checkpoint's generation_config says, greedily if it says nothing",
+        rich_help_panel=_TEXT,
+    ),
+]
+System = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TEXT", help="A system message, for the chat template.", rich_help_panel=_TEXT
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Seed of sampling.", rich_help_panel=_TEXT)]
 
 AsJson = Annotated[
@@ -145,12 +160,12 @@ def draft_config(file: Path | None, fields: Sequence[str] | None) -> DraftConfig
     return load_config(Sections, file, [f"draft.{field}" for field in fields or ()]).draft
 
 
-def sampling(temperature: float, top_k: int | None, top_p: float | None) -> dict[str, Any]:
-    """Options of transformers' `generate`; others keep the checkpoint's values."""
+def sampling(temperature: float | None, top_k: int | None, top_p: float | None) -> dict[str, Any]:
+    """Options of transformers' `generate`; what is `None` keeps the checkpoint's value."""
     given = {"top_k": top_k, "top_p": top_p}
     chosen = {name: value for name, value in given.items() if value is not None}
-    if temperature > 0:
+    if temperature:
         return {"do_sample": True, "temperature": temperature, **chosen}
     if chosen:
         raise typer.BadParameter("--top-k and --top-p are for sampling; give a --temperature too")
-    return {"do_sample": False}
+    return {} if temperature is None else {"do_sample": False}

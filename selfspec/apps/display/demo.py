@@ -119,11 +119,14 @@ class CoupledChoice(LogitsProcessor):
     def __init__(self, temperature: float, width: int, device: torch.device, seed: int):
         self.warper = TemperatureLogitsWarper(temperature)
         self.noise = Noise([width], device, torch.Generator(device).manual_seed(seed))
+        self.length = width  # tokens before the first noise that is kept
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores `[1, vocab]`, the largest of which is the sampled token."""
         length, vocab = input_ids.shape[1], scores.shape[1]
-        noise = self.noise.ahead([0], {0: length}, 1, vocab)[:, 0]
+        # The noise of positions that were skipped is drawn, too: what follows depends on it.
+        noise = self.noise.ahead([0], {0: self.length}, length - self.length + 1, vocab)[:, -1]
+        self.length = length
         return self.warper(input_ids, scores.float()) + noise  # pyright: ignore
 
 

@@ -10,7 +10,7 @@ differently, as it does for another batch size. So does attention of one token b
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -87,15 +87,22 @@ def choose_kernels(*roots: nn.Module) -> Kernels:
 
     A quarter of the memory that is free stays so.
     """
-    found = [
-        out_by_in(module)
-        for root in roots
-        for bundle in bundles(root, _is_packable)
-        for module in bundle
-    ]
-    copies = sum(weight.nbytes for weight in found)
+    copies = _bytes_of(roots, _is_packable)
     fits = 4 * copies <= 3 * psutil.virtual_memory().available
-    return "prepacked" if found and fits else "eager"
+    return "prepacked" if copies and fits else "eager"
+
+
+def packed_bytes(*roots: nn.Module) -> int:
+    """Bytes that packed copies of linear layers take beside the weights on this CPU.
+
+    0 if it computes in no such dtype. Weights may be on the meta device.
+    """
+    return _bytes_of(roots, _has_kernels)
+
+
+def _bytes_of(roots: Iterable[nn.Module], takes: Callable[[Any], bool]) -> int:
+    found = (module for root in roots for bundle in bundles(root, takes) for module in bundle)
+    return sum(out_by_in(module).nbytes for module in found)
 
 
 class Bundle:
@@ -182,10 +189,13 @@ def bundles(root: nn.Module, takes: Callable[[Any], bool]) -> Iterator[list[nn.M
 
 
 def _is_packable(module: Any) -> bool:
+    return _has_kernels(module) and module.weight.device.type == "cpu"
+
+
+def _has_kernels(module: Any) -> bool:
     if type(module) not in (nn.Linear, Conv1D) or "forward" in module.__dict__:
         return False  # device hooks bring the weights, or an outer call has packed them
-    weight = module.weight
-    return type(weight) is nn.Parameter and weight.device.type == "cpu" and _computes(weight.dtype)
+    return type(module.weight) is nn.Parameter and _computes(module.weight.dtype)
 
 
 def _computes(dtype: torch.dtype) -> bool:
