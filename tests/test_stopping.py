@@ -417,8 +417,9 @@ def test_a_drafter_that_is_never_right_changes_nothing(lengths):
     ids, mask = prompt(*lengths)
     spec = contrary(sometimes, EXIT)
     eos = int(written(sometimes, lengths)[0, 11])
-    ours = spec.generate(ids, attention_mask=mask, max_new_tokens=LENGTH, eos_token_id=eos)
-    assert torch.equal(ours, greedy(sometimes, ids, mask, max_new_tokens=LENGTH, eos_token_id=eos))
+    options = {"max_new_tokens": LENGTH, "eos_token_id": eos}
+    ours = spec.generate(ids, attention_mask=mask, draft="early_exit", **options)
+    assert torch.equal(ours, greedy(sometimes, ids, mask, **options))
     assert spec.last_stats.acceptance_rate == 0
     assert spec.last_stats.mean_accepted_length == 1
     only_kept(spec, lengths, ours)

@@ -226,8 +226,12 @@ def measure_device(decoder: Decoder, device: torch.device, dtype: torch.dtype) -
     timed = {n: _Timed(_cut(config, n), sizes, device, dtype) for n in (half, deep)}
     found = _shortest({(n, *key): call for n, t in timed.items() for key, call in t.calls.items()})
 
+    # Two noisy times may differ by too little; a layer takes at least its share of the weights.
+    share = layer / (deep * layer + words)
+
     def layer_seconds(*key: Any) -> float:
-        return max(0.0, found[(deep, *key)] - found[(half, *key)]) / (deep - half)
+        further = (found[(deep, *key)] - found[(half, *key)]) / (deep - half)
+        return max(share * found[(deep, *key)], further)
 
     layers = {1: layer_seconds(0, 0)} | {n + 1: layer_seconds(sizes[0], n) for n in _CHAINS}
     more = depth - deep
@@ -348,12 +352,12 @@ def _shortest(calls: Mapping[KeyT, Callable[[], float]]) -> dict[KeyT, float]:
 
 
 def _cut(config: PretrainedConfig, depth: int) -> PretrainedConfig:
-    """The config of the first `depth` layers: lists with an entry a layer are cut, too."""
+    """The config of the first `depth` layers: lists of layers are cut, too."""
     cut = copy.deepcopy(config)
     text = cut.get_text_config(decoder=True)
     whole = text.num_hidden_layers
     for key, value in list(vars(text).items()):
-        if isinstance(value, list) and len(value) == whole:
+        if "layer" in key and isinstance(value, list) and len(value) == whole:
             setattr(text, key, value[:depth])
     text.num_hidden_layers = depth
     return cut
