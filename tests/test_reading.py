@@ -126,6 +126,7 @@ def test_a_schedule_reads_the_confidence_that_fitting_trains(monkeypatch, kind):
         drafts.append((seen[-len(found) :], found))
         return True
 
+    monkeypatch.setattr(Schedule, "begin", begin)
     monkeypatch.setattr(Schedule, "goes_on", goes_on)
     draft = {"head": head.kind, "num_draft_tokens": 3}
     options = {"attention_mask": MASK, "max_new_tokens": 16, "do_sample": True}

@@ -55,8 +55,8 @@ class Noise:
         while len(drawn) < width:
             # Drawn in blocks of fixed size, so that the noise does not depend on how many
             # positions are asked for at a time.
-            race = torch.empty(_AT_ONCE, vocab, dtype=self._dtype, device=source.device)
-            race.exponential_(generator=source)
-            drawn = torch.cat([drawn, race.log_().neg_()])
+            uniform = torch.empty(_AT_ONCE, vocab, dtype=self._dtype, device=source.device)
+            uniform.uniform_(generator=source)  # on a CPU five times as fast as `exponential_`
+            drawn = torch.cat([drawn, uniform.log_().neg_().log_().neg_()])
         self._drawn[row], self._starts[row] = drawn, length
         return drawn[:width]
