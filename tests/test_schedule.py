@@ -12,6 +12,7 @@ import torch
 from selfspec import DraftConfig
 from selfspec.heads import Calibrator
 from selfspec.schedule import ConfidenceStop, OptimalStop, Rounds, Schedule, make_schedule
+from selfspec.schedule.rounds import RoundTimer
 
 # The choice among ways
 
@@ -37,7 +38,7 @@ def write(rounds, clock, count, chance, copied=0.0, match=0, seed=0, warm=(), ro
     nothing = torch.zeros(rows, 1, 2), torch.zeros(rows, 1, dtype=torch.long), None
     for number in range(count):
         batch = rounds.batch(rows, False)
-        rounds.begin()
+        stop.timer.begin()
         way = batch.choose([batch.chain, batch.plain, *([batch.copying(match)] if match else [])])
         speed = max(0.5, source.gauss(1, 0.1)) * (warm[number] if number < len(warm) else 1.0)
         drafts = copies = 0
@@ -59,10 +60,10 @@ def write(rounds, clock, count, chance, copied=0.0, match=0, seed=0, warm=(), ro
         if drafts:
             stop.end(drafts, kept)
         else:
-            rounds.end(way, copies, kept)
+            stop.timer.end(way, copies, kept)
         tokens += sum(kept) / rows + 1
         made.append((drafts, copies))
-    rounds.begin()
+    stop.pause()
     return tokens / (clock.now - began), made
 
 
@@ -148,17 +149,21 @@ def test_a_pass_that_makes_all_drafts_is_paid_once(clock):
     assert at_once.speedup > one_by_one.speedup
 
 
-def test_a_round_lasts_until_the_next_begins(clock):
+def test_a_round_lasts_until_the_next_of_its_call_begins(clock):
     rounds = Rounds(clock=clock)
-    batch = rounds.batch(1, False)
-    rounds.begin()
+    way, timer = rounds.batch(1, False).plain, RoundTimer(clock)
+    timer.begin()
     clock.now += 3.0
-    rounds.end(batch.plain, 0, [0])
+    timer.end(way, 0, [0])
     clock.now += 1.0
-    rounds.begin()  # another drafter's round, which tells nothing
+    timer.begin()  # another drafter's round, which tells nothing
     clock.now += 100.0
-    rounds.begin()
-    assert batch.step == pytest.approx(4.0)
+    timer.begin()
+    assert way.seconds.value == pytest.approx(4.0) and way.seconds.weight == 1
+    timer.end(way, 0, [0])  # the last of its call
+    clock.now += 100.0
+    RoundTimer(clock).begin()
+    assert way.seconds.value == pytest.approx(4.0) and way.seconds.weight == 1
 
 
 def test_acceptance_is_learned_by_position():

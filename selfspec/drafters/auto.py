@@ -44,7 +44,9 @@ class Auto(ExitDrafter):
     def __init__(self, engine: Engine, head: ExitHead, config: DraftConfig):
         self.rounds = engine.rounds(*config.approximated, head=head)
         reader, longest = make_reader(engine, head), config.most_tokens
-        super().__init__(reader, longest, OptimalStop(self.rounds))
+        stop = OptimalStop(self.rounds)
+        super().__init__(reader, longest, stop)
+        self.timer = stop.timer
         self.lookup, self._shortest = Lookup(config.lookup), config.lookup.shortest
         self.batch = self.rounds.batch(1, sampled=False)
         self.way, self._drafts = self.batch.plain, not head.is_plain
@@ -99,7 +101,7 @@ class Auto(ExitDrafter):
 
     def propose(self, state: State, limit: int) -> Draft:
         """Draft in the way that brings the most tokens per second."""
-        self.rounds.begin()
+        self.timer.begin()
         self.batch = self.rounds.batch(state.rows, state.sampler.do_sample)
         match = min(index.match.length for index in self.lookup.read(state.context))
         ways = [self.batch.plain]
@@ -122,7 +124,7 @@ class Auto(ExitDrafter):
         self.reader.verified(state, 0, verified)
         drafted = verified.logits.shape[1] - 1
         if drafted == draft.length:  # otherwise a grammar's tokens were verified
-            self.rounds.end(self.way, drafted, verdict.kept)
+            self.timer.end(self.way, drafted, verdict.kept)
 
     def join(self, other: Any) -> None:
         """Append the rows of another drafter."""

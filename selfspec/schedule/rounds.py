@@ -316,9 +316,6 @@ class Rounds:
         self.acceptance = {sampled: Acceptance(acceptance[sampled]) for sampled in (False, True)}
         self._draft_cost, self._longest = 0.0 if at_once else draft_cost, longest
         self._batches: dict[tuple[bool, int], Batch] = {}
-        self._began = 0.0
-        self._made: list[float] = []
-        self._done: tuple[Way, int, float] | None = None
 
     @classmethod
     def of_head(cls, decoder: Decoder, head: ExitHead, clock: Callable[[], float]) -> Rounds:
@@ -353,9 +350,22 @@ class Rounds:
         batches = [self.batch(1, sampled) for sampled in (False, True)]
         return sum(batch.speedup for batch in batches) / len(batches)
 
+
+class RoundTimer:
+    """Times the rounds of a call: a round lasts until the next one begins.
+
+    Args:
+        clock: returns seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]):
+        self._clock, self._began = clock, 0.0
+        self._made: list[float] = []
+        self._done: tuple[Way, int, float] | None = None
+
     def begin(self) -> None:
         """A round begins; the one before it, if it belongs to this drafter, is over."""
-        now = self.clock()
+        now = self._clock()
         if self._done is not None:
             way, drafts, tokens = self._done
             made = [mark - self._began for mark in self._made]
@@ -364,7 +374,7 @@ class Rounds:
 
     def mark(self) -> None:
         """Another draft has been made, on a device that runs synchronously."""
-        self._made.append(self.clock())
+        self._made.append(self._clock())
 
     def end(self, way: Way, drafts: int, accepted: Sequence[int]) -> None:
         """The round has verified so many drafts, of which each row accepted so many.

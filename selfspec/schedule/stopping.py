@@ -8,7 +8,7 @@ from torch import Tensor
 
 from selfspec.config import DraftConfig
 from selfspec.heads import Calibrator, Confidence
-from selfspec.schedule.rounds import Rounds
+from selfspec.schedule.rounds import Rounds, RoundTimer
 
 _CLEAR = 2.0  # what a draft is worth decides alone if it is so far above or below its price
 
@@ -67,7 +67,7 @@ class OptimalStop(Schedule):
     """
 
     def __init__(self, rounds: Rounds):
-        self.rounds = rounds
+        self.rounds, self.timer = rounds, RoundTimer(rounds.clock)
         self._confidence = uncalibrated()
         self._batch, self._acceptance = rounds.batch(1, False), rounds.acceptance[False]
         self._made, self._price, self._reach = 0, 0.0, [1.0]
@@ -75,20 +75,20 @@ class OptimalStop(Schedule):
 
     def begin(self, confidence: Confidence, rows: int, sampled: bool) -> None:
         """Time the round from here."""
-        self.rounds.begin()
+        self.timer.begin()
         self._batch = self.rounds.batch(rows, sampled)
         self._acceptance, self._price = self.rounds.acceptance[sampled], self._batch.price
         self._confidence, self._made, self._reach, self._read = confidence, 0, [1.0], {}
 
     def pause(self) -> None:
         """End the timing of the last round."""
-        self.rounds.begin()
+        self.timer.begin()
 
     def goes_on(self, scores: Tensor, tokens: Tensor, probs: Tensor | None) -> bool:
         """Whether the next draft is worth its time."""
         at_hand = is_at_hand(scores)
         if at_hand:
-            self.rounds.mark()
+            self.timer.mark()
         position, self._made = self._made, self._made + 1
         following = self._acceptance.rate(position + 1)
         chances = [self._acceptance.rate(position)]
@@ -107,7 +107,7 @@ class OptimalStop(Schedule):
 
     def end(self, drafted: int, accepted: Sequence[int]) -> None:
         """Learn from the round: `accepted` of the `drafted` tokens in each row."""
-        self.rounds.end(self._batch.chain, drafted, accepted)
+        self.timer.end(self._batch.chain, drafted, accepted)
         self._acceptance.fade()
         for row, count in enumerate(accepted):
             for position in range(min(drafted, count + 1)):
