@@ -10,6 +10,7 @@ from conftest import EXIT, VOCAB, greedy, prompt, tiny_llama
 from head_tools import KINDS, PARALLEL, class_of, exit_of, own_head
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, Qwen2Config
 
 from selfspec import DEMO_MODEL, DraftConfig, SelfSpecModel
@@ -189,7 +190,9 @@ def test_heads_and_model_are_saved_and_loaded_together(target, tmp_path):
     spec.save_pretrained(tmp_path)
     again = SelfSpecModel.from_pretrained(tmp_path, dtype=torch.float64)
     same(again.heads, spec.heads)
-    options = {"attention_mask": MASK, "max_new_tokens": 12}
+    # The default draft goes by the clock, so its rounds differ from call to call.
+    draft = DraftConfig(exit_layer=EXIT, head="lens", num_draft_tokens=3)
+    options = {"attention_mask": MASK, "max_new_tokens": 12, "draft": draft}
     assert torch.equal(again.generate(IDS, **options), spec.generate(IDS, **options))
     assert again.last_trace == spec.last_trace
 
@@ -505,12 +508,33 @@ def test_another_family_is_refused(saved):
         SelfSpecModel(other, heads=folder)
 
 
-def test_a_target_of_the_same_shape_whose_weights_changed_is_refused(saved):
+def four_bits(weight: Tensor) -> Tensor:
+    """Rounded to 16 values between the least and the greatest of each group of 16."""
+    groups = weight.reshape(-1, 16)
+    low, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
+    step = ((high - low) / 15).clamp(min=1e-9)  # a row of padding is zero
+    return (((groups - low) / step).round() * step + low).reshape(weight.shape)
+
+
+def fine_tuned(weight: Tensor) -> Tensor:
+    return weight + 0.1 * weight.std() * torch.randn_like(weight)
+
+
+@pytest.mark.parametrize("change", [four_bits, fine_tuned])
+def test_slightly_other_weights_give_a_warning(saved, change):
+    """The checkpoint in another precision, or fine-tuned: heads draft, and outputs stay exact."""
     target, _, _, folder = saved
+    torch.manual_seed(3)
     with torch.no_grad():
-        target.model.embed_tokens.weight.mul_(1.1)
-    with pytest.raises(ValueError, match="the weights differ"):
-        SelfSpecModel(target, heads=folder)
+        for parameter in target.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(change(parameter))
+    with pytest.warns(UserWarning, match=r"slightly other weights \(the weights differ"):
+        spec = SelfSpecModel(target, heads=folder)
+    ids = torch.randint(VOCAB, (1, 6))
+    draft = DraftConfig(exit_layer=EXIT, num_draft_tokens=3)
+    wanted = target.generate(ids, max_new_tokens=12, do_sample=False)
+    assert torch.equal(spec.generate(ids, max_new_tokens=12, do_sample=False, draft=draft), wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
