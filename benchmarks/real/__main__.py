@@ -27,20 +27,18 @@ from transformers import GenerationConfig
 
 from benchmarks.real.chats import QUESTIONS, write_chats
 from benchmarks.real.exact import MODES, Results, compare, drafters
-from benchmarks.real.fetch import convert, convert_back, fetch_checkpoint, fetch_llama_cpp
+from benchmarks.real.fetch import convert, convert_back, fetch_llama_cpp
 from benchmarks.real.llama_cpp import LlamaCpp
 from benchmarks.real.ratios import DEFAULT, LLAMA, LOOP, bars, grids, speeds
-from selfspec import DEMO_MODEL, SelfSpecModel
+from selfspec import SelfSpecModel
 from selfspec.apps.bench.config import BenchConfig, PromptSetConfig
 from selfspec.apps.bench.prompts import encode_chat
 from selfspec.apps.cli.bench import run_bench
 from selfspec.apps.cli.common import quiet_transformers
+from selfspec.apps.smollm2 import HEADS, fetch_checkpoint
 from selfspec.config import parse
 from selfspec.decoder.checkpoints import load_config, load_tokenizer
 from selfspec.heads.files import read_lines, replace_text
-
-HEADS = DEMO_MODEL.parent / "smollm2"
-"""Folder of the heads of SmolLM2-135M-Instruct in the package."""
 
 STEPS = ("exactness", "long", "bench")
 LLAMA_4_BIT = "llama.cpp 4-bit"

