@@ -222,7 +222,7 @@ def test_mistakes_are_told_before_anything_is_written(side, prompt, given, says)
 def fitted():
     """A target with heads at 2 and at 1."""
     model = tiny_llama("sometimes")
-    decoder = SelfSpecModel(model).engine.decoder
+    decoder = SelfSpecModel(model).decoder
     heads = [head_class(kind).build(decoder, at) for kind, at in [("lens", 2), ("block", 2)]]
     return SelfSpecModel(model, heads=[*heads, head_class("lens").build(decoder, 1)])
 

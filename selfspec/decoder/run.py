@@ -88,7 +88,7 @@ class Tail:
     def unembed(self, normed: Tensor, readout: nn.Module | None) -> Tensor:
         """Logits `[rows, width, vocab]` of `normed`, with the body (and the LM head) replaced.
 
-        This is no pass, so neither the body's hooks nor those of the causal LM run.
+        This is not a pass, so neither the body's hooks nor those of the causal LM run.
         """
         gates = self.gates
         # A replaced module's device hooks do not run, so the states are moved here.

@@ -12,7 +12,7 @@ from torch import Tensor
 from selfspec.decoder import Pass
 from selfspec.drafters.base import Drafter
 from selfspec.drafters.engine import State, Verified
-from selfspec.drafters.exit_reader import ExitReader
+from selfspec.drafters.readers import ExitReader
 from selfspec.heads import Confidence
 from selfspec.sampling.draft import Draft, Verdict
 from selfspec.schedule import Schedule
@@ -115,7 +115,7 @@ class ExitDrafter(Drafter):
             self.schedule.end(draft.length, verdict.kept)
 
     def select(self, rows: Sequence[int]) -> None:
-        """Go on with some rows only."""
+        """Keep only these rows."""
         self.reader.select(rows)
 
     def join(self, other: Any) -> None:

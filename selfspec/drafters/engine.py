@@ -214,7 +214,7 @@ class Engine:
             state: the call.
             tokens: `[rows, width]` the tokens, left-aligned.
             counts: real tokens of each row.
-            chunk: tokens per pass; `None` for all at once.
+            chunk: tokens per pass; `None` for all in one.
             keep: hidden states to keep for `watch`.
             watch: called after each pass with its results and its offset.
             prompt: see `Decoder.run`.

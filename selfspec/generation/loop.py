@@ -167,7 +167,11 @@ class Session:
             draft = forced
         elif limit > 0:
             draft = self.drafter.draft(state, limit)
-        verified = self.engine.verify(state, draft)
+        try:
+            verified = self.engine.verify(state, draft)
+        except IndexError as error:
+            problem = self.drafter.unknown_tokens(draft, self.engine.decoder.vocab_size)
+            raise error if problem is None else ValueError(problem) from error
         with self.stats.clock("sampling"):
             verdict, broken = self._accept(state, draft, verified.logits)
         rounds = self._read(state, draft, verdict, broken)  # the one synchronisation of a round

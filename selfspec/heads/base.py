@@ -191,7 +191,7 @@ class ExitHead(nn.Module):
         Args:
             decoder: the target.
             hidden: what `forward` takes.
-            depth: index of the draft, for a head that drafts all positions at once.
+            depth: index of the draft, for a head that drafts all positions together.
         """
         return decoder.unembed(self(hidden), self.lm_head)
 

@@ -1,8 +1,8 @@
 """Teacher forcing: hidden states of a target and its heads over tokens that are already known.
 
-All positions are computed at once, so this is how heads are trained and measured. A head that reads
-its own output is unrolled: step s gives its draft s tokens after the last verified token, if the
-tokens in between are the known ones.
+All positions are computed in one pass, so this is how heads are trained and measured. A head that
+reads its own output is unrolled: step s gives its draft s tokens after the last verified token, if
+the tokens in between are the known ones.
 
 Legend: rows = sequences of packed documents; width = tokens of each.
 """

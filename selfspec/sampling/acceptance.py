@@ -14,7 +14,7 @@ from selfspec.sampling.sampler import draw
 
 # Medusa's settings (Cai et al. 2024, section 2.3.1).
 _TYPICAL_FLOOR, _TYPICAL_SHARE = 0.09, 0.3
-# A tiny share of p in residuals, so that p itself is left where rounding leaves nothing else.
+# A tiny multiple of p is added to residuals, so that p remains where rounding leaves nothing else.
 _CRUMB = 1e-25
 
 
@@ -48,7 +48,7 @@ def rejection_sample(
         tokens: `[batch, k]` drafts.
         draft_probs: `[batch, k, vocab]` q, what each draft was drawn from.
         target_probs: `[batch, k + 1, vocab]` p.
-        generator: source of the draws; `None` takes torch's global one.
+        generator: source of the draws; `None` uses torch's global one.
         counts: real drafts of each row.
     """
     p, q = _of_drafts(tokens, draft_probs, target_probs)
@@ -78,7 +78,7 @@ def block_verify(
         tokens: `[batch, k]` drafts.
         draft_probs: `[batch, k, vocab]` q, what each draft was drawn from.
         target_probs: `[batch, k + 1, vocab]` p.
-        generator: source of the draws; `None` takes torch's global one.
+        generator: source of the draws; `None` uses torch's global one.
         counts: real drafts of each row.
     """
     p, q = _of_drafts(tokens, draft_probs, target_probs)
@@ -114,7 +114,7 @@ def typical_lossy(
         tokens: `[batch, k]` drafts.
         draft_probs: ignored.
         target_probs: `[batch, k + 1, vocab]` p.
-        generator: source of the draws; `None` takes torch's global one.
+        generator: source of the draws; `None` uses torch's global one.
         counts: real drafts of each row.
     """
     p, _ = _of_drafts(tokens, draft_probs, target_probs)
@@ -209,7 +209,7 @@ def sample_branch(
         draft_probs: `[batch, m, vocab]` q after each position; `None` for drafts that were not
             sampled.
         target_probs: `[batch, n + 1, vocab]` p after each position.
-        generator: source of the draws; `None` takes torch's global one.
+        generator: source of the draws; `None` uses torch's global one.
     """
     rows = torch.arange(len(tokens), device=tokens.device)
     children = children_of(tree)

@@ -330,7 +330,7 @@ def trim_heads(
 
     Raises:
         ValueError: a vocabulary is not smaller than the target's, or has another size than that
-            of the head to go on from.
+            of the head to continue from.
     """
     for head, config in zip(heads, configs, strict=True):
         known = None if head.vocab_ids is None else len(head.vocab_ids)

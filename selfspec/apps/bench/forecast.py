@@ -124,7 +124,7 @@ def write(
     whole = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     options: dict[str, Any] = whole if sample else {"do_sample": False}
     spec.generate(
-        prompt.to(spec.engine.decoder.device),
+        prompt.to(spec.decoder.device),
         draft=draft,
         generator=generator,
         max_new_tokens=tokens,
@@ -298,7 +298,7 @@ class _Timed:
         dtype: torch.dtype,
     ):
         self.spec = SelfSpecModel(random_model(config, dtype, device))
-        self.decoder = self.spec.engine.decoder
+        self.decoder = self.spec.decoder
         self.calls: dict[tuple[Any, ...], Callable[[], float]] = {
             (0, 0): partial(self._round, None, 0),
             ("wide",): self._wide,

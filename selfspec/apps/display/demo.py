@@ -149,7 +149,7 @@ class Writer:
     ):
         self.spec, self.tokenizer, self.options = spec, tokenizer, options
         self.prompt = prompt
-        inputs = tokenizer(prompt, return_tensors="pt").to(spec.engine.decoder.device)
+        inputs = tokenizer(prompt, return_tensors="pt").to(spec.decoder.device)
         self.inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
 
     @property
@@ -164,7 +164,7 @@ class Writer:
         Passes of different width round differently. In float32 that is too little to change a
         choice, in half precision it is not.
         """
-        wide = self.spec.engine.decoder.dtype in (torch.float32, torch.float64)
+        wide = self.spec.decoder.dtype in (torch.float32, torch.float64)
         return wide and self.comparable
 
     @property
@@ -172,7 +172,7 @@ class Writer:
         """What turns logits into the scores, the largest of which is chosen, one after another."""
         if not self.options.coupled:
             return LogitsProcessorList()
-        width, device = self.inputs["input_ids"].shape[1], self.spec.engine.decoder.device
+        width, device = self.inputs["input_ids"].shape[1], self.spec.decoder.device
         options = self.options
         return LogitsProcessorList(
             [CoupledChoice(options.temperature, width, device, options.seed)]
@@ -207,7 +207,7 @@ class Writer:
         stop: StoppingCriteria | None = None,
     ) -> Run:
         """Selfspec's `generate`."""
-        generator = torch.Generator(self.spec.engine.decoder.device).manual_seed(self.options.seed)
+        generator = torch.Generator(self.spec.decoder.device).manual_seed(self.options.seed)
 
         def write(options: dict[str, Any]) -> Any:
             more = {"draft": draft, "generator": generator, "streamer": streamer}
@@ -277,7 +277,7 @@ def exit_agreements(
     spec: SelfSpecModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]
 ) -> list[ExitAgreement]:
     """Compare every head of `spec`, and the head that needs no fitting at the same exits."""
-    decoder, heads = spec.engine.decoder, list(spec.engine.heads)
+    decoder, heads = spec.decoder, list(spec.engine.heads)
     shared, fitted = head_class("shared"), {(h.kind, h.exit_layer) for h in heads}
     exits = sorted({head.exit_layer for head in heads} - {0}) or [max(1, decoder.depth // 4)]
     heads += [shared.build(decoder, e) for e in exits if (shared.kind, e) not in fitted]
@@ -297,7 +297,7 @@ def exit_agreements(
 
 def first_divergence(writer: Writer, plain: list[int], other: list[int]) -> Divergence | None:
     """The first difference of two continuations of the writer's prompt; `None` if equal."""
-    dtype = writer.spec.engine.decoder.dtype
+    dtype = writer.spec.decoder.dtype
     return find_divergence(plain, other, partial(_scores, writer), dtype)
 
 

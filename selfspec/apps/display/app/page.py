@@ -85,7 +85,7 @@ class Page:
         """The controls, in the order of the parameters of `write`."""
         offer, drafter = self.offer, self.offer.base.drafter
         at_exit, heads = offer.at_an_exit(drafter), offer.heads(offer.exit_layer)
-        positions = self.side.spec.engine.decoder.max_positions
+        positions = self.side.spec.decoder.max_positions
         most = min(_MOST_TOKENS, positions or _MOST_TOKENS)
         with gr.Row():
             self.drafter = gr.Dropdown(

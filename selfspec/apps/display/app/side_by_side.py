@@ -63,7 +63,7 @@ class Offer:
             name for name in DRAFTERS if name not in _UNLESS_NAMED or name == base.drafter
         ]
         fitted = [head.exit_layer for head in spec.heads]
-        self.exits = sorted({*range(1, spec.engine.decoder.depth), *fitted})
+        self.exits = sorted({*range(1, spec.decoder.depth), *fitted})
         self._first = spec.engine.head(base if self.at_an_exit(base.drafter) else DraftConfig())
         self.exit_layer = self._first.exit_layer
         self.num_draft_tokens = self.length_of(base.drafter)
@@ -283,7 +283,7 @@ class SideBySide:
             raise ValueError("an empty prompt; type the beginning of a text, or take an example")
         writer = Writer(self.spec, self.tokenizer, prompt, options)
         length, wanted = writer.inputs["input_ids"].shape[1], options.max_new_tokens
-        positions = self.spec.engine.decoder.max_positions
+        positions = self.spec.decoder.max_positions
         if positions is not None and length + wanted > positions:
             raise ValueError(
                 f"the prompt has {length} tokens, with {wanted} new ones it outgrows the model's "

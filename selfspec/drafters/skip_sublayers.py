@@ -40,7 +40,7 @@ class FixedSkips:
         """Called after verification."""
 
     def select(self, rows: Sequence[int]) -> None:
-        """Go on with some rows only."""
+        """Keep only these rows."""
 
     def join(self) -> None:
         """Append more rows."""
@@ -199,7 +199,7 @@ def _trace_back(count: int, ways: Sequence[tuple[int, Tensor]]) -> tuple[int, ..
     return tuple(layers)
 
 
-class SkipLayers(Drafter):
+class SkipSublayers(Drafter):
     """Drafts with attention and MLP sublayers skipped (Draft & Verify, Zhang et al. 2024).
 
     The layers below the first skipped sublayer are exact, so verification resumes above them. The
@@ -212,7 +212,7 @@ class SkipLayers(Drafter):
         schedule: when to stop earlier.
     """
 
-    name = "layer_skip"
+    name = "skip_sublayers"
     takes_schedule = True
 
     def __init__(self, engine: Engine, chooser: FixedSkips, longest: int, schedule: Schedule):
@@ -221,7 +221,7 @@ class SkipLayers(Drafter):
         self.longest, self.schedule, self._confidence = longest, schedule, uncalibrated()
 
     @classmethod
-    def from_config(cls, engine: Engine, config: DraftConfig) -> SkipLayers:
+    def from_config(cls, engine: Engine, config: DraftConfig) -> SkipSublayers:
         """Take the sublayers that the config names, or search for some.
 
         Raises:
@@ -271,7 +271,7 @@ class SkipLayers(Drafter):
             self.schedule.end(draft.length, verdict.kept)
 
     def select(self, rows: Sequence[int]) -> None:
-        """Go on with some rows only."""
+        """Keep only these rows."""
         self.chooser.select(rows)
 
     def join(self, other: Any) -> None:
