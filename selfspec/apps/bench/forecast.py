@@ -49,8 +49,8 @@ class Fit(NamedTuple):
     later: float
 
 
-# By kind, and whether the exit is above the embeddings; docs/training.md has the commands. Up to a
-# million tokens they were fitted to SmolLM2-135M-Instruct, beyond to the demo target, whose
+# By kind, and whether the exit is above the embeddings; docs/measured/training.md has the commands.
+# Up to a million tokens they were fitted to SmolLM2-135M-Instruct, beyond to the demo target, whose
 # vocabulary is small (6,144; means over novels, code and maths).
 RECORDED: dict[tuple[str, bool], tuple[Fit, ...]] = {
     ("eagle3", False): (
