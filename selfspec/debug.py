@@ -86,7 +86,10 @@ def _replace(changes: ExitStack, owner: Any, name: str, value: Any) -> None:
     """Set an attribute until `changes` are undone."""
     own = owner.__dict__.get(name)
     setattr(owner, name, value)
-    changes.callback(*((delattr, owner, name) if own is None else (setattr, owner, name, own)))
+    if own is None:
+        changes.callback(delattr, owner, name)
+    else:
+        changes.callback(setattr, owner, name, own)
 
 
 def _counting(forward: Callable[..., Any], seen: list[int]) -> Callable[..., Any]:

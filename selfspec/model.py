@@ -106,7 +106,7 @@ class SelfSpecModel:
         self.store = TextStore.load(store) if isinstance(store, (str, Path)) else store
         if isinstance(profile, (str, Path)):
             profile = Profile.load(profile)
-        self.profile = self._fitting(profile)
+        self.profile = self._valid_or_none(profile)
         self.last_stats: Stats | None = None
         self.last_trace: Trace | None = None
 
@@ -204,7 +204,7 @@ class SelfSpecModel:
             spec._draft_with_shipped(path, kwargs)
         if profile is None:
             folders = [at for at in (heads, beside) if isinstance(at, (str, Path))]
-            spec.profile = spec._found(find_profile(spec.decoder, folders))
+            spec.profile = spec._load_or_none(find_profile(spec.decoder, folders))
         return spec
 
     def _draft_with_shipped(self, path: str | Path, options: Mapping[str, Any]) -> None:
@@ -216,19 +216,19 @@ class SelfSpecModel:
         except ValueError as error:
             warnings.warn(str(error), stacklevel=3)
 
-    def _found(self, path: Path | None) -> Profile | None:
+    def _load_or_none(self, path: Path | None) -> Profile | None:
         """The profile at `path`; one that cannot be read is ignored with a warning."""
         try:
-            return self._fitting(None if path is None else Profile.load(path))
+            return self._valid_or_none(None if path is None else Profile.load(path))
         except ValueError as error:
             warnings.warn(f"profile ignored: {error}", stacklevel=3)
             return None
 
-    def _fitting(self, profile: Profile | None) -> Profile | None:
+    def _valid_or_none(self, profile: Profile | None) -> Profile | None:
         """The profile, if it is valid here and its draft can be made."""
         if profile is None:
             return None
-        reason = profile.foreign(self.decoder)
+        reason = profile.mismatch(self.decoder)
         if reason is None:
             try:
                 make_drafter(self.engine, profile.draft)

@@ -518,7 +518,7 @@ class Decoder:
 
 
 @contextmanager
-def held(*decoders: Decoder) -> Iterator[None]:
+def entered(*decoders: Decoder) -> Iterator[None]:
     """Enter several decoders.
 
     They are always entered in the same order, so two threads that use the same models cannot

@@ -51,7 +51,7 @@ class Normed:
             raise AttributeError(name)
 
 
-class Tail:
+class LogitsTail:
     """The part of the causal LM's `forward` after its body.
 
     Args:
@@ -187,7 +187,7 @@ class Runner:
     ):
         self.base = base
         self.gates = Gates(causal_lm, base, layers_name, layers, windows, self._run_span, kernels)
-        self.tail = Tail(causal_lm, base, self.gates)
+        self.tail = LogitsTail(causal_lm, base, self.gates)
         compiled = self.gates.compiled
         self._call: CallLayer = call_layer if compiled is None else compiled
 

@@ -49,7 +49,7 @@ def draft_chain(
     probs: list[Tensor] = []
     hidden: list[Tensor] = []
     for step in range(limit):
-        logits, left = read(token, step)
+        logits, at_exit = read(token, step)
         began = time.perf_counter()
         scores = sampler.scores(logits, context, offset=step)
         if trimmed:
@@ -59,8 +59,8 @@ def draft_chain(
         if sampler.reads_prefix:
             context.write(token, offset=step)
         tokens.append(token)
-        if left is not None:
-            hidden.append(left)
+        if at_exit is not None:
+            hidden.append(at_exit)
         if drawn_from is not None:
             probs.append(drawn_from)
         if not schedule.goes_on(scores, token, drawn_from):

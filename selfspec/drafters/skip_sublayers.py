@@ -90,7 +90,8 @@ class ClaspSkips(FixedSkips):
         """Keep the hidden states of each row's last accepted token."""
         rows, at = torch.arange(len(verdict.accepted)), verdict.accepted
         self._states = [
-            kept[rows.to(kept.device), at.to(kept.device)][:, None] for kept in verified.kept
+            states[rows.to(states.device), at.to(states.device)][:, None]
+            for states in verified.hidden_states
         ]
 
     def select(self, rows: Sequence[int]) -> None:
@@ -257,12 +258,12 @@ class SkipSublayers(Drafter):
     ) -> tuple[Tensor, Tensor | None]:
         everything, keep = Span(0, self.decoder.depth), (depth,) if depth else ()
         skips = self.chooser.skips
-        left = self.decoder.run(
+        out = self.decoder.run(
             token, everything, state.slots, offset=step, unembed=True, keep=keep, skips=skips
         )
-        state.stats.seconds["shallow"] += left.layer_seconds
-        state.stats.seconds["head"] += left.head_seconds
-        return left.output, left.kept[0] if depth else None
+        state.stats.seconds["shallow"] += out.layer_seconds
+        state.stats.seconds["head"] += out.head_seconds
+        return out.output, out.kept[0] if depth else None
 
     def commit(self, state: State, draft: Draft, verified: Verified, verdict: Verdict) -> None:
         """Keep states for a search, and tell the schedule what was accepted."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
-from selfspec.decoder import Pass, held
+from selfspec.decoder import Pass, entered
 from selfspec.decoder.cache import WIDEST
 from selfspec.drafters import Drafter
 from selfspec.drafters.engine import State
@@ -495,7 +495,7 @@ class Batch:
         """Run rounds until a request has finished; false if no request is left."""
         adapters = self._probe.adapters
         hooked = nullcontext() if adapters is None else adapters.hooked()
-        with hooked, held(*self._decoders), self.stats.clock("total"):
+        with hooked, entered(*self._decoders), self.stats.clock("total"):
             while not self._done:
                 self._admit()
                 if not self._rows and self._next is None:

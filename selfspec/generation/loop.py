@@ -23,7 +23,7 @@ from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from selfspec.decoder import CACHE, Pass, held
+from selfspec.decoder import CACHE, Pass, entered
 from selfspec.decoder.cache import WIDEST
 from selfspec.drafters import Drafter
 from selfspec.drafters.engine import Engine, State
@@ -100,7 +100,11 @@ class Session:
     def run(self) -> State:
         """Generate until every row has stopped."""
         hooked = nullcontext() if self.adapters is None else self.adapters.hooked()
-        with hooked, held(self.engine.decoder, *self.drafter.decoders), self.stats.clock("total"):
+        with (
+            hooked,
+            entered(self.engine.decoder, *self.drafter.decoders),
+            self.stats.clock("total"),
+        ):
             state = self.start()
             while state.rows:
                 self.step(state)

@@ -15,7 +15,7 @@ from selfspec.sampling.sampler import draw
 # Medusa's settings (Cai et al. 2024, section 2.3.1).
 _TYPICAL_FLOOR, _TYPICAL_SHARE = 0.09, 0.3
 # A tiny multiple of p is added to residuals, so that p remains where rounding leaves nothing else.
-_CRUMB = 1e-25
+_EPSILON = 1e-25
 
 
 def longest_match(tokens: Tensor, scores: Tensor, counts: Tensor | None = None) -> Verdict:
@@ -94,7 +94,7 @@ def block_verify(
     places = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
     stands = _of_real(_coins(p, generator) < hold, counts)
     accepted = (stands * places).amax(-1) if len(places) else tokens.new_zeros(len(tokens))
-    left = _at(rest.add_(target_probs, alpha=_CRUMB), accepted)
+    left = _at(rest.add_(target_probs, alpha=_EPSILON), accepted)
     return chain_verdict(tokens, accepted, draw(left, generator))
 
 
@@ -126,7 +126,7 @@ def typical_lossy(
 
 def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
     """max(0, p - q), not normalised; proportional to p where p equals q."""
-    return (target_probs - draft_probs).clamp_min_(0).add_(target_probs, alpha=_CRUMB)
+    return (target_probs - draft_probs).clamp_min_(0).add_(target_probs, alpha=_EPSILON)
 
 
 def one_hot(tokens: Tensor, like: Tensor) -> Tensor:

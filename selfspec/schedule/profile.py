@@ -133,7 +133,7 @@ class Profile(StrictConfig):
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, self.model_dump_json(indent=2) + "\n")
 
-    def foreign(self, decoder: Decoder) -> str | None:
+    def mismatch(self, decoder: Decoder) -> str | None:
         """Why the profile does not hold for a target here; `None` if it does."""
         here = Place.of(decoder)
         for fact in ("device", "dtype", "kernels"):

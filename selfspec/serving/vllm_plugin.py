@@ -282,7 +282,7 @@ class Features:
 
     def verified(self, head: ExitHead, streams: Mapping[int, Tensor], last: Tensor) -> Tensor:
         """Features `[tokens, hidden]` of the tokens of the target's pass; see `read`."""
-        features = head.join([streams[layer] for layer in head.feature_layers])
+        features = head.fuse_features([streams[layer] for layer in head.feature_layers])
         features = features.to(streams[head.exit_layer].dtype)
         self.last = features[last]
         return features

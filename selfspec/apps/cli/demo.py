@@ -16,7 +16,7 @@ from selfspec.apps.cli import options as opt
 from selfspec.apps.cli.common import Loaded, Source, print_json, progress, reporting
 
 if TYPE_CHECKING:
-    from selfspec.apps.display.demo import DemoPrompt, DemoResult, ExitAgreement, Writer
+    from selfspec.apps.display.demo import Comparison, DemoPrompt, DemoResult, ExitAgreement
     from selfspec.config import DraftConfig
 
 
@@ -77,7 +77,7 @@ def demo(
     Sampling uses the rule `coupled`, with which a seed gives the same text with and without drafts,
     so that both can be compared token by token.
     """
-    from selfspec.apps.display.demo import DemoOptions, Writer, exit_agreements, load_prompts
+    from selfspec.apps.display.demo import Comparison, DemoOptions, exit_agreements, load_prompts
 
     drafting = opt.draft_config(config, draft)
     with reporting(as_json) as console:
@@ -96,7 +96,7 @@ def demo(
         console.print(_headline(head))
         results: dict[str, DemoResult] = {}
         for name, passage in _passages(prompt, domain, seed).items():
-            writer = Writer(target.spec, target.tokenizer, passage.text, options)
+            writer = Comparison(target.spec, target.tokenizer, passage.text, options)
             results[name] = _show_demo(console, writer, passage.source)
         exits = exit_agreements(target.spec, target.tokenizer, [p.text for p in load_prompts()])
         console.print(demo_table(results), exits_table(exits))
@@ -150,7 +150,7 @@ def _headline(head: dict[str, Any]) -> str:
     )
 
 
-def _show_demo(console: Console, writer: Writer, source: str) -> DemoResult:
+def _show_demo(console: Console, writer: Comparison, source: str) -> DemoResult:
     """Stream the output, then compare both outputs and their speed."""
     from selfspec.apps.display import OriginStreamer, legend
     from selfspec.apps.display.demo import run_demo, verdict

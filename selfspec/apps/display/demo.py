@@ -130,7 +130,7 @@ class CoupledChoice(LogitsProcessor):
         return self.warper(input_ids, scores.float()) + noise  # pyright: ignore
 
 
-class Writer:
+class Comparison:
     """Continues one prompt with the model's own `generate` or with selfspec's.
 
     Args:
@@ -295,13 +295,13 @@ def exit_agreements(
     return sorted(found, key=lambda each: -each.share)
 
 
-def first_divergence(writer: Writer, plain: list[int], other: list[int]) -> Divergence | None:
+def first_divergence(writer: Comparison, plain: list[int], other: list[int]) -> Divergence | None:
     """The first difference of two continuations of the writer's prompt; `None` if equal."""
     dtype = writer.spec.decoder.dtype
     return find_divergence(plain, other, partial(_scores, writer), dtype)
 
 
-def _scores(writer: Writer, tokens: list[int]) -> Tensor:
+def _scores(writer: Comparison, tokens: list[int]) -> Tensor:
     """`[vocab]` the scores of the choice after some tokens of the output."""
     prompt, choice = writer.inputs["input_ids"], writer.choice
     prefix = torch.cat([prompt, prompt.new_tensor([tokens])], dim=1)
@@ -314,7 +314,7 @@ def _scores(writer: Writer, tokens: list[int]) -> Tensor:
     return scores
 
 
-def verdict(writer: Writer, count: int, divergence: Divergence | None) -> str:
+def verdict(writer: Comparison, count: int, divergence: Divergence | None) -> str:
     """The comparison of both outputs in a line.
 
     Args:
@@ -392,7 +392,7 @@ class DemoResult:
 
 
 def run_demo(
-    writer: Writer,
+    writer: Comparison,
     streamer: BaseStreamer | None = None,
     while_timing: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> DemoResult:

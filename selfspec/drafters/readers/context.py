@@ -44,12 +44,12 @@ class ContextReader(ExitReader):
 
     def verified(self, state: State, drafted: int, verified: Verified) -> None:
         """Store keys and values of the pending token and the drafts."""
-        self._remember(state, verified.kept, 0)
+        self._remember(state, verified.hidden_states, 0)
 
     def _remember(self, state: State, features: list[Tensor], offset: int) -> None:
         slots = state.slots
         with state.stats.clock("head"):
-            context = self._head.join(features)
+            context = self._head.fuse_features(features)
             with slots.writing(context.shape[1], offset, self._added) as window:
                 self._head.remember(context, window.positions.to(context.device), slots)
 

@@ -39,7 +39,7 @@ class LayerReader(ExitReader):
         assert head.layer is not None  # `make_reader` gives other heads another reader
         self._layer = head.layer
         self.keep = (head.exit_layer, *head.feature_layers)
-        self._states = VerifiedStates(head.join if head.feature_layers else None)
+        self._states = VerifiedStates(head.fuse_features if head.feature_layers else None)
         self._kv = OwnKV()
         self._added = 0  # index of the head's layer among the layers added to the slots
         self._one_pass = False  # whether shallow passes also run the layer
@@ -87,15 +87,15 @@ class LayerReader(ExitReader):
             self._kv.rejected(lengths)
             _, lags = self._kv.missing(lengths)
             if max(lags) < _MOST_LAG:
-                self._states.note(lengths, verified.kept)
+                self._states.note(lengths, verified.hidden_states)
                 return
             self.begin(1)  # without masks
             if self.head.exit_layer:
-                self._read_states(state, verified.kept[0][:, :1])
+                self._read_states(state, verified.hidden_states[0][:, :1])
             else:
                 self._read_tokens(state)
         with state.stats.clock("head"):
-            self._states.replace(lengths, verified.kept)
+            self._states.replace(lengths, verified.hidden_states)
         # The pending token's KV is final. So is that of drafts, unless the head read masks in their
         # place, or its own output in place of the target's features.
         again = self._states.has_features or self.head.drafts_at_once

@@ -62,7 +62,8 @@ class OnePassReader(ExitReader):
 
     def verified(self, state: State, drafted: int, verified: Verified) -> None:
         """Keep the states of the pending token and the drafts."""
-        self._features, self._starts = self._fuse(state, verified.kept), state.slots.lengths
+        self._features = self._fuse(state, verified.hidden_states)
+        self._starts = state.slots.lengths
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
@@ -78,4 +79,4 @@ class OnePassReader(ExitReader):
 
     def _fuse(self, state: State, kept: list[Tensor]) -> Tensor:
         with state.stats.clock("head"):
-            return self.head.join(kept)
+            return self.head.fuse_features(kept)
