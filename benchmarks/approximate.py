@@ -47,7 +47,7 @@ class LongText:
     def __init__(self, spec: SelfSpecModel, ids: torch.Tensor, new: int, cpu: bool):
         self.spec, self.ids, self.new = spec, ids, new
         self.clock = time.process_time if cpu else time.perf_counter
-        self.cache = DynamicCache(config=spec.engine.decoder.config)
+        self.cache = DynamicCache(config=spec.decoder.config)
         with torch.inference_mode():
             for block in ids[:, :-1].split(512, dim=1):
                 spec.causal_lm(block, past_key_values=self.cache, logits_to_keep=1)
@@ -140,7 +140,7 @@ def main() -> None:
         raise SystemExit(f"{given.text} has {ids.shape[1]} tokens, --tokens asks {given.tokens}")
     spec = SelfSpecModel(model)
     long_text = LongText(spec, ids, given.new, given.cpu)
-    drafts = drafts_of(spec.engine.decoder.depth, given.windows, given.drafts)
+    drafts = drafts_of(spec.decoder.depth, given.windows, given.drafts)
     Console().print(measure(long_text, drafts, given.turns))
 
 

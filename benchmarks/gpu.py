@@ -63,7 +63,7 @@ _DRAFTS: dict[str, dict[str, Any]] = {
     "eagle3": {"exit_layer": 0, "head": "eagle3"},
     "optimal": {"exit_layer": 0, "head": "fused", "schedule": "optimal"},
     "tree": {"drafter": "tree", "exit_layer": 0, "head": "fused"},
-    "layer_skip": {"drafter": "layer_skip"},
+    "skip_sublayers": {"drafter": "skip_sublayers"},
     "prompt_lookup": {"drafter": "prompt_lookup"},
     "cascade": {"drafter": "cascade"},
     "lookahead": {"drafter": "lookahead"},
@@ -186,7 +186,7 @@ def _exact(
     setup: Setup, spec: SelfSpecModel, name: str, draft: DraftConfig, prompts: list[Tensor]
 ) -> tuple[list[str], bool]:
     """A row of the table, and whether the check passed."""
-    decoder = spec.engine.decoder
+    decoder = spec.decoder
     dtype = str(decoder.dtype).removeprefix("torch.")
     sampled = decoder.kernels == "eager" and decoder.dtype == torch.float32 and setup.on_gpu
     tokens = 48 if setup.on_gpu else 8
@@ -217,7 +217,7 @@ def _passages(setup: Setup) -> list[Tensor]:
 
 def _fell_back(spec: SelfSpecModel) -> str | None:
     """Why layers run eagerly although other kernels were chosen."""
-    gates = spec.engine.decoder.gates
+    gates = spec.decoder.gates
     kernels = (gates.graphs, gates.compiled)
     return next((kernel.problem for kernel in kernels if kernel and kernel.problem), None)
 

@@ -112,7 +112,7 @@ def _methods(
     spec: SelfSpecModel, arguments: argparse.Namespace, scratch: Path
 ) -> list[ServingMethod]:
     """Serving without drafts, with heads in place, and with exported heads."""
-    decoder, count = spec.engine.decoder, arguments.num_draft_tokens
+    decoder, count = spec.decoder, arguments.num_draft_tokens
     methods = [ServingMethod("no drafts")]
 
     def add(name: str, method: str, model: str, head: ExitHead, parameters: int) -> None:

@@ -106,7 +106,7 @@ class LookaheadConfig(StrictConfig):
 
 
 class SkipConfig(StrictConfig):
-    """The sublayers that the `layer_skip` drafter skips.
+    """The sublayers that the `skip_sublayers` drafter skips.
 
     Attributes:
         attention: layers whose attention is skipped, from 0.
@@ -160,7 +160,7 @@ class DraftConfig(StrictConfig):
             `cascade` this limits its exit head, for `tree` the levels. `None` takes the default of
             drafter and schedule (`most_tokens`); `prompt_lookup` then copies as many tokens as its
             match is long, from 10 to 40.
-        schedule: when a chain ends, for `early_exit`, `layer_skip`, `cascade` and `two_model`.
+        schedule: when a chain ends, for `early_exit`, `skip_sublayers`, `cascade` and `two_model`.
             `"fixed"`: after `num_draft_tokens`. `"confidence"`: once the head's probability of its
             draft is below `confidence` in every row. `"optimal"`: once another draft is expected
             to cost more time than it saves.
@@ -179,7 +179,7 @@ class DraftConfig(StrictConfig):
         tree: the shape of trees.
         lookup: how `prompt_lookup`, `cascade` and `auto` find earlier occurrences.
         lookahead: the branches of `lookahead`.
-        skip: the sublayers that `layer_skip` skips.
+        skip: the sublayers that `skip_sublayers` skips.
         rule: the acceptance rule of sampled drafts. `"block"` and `"token"` are lossless; trees
             use recursive rejection sampling with either. `"coupled"` is lossless, and a seed gives
             the same output with every drafter and with none. `"typical_lossy"` changes the output's
@@ -350,7 +350,7 @@ def _read_text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is no UTF-8 text (byte {error.start})") from None
+        raise ValueError(f"{file} is not UTF-8 text (byte {error.start})") from None
 
 
 def _read_yaml(text: str, source: str) -> Any:
@@ -359,4 +359,4 @@ def _read_yaml(text: str, source: str) -> Any:
     except yaml.YAMLError as error:
         place = getattr(error, "problem_mark", None)
         where = f" (line {place.line + 1}, column {place.column + 1})" if place else ""
-        raise ValueError(f"{source} is no valid YAML{where}") from None
+        raise ValueError(f"{source} is not valid YAML{where}") from None

@@ -106,7 +106,7 @@ class SelfSpecModel:
         self.store = TextStore.load(store) if isinstance(store, (str, Path)) else store
         if isinstance(profile, (str, Path)):
             profile = Profile.load(profile)
-        self.profile = self._fitting(profile)
+        self.profile = self._valid_or_none(profile)
         self.last_stats: Stats | None = None
         self.last_trace: Trace | None = None
 
@@ -133,7 +133,7 @@ class SelfSpecModel:
         Raises:
             RuntimeError: called while `generate` runs, when the model is changed.
         """
-        decoder = self.engine.decoder
+        decoder = self.decoder
         with decoder.gates.lock:  # a call in another thread ends first
             if decoder.gates.entered:
                 raise RuntimeError("copy or pickle a SelfSpecModel between calls of `generate`")
@@ -204,31 +204,31 @@ class SelfSpecModel:
             spec._draft_with_shipped(path, kwargs)
         if profile is None:
             folders = [at for at in (heads, beside) if isinstance(at, (str, Path))]
-            spec.profile = spec._found(find_profile(spec.engine.decoder, folders))
+            spec.profile = spec._load_or_none(find_profile(spec.decoder, folders))
         return spec
 
     def _draft_with_shipped(self, path: str | Path, options: Mapping[str, Any]) -> None:
         """Add the head that the checkpoint holds; warn if it cannot be used."""
         try:
-            head = load_shipped(self.engine.decoder, path, **options)
+            head = load_shipped(self.decoder, path, **options)
             if head is not None:
                 self.engine.add(head)
         except ValueError as error:
             warnings.warn(str(error), stacklevel=3)
 
-    def _found(self, path: Path | None) -> Profile | None:
+    def _load_or_none(self, path: Path | None) -> Profile | None:
         """The profile at `path`; one that cannot be read is ignored with a warning."""
         try:
-            return self._fitting(None if path is None else Profile.load(path))
+            return self._valid_or_none(None if path is None else Profile.load(path))
         except ValueError as error:
             warnings.warn(f"profile ignored: {error}", stacklevel=3)
             return None
 
-    def _fitting(self, profile: Profile | None) -> Profile | None:
+    def _valid_or_none(self, profile: Profile | None) -> Profile | None:
         """The profile, if it is valid here and its draft can be made."""
         if profile is None:
             return None
-        reason = profile.foreign(self.engine.decoder)
+        reason = profile.mismatch(self.decoder)
         if reason is None:
             try:
                 make_drafter(self.engine, profile.draft)
@@ -258,7 +258,7 @@ class SelfSpecModel:
         """Write the model (`PreTrainedModel.save_pretrained`) and its heads to `folder`."""
         self.causal_lm.save_pretrained(folder, **kwargs)
         if self.heads:
-            save_heads(self.heads, self.engine.decoder, folder)
+            save_heads(self.heads, self.decoder, folder)
 
     def push_to_hub(
         self, repo_id: str, private: bool | None = None, token: str | None = None
@@ -276,7 +276,7 @@ class SelfSpecModel:
         Raises:
             ValueError: there are no heads.
         """
-        return push_heads(self.heads, self.engine.decoder, repo_id, private, token)
+        return push_heads(self.heads, self.decoder, repo_id, private, token)
 
     @property
     def heads(self) -> list[ExitHead]:
@@ -308,7 +308,7 @@ class SelfSpecModel:
         text = torch.as_tensor(ids)
         if text.dim() == 2 and len(text) == 1:
             text = text[0]
-        vocab = self.engine.decoder.vocab_size
+        vocab = self.decoder.vocab_size
         if text.dim() != 1 or (len(text) and not 0 <= text.min() <= text.max() < vocab):
             raise ValueError(
                 f"remember takes one text of token ids from 0 to {vocab - 1}, got {ids!r:.60}"
@@ -316,9 +316,14 @@ class SelfSpecModel:
         self.store.add(text.tolist())
 
     @property
+    def decoder(self) -> Decoder:
+        """The target, of which any span of layers can be run; heads are built for it."""
+        return self.engine.decoder
+
+    @property
     def causal_lm(self) -> PreTrainedModel:
         """The transformers model inside, PEFT wrapping removed."""
-        return self.engine.decoder.causal_lm
+        return self.decoder.causal_lm
 
     # What the pipelines of transformers ask a model for
 
@@ -345,7 +350,7 @@ class SelfSpecModel:
     @property
     def device(self) -> torch.device:
         """The device of the embeddings, where prompts go."""
-        return self.engine.decoder.device
+        return self.decoder.device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -395,7 +400,7 @@ class SelfSpecModel:
             custom_generate: refused; it is another decoding method.
             draft: how to draft: a `DraftConfig`, a dict with its keys, or a drafter's name;
                 `"none"` is plain decoding, `None` takes `draft_for`.
-            generator: source of random numbers; `None` takes torch's global one.
+            generator: source of random numbers; `None` uses torch's global one.
             **kwargs: every other option of transformers' `generate`.
 
         Returns:
@@ -403,7 +408,7 @@ class SelfSpecModel:
             `SpecOutput`, which adds `stats` and `trace`.
 
         Raises:
-            TypeError: the prompt is no tensor of integers.
+            TypeError: the prompt is not a tensor of integers.
             ValueError: an unsupported option, a draft that this model cannot make, or an invalid
                 prompt; raised before anything runs.
         """
@@ -474,7 +479,7 @@ class SelfSpecModel:
             Ctrl-C, those of finished requests, with a warning.
 
         Raises:
-            TypeError: a prompt is no list of token ids.
+            TypeError: a prompt is not a list of token ids.
             ValueError: an unsupported option, or a draft that this model cannot make; raised before
                 anything runs. An error in one request is stored in the `error` of its output.
         """
@@ -527,7 +532,7 @@ class SelfSpecModel:
                 of tensors: processors and options of the generation config.
 
         Raises:
-            TypeError: a prompt is no list of token ids; with an iterator, when it is read.
+            TypeError: a prompt is not a list of token ids; with an iterator, when it is read.
             ValueError: an unsupported option, or a draft that this model cannot make.
         """
         config = self._merged(generation_config, kwargs)
@@ -610,7 +615,7 @@ def _with_our_options(error: TypeError, options: Mapping[str, Any]) -> TypeError
 
 
 def _token_ids(prompt: Sequence[int]) -> Sequence[int]:
-    """The prompt, if it is no text and no single token."""
+    """The prompt, unless it is text or a single token."""
     if isinstance(prompt, (str, int)):
         raise TypeError(
             f"generate_batch takes lists of token ids, got {prompt!r:.60} in the place of one; "

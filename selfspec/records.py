@@ -28,7 +28,7 @@ class Record(NamedTuple):
     Attributes:
         place: the file, and the line or row in it.
         fields: its fields. A file of plain text is one record with the field `text`, if it has any.
-        fault: why it is no record; empty if it is one.
+        fault: why it is not a record; empty if it is one.
     """
 
     place: str
@@ -84,7 +84,7 @@ def _records(path: Path, file: IO[bytes], form: Form) -> Iterator[Record]:
         if text.strip():
             yield Record(str(path), {"text": text})
         return
-    # A byte that is no UTF-8 spoils its record only.
+    # A byte that is not UTF-8 spoils its record only.
     errors = "surrogateescape" if encoding.startswith("utf-8") else "strict"
     try:
         with io.TextIOWrapper(file, encoding, errors, newline="\n") as stream:
@@ -238,11 +238,11 @@ def _text(path: Path, file: IO[bytes], encoding: str, head: bytes) -> str:
 def _no_text(path: Path, error: UnicodeDecodeError, head: bytes) -> ValueError:
     if not error.encoding.startswith("utf-8"):
         said = error.encoding.upper()
-        return ValueError(f"{path} is no UTF-8 text, nor {said}, as its first bytes say ({error})")
+        return ValueError(f"{path} is not UTF-8 text, nor {said}, as its first bytes say ({error})")
     control = re.search(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]", head)
     looks = "binary data" if control else "text in an 8-bit encoding such as Latin-1"
     return ValueError(
-        f"{path} is no UTF-8 text (byte {error.start} is 0x{error.object[error.start]:02x}); it "
+        f"{path} is not UTF-8 text (byte {error.start} is 0x{error.object[error.start]:02x}); it "
         f"looks like {looks}; convert it, or leave it out"
     )
 
@@ -264,13 +264,13 @@ def _parsed(place: str, text: str) -> Record:
     try:
         text.encode()
     except UnicodeEncodeError:
-        return Record(place, {}, "bytes that are no UTF-8")
+        return Record(place, {}, "bytes that are not UTF-8")
     try:
         fields = json.loads(text)
         if _HALF_PAIR.search(text):
             json.dumps(fields, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        return Record(place, {}, "half of a surrogate pair, which is no character")
+        return Record(place, {}, "half of a surrogate pair, which is not a character")
     except (ValueError, RecursionError):
         fields = None
     if not isinstance(fields, dict):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -14,11 +14,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from selfspec import SelfSpecModel
-from selfspec.drafters.engine import Engine, State
-from selfspec.generation.loop import Session
+from selfspec import SelfSpecModel, debug
+from selfspec.debug import Watched
 from selfspec.heads import SharedHead
-from selfspec.sampling.draft import Draft
 
 torch.set_num_threads(1)
 # A profile that the developer made must not change what the tests draft with.
@@ -94,7 +92,7 @@ class ContraryHead(SharedHead):
 
 def contrary(model: PreTrainedModel, exit_layer: int) -> SelfSpecModel:
     """`model`, with a head that is never right."""
-    head = ContraryHead.build(SelfSpecModel(model).engine.decoder, exit_layer)
+    head = ContraryHead.build(SelfSpecModel(model).decoder, exit_layer)
     return SelfSpecModel(model, heads=[head])
 
 
@@ -141,100 +139,11 @@ def as_loud_as_before() -> Iterator[None]:
     (logging.enable_progress_bar if bars else logging.disable_progress_bar)()
 
 
-@dataclass
-class Ledger:
-    """What the layers ran since it was last cleared.
-
-    Attributes:
-        widths: per layer, the width of each pass that really ran it.
-        drafts: what was verified.
-        rounds: rounds seen in all; the prefill is none.
-    """
-
-    widths: list[list[int]]
-    drafts: list[Draft] = field(default_factory=list)
-    rounds: int = 0
-
-    def clear(self) -> None:
-        self.drafts.clear()
-        for seen in self.widths:
-            seen.clear()
-
-
 @pytest.fixture
-def watch(monkeypatch) -> Iterator[Callable[[SelfSpecModel], Ledger]]:
+def watch() -> Iterator[Callable[[SelfSpecModel], Watched]]:
     """`watch(spec)`: from then on every round of `spec` is checked against the invariants."""
-
-    def start_watching(spec: SelfSpecModel) -> Ledger:
-        layers = spec.engine.decoder.layers
-        ledger = Ledger([[] for _ in layers])
-        for layer, seen in zip(layers, ledger.widths, strict=True):
-            monkeypatch.setitem(layer.__dict__, "forward", _counting(layer.forward, seen))
-        verify, start, step = Engine.verify, Session.start, Session.step
-
-        def noting_verify(engine, state, draft):
-            ledger.drafts.append(draft)
-            return verify(engine, state, draft)
-
-        def checked_start(session):
-            ledger.clear()
-            state = start(session)
-            assert_prefilled_once(ledger, session)
-            assert_lengths(session, state)
-            return state
-
-        def checked_step(session, state):
-            ledger.clear()
-            step(session, state)
-            ledger.rounds += 1
-            assert_nothing_twice(ledger)
-            assert_lengths(session, state)
-
-        monkeypatch.setattr(Engine, "verify", noting_verify)
-        monkeypatch.setattr(Session, "start", checked_start)
-        monkeypatch.setattr(Session, "step", checked_step)
-        return ledger
-
-    yield start_watching
-
-
-def _counting(forward, seen: list[int]):
-    def counted(hidden_states, *args, **kwargs):
-        seen.append(hidden_states.shape[1])
-        return forward(hidden_states, *args, **kwargs)
-
-    return counted
-
-
-def assert_prefilled_once(ledger: Ledger, session: Session) -> None:
-    """Every layer has seen each token of the prompt once, and nothing else."""
-    given = zip(session.prompt.lengths, session.prompt.known, strict=True)
-    longest = max(length - known for length, known in given)
-    assert all(sum(seen) == longest for seen in ledger.widths), ledger.widths
-
-
-def assert_nothing_twice(ledger: Ledger) -> None:
-    """One verification; a shallow pass for each level of drafts; one deep pass over all of them."""
-    (draft,) = ledger.drafts
-    width = draft.length + 1
-    levels = [1] * width if draft.tree is None else draft.tree.depths[0].bincount().tolist()
-    assert ledger.widths[: draft.depth] == [levels] * draft.depth
-    assert ledger.widths[draft.depth :] == [[width]] * (len(ledger.widths) - draft.depth)
-
-
-def assert_lengths(session: Session, state: State) -> None:
-    """KV length = prompt + emitted - 1 in every row and layer; the last token is pending."""
-    context = state.context
-    for place, row in enumerate(context.rows):
-        length = context.lengths[row]
-        emitted = length - session.prompt.width
-        settled = session.prompt.lengths[row] + emitted - 1
-        assert state.slots.lengths[place] == settled
-        assert all(layer.capacity >= settled for layer in state.slots.layers)
-        assert int(state.pending[place]) == int(context.tokens[row, length - 1])
-        if state.emitted is not None:
-            emitted = state.emitted[place].tolist()
-            assert emitted == context.text[row][-len(emitted) :]
+    with ExitStack() as stack:
+        yield lambda spec: stack.enter_context(debug.watch(spec))
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from typer.main import get_command
 from selfspec.apps.cli import commands
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _INLINE = re.compile(r"`((?:selfspec|python -m training\.\w+|make) [^`]*)`")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from selfspec.decoder import Decoder
 from selfspec.drafters.engine import State
-from selfspec.drafters.exit_reader import ContextReader, LayerReader, ParallelReader
+from selfspec.drafters.readers import ContextReader, LayerReader, ParallelReader
 from selfspec.heads import HEAD_KINDS, ExitHead, draft_states, target_states
 
 COPIES = ["block", "fused"]  # whose layer starts as one of the target's

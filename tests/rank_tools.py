@@ -55,7 +55,7 @@ def write(spec: SelfSpecModel, draft: dict[str, Any], seed: int, **options: Any)
 def cases(spec: SelfSpecModel) -> dict[str, dict[str, Any]]:
     """Ways to draft that write the same in one process as in two."""
     heads = {head.kind: {"exit_layer": head.exit_layer, "head": head.kind} for head in spec.heads}
-    shared = {"exit_layer": spec.engine.decoder.depth // 2, "head": "shared"}
+    shared = {"exit_layer": spec.decoder.depth // 2, "head": "shared"}
     return {"shared": shared, **heads, "tree": {"drafter": "tree"}}
 
 

@@ -12,9 +12,9 @@ from test_cli_demo import altered
 
 from selfspec import DraftConfig, SelfSpecModel
 from selfspec.apps.display import pieces
-from selfspec.apps.display.app import Offer, SideBySide, view
+from selfspec.apps.display.app import DraftMenu, SideBySide, view
 from selfspec.apps.display.app.side_by_side import LONGEST_DRAFT
-from selfspec.apps.display.demo import DemoOptions, Writer
+from selfspec.apps.display.demo import Comparison, DemoOptions
 from selfspec.heads import head_class
 
 DRAFT = DraftConfig(exit_layer=EXIT, num_draft_tokens=3)
@@ -80,8 +80,8 @@ def lasting(write, seconds):
 
 
 def test_the_speedup_is_that_of_the_whole_calls(side, monkeypatch):
-    monkeypatch.setattr(Writer, "plain", lasting(Writer.plain, 6.0))
-    monkeypatch.setattr(Writer, "speculative", lasting(Writer.speculative, 2.0))
+    monkeypatch.setattr(Comparison, "plain", lasting(Comparison.plain, 6.0))
+    monkeypatch.setattr(Comparison, "speculative", lasting(Comparison.speculative, 2.0))
     last = frames(side)[-1]
     assert (last.plain.rate, last.speculative.rate) == (TOKENS / 6, TOKENS / 2)
     assert last.speedup == pytest.approx(3)
@@ -91,9 +91,9 @@ def test_the_speedup_is_that_of_the_whole_calls(side, monkeypatch):
     assert view.figures(None).count("<dd>–</dd>") == 5
 
 
-@pytest.mark.parametrize("drafter", Offer(SelfSpecModel(tiny_llama()), DraftConfig()).drafters)
+@pytest.mark.parametrize("drafter", DraftMenu(SelfSpecModel(tiny_llama()), DraftConfig()).drafters)
 def test_whatever_can_be_chosen_writes_the_same_text(side, drafter):
-    offer = Offer(side.spec, DRAFT)
+    offer = DraftMenu(side.spec, DRAFT)
     draft = offer.draft(drafter, EXIT, "shared", offer.length_of(drafter))
     assert frames(side, draft=draft)[-1].ending.equal is True
 
@@ -106,9 +106,9 @@ def test_sampled_texts_are_not_compared(side):
 
 
 def test_texts_that_differ_where_they_must_not_are_said_to_be_wrong(side, monkeypatch):
-    plain = Writer.plain
+    plain = Comparison.plain
     changed = altered(lambda self, count=None: plain(self, count))
-    monkeypatch.setattr(Writer, "plain", lambda self, count=None, **_: changed(self, count))
+    monkeypatch.setattr(Comparison, "plain", lambda self, count=None, **_: changed(self, count))
     last = frames(side)[-1]
     assert last.ending.equal is False
     assert 'class="side-line wrong">NOT EQUAL: the outputs differ' in view.line(last)
@@ -155,7 +155,7 @@ def test_texts_are_written_one_after_the_other(side, monkeypatch):
         return noting
 
     for name in ("plain", "speculative"):
-        monkeypatch.setattr(Writer, name, noted(getattr(Writer, name)))
+        monkeypatch.setattr(Comparison, name, noted(getattr(Comparison, name)))
     prompts = ["the cat", "on the mat"]
     readers = [threading.Thread(target=frames, args=(side, prompt)) for prompt in prompts]
     for reader in readers:
@@ -169,13 +169,13 @@ def test_texts_are_written_one_after_the_other(side, monkeypatch):
 
 
 def test_a_reader_who_waits_can_leave(side, monkeypatch):
-    plain, go_on = Writer.plain, threading.Event()
+    plain, go_on = Comparison.plain, threading.Event()
 
     def held(self, *args, **kwargs):
         go_on.wait(60)
         return plain(self, *args, **kwargs)
 
-    monkeypatch.setattr(Writer, "plain", held)
+    monkeypatch.setattr(Comparison, "plain", held)
     first = side.write("the cat", options(), threading.Event())
     assert next(first).state == "waiting"
     stop = threading.Event()
@@ -222,21 +222,21 @@ def test_mistakes_are_told_before_anything_is_written(side, prompt, given, says)
 def fitted():
     """A target with heads at 2 and at 1."""
     model = tiny_llama("sometimes")
-    decoder = SelfSpecModel(model).engine.decoder
+    decoder = SelfSpecModel(model).decoder
     heads = [head_class(kind).build(decoder, at) for kind, at in [("lens", 2), ("block", 2)]]
     return SelfSpecModel(model, heads=[*heads, head_class("lens").build(decoder, 1)])
 
 
 def test_heads_are_offered_where_they_were_fitted_and_shared_everywhere(fitted):
-    offer = Offer(fitted, DraftConfig())
+    offer = DraftMenu(fitted, DraftConfig())
     assert (offer.exits, offer.exit_layer) == ([1, 2, 3], 2)
     kinds = {layer: offer.heads(layer) for layer in offer.exits}
     assert kinds == {1: ["lens", "shared"], 2: ["lens", "block", "shared"], 3: ["shared"]}
-    assert Offer(fitted, DraftConfig(exit_layer=2, head="block")).heads(2)[0] == "block"
+    assert DraftMenu(fitted, DraftConfig(exit_layer=2, head="block")).heads(2)[0] == "block"
 
 
 def test_a_draft_has_what_its_drafter_heeds(fitted):
-    offer = Offer(fitted, DraftConfig(schedule="confidence", confidence=0.7))
+    offer = DraftMenu(fitted, DraftConfig(schedule="confidence", confidence=0.7))
     assert offer.draft("early_exit", 2, "block", 5) == DraftConfig(
         exit_layer=2, head="block", num_draft_tokens=5, schedule="confidence", confidence=0.7
     )
@@ -247,9 +247,9 @@ def test_a_draft_has_what_its_drafter_heeds(fitted):
 
 
 def test_a_draft_model_is_offered_where_it_was_named(fitted):
-    assert not {"two_model", "none"} & set(Offer(fitted, DraftConfig()).drafters)
+    assert not {"two_model", "none"} & set(DraftMenu(fitted, DraftConfig()).drafters)
     named = DraftConfig(drafter="two_model", draft_model="smaller")
-    offer = Offer(fitted, named)
+    offer = DraftMenu(fitted, named)
     assert "two_model" in offer.drafters
     assert offer.draft("two_model", 2, "lens", 4).draft_model == "smaller"
     assert offer.draft("tree", 2, "lens", 4).draft_model is None

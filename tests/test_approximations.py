@@ -108,7 +108,7 @@ def test_rows_that_come_and_go(drafter, how):
 @pytest.mark.parametrize("how", HOW)
 def test_layers_that_are_chosen_while_generating(how):
     model, skip = tiny_llama("sometimes"), {"search": "clasp", "layers": 1, "every": 4}
-    draft = {"drafter": "layer_skip", "skip": skip, "approximate": "all", **HOW[how]}
+    draft = {"drafter": "skip_sublayers", "skip": skip, "approximate": "all", **HOW[how]}
     out = SelfSpecModel(model).generate(IDS[1:2], draft=draft, max_new_tokens=24)
     assert torch.equal(out, greedy(model, IDS[1:2], max_new_tokens=24))
 
@@ -146,7 +146,7 @@ def test_recurrent_layers_forget_approximate_drafts(name):
     model = build_family(name, "sdpa")
     ids, mask = prompt(11, 5, vocab=61)
     spec = SelfSpecModel(model)
-    depth, rows = spec.engine.decoder.depth, slice(0, 1)  # one row without padding
+    depth, rows = spec.decoder.depth, slice(0, 1)  # one row without padding
     expected = greedy(model, ids[rows], mask[rows], max_new_tokens=12)
     for how in ({"precision": "int8"}, {"window": 3}):
         draft = drafts("early_exit", exit_layer=depth, **how)
@@ -162,7 +162,7 @@ def test_recurrent_layers_forget_approximate_drafts(name):
 @pytest.mark.parametrize("how", HOW)
 def test_committed_slots_hold_the_models_own_keys_after_every_round(how, drafter, monkeypatch):
     spec = SelfSpecModel(tiny_llama("seldom"))
-    decoder, step, rounds = spec.engine.decoder, Session.step, []
+    decoder, step, rounds = spec.decoder, Session.step, []
 
     def checked(session, state):
         step(session, state)
@@ -287,7 +287,7 @@ def test_nothing_is_left_in_the_model():
 @pytest.mark.parametrize("precision", ROUNDED)
 def test_what_info_announces_is_what_is_taken(precision):
     spec = SelfSpecModel.from_pretrained(DEMO_MODEL, dtype=torch.bfloat16)
-    decoder = spec.engine.decoder
+    decoder = spec.decoder
     announced = decoder.copy_bytes(precision)
     draft = {"exit_layer": decoder.depth, "precision": precision}
     spec.generate(torch.tensor([[5, 6, 7]]), draft=draft, max_new_tokens=4)

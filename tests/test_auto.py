@@ -73,7 +73,7 @@ def test_a_head_reads_what_others_drafted_as_fitting_read_it(monkeypatch, kind):
     take_turns(monkeypatch, ["plain", "plain", "chain", "copy", "chain"])
     spec = SelfSpecModel(model, [head])
     spec.generate(IDS, attention_mask=MASK, max_new_tokens=30, draft="auto")
-    assert_reads_as_forced(spec.engine.decoder, head, seen, close_in_double)
+    assert_reads_as_forced(spec.decoder, head, seen, close_in_double)
 
 
 @pytest.mark.parametrize("sampled", [True, False])

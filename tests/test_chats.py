@@ -147,7 +147,7 @@ def test_calls_of_sharegpt_are_calls_of_tools():
     [
         ({"messages": [*turns("Hi."), {"role": "assistant"}]}, "the assistant has no `content`"),
         ({"messages": [{"role": None, "content": "Hi."}]}, "a `role` and a `content`"),
-        ({"messages": [{"role": "user", "content": 7}]}, "no text, but 'int'"),
+        ({"messages": [{"role": "user", "content": 7}]}, "not text, but 'int'"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "but 'image_url'"),
         ({"conversations": [{"from": "someone", "value": "Hi."}]}, "from` 'someone'"),
         ({"conversations": [{"from": "function_call", "value": "f()"}]}, "JSON with a `name`"),

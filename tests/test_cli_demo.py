@@ -15,9 +15,9 @@ from selfspec.apps.cli import demo
 from selfspec.apps.cli.demo import demo_table
 from selfspec.apps.display import unmarked
 from selfspec.apps.display.demo import (
+    Comparison,
     DemoOptions,
     Run,
-    Writer,
     _scores,
     first_divergence,
     load_prompts,
@@ -34,7 +34,7 @@ def writer(tokenizer):
         spec = SelfSpecModel(tiny_llama("sometimes", dtype=options.pop("dtype", torch.float64)))
         draft = {"exit_layer": EXIT, "num_draft_tokens": 3}
         options = {"draft": draft, "max_new_tokens": TOKENS, "repeats": 2} | options
-        return Writer(spec, tokenizer, PROMPT, DemoOptions(**options))
+        return Comparison(spec, tokenizer, PROMPT, DemoOptions(**options))
 
     return make
 
@@ -112,7 +112,7 @@ def altered(plain):
 def test_texts_that_differ_are_an_error_where_they_must_be_equal(
     folder, monkeypatch, dtype, code, temperature
 ):
-    monkeypatch.setattr(Writer, "plain", altered(Writer.plain))
+    monkeypatch.setattr(Comparison, "plain", altered(Comparison.plain))
     options = (
         "--prompt",
         PROMPT,

@@ -177,7 +177,7 @@ def test_the_batch_of_one_pass_fits_the_memory(made, monkeypatch):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_gets_a_head_that_it_can_have(family):
-    decoder = SelfSpecModel(build(family, "eager")).engine.decoder
+    decoder = SelfSpecModel(build(family, "eager")).decoder
     best = Advice.of(decoder, FAST, {0: 1.0}, 1e6).best
     chosen = {**defaults._of_target(decoder, {}), "heads": [best.head]}
     config = defaults.parse(
@@ -189,7 +189,7 @@ def test_every_family_gets_a_head_that_it_can_have(family):
 
 
 def test_a_wide_model_learns_slower_and_weights_are_those_of_its_drafts(monkeypatch):
-    decoder = SelfSpecModel(build("llama", "eager")).engine.decoder
+    decoder = SelfSpecModel(build("llama", "eager")).decoder
     narrow = defaults._of_target(decoder, {})
     monkeypatch.setattr(decoder.config, "hidden_size", 1024)
     wide = defaults._of_target(decoder, {"depths": 2})

@@ -177,7 +177,7 @@ def test_a_text_fits_its_schema(tmp_path, where):
 @pytest.mark.parametrize(
     ("schema", "says"),
     [
-        ("{", "the schema is no JSON"),
+        ("{", "the schema is not JSON"),
         ("none.json", "no schema at none.json; give JSON, or the path"),
     ],
 )

@@ -25,7 +25,7 @@ def test_info_says_what_the_model_is():
     assert (found["layers"], found["vocab_size"]) == (16, 6144)
     spec = SelfSpecModel.from_pretrained(DEMO_MODEL)
     for copies in found["low_precision"]:
-        assert copies["bytes"] == spec.engine.decoder.copy_bytes(copies["precision"])
+        assert copies["bytes"] == spec.decoder.copy_bytes(copies["precision"])
     heads = spec.heads
     listed = [(head["kind"], head["exit_layer"]) for head in found["exit_heads"]]
     assert listed == [(head.kind, head.exit_layer) for head in heads] != []
@@ -46,8 +46,8 @@ def test_info_needs_no_weights_and_says_the_same_with_them(folder, monkeypatch):
 
 def test_info_lists_heads(folder, tmp_path):
     spec = SelfSpecModel.from_pretrained(folder, dtype="auto")
-    lens = LensHead.build(spec.engine.decoder, 3, rank=8)
-    save_heads([lens], spec.engine.decoder, tmp_path / "heads")
+    lens = LensHead.build(spec.decoder, 3, rank=8)
+    save_heads([lens], spec.decoder, tmp_path / "heads")
     common = ("info", "--model", folder, "--heads", tmp_path / "heads")
     found = one_object(call(*common, "--json"))
     size = sum(p.numel() for p in lens.parameters())
@@ -62,7 +62,7 @@ def test_info_shows_the_profile_that_generate_takes(folder, tmp_path):
     draft = DraftConfig(drafter="prompt_lookup", num_draft_tokens=5)
     target = tmp_path / "target"
     shutil.copytree(folder, target)
-    Profile(draft=draft, place=Place.of(spec.engine.decoder)).save(target / PROFILE_NAME)
+    Profile(draft=draft, place=Place.of(spec.decoder)).save(target / PROFILE_NAME)
     found = one_object(call("info", "--model", target, "--json"))
     assert found["profile"]["draft"]["drafter"] == "prompt_lookup"
     assert "prompt_lookup: 5 tokens a round" in call("info", "--model", target).stdout

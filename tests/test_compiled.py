@@ -52,7 +52,7 @@ def writes_the_same(spec, *lengths, drafts=DRAFTS, vocab=VOCAB, new_tokens=14):
 
 
 def is_compiled(spec):
-    return spec.engine.decoder.gates.compiled.problem is None
+    return spec.decoder.gates.compiled.problem is None
 
 
 # Sliding windows beside full attention; arguments by place, learned positions.
@@ -106,7 +106,7 @@ def test_the_command_line_compiles(programs, folder):
 
 def test_layers_that_are_skipped_in_part(programs):
     spec = SelfSpecModel(tiny_llama("sometimes", dtype=torch.float32), kernels="compiled")
-    draft = {"drafter": "layer_skip", "skip": {"attention": [1], "mlp": [2]}}
+    draft = {"drafter": "skip_sublayers", "skip": {"attention": [1], "mlp": [2]}}
     writes_the_same(spec, 6, drafts=(draft,), vocab=64)
     assert is_compiled(spec)
 
@@ -138,7 +138,7 @@ def test_hooks_of_between_calls_are_called(programs):
     spec = SelfSpecModel(build("llama", "sdpa"), kernels="compiled")
     writes_the_same(spec, 6)
     seen = []
-    mlp = spec.engine.decoder.layers[3].mlp
+    mlp = spec.decoder.layers[3].mlp
     mlp.register_forward_hook(lambda *call: seen.append(call[1][0].shape[1]))
     with pytest.warns(UserWarning, match=r"hooks on LlamaDecoderLayer\.mlp"):
         writes_the_same(spec, 6)

@@ -89,7 +89,7 @@ def test_draft_models_kernels_and_caches_go_along(small, kernels, copied):
     dtype = "int8" if kernels != "compiled" else "auto"
     spec = SelfSpecModel(target, draft_model=draft_model, kernels=kernels, kv_cache_dtype=dtype)
     other = copied(spec)
-    decoder = other.engine.decoder
+    decoder = other.decoder
     assert (decoder.kernels, decoder.kv_cache_dtype) == (kernels, dtype)
     kept = other.engine.draft_models.given
     assert (kept is other.model) == (small == "itself")
@@ -98,7 +98,7 @@ def test_draft_models_kernels_and_caches_go_along(small, kernels, copied):
 @copied_by
 def test_profile_statistics_and_own_attributes_go_along(copied):
     spec = SelfSpecModel(tiny_llama())
-    place = Place.of(spec.engine.decoder)
+    place = Place.of(spec.decoder)
     spec.profile = Profile(draft=DraftConfig(exit_layer=1), place=place)
     spec.label = "mine"
     texts(spec, None)

@@ -48,7 +48,7 @@ def test_the_default_depends_on_what_there_is():
     model = tiny_llama()
     bare = SelfSpecModel(model)
     assert bare.default_draft == UNFITTED
-    heads = [own_head(bare.engine.decoder, "block", EXIT)]
+    heads = [own_head(bare.decoder, "block", EXIT)]
     assert SelfSpecModel(model, heads).default_draft == DraftConfig(drafter="auto")
     assert SelfSpecModel(tiny_llama(num_hidden_layers=1)).default_draft.drafter == "none"
 

@@ -34,7 +34,7 @@ DRAFTERS = [
     *[{"head": kind, "exit_layer": exit_of(kind, EXIT)} for kind in HEAD_KINDS],
     {"drafter": "tree"},
     {"drafter": "lookahead"},
-    {"drafter": "layer_skip", "skip": {"search": "clasp", "every": 2}},
+    {"drafter": "skip_sublayers", "skip": {"search": "clasp", "every": 2}},
 ]
 
 
@@ -43,7 +43,7 @@ def slow(*values):
 
 
 def fitted(model, trimmed, kinds=FITTED):
-    decoder = SelfSpecModel(model).engine.decoder
+    decoder = SelfSpecModel(model).decoder
     return [own_head(decoder, kind, EXIT, trimmed=trimmed) for kind in kinds]
 
 
@@ -56,7 +56,7 @@ def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("target")
     model = tiny_llama("sometimes", dtype=torch.float32)
     model.save_pretrained(folder)
-    save_heads(fitted(model, True), SelfSpecModel(model).engine.decoder, folder)
+    save_heads(fitted(model, True), SelfSpecModel(model).decoder, folder)
     return folder
 
 

@@ -221,9 +221,7 @@ def test_what_speculators_lacks_is_not_exported(tmp_path, target, options, messa
 def test_the_command_that_exports(tmp_path):
     spec = SelfSpecModel(tiny_llama())
     spec.save_pretrained(tmp_path / "target")
-    save_heads(
-        [own_head(spec.engine.decoder, "dflash", 0)], spec.engine.decoder, tmp_path / "heads"
-    )
+    save_heads([own_head(spec.decoder, "dflash", 0)], spec.decoder, tmp_path / "heads")
     options = ["--model", tmp_path / "target", "--json"]
     told = call("export", "dflash", tmp_path / "out", *options, code=1).stderr
     assert "no dflash head here (heads: none); give the folder of one with --heads" in told

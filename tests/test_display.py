@@ -176,7 +176,7 @@ def exits_of(tokenizer, text=TEXT, family="llama", heads=None, **options):
     model = build(family, "eager", **options).double().eval()
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     spec = SelfSpecModel(model)
-    made = [make(spec.engine.decoder) for make in heads] if heads else None
+    made = [make(spec.decoder) for make in heads] if heads else None
     return spec, exit_readings(spec, tokenizer, text, made)
 
 

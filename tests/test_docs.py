@@ -164,17 +164,17 @@ def desk(tmp_path, monkeypatch):
         (tmp_path / name).symlink_to(ROOT / name)
     heads = tmp_path / "outputs/fit_lens/heads"  # what fitting leaves there
     spec = SelfSpecModel.from_pretrained(DEMO_MODEL)
-    save_heads(spec.heads, spec.engine.decoder, heads)
+    save_heads(spec.heads, spec.decoder, heads)
     smaller = tmp_path / "path/to/smaller"
     vocab = AutoConfig.from_pretrained(DEMO_MODEL).vocab_size
     tiny_llama("always", vocab_size=vocab, max_position_embeddings=1024).save_pretrained(smaller)
     AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(smaller)
     for name in ("target", "checkpoint"):
         (tmp_path / "path/to" / name).symlink_to(DEMO_MODEL)
-    publish(spec.engine.decoder, tmp_path / "path/to/head")
+    publish(spec.decoder, tmp_path / "path/to/head")
     (tmp_path / "path/to/eagle3-head").symlink_to("head")
-    dflash = DFlashHead.build(spec.engine.decoder)
-    save_heads([dflash], spec.engine.decoder, tmp_path / "path/to/dflash-head")
+    dflash = DFlashHead.build(spec.decoder)
+    save_heads([dflash], spec.decoder, tmp_path / "path/to/dflash-head")
     modules = str(tmp_path / "modules")  # transformers copies there what custom_generate loads
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", modules)
     monkeypatch.syspath_prepend(modules)

@@ -184,7 +184,7 @@ def test_a_fused_head_reads_while_decoding_what_it_reads_while_fitted(
     spec = with_head(family, "fused", LAYERS // 2, noise=0.1, place=place)
     seen = record(monkeypatch)
     check_text(spec, 3)
-    decoder, head = spec.engine.decoder, spec.heads[0]
+    decoder, head = spec.decoder, spec.heads[0]
     if decoder.counts_keys:
         seen = [reading for reading in seen if reading.step == 0]
     assert_reads_as_forced(decoder, head, seen[::7], close_in_single)
@@ -200,7 +200,7 @@ def test_masks_read_while_decoding_what_they_read_while_fitted(
     seen = record(monkeypatch)
     for num_draft_tokens in (3, 1):
         check_text(spec, num_draft_tokens)
-    decoder, head = spec.engine.decoder, spec.heads[0]
+    decoder, head = spec.decoder, spec.heads[0]
     if decoder.counts_keys:
         seen = [reading for reading in seen if reading.step == 0]
     assert_reads_as_forced(decoder, head, seen[::7], close_in_single)
@@ -231,7 +231,7 @@ def test_heads_of_another_architecture_than_the_target(
     check_text(spec, 3)
     assert spec.last_stats.drafted > 0
     if kind == "eagle3":
-        assert_reads_as_forced(spec.engine.decoder, spec.heads[0], seen[::7], close_in_single)
+        assert_reads_as_forced(spec.decoder, spec.heads[0], seen[::7], close_in_single)
 
 
 def close_in_single(actual: Tensor, expected: Tensor) -> None:

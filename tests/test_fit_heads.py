@@ -105,7 +105,7 @@ def test_a_fit_leaves_heads_that_load_and_stay_exact(made, fitted):
 def test_the_loss_of_every_head_falls(made, fitted):
     config = settings(made, **CHANGES)
     spec, tokenizer = config.load_target()
-    decoder = spec.engine.decoder
+    decoder = spec.decoder
     data = Mixture.read(config.data, tokenizer, config.block_size, seed=0)
     torch.manual_seed(config.loop.seed)
     untrained = build_heads(decoder, config.heads)

@@ -92,7 +92,7 @@ def test_acceptance_goes_through_the_recorded_fits_and_grows_with_the_text(place
 
 
 def test_a_speedup_is_tokens_over_seconds_at_the_best_number_of_drafts():
-    decoder = SelfSpecModel(build("llama", "eager")).engine.decoder
+    decoder = SelfSpecModel(build("llama", "eager")).decoder
     speed = DeviceSpeed(4, 1.0, {1: 0.2, 2: 0.2}, {10: {1: 1.1, 3: 1.3}}, 0.1, 0.0)
     best = Advice.of(decoder, speed, {0: 1.0}, 1e9).best
     tokens = {n: expected_tokens(best.rates, n) / (1 + n / 10) for n in range(1, 7)}
@@ -102,14 +102,14 @@ def test_a_speedup_is_tokens_over_seconds_at_the_best_number_of_drafts():
 
 
 def test_where_no_head_would_pay_the_advice_says_so():
-    decoder = SelfSpecModel(build("llama", "eager")).engine.decoder
+    decoder = SelfSpecModel(build("llama", "eager")).decoder
     slow = DeviceSpeed(4, 1.0, {1: 0.2, 2: 0.2}, {10: {1: 3.0, 3: 9.0}}, 1e-4, 0.0)
     with pytest.raises(ValueError, match="no head would make this model faster"):
         Advice.of(decoder, slow, {0: 1.0}, 1e6).check()
 
 
 def test_layers_beyond_the_timed_ones_cost_what_these_do(monkeypatch):
-    decoder = SelfSpecModel(build("llama", "eager")).engine.decoder
+    decoder = SelfSpecModel(build("llama", "eager")).decoder
     layer = sum(p.numel() for p in decoder.layers[0].parameters()) * decoder.dtype.itemsize
     monkeypatch.setattr(forecast, "_BYTES", 2 * layer)
 
@@ -136,7 +136,7 @@ def test_layers_beyond_the_timed_ones_cost_what_these_do(monkeypatch):
 def test_other_families_are_timed_or_judged_by_its_weights(family, monkeypatch, bandwidth):
     once = lambda calls: {key: call() for key, call in calls.items()}  # noqa: E731
     monkeypatch.setattr(forecast, "_shortest", once)
-    decoder = SelfSpecModel(build(family, "eager")).engine.decoder
+    decoder = SelfSpecModel(build(family, "eager")).decoder
     speed = device_speed(decoder, CPU, torch.float32)
     assert speed.depth == decoder.depth and speed.plain > 0
     assert Advice.of(decoder, speed, {0: 1.0}, 1e6).best.speedup > 0

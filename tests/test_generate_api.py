@@ -494,10 +494,10 @@ def test_prompts_beyond_the_models_positions(passes):
 
 
 def test_caches_that_do_not_fit(passes):
-    slots = spec.engine.decoder.new_slots(3)
+    slots = spec.decoder.new_slots(3)
     refused(passes, "holds 3 rows, the prompt has 2", past_key_values=slots)
     refused(passes, "two names of one argument", past_key_values=slots, cache=slots)
-    slots = spec.engine.decoder.new_slots(2)
+    slots = spec.decoder.new_slots(2)
     slots.lengths = [4, 2]
     refused(passes, "row 0 has 4 tokens, but the cache already holds 4", past_key_values=slots)
     filled = DynamicCache(config=target.config)

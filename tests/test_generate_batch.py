@@ -34,7 +34,7 @@ from selfspec.generation.batch import Batch
 from selfspec.generation.loop import Session
 from selfspec.sampling import sampler
 
-CLASP = {"drafter": "layer_skip", "skip": {"search": "clasp", "every": 4}}
+CLASP = {"drafter": "skip_sublayers", "skip": {"search": "clasp", "every": 4}}
 DRAFTS = [
     *(pytest.param({"drafter": name, "skip": SKIP}, id=name) for name in sorted(DRAFTERS)),
     pytest.param(CLASP, id="clasp"),
@@ -112,11 +112,11 @@ def test_every_head_goes_on_with_rows_that_join(kind, drafter, monkeypatch):
     pairs = zip(prompts, lengths, strict=True)
     assert texts(outputs) == [own_text(model, prompt, length) for prompt, length in pairs]
     if kind in WITH_LAYER and drafter != "auto":  # which may have decoded plainly
-        assert_reads_as_forced(spec.engine.decoder, head, readings, close_in_double)
+        assert_reads_as_forced(spec.decoder, head, readings, close_in_double)
 
 
 @pytest.mark.parametrize(
-    "drafter", ["early_exit", "tree", "prompt_lookup", "two_model", "layer_skip"]
+    "drafter", ["early_exit", "tree", "prompt_lookup", "two_model", "skip_sublayers"]
 )
 def test_what_is_drafted_does_not_depend_on_other_rows(drafter):
     model, small = tiny_llama(), tiny_llama(seed=1)
@@ -396,10 +396,10 @@ def test_ctrl_c_leaves_what_is_finished(monkeypatch):
     ("options", "message"),
     [
         ({"attention_mask": torch.ones(1, 1)}, "attention_mask: generate_batch takes lists"),
-        ({"num_return_sequences": 2, "do_sample": True}, "give a prompt as often as"),
+        ({"num_return_sequences": 2, "do_sample": True}, "repeat a prompt once per continuation"),
         (
             {"generation_config": GenerationConfig(num_return_sequences=2, do_sample=True)},
-            "as often as",
+            "once per continuation",
         ),
         ({"output_scores": True}, "output_scores: generate_batch keeps only tokens"),
         ({"seed": [1, 2, 3]}, "seed has 3 numbers for 2 prompts"),

@@ -41,7 +41,7 @@ def test_weights_and_tokens_are_those_of_the_checkpoint(stored):
 def test_the_file_and_its_folder_are_wrapped_with_the_heads_beside_them(stored):
     model, file = stored
     heads = SelfSpecModel.from_pretrained(DEMO_MODEL, dtype=model.dtype)
-    save_heads(heads.heads, heads.engine.decoder, file.parent)
+    save_heads(heads.heads, heads.decoder, file.parent)
     ids = load_tokenizer(DEMO_MODEL)("It was a dark", return_tensors="pt").input_ids
     for name in (file, str(file), file.parent):
         spec = SelfSpecModel.from_pretrained(name, dtype=model.dtype)

@@ -108,7 +108,7 @@ def recorded(monkeypatch) -> list[int]:
 
 
 def writes_the_same(spec, *lengths, drafts=DRAFTS, vocab=VOCAB, new_tokens=40):
-    device = spec.engine.decoder.device
+    device = spec.decoder.device
     ids, mask = (part.to(device) for part in prompt(*lengths, vocab=vocab))
     own = greedy(spec.model, ids, mask, max_new_tokens=new_tokens)
     for draft in drafts:
@@ -119,7 +119,7 @@ def writes_the_same(spec, *lengths, drafts=DRAFTS, vocab=VOCAB, new_tokens=40):
 
 
 def is_recorded(spec) -> bool:
-    return spec.engine.decoder.gates.graphs.problem is None
+    return spec.decoder.gates.graphs.problem is None
 
 
 # Sliding windows beside full attention, attention written out, experts, layers side by side.
@@ -381,7 +381,7 @@ def test_hooks_of_between_calls_are_called():
     spec = SelfSpecModel(build("llama", "sdpa"), kernels="graphs")
     writes_the_same(spec, 6)
     seen = []
-    mlp = spec.engine.decoder.layers[3].mlp
+    mlp = spec.decoder.layers[3].mlp
     mlp.register_forward_hook(lambda *call: seen.append(call[1][0].shape[1]))
     with pytest.warns(UserWarning, match=r"hooks on LlamaDecoderLayer\.mlp"):
         writes_the_same(spec, 6)
@@ -405,7 +405,7 @@ def test_families_that_cannot_be_recorded(family, attention, reason):
 
 def test_layers_that_are_skipped_in_part_run_as_they_are():
     spec = SelfSpecModel(tiny_llama("sometimes", dtype=torch.float32), kernels="graphs")
-    draft = {"drafter": "layer_skip", "skip": {"attention": [1], "mlp": [2]}}
+    draft = {"drafter": "skip_sublayers", "skip": {"attention": [1], "mlp": [2]}}
     writes_the_same(spec, 6, drafts=(draft,), vocab=64)
     assert is_recorded(spec) and CpuTape.replays
 

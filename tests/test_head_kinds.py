@@ -233,7 +233,7 @@ def test_rows_that_leave_a_cache_that_was_handed_in(target, kind):
             more, attention_mask=mask, max_new_tokens=8, past_key_values=cache, draft=draft, **ends
         )
         assert torch.equal(cut, greedy(target, more, mask, max_new_tokens=8, **ends))
-        assert len(cache.layers) == spec.engine.decoder.depth
+        assert len(cache.layers) == spec.decoder.depth
         assert cache.rows == len(cache.added_from) == 3
         # The next turn goes on from what this one began with.
         cache.lengths = before

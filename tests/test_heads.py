@@ -102,7 +102,7 @@ def test_an_untrained_lens_is_the_shared_head_for_every_norm(config):
 
 def test_an_untrained_lens_drafts_what_the_shared_head_drafts(target):
     spec = SelfSpecModel(target)
-    spec.engine.heads.append(LensHead.build(spec.engine.decoder, EXIT))
+    spec.engine.heads.append(LensHead.build(spec.decoder, EXIT))
     traces = []
     for kind in ("shared", "lens"):
         draft = DraftConfig(exit_layer=EXIT, head=kind, num_draft_tokens=5)
@@ -113,7 +113,7 @@ def test_an_untrained_lens_drafts_what_the_shared_head_drafts(target):
 
 def test_a_lens_of_its_own_changes_drafts_and_no_text(target):
     spec = SelfSpecModel(target)
-    spec.engine.heads.append(lens(spec.engine.decoder))
+    spec.engine.heads.append(lens(spec.decoder))
     own = greedy(target, IDS, MASK, max_new_tokens=20)
     drafted = []
     for kind in ("shared", "lens"):
@@ -186,7 +186,7 @@ def test_heads_come_back_as_they_were_saved(target, tmp_path):
 
 def test_heads_and_model_are_saved_and_loaded_together(target, tmp_path):
     spec = SelfSpecModel(target)
-    spec.engine.heads.append(lens(spec.engine.decoder))
+    spec.engine.heads.append(lens(spec.decoder))
     spec.save_pretrained(tmp_path)
     again = SelfSpecModel.from_pretrained(tmp_path, dtype=torch.float64)
     same(again.heads, spec.heads)
@@ -200,7 +200,7 @@ def test_heads_and_model_are_saved_and_loaded_together(target, tmp_path):
 def test_heads_beside_a_target_are_not_taken_for_its_weights(target, tmp_path):
     """Serving engines read every safetensors file of a folder that the index names, or just all."""
     spec = SelfSpecModel(target)
-    spec.engine.heads.append(lens(spec.engine.decoder))
+    spec.engine.heads.append(lens(spec.decoder))
     spec.save_pretrained(tmp_path)
     for folder in (tmp_path, DEMO_MODEL):
         index = json.loads((folder / "model.safetensors.index.json").read_text())
@@ -240,9 +240,9 @@ def every_kind(decoder, **options):
 
 def test_heads_of_every_kind_come_back_as_they_were_saved(target, tmp_path):
     spec = SelfSpecModel(target)
-    heads = every_kind(spec.engine.decoder)
+    heads = every_kind(spec.decoder)
     spec.engine.heads.extend(heads)
-    save_heads(heads, spec.engine.decoder, tmp_path / "heads")
+    save_heads(heads, spec.decoder, tmp_path / "heads")
     spec.save_pretrained(tmp_path / "all")
     again = [
         SelfSpecModel(target, heads=tmp_path / "heads"),
@@ -585,7 +585,7 @@ def test_heads_load_for_a_target_that_is_on_disk_only(kind, tmp_path):
     """As inside a serving engine, where the target's weights are the engine's."""
     for name, seed in (("one", 0), ("other", 1)):
         tiny_llama(dtype=torch.float32, seed=seed).save_pretrained(tmp_path / name)
-    decoder = SelfSpecModel.from_pretrained(tmp_path / "one").engine.decoder
+    decoder = SelfSpecModel.from_pretrained(tmp_path / "one").decoder
     head = own_head(decoder, kind, EXIT, trimmed=True)
     save_heads([head], decoder, tmp_path / "heads")
     with torch.device("meta"):

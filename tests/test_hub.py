@@ -42,7 +42,7 @@ def shelf(tmp_path, monkeypatch) -> Path:
 @pytest.fixture
 def spec() -> SelfSpecModel:
     model = tiny_llama("sometimes")
-    decoder = SelfSpecModel(model).engine.decoder
+    decoder = SelfSpecModel(model).decoder
     heads = [head_class("block").build(decoder, 2), head_class("lens").build(decoder, 1)]
     figures = {"agreement": [0.5, 0.4], "alpha": [0.6, 0.5], "accepted_length": {"greedy": 2.0}}
     heads[0].facts = {"data": ["novels (100%)"], "held_out": {"prose": figures}}

@@ -98,7 +98,7 @@ def test_greedy_text_is_the_models_own(family, agreement):
 def test_eager_attention_and_a_drafter_that_is_never_right(family):
     model = build(family, "eager")
     spec = SelfSpecModel(model)
-    spec.engine.add(ContraryHead.build(spec.engine.decoder, 2))
+    spec.engine.add(ContraryHead.build(spec.decoder, 2))
     draft = {"exit_layer": 2, "head": "contrary", "num_draft_tokens": 4}
     assert text_of(spec, draft=draft) == own_text(model)
     assert spec.last_stats.acceptance_rate < 0.1
@@ -124,7 +124,7 @@ def test_coupled_samples_are_those_of_plain_decoding(family):
         {"drafter": "prompt_lookup"},
         {"drafter": "cascade", "exit_layer": 2},
         {"drafter": "auto", "exit_layer": 2},
-        {"drafter": "layer_skip", "skip": {"attention": [2, 3], "mlp": [2, 3]}},
+        {"drafter": "skip_sublayers", "skip": {"attention": [2, 3], "mlp": [2, 3]}},
         {"drafter": "two_model"},
         {"exit_layer": 2, "schedule": "confidence"},
     ],
@@ -350,7 +350,7 @@ def test_an_exception_leaves_model_and_cache_as_they_were(family, kind):
             raise KeyboardInterrupt
 
     attributes = {name: set(vars(module)) for name, module in model.named_modules()}
-    deep = spec.engine.decoder.layers[3].register_forward_pre_hook(fail)
+    deep = spec.decoder.layers[3].register_forward_pre_hook(fail)
     with pytest.raises(KeyboardInterrupt):
         spec.generate(more, past_key_values=cache, max_new_tokens=20, **options)
     deep.remove()
@@ -406,7 +406,7 @@ def test_a_head_reads_while_decoding_what_it_reads_while_fitted(family, kind, mo
     assert text_of(spec, draft=draft) == own_text(spec.model)
     if family != "nemotron_h":  # which reads a text otherwise than it writes it
         close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4)
-        assert_reads_as_forced(spec.engine.decoder, head, seen[::5], close)
+        assert_reads_as_forced(spec.decoder, head, seen[::5], close)
     with pytest.raises(ValueError, match="recurrent, so it cannot run over a mask after every"):
         own_head(decoder, "fused parallel", 2)
 
@@ -425,7 +425,7 @@ def test_packed_documents_begin_with_an_empty_state(family):
             torch.testing.assert_close(packed[line, start:end], alone[0], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("drafter", ["tree", "lookahead", "layer_skip"])
+@pytest.mark.parametrize("drafter", ["tree", "lookahead", "skip_sublayers"])
 def test_trees_are_refused(drafter):
     """CLaSp, too, which chooses the layers to skip, compares states in a tree."""
     spec = SelfSpecModel(build("lfm2", "sdpa"))
@@ -488,7 +488,7 @@ def test_info_says_how_large_states_are(family):
         own = sum(part.nbytes for part in parts if part is not None)
     assert facts["state_bytes"] == own
     assert 0 < facts["state_bytes_per_draft"]
-    assert facts["recurrent_layers"] == len(spec.engine.decoder.recurrent_layers)
+    assert facts["recurrent_layers"] == len(spec.decoder.recurrent_layers)
 
 
 # Rows that join

@@ -27,7 +27,7 @@ DRAFTS = {
     "none": {"drafter": "none"},
     "early_exit": EXIT_DRAFT,
     "tree": {"drafter": "tree", "exit_layer": EXIT, "tree": {"nodes": 6}, "num_draft_tokens": 3},
-    "layer_skip": {"drafter": "layer_skip", "skip": {"attention": (1,), "mlp": (2,)}},
+    "skip_sublayers": {"drafter": "skip_sublayers", "skip": {"attention": (1,), "mlp": (2,)}},
     "prompt_lookup": {"drafter": "prompt_lookup"},
     "lookahead": {"drafter": "lookahead"},
     "cascade": {"drafter": "cascade", "exit_layer": EXIT},
@@ -129,7 +129,7 @@ def test_a_check_asks_for_the_same_rounding() -> None:
     texts = [torch.randint(2, VOCAB, (1, 30), generator=torch.Generator().manual_seed(1))]
     found = check_exactness(spec, drafting, texts, 30, Sampling(samples=1024))
     assert found.passed and not found.divergences
-    spec.engine.decoder.own_cache = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
+    spec.decoder.own_cache = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
     assert check_exactness(spec, drafting, texts, 60).divergences
 
 

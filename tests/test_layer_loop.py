@@ -30,7 +30,7 @@ DRAFTS = (
     "none",
     {"exit_layer": 2, "num_draft_tokens": 3},
     {"drafter": "tree", "exit_layer": 2, "num_draft_tokens": 3, "tree": {"nodes": 6}},
-    {"drafter": "layer_skip", "skip": {"attention": [1, 3], "mlp": [2, 3]}},
+    {"drafter": "skip_sublayers", "skip": {"attention": [1, 3], "mlp": [2, 3]}},
 )
 
 
@@ -52,7 +52,7 @@ def test_a_body_that_does_more_has_its_layers_run_where_it_calls_them(meddle):
     model.model.meddle = meddle  # pyright: ignore[reportAttributeAccessIssue]
     spec = SelfSpecModel(model)
     writes_the_same(spec, prompt(6)[0], DRAFTS[:3])
-    assert spec.engine.decoder.gates.hands_on == (meddle in ("", "first"))
+    assert spec.decoder.gates.hands_on == (meddle in ("", "first"))
 
 
 def test_a_body_may_do_more_for_some_inputs_only():
@@ -64,7 +64,7 @@ def test_a_body_may_do_more_for_some_inputs_only():
     model.model.meddle = token  # pyright: ignore[reportAttributeAccessIssue]
     spec = SelfSpecModel(model)
     assert token in writes_the_same(spec, ids, DRAFTS[:3])
-    assert spec.engine.decoder.gates.hands_on  # as the prompt, which has no such token, has shown
+    assert spec.decoder.gates.hands_on  # as the prompt, which has no such token, has shown
 
 
 # One loop

@@ -52,7 +52,7 @@ def dynamic_llama(kind):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_views_of_rotary_tables_are_what_the_family_computes(family, dtype):
-    base = SelfSpecModel(build(family, CASES_BY_FAMILY[family])).engine.decoder.base
+    base = SelfSpecModel(build(family, CASES_BY_FAMILY[family])).decoder.base
     x, counted = torch.zeros(1, dtype=dtype), SlicedViews(torch.arange(1024)[None], dim=1)
     for module in filter(is_static, base.children()):
         tables = RotaryTables(module.forward)
@@ -140,7 +140,7 @@ def test_hooks_are_called(whose, kind):
     spec = SelfSpecModel(build("llama", "sdpa"))
     options = {"max_new_tokens": 6, "do_sample": False, "draft": {"exit_layer": 2}}
     text = spec.generate(tokens, **options)
-    layer = spec.engine.decoder.layers[0]
+    layer = spec.decoder.layers[0]
     module = layer if whose == "layer" else layer.self_attn.q_proj
     seen, handle = hooked(None if whose == "all" else module, kind)
     assert torch.equal(spec.generate(tokens, **options), text)

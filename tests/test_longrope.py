@@ -55,7 +55,7 @@ DRAFTS: dict[str, Any] = {
     "none": "none",
     "early_exit": {"exit_layer": 2, "num_draft_tokens": 5},
     "tree": {"drafter": "tree", "exit_layer": 2},
-    "layer_skip": {"drafter": "layer_skip"},
+    "skip_sublayers": {"drafter": "skip_sublayers"},
     "cascade": {"drafter": "cascade", "exit_layer": 2},
     "lookahead": "lookahead",
     "prompt_lookup": "prompt_lookup",

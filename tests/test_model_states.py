@@ -19,7 +19,7 @@ DRAFTS: dict[str, Any] = {
     "none": "none",
     "early_exit": {"exit_layer": 2, "num_draft_tokens": 4},
     "tree": {"drafter": "tree", "exit_layer": 2},
-    "layer_skip": {"drafter": "layer_skip", "skip": {"attention": [2], "mlp": [1, 2]}},
+    "skip_sublayers": {"drafter": "skip_sublayers", "skip": {"attention": [2], "mlp": [1, 2]}},
     "default": None,
 }
 FAMILIES = ("llama", "gemma2", "opt", "gpt2", "granitemoe", "qwen3_next")
@@ -110,7 +110,7 @@ SLOW_TO_COMPILE = ("layers", "attention")
     "part",
     [pytest.param(part, marks=[pytest.mark.slow] * (part in SLOW_TO_COMPILE)) for part in COMPILED],
 )
-@pytest.mark.parametrize("draft", ["early_exit", "layer_skip"])
+@pytest.mark.parametrize("draft", ["early_exit", "skip_sublayers"])
 def test_compiled_parts_run(part: str, draft: str) -> None:
     torch._dynamo.reset()
     expected = own(tiny_llama())

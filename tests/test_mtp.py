@@ -139,7 +139,7 @@ def test_a_checkpoint_drafts_with_its_own_layer_by_default(wrapped):
     assert [(head.kind, head.exit_layer) for head in spec.heads] == [("mtp", 0)]
     own = greedy(spec.model, IDS, MASK, max_new_tokens=10)
     for draft in (None, {"num_draft_tokens": 1}, {"drafter": "tree"}, {"drafter": "auto"}):
-        if draft == {"drafter": "tree"} and spec.engine.decoder.recurrent_layers:
+        if draft == {"drafter": "tree"} and spec.decoder.recurrent_layers:
             continue
         text = spec.generate(IDS, attention_mask=MASK, max_new_tokens=10, draft=draft)
         assert torch.equal(text, own), draft
@@ -157,7 +157,7 @@ def test_its_drafts_are_transformers_own(wrapped):
     spec.model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{DEPTH}\..*"]
     theirs = MtpModel.from_pretrained(spec.model).eval()
     tokens = IDS[1:2]
-    decoder, (head,) = spec.engine.decoder, spec.heads
+    decoder, (head,) = spec.decoder, spec.heads
     last = spec.model.model(tokens).last_hidden_state
     positions = torch.arange(1, tokens.shape[1])[None]
     embedded = spec.model.get_input_embeddings()(tokens[:, 1:])
@@ -174,7 +174,7 @@ def test_transformers_own_is_a_peer_of_the_benchmark(wrapped, monkeypatch):
     family, _, spec = wrapped
     method = MethodConfig(name="HF use_mtp", peer="use_mtp")
     if family not in ("deepseek_v3", "glm4_moe"):
-        monkeypatch.delattr(spec.engine.decoder.config, "num_mtp_layers", raising=False)
+        monkeypatch.delattr(spec.decoder.config, "num_mtp_layers", raising=False)
         with pytest.raises(ValueError, match="where the config names num_mtp_layers"):
             make_method(spec, method)
         return

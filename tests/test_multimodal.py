@@ -128,7 +128,7 @@ def test_every_kind_of_head_after_images(family: str, kind: str) -> None:
         "two_model",
         "auto",
         {"drafter": "cascade", "exit_layer": 2},
-        {"drafter": "layer_skip", "skip": {"attention": [1], "mlp": [2]}},
+        {"drafter": "skip_sublayers", "skip": {"attention": [1], "mlp": [2]}},
     ],
     ids=str,
 )
@@ -195,7 +195,7 @@ def test_recorded_layers_after_images(
 def test_a_kv_cache_of_8_bits_after_images() -> None:
     model = build("qwen3_vl")
     spec, inputs = SelfSpecModel(model, kv_cache_dtype="int8"), prompts(model, *MIXED)
-    rounded = spec.engine.decoder.own_cache()
+    rounded = spec.decoder.own_cache()
     expected = own_text(model, inputs, **{CACHE: rounded})
     assert torch.equal(text_of(spec, inputs, draft=DRAFTS[1]), expected)
 

@@ -28,7 +28,7 @@ def _own_cache(monkeypatch, tmp_path):
 
 
 def decoder_of(model):
-    return SelfSpecModel(model).engine.decoder
+    return SelfSpecModel(model).decoder
 
 
 def profile_for(model, draft=DRAFT, **place):
@@ -202,7 +202,7 @@ def test_a_profile_whose_head_is_not_there_is_ignored_with_one_warning():
 
 
 DAMAGED = {
-    "cut short": ('{"draft": {', "is no valid JSON"),
+    "cut short": ('{"draft": {', "is not valid JSON"),
     "no object": ("[1]", "must hold a JSON object, got a list"),
     "of tomorrow": ('{"format_version": 99}', "has format_version 99, this version reads 2"),
     "without version": ("{}", "has format_version None"),

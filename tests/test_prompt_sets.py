@@ -172,7 +172,7 @@ def test_a_file_that_is_not_there_is_named(words, tmp_path):
         with pytest.raises(FileNotFoundError, match=r"no .* file at .*none\.x, which 'set' reads"):
             texts(words, reader=reader, path=str(tmp_path / "none.x"))
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\xfa")
-    with pytest.raises(ValueError, match="no UTF-8 text"):
+    with pytest.raises(ValueError, match="not UTF-8 text"):
         texts(words, path=str(tmp_path / "bytes.txt"))
 
 

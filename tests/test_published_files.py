@@ -365,7 +365,7 @@ def test_a_head_inside_the_checkpoint_of_its_target(tmp_path, theta_target, publ
     folder = whole_checkpoint(tmp_path / "whole", theta_target, published, prefix)
     named = SelfSpecModel(theta_target, heads=folder)
     found = SelfSpecModel.from_pretrained(folder, dtype=torch.float64)
-    alone = load(named.engine.decoder, tmp_path / "alone")
+    alone = load(named.decoder, tmp_path / "alone")
     for spec in (named, found):
         (head,) = spec.heads
         assert_same(head, alone)

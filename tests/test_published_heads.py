@@ -232,7 +232,7 @@ def test_a_medusa_head_drafts_every_position_from_one_state(tmp_path, target, dr
     tensors = write_medusa(tmp_path / "head", heads=3, layers=2)
     spec = SelfSpecModel(target, heads=tmp_path / "head")
     (head,) = spec.heads
-    decoder, text = spec.engine.decoder, IDS[1]
+    decoder, text = spec.decoder, IDS[1]
     forced = draft_states(decoder, head, target_states(decoder, text[None], None, [0, 4]), 5)
     _, last = residual_streams(target, text, (1,))
     for depth, state in enumerate(forced):
@@ -250,7 +250,7 @@ def test_a_medusa_head_drafts_every_position_from_one_state(tmp_path, target, dr
 def test_medusas_drafts_are_those_of_teacher_forcing(tmp_path, target):
     write_medusa(tmp_path / "head")
     spec = SelfSpecModel(target, heads=tmp_path / "head")
-    (head,), decoder = spec.heads, spec.engine.decoder
+    (head,), decoder = spec.heads, spec.decoder
     draft = {"num_draft_tokens": 3}
     spec.generate(IDS, attention_mask=MASK, max_new_tokens=NEW, draft=draft)
     checked = 0
@@ -349,8 +349,8 @@ def test_an_exported_head_drafts_as_before(tmp_path, target, variant, trimmed, l
 def test_the_guide_beside_an_exported_head(tmp_path):
     spec = SelfSpecModel(tiny_llama())
     spec.save_pretrained(tmp_path / "target")
-    head = own_head(spec.engine.decoder, "eagle3", 0)
-    save_heads([head], spec.engine.decoder, tmp_path / "heads")
+    head = own_head(spec.decoder, "eagle3", 0)
+    save_heads([head], spec.decoder, tmp_path / "heads")
     out = tmp_path / "out"
     options = ["--model", tmp_path / "target", "--heads", tmp_path / "heads", "-k", 3, "--json"]
     told = call("export", "eagle3", out, *options[:2], code=1).stderr
@@ -466,6 +466,6 @@ def test_a_pickle_with_code_is_not_run(tmp_path, capsys):
     (folder / "config.json").write_text("{}")
     torch.save({"a": Runs()}, folder / "pytorch_model.bin")
     done = call("import", "heads", folder, tmp_path / "out", code=1)
-    assert "is no file of plain tensors" in done.stderr
+    assert "is not a file of plain tensors" in done.stderr
     assert "code of the file" not in done.output + capsys.readouterr().out
     assert not (tmp_path / "out").exists()

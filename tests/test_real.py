@@ -243,8 +243,8 @@ def test_a_run_measures_everything_and_goes_on_where_it_was(chatty, tmp_path, ca
 
 def test_rows_with_heads_are_run_where_there_are_heads(chatty, tmp_path, threads):
     spec = SelfSpecModel.from_pretrained(chatty, dtype="float32")
-    head = build_head(spec.engine.decoder, "lens", 1, {})
-    save_heads([head], spec.engine.decoder, tmp_path / "heads")
+    head = build_head(spec.decoder, "lens", 1, {})
+    save_heads([head], spec.decoder, tmp_path / "heads")
     command = ["bench", "--model", str(chatty), "--output", str(tmp_path / "real"), "--offline"]
     command += ["--prompts", "1", "--max-new-tokens", "3", "--threads", str(threads)]
     assert main([*command, "--heads", str(tmp_path / "heads")]) == 0

@@ -252,7 +252,7 @@ def test_other_files_are_refused_by_what_they_look_like(tmp_path, looks, packer,
 
 
 def test_binary_data_behind_text_is_refused(tmp_path):
-    for tail, looks in ((b"\0", "binary data"), (b"\xff\x01", "no UTF-8 text")):
+    for tail, looks in ((b"\0", "binary data"), (b"\xff\x01", "not UTF-8 text")):
         with pytest.raises(ValueError, match=looks):
             read(tmp_path / "a.md", b"the sea\n" * 9000 + tail)
 
@@ -268,7 +268,7 @@ def test_tables_are_refused_unless_they_are_said_to_be_text(tmp_path, separator)
 
 
 def test_a_byte_order_mark_is_taken_at_its_word(tmp_path):
-    with pytest.raises(ValueError, match="no UTF-8 text, nor UTF-16"):
+    with pytest.raises(ValueError, match="not UTF-8 text, nor UTF-16"):
         read(tmp_path / "a.txt", b"\xff\xfe\xfa")
 
 

@@ -100,7 +100,7 @@ def test_no_row_keeps_more_than_its_own_drafts(rule):
 CHAIN_FAULTS = {
     "residual without the weight": (
         block_verify,
-        "left = _at(rest.add_(target_probs, alpha=_CRUMB), accepted)",
+        "left = _at(rest.add_(target_probs, alpha=_EPSILON), accepted)",
         "left = residual(_at(target_probs, accepted), _at(_behind(draft_probs, counts), accepted))",
     ),
     "mass without the weight": (

@@ -53,7 +53,7 @@ def spec_of(dtype=torch.float32, tied=True):
     config.tie_word_embeddings = tied
     spec = SelfSpecModel(random_model(config, dtype, CPU))
     add_heads(spec.engine, default_methods(8, (0.5,)))
-    spec.engine.add(build_head(spec.engine.decoder, "fused", 2, {}))
+    spec.engine.add(build_head(spec.decoder, "fused", 2, {}))
     return spec
 
 
@@ -264,7 +264,7 @@ def test_what_does_not_fit_is_left_out_and_named(monkeypatch):
     config = BenchConfig(shape="tiny", batch_sizes=(1, 64))
     bench = ShapeBench(config)
     assert bench.measured["left out"] == []
-    needed = size_of(bench.spec.engine.decoder.causal_lm) + sum(map(size_of, bench.spec.heads))
+    needed = size_of(bench.spec.decoder.causal_lm) + sum(map(size_of, bench.spec.heads))
     monkeypatch.setattr(shapes, "usable_memory", lambda device: needed + 4e6)
     assert ShapeBench(config).measured["left out"] == [
         "batch 64 of 64 tokens",

@@ -24,8 +24,8 @@ DRAFTS = {
     "tree": DraftConfig(drafter="tree", exit_layer=EXIT),
     "lookahead": "lookahead",
     "prompt lookup": "prompt_lookup",
-    "layer skip": {"drafter": "layer_skip", "skip": {"attention": [2], "mlp": [3]}},
-    "clasp": {"drafter": "layer_skip", "skip": {"layers": 2, "every": 4}},
+    "skip sublayers": {"drafter": "skip_sublayers", "skip": {"attention": [2], "mlp": [3]}},
+    "clasp": {"drafter": "skip_sublayers", "skip": {"layers": 2, "every": 4}},
     "two models": "two_model",
 }
 EVERY_DRAFT = pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS)

@@ -37,7 +37,7 @@ def written(tmp_path_factory):
     """What each of two processes wrote, with a tiny target whose heads are trimmed and the demo."""
     folder = tmp_path_factory.mktemp("ranks")
     spec = SelfSpecModel(tiny_llama("sometimes", dtype=torch.float32))
-    decoder = spec.engine.decoder
+    decoder = spec.decoder
     kinds = [kind for kind in HEAD_KINDS if kind != "shared"]
     spec.engine.heads = [own_head(decoder, kind, EXIT, trimmed=True) for kind in kinds]
     spec.save_pretrained(folder / "tiny")
@@ -64,7 +64,7 @@ def test_processes_decide_alike_whatever_their_clocks_and_seeds_say(written, tar
 
 def test_other_prompts_in_other_processes_are_refused(written):
     _, (first, _) = written
-    assert "give each of them the same" in first["tiny"]["other prompts"]
+    assert "give all of them the same prompt" in first["tiny"]["other prompts"]
 
 
 def test_the_script_on_the_page_is_for_any_number_of_processes(tmp_path, capsys):

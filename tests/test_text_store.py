@@ -161,7 +161,7 @@ def test_what_is_no_store_is_refused(tmp_path):
     with pytest.raises(ValueError, match="cannot be read"):
         TextStore.load(file)
     save_file({"tokens": torch.zeros(3)}, file)
-    with pytest.raises(ValueError, match="no saved TextStore"):
+    with pytest.raises(ValueError, match="not a saved TextStore"):
         TextStore.load(file)
 
 

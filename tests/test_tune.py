@@ -70,7 +70,7 @@ def test_batches_are_full():
 @pytest.fixture
 def spec():
     model = tiny_llama("sometimes")
-    decoder = SelfSpecModel(model).engine.decoder
+    decoder = SelfSpecModel(model).decoder
     return SelfSpecModel(model, heads=[own_head(decoder, "lens", EXIT)])
 
 

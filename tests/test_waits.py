@@ -150,8 +150,7 @@ def specs():
     model = tiny_llama("sometimes", dtype=torch.float32)
     bare = SelfSpecModel(model)
     heads = [
-        own_head(bare.engine.decoder, *at)
-        for at in (("block", EXIT), ("fused", 0), ("fused parallel", 1))
+        own_head(bare.decoder, *at) for at in (("block", EXIT), ("fused", 0), ("fused parallel", 1))
     ]
     return {True: SelfSpecModel(model, heads), False: bare}
 

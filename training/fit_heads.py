@@ -31,14 +31,14 @@ def _fit(config: FitConfig, output: Path) -> Path:
     spec, tokenizer = config.load_target()
     if not config.loop.fsdp:  # trimmed LM heads are made where the target is
         spec.model.to(processes().device)
-    decoder = spec.engine.decoder
+    decoder = spec.decoder
     torch.manual_seed(config.loop.seed)
     heads = build_heads(decoder, config.heads)
     if config.start:
         go_on_from(heads, decoder, config.start)
     data, held_out = config.read_text(tokenizer)
     trim_heads(decoder, heads, config.heads, data.sources)
-    open_held_out(decoder, heads, held_out, config.measure)  # it must do, once heads are fitted
+    open_held_out(decoder, heads, held_out, config.measure)  # fail now, not after the fit
     first = next(iter(held_out.values()))
     watched = HeldOutDrafts(decoder, heads, first, config.measure.depths, config.measure.watched)
     reader = None

@@ -44,8 +44,8 @@ def measure_saved(
     console = Console(highlight=False)
     if not config.loop.fsdp:  # then it may be too large for one device
         spec.model.to(processes().device)
-    heads = spec.engine.heads = load_heads(spec.engine.decoder, config.folder)
-    opened = open_held_out(spec.engine.decoder, heads, held_out, config.measure)
+    heads = spec.engine.heads = load_heads(spec.decoder, config.folder)
+    opened = open_held_out(spec.decoder, heads, held_out, config.measure)
     console.print("drafting over held-out text", markup=False)
     drafted = {domain: each.measure(with_features=True) for domain, each in opened.items()}
     errors, reliability = calibrate(spec, list(drafted.values()))

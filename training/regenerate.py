@@ -86,7 +86,7 @@ def regenerate(config: RegenerateConfig) -> Path:
 
 def _regenerate(config: RegenerateConfig, output: Path) -> Path:
     spec, tokenizer = load(config)
-    decoder = spec.engine.decoder
+    decoder = spec.decoder
     longest = decoder.max_positions and decoder.max_positions - config.new_tokens
     prompts = read_prompts(config.data, config.prompts, tokenizer, config.seed, longest)
     facts = {

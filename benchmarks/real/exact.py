@@ -99,7 +99,7 @@ def compare(
         differ = [one for one in found if one is not None]
         margins = [one.margin for one in differ if one.margin is not None]
         yield Compared(
-            dtype=str(spec.engine.decoder.dtype).removeprefix("torch."),
+            dtype=str(spec.decoder.dtype).removeprefix("torch."),
             mode=mode,
             drafter=name,
             tokens=tokens,

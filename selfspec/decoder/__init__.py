@@ -11,7 +11,7 @@ decoder:` the model is exactly what it was.
 This package alone knows transformers' layer API.
 """
 
-from selfspec.decoder.decoder import Decoder, held
+from selfspec.decoder.decoder import Decoder, entered
 from selfspec.decoder.devices import Ranks, at_hand, bare_copy, device_of, weight_of, weights
 from selfspec.decoder.families import find_layers
 from selfspec.decoder.masks import Packing
@@ -35,8 +35,8 @@ __all__ = [
     "bare_copy",
     "cache_name",
     "device_of",
+    "entered",
     "find_layers",
-    "held",
     "is_mixer",
     "is_quantized",
     "weight_of",

@@ -121,7 +121,7 @@ class Decoder:
         prefills_again: whether the model's own `generate` computes its cache anew beyond it.
 
     Raises:
-        TypeError: `model` is no transformers model.
+        TypeError: `model` is not a transformers model.
         ValueError: the model cannot be run in spans, or `kernels` or `kv_cache_dtype` is unknown.
     """
 
@@ -425,7 +425,7 @@ class Decoder:
 
         Args:
             tokens: `[rows, width]` token ids, left-aligned.
-            real: `[rows, width]` which of them are no padding.
+            real: `[rows, width]` which of them are not padding.
             given: further inputs; those with an entry per token are aligned as `tokens` are.
         """
         prepare: Any = self.causal_lm.prepare_inputs_for_generation
@@ -518,8 +518,8 @@ class Decoder:
 
 
 @contextmanager
-def held(*decoders: Decoder) -> Iterator[None]:
-    """Enter several decoders at once.
+def entered(*decoders: Decoder) -> Iterator[None]:
+    """Enter several decoders.
 
     They are always entered in the same order, so two threads that use the same models cannot
     deadlock.

@@ -139,6 +139,6 @@ class Ranks:
         distributed.all_reduce(ends, distributed.ReduceOp.MIN, group=self._group)
         if ends.sum() != 0:
             raise ValueError(
-                "the processes of a tensor parallel model were given different prompts; they write "
-                "one text together, so give each of them the same"
+                "the processes of a tensor parallel model were given different prompts; they "
+                "generate one text together; give all of them the same prompt"
             )

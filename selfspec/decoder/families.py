@@ -176,12 +176,12 @@ def find_layers(model: nn.Module, count: int) -> tuple[nn.Module, str, nn.Module
         paths = ", ".join(f"{type(owner).__name__}.{child}" for owner, child, _ in found)
         raise ValueError(
             f"{name} has {len(found)} ModuleLists of num_hidden_layers = {count} layers ({paths}); "
-            "selfspec cannot tell which are its decoder layers"
+            "selfspec cannot tell which modules are its decoder layers"
         )
     if not found:
         raise ValueError(
             f"{name} has no ModuleList of num_hidden_layers = {count} layers; "
-            "selfspec cannot tell its decoder layers"
+            "selfspec cannot tell which modules are its decoder layers"
         )
     return found[0]
 

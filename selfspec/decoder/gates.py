@@ -164,7 +164,7 @@ class Gates:
         masks_one: whether passes over one token get a mask although they need none (`joins_heads`).
         others: modules of heads that run in passes.
         dtype: the model's dtype, kept here because finding it takes time.
-        unembeds: whether `Tail.unembed` is at work.
+        unembeds: whether `LogitsTail.unembed` is at work.
         original_length: the length beyond which rotary embeddings change with the largest position
             of a pass; `None` where they do not.
     """

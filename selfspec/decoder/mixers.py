@@ -27,7 +27,7 @@ from selfspec.decoder.recording import ActivePass
 Forward = Callable[..., Any]
 
 
-class Kernel(NamedTuple):
+class Recurrence(NamedTuple):
     """How a kernel is called.
 
     Attributes:
@@ -42,16 +42,16 @@ class Kernel(NamedTuple):
     time: int | None
 
 
-_DELTA_RULE = Kernel((0, 1, 2, "g", "beta"), "initial_state", time=1)
-_ONE_TOKEN = Kernel((1, 2, 4, 5, "z"), 0, time=None)
+_DELTA_RULE = Recurrence((0, 1, 2, "g", "beta"), "initial_state", time=1)
+_ONE_TOKEN = Recurrence((1, 2, 4, 5, "z"), 0, time=None)
 
 # By their names in transformers' modelling files.
 KERNELS = {
     "torch_chunk_gated_delta_rule": _DELTA_RULE,
     "torch_recurrent_gated_delta_rule": _DELTA_RULE,
-    "mamba2_chunk_scan": Kernel((0, 1, 3, 4), "initial_states", time=1),
+    "mamba2_chunk_scan": Recurrence((0, 1, 3, 4), "initial_states", time=1),
     "mamba2_selective_state_update": _ONE_TOKEN,
-    "mamba_selective_scan": Kernel((0, 1, 3, 4, "z"), None, time=2),
+    "mamba_selective_scan": Recurrence((0, 1, 3, 4, "z"), None, time=2),
     "mamba_selective_state_update": _ONE_TOKEN,
 }
 
@@ -150,7 +150,7 @@ class Mixers:
         }
 
     def _call(
-        self, kernel: Kernel, own: Forward, named: Mapping[str, Any], *args: Any, **kwargs: Any
+        self, kernel: Recurrence, own: Forward, named: Mapping[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Call a kernel from the layer's state."""
         layer = self._layer
@@ -170,7 +170,7 @@ class Mixers:
 
 
 def _run_kernel(
-    kernel: Kernel,
+    kernel: Recurrence,
     own: Forward,
     given: dict[int | str, Any],
     one_token: Forward,

@@ -30,8 +30,8 @@ def dequantize(layer: nn.Module, dtype: torch.dtype) -> None:
         if is_quantized(weight):
             raise ValueError(
                 f"{name} of the layer to copy is quantized ({weight.dtype}) and belongs to no "
-                "linear map, so its values cannot be told; choose a head without a layer of its "
-                "own (shared, lens, lora)"
+                "linear map, so its values cannot be recovered; choose a head without a layer of "
+                "its own (shared, lens, lora)"
             )
 
 

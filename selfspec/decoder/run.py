@@ -51,7 +51,7 @@ class Normed:
             raise AttributeError(name)
 
 
-class Tail:
+class LogitsTail:
     """The part of the causal LM's `forward` after its body.
 
     Args:
@@ -88,7 +88,7 @@ class Tail:
     def unembed(self, normed: Tensor, readout: nn.Module | None) -> Tensor:
         """Logits `[rows, width, vocab]` of `normed`, with the body (and the LM head) replaced.
 
-        This is no pass, so neither the body's hooks nor those of the causal LM run.
+        This is not a pass, so neither the body's hooks nor those of the causal LM run.
         """
         gates = self.gates
         # A replaced module's device hooks do not run, so the states are moved here.
@@ -187,7 +187,7 @@ class Runner:
     ):
         self.base = base
         self.gates = Gates(causal_lm, base, layers_name, layers, windows, self._run_span, kernels)
-        self.tail = Tail(causal_lm, base, self.gates)
+        self.tail = LogitsTail(causal_lm, base, self.gates)
         compiled = self.gates.compiled
         self._call: CallLayer = call_layer if compiled is None else compiled
 

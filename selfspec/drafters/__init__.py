@@ -9,11 +9,11 @@ from selfspec.drafters.base import Drafter
 from selfspec.drafters.cascade import Cascade
 from selfspec.drafters.early_exit import EarlyExit
 from selfspec.drafters.engine import Engine
-from selfspec.drafters.exit_reader import LayerReader
-from selfspec.drafters.layer_skip import SkipLayers
 from selfspec.drafters.lookahead import Lookahead
 from selfspec.drafters.plain import Plain
 from selfspec.drafters.prompt_lookup import PromptLookup
+from selfspec.drafters.readers import LayerReader
+from selfspec.drafters.skip_sublayers import SkipSublayers
 from selfspec.drafters.suffix_lookup import Lookup
 from selfspec.drafters.tree import ExitTree
 from selfspec.drafters.two_model import TwoModel
@@ -27,28 +27,42 @@ _ALL: tuple[type[Drafter], ...] = (
     Lookahead,
     Plain,
     PromptLookup,
-    SkipLayers,
+    SkipSublayers,
     TwoModel,
 )
 DRAFTERS: dict[str, type[Drafter]] = {drafter.name: drafter for drafter in _ALL}
+_RENAMED = {
+    "layer_skip": (
+        "'skip_sublayers' drafts with sublayers skipped (Draft & Verify), and 'early_exit' is what "
+        "LayerSkip does"
+    )
+}
 _DrafterT = TypeVar("_DrafterT", bound=type[Drafter])
 
 
 def register_drafter(drafter: _DrafterT) -> _DrafterT:
     """Register a drafter by its `name`: a class decorator.
 
+    A class that is defined again, in a notebook for example, replaces its earlier definition.
+
     Raises:
         ValueError: another drafter has that name.
     """
     known = DRAFTERS.setdefault(drafter.name, drafter)
-    if known is not drafter:
-        raise ValueError(f"{drafter.name!r} is the name of {known.__name__}; choose another name")
+    if (known.__module__, known.__qualname__) != (drafter.__module__, drafter.__qualname__):
+        raise ValueError(
+            f"drafter {drafter.name!r} is already registered by {known.__module__}."
+            f"{known.__qualname__}; give {drafter.__qualname__} another name"
+        )
+    DRAFTERS[drafter.name] = drafter
     return drafter
 
 
 def make_drafter(engine: Engine, config: DraftConfig) -> Drafter:
     """The drafter that a config names; ValueError lists the known ones."""
     if config.drafter not in DRAFTERS:
+        if config.drafter in _RENAMED:
+            raise ValueError(f"drafter {config.drafter!r} was renamed: {_RENAMED[config.drafter]}")
         raise ValueError(unknown_name("drafter", config.drafter, list(DRAFTERS)))
     if config.drafter != Plain.name:
         _check_choices(config)
@@ -125,7 +139,7 @@ __all__ = [
     "Lookahead",
     "Plain",
     "PromptLookup",
-    "SkipLayers",
+    "SkipSublayers",
     "TwoModel",
     "make_drafter",
     "register_drafter",

@@ -11,7 +11,8 @@ from selfspec.config import DraftConfig
 from selfspec.decoder import Pass
 from selfspec.drafters.chain import ExitDrafter
 from selfspec.drafters.engine import Engine, State, Verified
-from selfspec.drafters.exit_reader import make_reader, pick
+from selfspec.drafters.readers import make_reader
+from selfspec.drafters.readers.by_row import pick
 from selfspec.drafters.suffix_lookup import Lookup
 from selfspec.heads import ExitHead
 from selfspec.sampling.draft import Draft, Verdict

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import torch
+
 from selfspec.config import DraftConfig
 from selfspec.decoder import Approximation, Decoder, Pass
 from selfspec.drafters.engine import Engine, State, Verified
@@ -49,12 +51,33 @@ class Drafter(ABC):
         """Draft at most `limit` (at least 1) tokens after each row's pending token."""
 
     def draft(self, state: State, limit: int) -> Draft:
-        """Propose, by approximate passes if the config asks for them."""
+        """Propose, by approximate passes if the config asks for them.
+
+        Raises:
+            ValueError: what `propose` returned cannot be verified.
+        """
         if self.approximation is None:
-            return self.propose(state, limit)
+            return self._checked(self.propose(state, limit), state, limit)
         assert self.drafting is not None  # `make_drafter` refuses it otherwise
         with self.drafting.approximating(self.approximation):
-            return self.propose(state, limit)
+            return self._checked(self.propose(state, limit), state, limit)
+
+    def _checked(self, draft: Draft, state: State, limit: int) -> Draft:
+        problem = _problem(draft, state.rows, limit)
+        if problem is not None:
+            raise ValueError(f"the drafter {self.name!r} ({type(self).__qualname__}) {problem}")
+        return draft
+
+    def unknown_tokens(self, draft: Draft, vocab_size: int) -> str | None:
+        """Which drafts are not token ids, as an error message; `None` if all are."""
+        tokens = draft.tokens
+        outside = tokens[(tokens < 0) | (tokens >= vocab_size)].tolist()
+        if not outside:
+            return None
+        return (
+            f"the drafter {self.name!r} ({type(self).__qualname__}) drafted token {outside[0]}, "
+            f"expected token ids in [0, {vocab_size - 1}]"
+        )
 
     def prefilled(  # noqa: B027 - optional
         self, state: State, block: Pass, offset: int, counts: Sequence[int]
@@ -90,4 +113,26 @@ class Drafter(ABC):
         """
 
     def pause(self) -> None:  # noqa: B027 - optional
-        """Called if the next round does not follow at once, so that the round's timing ends."""
+        """Called if the next round does not follow immediately, so that its timing ends."""
+
+
+def _problem(draft: Draft, rows: int, limit: int) -> str | None:
+    """What is wrong with the shapes of a proposal; the tokens themselves stay on their device."""
+    if not isinstance(draft, Draft):
+        return f"returned {type(draft).__name__}, expected a Draft"
+    tokens, shape = draft.tokens, tuple(draft.tokens.shape)
+    if len(shape) != 2 or shape[0] != rows:
+        return f"returned tokens of shape {shape}, expected [rows, n] with rows = {rows}"
+    if tokens.dtype != torch.long:
+        return f"returned tokens of dtype {tokens.dtype}, expected torch.int64"
+    if draft.tree is None and shape[1] > limit:
+        return f"returned {shape[1]} tokens a row, expected at most limit = {limit}"
+    if draft.tree is None and draft.probs is not None and draft.probs.shape[:2] != shape:
+        given = tuple(draft.probs.shape)
+        return f"returned probs of shape {given}, expected [rows, n, vocab] for tokens {shape}"
+    if (draft.depth > 0) != (draft.hidden is not None):
+        return (
+            f"returned depth={draft.depth} and "
+            f"{'no ' if draft.hidden is None else ''}hidden states; set both, or neither"
+        )
+    return None

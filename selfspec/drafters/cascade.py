@@ -9,7 +9,7 @@ from selfspec.config import DraftConfig
 from selfspec.decoder import Pass
 from selfspec.drafters.chain import ExitDrafter
 from selfspec.drafters.engine import Engine, State, Verified
-from selfspec.drafters.exit_reader import ExitReader, make_reader
+from selfspec.drafters.readers import ExitReader, make_reader
 from selfspec.drafters.suffix_lookup import Lookup
 from selfspec.sampling.draft import Draft, Verdict
 from selfspec.schedule import Schedule, make_schedule

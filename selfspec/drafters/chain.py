@@ -12,7 +12,7 @@ from torch import Tensor
 from selfspec.decoder import Pass
 from selfspec.drafters.base import Drafter
 from selfspec.drafters.engine import State, Verified
-from selfspec.drafters.exit_reader import ExitReader
+from selfspec.drafters.readers import ExitReader
 from selfspec.heads import Confidence
 from selfspec.sampling.draft import Draft, Verdict
 from selfspec.schedule import Schedule
@@ -49,7 +49,7 @@ def draft_chain(
     probs: list[Tensor] = []
     hidden: list[Tensor] = []
     for step in range(limit):
-        logits, left = read(token, step)
+        logits, at_exit = read(token, step)
         began = time.perf_counter()
         scores = sampler.scores(logits, context, offset=step)
         if trimmed:
@@ -59,8 +59,8 @@ def draft_chain(
         if sampler.reads_prefix:
             context.write(token, offset=step)
         tokens.append(token)
-        if left is not None:
-            hidden.append(left)
+        if at_exit is not None:
+            hidden.append(at_exit)
         if drawn_from is not None:
             probs.append(drawn_from)
         if not schedule.goes_on(scores, token, drawn_from):
@@ -115,7 +115,7 @@ class ExitDrafter(Drafter):
             self.schedule.end(draft.length, verdict.kept)
 
     def select(self, rows: Sequence[int]) -> None:
-        """Go on with some rows only."""
+        """Keep only these rows."""
         self.reader.select(rows)
 
     def join(self, other: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from selfspec.config import DraftConfig
 from selfspec.drafters.chain import ExitDrafter
 from selfspec.drafters.engine import Engine
-from selfspec.drafters.exit_reader import make_reader
+from selfspec.drafters.readers import make_reader
 from selfspec.schedule import make_schedule
 
 

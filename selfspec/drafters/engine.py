@@ -62,20 +62,20 @@ class Verified(NamedTuple):
 
     Attributes:
         logits: `[rows, n + 1, vocab]` the target's logits after the pending token and every draft.
-        kept: `[rows, n + 1, hidden]` each, the hidden states in `State.keep`.
+        hidden_states: `[rows, n + 1, hidden]` each, those that `State.keep` names.
     """
 
     logits: Tensor
-    kept: list[Tensor]
+    hidden_states: list[Tensor]
 
     def along(self, branch: Tensor) -> Verified:
         """The results at the pending token and at the drafts `[rows, levels]` of a branch."""
         index = torch.nn.functional.pad(branch, (1, 0))[..., None]
-        logits, *kept = (
+        logits, *hidden_states = (
             states.gather(1, index.expand(-1, -1, states.shape[2]).to(states.device))
-            for states in (self.logits, *self.kept)
+            for states in (self.logits, *self.hidden_states)
         )
-        return Verified(logits, kept)
+        return Verified(logits, hidden_states)
 
 
 # Called after each block of a prefill with the results of the pass and its offset.
@@ -214,7 +214,7 @@ class Engine:
             state: the call.
             tokens: `[rows, width]` the tokens, left-aligned.
             counts: real tokens of each row.
-            chunk: tokens per pass; `None` for all at once.
+            chunk: tokens per pass; `None` for all in one.
             keep: hidden states to keep for `watch`.
             watch: called after each pass with its results and its offset.
             prompt: see `Decoder.run`.
@@ -231,14 +231,14 @@ class Engine:
             block = tokens[:, start : start + (chunk or width)]
             places = (ends - start).clamp(0, block.shape[1] - 1)
             slots = state.slots
-            left = self.decoder.run(
+            out = self.decoder.run(
                 block, everything, slots, offset=start, keep=keep, prompt=prompt, ends=places
             )
             if watch is not None:
-                watch(left, start)
-            assert left.logits is not None
+                watch(out, start)
+            assert out.logits is not None
             here = (ends >= start)[:, None, None]
-            last = left.logits if last is None else torch.where(here, left.logits, last)
+            last = out.logits if last is None else torch.where(here, out.logits, last)
         assert last is not None
         return last
 
@@ -277,16 +277,16 @@ class Engine:
         below = [] if apart else [layer for layer in state.keep if layer < exit_layer]
         keep = [*below, exit_layer] if own is not None and exit_layer else below
         slots, hidden, skips = state.slots, None, None
-        left = self.decoder.run(
+        out = self.decoder.run(
             tokens, span, slots, hidden, offset, unembed, keep, own, tree, skips, embeds
         )
-        state.stats.seconds["shallow"] += left.layer_seconds
-        state.stats.seconds["head"] += left.head_seconds
+        state.stats.seconds["shallow"] += out.layer_seconds
+        state.stats.seconds["head"] += out.head_seconds
         if not below:
-            return left
-        for layer, kept in zip(below, left.kept, strict=False):
+            return out
+        for layer, kept in zip(below, out.kept, strict=False):
             state.below.setdefault(layer, []).append(kept)
-        return left._replace(kept=left.kept[len(below) :])
+        return out._replace(kept=out.kept[len(below) :])
 
     def verify(self, state: State, draft: Draft) -> Verified:
         """Run the target over the pending token and every draft.

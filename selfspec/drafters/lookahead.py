@@ -181,7 +181,7 @@ class Lookahead(Drafter):
             self._newest = []
 
     def select(self, rows: Sequence[int]) -> None:
-        """Go on with some rows only."""
+        """Keep only these rows."""
         self._rows = [self._rows[row] for row in rows]
 
     def join(self, other: Any) -> None:

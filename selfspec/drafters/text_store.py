@@ -53,7 +53,7 @@ class TextStore:
     models of one tokenizer, and by several threads.
 
     Args:
-        max_tokens: the most tokens that are kept; each takes 84 bytes, reserved at once.
+        max_tokens: the most tokens that are kept; each takes 84 bytes, reserved from the start.
 
     Raises:
         ValueError: `max_tokens` is not positive.
@@ -224,7 +224,9 @@ class TextStore:
         """
         tokens = read_tensors(Path(path).expanduser()).get("tokens")
         if tokens is None or tokens.dtype != torch.int32 or tokens.dim() != 1:
-            raise ValueError(f"{path} is no saved TextStore; it needs int32 `tokens`, in one row")
+            raise ValueError(
+                f"{path} is not a saved TextStore; it needs int32 `tokens`, in one row"
+            )
         store = cls(max(MOST, len(tokens)) if max_tokens is None else max_tokens)
         for ended, text in groupby(tokens.tolist(), lambda token: token == _END):
             if not ended:

@@ -13,7 +13,7 @@ from selfspec.config import DraftConfig
 from selfspec.decoder import Pass
 from selfspec.drafters.base import Drafter
 from selfspec.drafters.engine import Engine, State, Verified
-from selfspec.drafters.exit_reader import ExitReader, make_reader
+from selfspec.drafters.readers import ExitReader, make_reader
 from selfspec.sampling.draft import Draft, Tree, Verdict
 
 # Share of a sibling's chance that is left once the one before it was rejected. Any value is exact;
@@ -198,7 +198,7 @@ class ExitTree(Drafter):
         self.reader.verified(state, draft.levels, verified)
 
     def select(self, rows: Sequence[int]) -> None:
-        """Go on with some rows only."""
+        """Keep only these rows."""
         self.reader.select(rows)
 
     def join(self, other: Any) -> None:

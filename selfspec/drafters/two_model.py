@@ -128,7 +128,7 @@ class TwoModel(Drafter):
             self.schedule.end(draft.length, accepted)
 
     def select(self, rows: Sequence[int]) -> None:
-        """Go on with some rows only."""
+        """Keep only these rows."""
         self.slots.select(rows)
 
     def join(self, other: Any) -> None:

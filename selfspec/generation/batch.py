@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
-from selfspec.decoder import Pass, held
+from selfspec.decoder import Pass, entered
 from selfspec.decoder.cache import WIDEST
 from selfspec.drafters import Drafter
 from selfspec.drafters.engine import State
@@ -94,7 +94,7 @@ class Request:
         session: its session, which holds its processors and criteria and is not run itself.
         context: its tokens so far.
         signature: what its processors must have in common with others' to be applied to all rows
-            at once; `None` if they are applied to its row alone.
+            together; `None` if they are applied to its row alone.
     """
 
     output: RequestOutput
@@ -122,7 +122,7 @@ Requests = dict[int, Request]  # by number, which is also the row's number
 class JoinedContext(Context):
     """The tokens of several requests, each of which has a context with one row.
 
-    They are also in one buffer, for processors that are applied to all rows at once.
+    They are also in one buffer, for processors that are applied to all rows together.
 
     Args:
         requests: the requests.
@@ -205,7 +205,7 @@ class JoinedSampler(Sampler):
     """Applies each request's own processors; an exception ends only that request.
 
     Processors that read only scores, and those of transformers that are alike in all requests, are
-    applied to all rows at once.
+    applied to all rows together.
 
     Args:
         requests: the requests.
@@ -495,7 +495,7 @@ class Batch:
         """Run rounds until a request has finished; false if no request is left."""
         adapters = self._probe.adapters
         hooked = nullcontext() if adapters is None else adapters.hooked()
-        with hooked, held(*self._decoders), self.stats.clock("total"):
+        with hooked, entered(*self._decoders), self.stats.clock("total"):
             while not self._done:
                 self._admit()
                 if not self._rows and self._next is None:

@@ -23,7 +23,7 @@ from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from selfspec.decoder import CACHE, Pass, held
+from selfspec.decoder import CACHE, Pass, entered
 from selfspec.decoder.cache import WIDEST
 from selfspec.drafters import Drafter
 from selfspec.drafters.engine import Engine, State
@@ -100,7 +100,11 @@ class Session:
     def run(self) -> State:
         """Generate until every row has stopped."""
         hooked = nullcontext() if self.adapters is None else self.adapters.hooked()
-        with hooked, held(self.engine.decoder, *self.drafter.decoders), self.stats.clock("total"):
+        with (
+            hooked,
+            entered(self.engine.decoder, *self.drafter.decoders),
+            self.stats.clock("total"),
+        ):
             state = self.start()
             while state.rows:
                 self.step(state)
@@ -167,7 +171,11 @@ class Session:
             draft = forced
         elif limit > 0:
             draft = self.drafter.draft(state, limit)
-        verified = self.engine.verify(state, draft)
+        try:
+            verified = self.engine.verify(state, draft)
+        except IndexError as error:
+            problem = self.drafter.unknown_tokens(draft, self.engine.decoder.vocab_size)
+            raise error if problem is None else ValueError(problem) from error
         with self.stats.clock("sampling"):
             verdict, broken = self._accept(state, draft, verified.logits)
         rounds = self._read(state, draft, verdict, broken)  # the one synchronisation of a round

@@ -29,7 +29,7 @@ class Prompt:
             holds earlier ones.
         cache: KV of earlier turns, or `None`.
         keep_cache: whether the call returns its KV cache.
-        chunk: tokens per pass of the prefill in plain decoding; `None` for all at once.
+        chunk: tokens per pass of the prefill in plain decoding; `None` for all in one.
         positions: `[batch, width]` or `[axes, batch, width]` positions, as the model's own
             `generate` makes them, or `None`.
         media: images, and what describes them, as the model's own `generate` passes them on.

@@ -226,8 +226,8 @@ def refuse_in_batches(
         raise ValueError("token_healing: generate_batch takes prompts as they are; use generate")
     if (config.num_return_sequences or 1) > 1:
         raise ValueError(
-            "num_return_sequences: generate_batch continues each prompt once; give a prompt as "
-            "often as it is to be continued"
+            "num_return_sequences: generate_batch continues each prompt once; repeat "
+            "a prompt once per continuation"
         )
     kept = [name for name in ("output_scores", "output_logits") if getattr(config, name)]
     if kept:

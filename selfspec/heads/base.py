@@ -167,12 +167,12 @@ class ExitHead(nn.Module):
         Args:
             hidden: `[rows, width, hidden]` residual stream at the exit.
             features: `[rows, width, hidden]` features of the token before each. They come from
-                `join` where the target has verified that token, else they are the output of the
-                head's own layer. `None` for a head without `feature_layers`.
+                `fuse_features` where the target has verified that token, else they are the output
+                of the head's own layer. `None` for a head without `feature_layers`.
         """
         return hidden
 
-    def join(self, features: list[Tensor]) -> Tensor:
+    def fuse_features(self, features: list[Tensor]) -> Tensor:
         """Fuse the residual streams at `feature_layers` into one state `[rows, width, hidden]`."""
         raise NotImplementedError(f"a {self.kind} head reads no features")
 
@@ -191,7 +191,7 @@ class ExitHead(nn.Module):
         Args:
             decoder: the target.
             hidden: what `forward` takes.
-            depth: index of the draft, for a head that drafts all positions at once.
+            depth: index of the draft, for a head that drafts all positions together.
         """
         return decoder.unembed(self(hidden), self.lm_head)
 
@@ -225,7 +225,7 @@ class ExitHead(nn.Module):
 
         Args:
             decoder: the target.
-            hidden: `[rows, 1, hidden]` what `join` made at the token before the pending one.
+            hidden: `[rows, 1, hidden]` from `fuse_features`, at the token before the pending one.
         """
         raise NotImplementedError(f"a {self.kind} head drafts token by token")
 
@@ -252,8 +252,11 @@ def register_head(head_type: type[HeadT]) -> type[HeadT]:
     its earlier definition.
 
     Raises:
-        ValueError: another class has registered this kind.
+        ValueError: another class has registered this kind, or the class has a method by its former
+            name.
     """
+    if hasattr(head_type, "join"):
+        raise ValueError(f"{head_type.__qualname__}.join is called fuse_features now; rename it")
     known = HEAD_KINDS.setdefault(head_type.kind, head_type)
     if (known.__module__, known.__qualname__) != (head_type.__module__, head_type.__qualname__):
         raise ValueError(

@@ -1,6 +1,6 @@
 """What a head that drafts in one pass adds once the token before a draft is known.
 
-All drafts of a round are computed at once, so none of them has read those before it. These modules
+All drafts of a round are computed together, so none of them has read those before it. These modules
 are small enough to run draft by draft, and let each depend on the one before it.
 
 Legend: rows = sequences of a batch; width = tokens of each; n = tokens that a head can draft.
@@ -74,7 +74,7 @@ class CandidateSelector(nn.Module):
     """Scores the most likely tokens of a draft by the token before it (DFlash2, z-lab 2026).
 
     Candidate c after token t in state h has the score logit_c + Σ_r P[t]_r (W h)_r S[c]_r. Tokens
-    that are no candidates cannot be drafted.
+    that are not candidates cannot be drafted.
 
     Args:
         rank: width of the codebooks P and S.
@@ -93,7 +93,7 @@ class CandidateSelector(nn.Module):
     def forward(
         self, logits: Tensor, hidden: Tensor, tokens: Tensor, vocab_ids: Tensor | None
     ) -> Tensor:
-        """Logits `[rows, width, n]` of a draft, -inf for tokens that are no candidates.
+        """Logits `[rows, width, n]` of a draft, -inf for tokens that are not candidates.
 
         Args:
             logits: `[rows, 1 or width, n]` without the selector.

@@ -324,7 +324,7 @@ class DFlashHead(ExitHead):
         rows = decoder.embed(tokens, raw=True) if own is None else own(tokens)
         return rows.to(self.fc.weight) * self._options["embedding_scale"]
 
-    def join(self, features: list[Tensor]) -> Tensor:
+    def fuse_features(self, features: list[Tensor]) -> Tensor:
         """Map the residual streams to one state, from which all layers make keys and values."""
         weight = self.fc.weight
         return self.hidden_norm(self.fc(torch.cat([s.to(weight) for s in features], dim=-1)))
@@ -333,7 +333,7 @@ class DFlashHead(ExitHead):
         """Store keys and values of verified tokens.
 
         Args:
-            context: `[rows, width, hidden]` what `join` made of their features.
+            context: `[rows, width, hidden]` what `fuse_features` made of their features.
             positions: `[rows, width]` their positions.
             cache: takes them, at the index of each layer.
         """
@@ -382,7 +382,7 @@ class DFlashHead(ExitHead):
 
         Args:
             decoder: the target.
-            context: `[rows, width, hidden]` what `join` made of the features of all tokens.
+            context: `[rows, width, hidden]` what `fuse_features` made for all tokens.
             packing: which tokens are of one document.
             tokens: `[rows, width]` the tokens.
             steps: the most drafts after a token.

@@ -110,7 +110,7 @@ class EagleHead(ExitHead):
             return decoder.embed(tokens, raw=self._raw_embedding)
         return self.embed_tokens(tokens)
 
-    def join(self, features: list[Tensor]) -> Tensor:
+    def fuse_features(self, features: list[Tensor]) -> Tensor:
         """The target's last hidden state after its final norm."""
         (last,) = features
         return self._final_norm[0](last)

@@ -229,11 +229,11 @@ class Eagle3Head(ExitHead):
         assert isinstance(self.mask, MaskHidden)
         hidden = self.mask.hidden
         token = torch.tensor([self.mask.token], device=hidden.device)
-        return self.embed(decoder, token)[0], self.join(
+        return self.embed(decoder, token)[0], self.fuse_features(
             list(hidden.chunk(len(self.feature_layers)))
         )
 
-    def join(self, features: list[Tensor]) -> Tensor:
+    def fuse_features(self, features: list[Tensor]) -> Tensor:
         """Map the residual streams to one state, normed before if the head asks for it."""
         weight = self.fc.weight
         streams = [states.to(weight) for states in features]

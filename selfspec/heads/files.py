@@ -60,7 +60,7 @@ def one_run(folder: Path) -> Iterator[None]:
     The lock is the operating system's, so that none is left of a process that is killed.
 
     Args:
-        folder: made if it is not there. The file `.lock` in it names the process.
+        folder: made if it is missing. The file `.lock` in it names the process.
 
     Raises:
         BlockingIOError: another process keeps the folder.
@@ -128,7 +128,7 @@ def read_object(path: Path, remedy: str = "it may be truncated") -> dict[str, An
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no valid JSON ({error}); {remedy}") from None
+        raise ValueError(f"{path} is not valid JSON ({error}); {remedy}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path} must hold a JSON object, got a {type(found).__name__}; {remedy}")
     return found

@@ -89,7 +89,7 @@ class FusedHead(BlockHead):
         """The index of the layer that was copied, and the residual streams to fuse."""
         return {**super().options, "feature_layers": list(self.feature_layers)}
 
-    def join(self, features: list[Tensor]) -> Tensor:
+    def fuse_features(self, features: list[Tensor]) -> Tensor:
         """Normalise each stream, then map all of them to one state."""
         # The norms differ only in their weights, so one operation does the work of all of them.
         weights = torch.stack([_weight(norm) for norm in self.feature_norms])

@@ -114,7 +114,7 @@ def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters of the rotary embedding, where and as configs of every age have them.
 
     Raises:
-        ValueError: they are no object, or of an unknown type.
+        ValueError: they are not an object, or of an unknown type.
     """
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
@@ -157,8 +157,8 @@ def _checked_rope(values: Mapping[str, Any]) -> dict[str, Any]:
 def transformers_config(config: Mapping[str, Any]) -> Any:
     """The config from which transformers' modules are made.
 
-    It is Qwen3's for both architectures, because Llama's refuses a width that is no multiple of the
-    heads also where `head_dim` is given (GLM-4.5: 5120 and 96).
+    It is Qwen3's for both architectures, because Llama's refuses a width that is not a multiple of
+    the heads also where `head_dim` is given (GLM-4.5: 5120 and 96).
     """
     keys = {k: v for k, v in config.items() if k not in ("model_type", "biases")}
     keys["rope_parameters"] = dict(keys["rope_parameters"])  # which transformers completes

@@ -128,7 +128,7 @@ class MedusaHead(ExitHead):
                 f"{decoder.vocab_size} tokens"
             )
 
-    def join(self, features: list[Tensor]) -> Tensor:
+    def fuse_features(self, features: list[Tensor]) -> Tensor:
         """The target's last hidden state after its final norm."""
         (last,) = features
         return self._final_norm[0](last).to(next(self.parameters()))
@@ -138,7 +138,7 @@ class MedusaHead(ExitHead):
         return torch.cat([block(hidden) for block in self.blocks], dim=1)
 
     def logits(self, decoder: Decoder, hidden: Tensor, depth: int = 0) -> Tensor:
-        """Logits of draft `depth` `[rows, width, n]` from what `join` returns."""
+        """Logits of draft `depth` `[rows, width, n]` from what `fuse_features` returns."""
         state = self.blocks[depth](hidden)
         if self.readouts is None:
             return decoder.unembed(state, self.lm_head)

@@ -103,7 +103,7 @@ class MtpHead(ExitHead):
         """The options of `build`."""
         return dict(self._options)
 
-    def join(self, features: list[Tensor]) -> Tensor:
+    def fuse_features(self, features: list[Tensor]) -> Tensor:
         """The target's last hidden state after its final norm."""
         (last,) = features
         return self._final_norm[0](last)

@@ -123,7 +123,7 @@ def load_heads(
 ) -> list[ExitHead]:
     """Read the heads in `folder` and check that they fit `decoder`.
 
-    Beside our own files, the published formats that docs/heads.md lists are known.
+    Besides its own format it reads the published ones that docs/heads.md lists.
 
     Args:
         decoder: the target.

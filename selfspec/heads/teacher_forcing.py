@@ -1,8 +1,8 @@
 """Teacher forcing: hidden states of a target and its heads over tokens that are already known.
 
-All positions are computed at once, so this is how heads are trained and measured. A head that reads
-its own output is unrolled: step s gives its draft s tokens after the last verified token, if the
-tokens in between are the known ones.
+All positions are computed in one pass, so this is how heads are trained and measured. A head that
+reads its own output is unrolled: step s gives its draft s tokens after the last verified token, if
+the tokens in between are the known ones.
 
 Legend: rows = sequences of packed documents; width = tokens of each.
 """
@@ -56,8 +56,8 @@ def target_states(
     packing = Packing.of(tokens if documents is None else documents, whole=documents is None)
     wanted = sorted(set(keep))
     everything = Span(0, decoder.depth)
-    left = decoder.run_packed(tokens, everything, packing, keep=wanted)
-    return TargetStates(tokens, packing, dict(zip(wanted, left.kept, strict=True)), left.output)
+    out = decoder.run_packed(tokens, everything, packing, keep=wanted)
+    return TargetStates(tokens, packing, dict(zip(wanted, out.kept, strict=True)), out.output)
 
 
 def draft_states(
@@ -81,7 +81,7 @@ def draft_states(
         ValueError: more than one step for a model whose attention bias counts keys.
     """
     if isinstance(head, DFlashHead):
-        context = head.join([target.streams[layer] for layer in head.feature_layers])
+        context = head.fuse_features([target.streams[layer] for layer in head.feature_layers])
         yield from head.forced_states(decoder, context, target.packing, target.tokens, steps)
         return
     hidden = target.streams[head.exit_layer]
@@ -101,7 +101,7 @@ def draft_states(
         hidden = head.embed(decoder, target.tokens)
     before = None
     if head.feature_layers:
-        joined = head.join([target.streams[layer] for layer in head.feature_layers])
+        joined = head.fuse_features([target.streams[layer] for layer in head.feature_layers])
         before = _of_token_before(joined, target.packing)
     features = _run_own_layer(decoder, head, head.enter(hidden, before), target, memory, 0)
     yield features
@@ -116,7 +116,7 @@ def draft_states(
 
 def _moved_features(head: ExitHead, target: TargetStates, steps: int) -> Iterator[Tensor]:
     """For each depth, the features from which a head without a layer makes all drafts."""
-    features = head.join([target.streams[layer] for layer in head.feature_layers])
+    features = head.fuse_features([target.streams[layer] for layer in head.feature_layers])
     for _ in range(min(steps, head.longest or steps)):
         features = _of_token_before(features, target.packing)
         yield features
@@ -146,10 +146,10 @@ def _mask_states(
     enter = partial(head.enter, features=features)
     for step in range(1, steps):
         if head.exit_layer:
-            left = decoder.run_packed(
+            out = decoder.run_packed(
                 target.tokens, span, target.packing, memory=below, step=step, embeds=embeds
             )
-            yield _run_own_layer(decoder, head, enter(left.hidden), target, memory, step)
+            yield _run_own_layer(decoder, head, enter(out.hidden), target, memory, step)
         else:
             yield _run_own_layer(decoder, head, None, target, memory, step, enter, embeds)
 
@@ -182,7 +182,7 @@ def _run_own_layer(
     assert head.layer is not None
     span = Span(head.place, head.place + 1)
     own = OwnLayer(head.layer, enter, skips_first=head.skips_first)
-    left = decoder.run_packed(
+    out = decoder.run_packed(
         target.tokens,
         span,
         target.packing,
@@ -192,7 +192,7 @@ def _run_own_layer(
         step=step,
         embeds=embeds,
     )
-    return left.hidden
+    return out.hidden
 
 
 def _of_token_before(states: Tensor, packing: Packing) -> Tensor:

@@ -14,8 +14,8 @@ from selfspec.sampling.sampler import draw
 
 # Medusa's settings (Cai et al. 2024, section 2.3.1).
 _TYPICAL_FLOOR, _TYPICAL_SHARE = 0.09, 0.3
-# A tiny share of p in residuals, so that p itself is left where rounding leaves nothing else.
-_CRUMB = 1e-25
+# A tiny multiple of p is added to residuals, so that p remains where rounding leaves nothing else.
+_EPSILON = 1e-25
 
 
 def longest_match(tokens: Tensor, scores: Tensor, counts: Tensor | None = None) -> Verdict:
@@ -48,7 +48,7 @@ def rejection_sample(
         tokens: `[batch, k]` drafts.
         draft_probs: `[batch, k, vocab]` q, what each draft was drawn from.
         target_probs: `[batch, k + 1, vocab]` p.
-        generator: source of the draws; `None` takes torch's global one.
+        generator: source of the draws; `None` uses torch's global one.
         counts: real drafts of each row.
     """
     p, q = _of_drafts(tokens, draft_probs, target_probs)
@@ -78,7 +78,7 @@ def block_verify(
         tokens: `[batch, k]` drafts.
         draft_probs: `[batch, k, vocab]` q, what each draft was drawn from.
         target_probs: `[batch, k + 1, vocab]` p.
-        generator: source of the draws; `None` takes torch's global one.
+        generator: source of the draws; `None` uses torch's global one.
         counts: real drafts of each row.
     """
     p, q = _of_drafts(tokens, draft_probs, target_probs)
@@ -94,7 +94,7 @@ def block_verify(
     places = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
     stands = _of_real(_coins(p, generator) < hold, counts)
     accepted = (stands * places).amax(-1) if len(places) else tokens.new_zeros(len(tokens))
-    left = _at(rest.add_(target_probs, alpha=_CRUMB), accepted)
+    left = _at(rest.add_(target_probs, alpha=_EPSILON), accepted)
     return chain_verdict(tokens, accepted, draw(left, generator))
 
 
@@ -114,7 +114,7 @@ def typical_lossy(
         tokens: `[batch, k]` drafts.
         draft_probs: ignored.
         target_probs: `[batch, k + 1, vocab]` p.
-        generator: source of the draws; `None` takes torch's global one.
+        generator: source of the draws; `None` uses torch's global one.
         counts: real drafts of each row.
     """
     p, _ = _of_drafts(tokens, draft_probs, target_probs)
@@ -126,7 +126,7 @@ def typical_lossy(
 
 def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
     """max(0, p - q), not normalised; proportional to p where p equals q."""
-    return (target_probs - draft_probs).clamp_min_(0).add_(target_probs, alpha=_CRUMB)
+    return (target_probs - draft_probs).clamp_min_(0).add_(target_probs, alpha=_EPSILON)
 
 
 def one_hot(tokens: Tensor, like: Tensor) -> Tensor:
@@ -209,7 +209,7 @@ def sample_branch(
         draft_probs: `[batch, m, vocab]` q after each position; `None` for drafts that were not
             sampled.
         target_probs: `[batch, n + 1, vocab]` p after each position.
-        generator: source of the draws; `None` takes torch's global one.
+        generator: source of the draws; `None` uses torch's global one.
     """
     rows = torch.arange(len(tokens), device=tokens.device)
     children = children_of(tree)

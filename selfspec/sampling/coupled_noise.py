@@ -16,7 +16,7 @@ class Noise:
     Args:
         lengths: tokens of each row before the first sampled one.
         device: device of the scores.
-        generator: the source of all noise; `None` takes torch's global one.
+        generator: the source of all noise; `None` uses torch's global one.
     """
 
     def __init__(

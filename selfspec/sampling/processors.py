@@ -1,4 +1,4 @@
-"""Logits processors of transformers over many positions at once.
+"""Logits processors of transformers over many positions together.
 
 transformers calls a processor with the text of every row and the scores of its next token. A block
 of drafts has many next tokens, after texts of many lengths. The functions here do to all of them
@@ -264,7 +264,7 @@ def signature(processors: Sequence[Any]) -> list[Any] | None:
 
 
 def joined(rows: Sequence[Sequence[Any]]) -> list[Any]:
-    """Processors for all rows at once, from those of each row, which have one `signature`."""
+    """Processors for all rows together, from those of each row, which have one `signature`."""
     together = []
     for step in zip(*rows, strict=True):
         one, name = step[0], _OF_ROWS.get(type(step[0]))

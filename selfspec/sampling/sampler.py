@@ -194,7 +194,7 @@ class Sampler:
     Attributes:
         processors: the caller's logits processors.
         do_sample: whether tokens are sampled.
-        generator: source of random numbers; `None` takes torch's global one.
+        generator: source of random numbers; `None` uses torch's global one.
         noise: noise of every position, for the rule "coupled".
         eos: tokens that end a text.
     """
@@ -227,7 +227,7 @@ class Sampler:
 
     @cached_property
     def in_blocks(self) -> list[Any]:
-        """The processors that can be applied to many positions at once, in order."""
+        """The processors that can be applied to many positions together, in order."""
         return list(filter(runs_in_blocks, self.processors))
 
     @cached_property
@@ -440,5 +440,5 @@ def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     # Below the total, which rounding might reach otherwise.
     at = coin.mul_(total).mul_(1 - torch.finfo(wide).eps)
     found = torch.searchsorted(edges, at, right=True).squeeze(-1)
-    # NaN and zeros lie after every edge: some token then, which verification will not keep.
+    # For NaN or all-zero rows this is an arbitrary token, which verification rejects.
     return found.clamp_(max=probs.shape[-1] - 1)

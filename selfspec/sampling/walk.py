@@ -28,7 +28,7 @@ def walk(draft: Draft, logits: Tensor, sampler: Sampler, context: Context, ended
     A processor with a state has to be called as in plain decoding: once for each committed token,
     in order, with the texts of all rows. So rows move in step. All have committed the same number
     of tokens, and the round ends for all of them at the first position at which the token of one
-    is no draft of it, or stops it.
+    is not a draft of it, or stops it.
 
     The tokens are the target's own, as in plain decoding: its greedy choice, the choice of the
     position's noise, or a sample, which is one of the drafts as often as possible (recursive

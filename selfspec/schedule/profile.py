@@ -128,12 +128,12 @@ class Profile(StrictConfig):
         return parse(cls, data, str(path))
 
     def save(self, path: str | Path) -> None:
-        """Write it to `path`, whose folder is made if it is not there."""
+        """Write it to `path`, whose folder is made if it is missing."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, self.model_dump_json(indent=2) + "\n")
 
-    def foreign(self, decoder: Decoder) -> str | None:
+    def mismatch(self, decoder: Decoder) -> str | None:
         """Why the profile does not hold for a target here; `None` if it does."""
         here = Place.of(decoder)
         for fact in ("device", "dtype", "kernels"):

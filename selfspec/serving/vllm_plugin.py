@@ -210,7 +210,7 @@ class _Builder:
         before, experts_before = set(registered), len(experts)
         with torch.device("meta"):
             model = self._model(exit_layer, f"selfspec_{exit_layer}")
-        for name in registered.keys() - before:  # these layers are replaced at once
+        for name in registered.keys() - before:  # these layers are replaced immediately
             del registered[name]
         del experts[experts_before:]
         layers = getattr(body_of(self.target), layers_name(body_of(self.target)) or "")
@@ -282,7 +282,7 @@ class Features:
 
     def verified(self, head: ExitHead, streams: Mapping[int, Tensor], last: Tensor) -> Tensor:
         """Features `[tokens, hidden]` of the tokens of the target's pass; see `read`."""
-        features = head.join([streams[layer] for layer in head.feature_layers])
+        features = head.fuse_features([streams[layer] for layer in head.feature_layers])
         features = features.to(streams[head.exit_layer].dtype)
         self.last = features[last]
         return features

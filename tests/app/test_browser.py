@@ -10,7 +10,7 @@ from cli_tools import PROMPT
 from conftest import EXIT, tiny_llama
 
 from selfspec import DraftConfig, SelfSpecModel
-from selfspec.apps.display.app import Offer, SideBySide
+from selfspec.apps.display.app import DraftMenu, SideBySide
 from selfspec.apps.display.demo import load_prompts
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -38,7 +38,7 @@ def reader(tokenizer):
 
     # Wide enough for the bytes of the examples, which have more letters than the tokenizer knows.
     spec = SelfSpecModel(tiny_llama("sometimes", max_position_embeddings=2048))
-    page = Page(SideBySide(spec, tokenizer), Offer(spec, DraftConfig(exit_layer=EXIT)), "tiny")
+    page = Page(SideBySide(spec, tokenizer), DraftMenu(spec, DraftConfig(exit_layer=EXIT)), "tiny")
     options = webdriver.ChromeOptions()
     options.binary_location = BROWSER
     # As root, and where /dev/shm is small, Chromium runs with these only; the rest keeps it quiet.

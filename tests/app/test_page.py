@@ -12,7 +12,7 @@ from conftest import EXIT, tiny_llama
 
 from selfspec import DraftConfig, SelfSpecModel
 from selfspec.apps.cli import common
-from selfspec.apps.display.app import Offer, SideBySide
+from selfspec.apps.display.app import DraftMenu, SideBySide
 
 pytestmark = [
     pytest.mark.app,
@@ -41,7 +41,7 @@ def page(tokenizer):
 
     spec = SelfSpecModel(tiny_llama("sometimes"))
     made = Page(
-        SideBySide(spec, tokenizer, 0.002), Offer(spec, DraftConfig(exit_layer=EXIT)), "tiny"
+        SideBySide(spec, tokenizer, 0.002), DraftMenu(spec, DraftConfig(exit_layer=EXIT)), "tiny"
     )
     yield made
     made.side.close()

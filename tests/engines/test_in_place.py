@@ -183,7 +183,7 @@ def with_head(kind, exit_layer, tmp_path, trimmed=False, name="qwen3"):
     """A target, a head for it, the draft model that names it, and what selfspec writes with it."""
     folder = family(name, tmp_path / "target", loud=min(exit_layer, DEPTH // 2))
     spec = SelfSpecModel.from_pretrained(folder, dtype=torch.float32)
-    decoder = spec.engine.decoder
+    decoder = spec.decoder
     head = own_head(decoder, kind, exit_layer, trimmed=trimmed, noise=0.02)
     save_heads([head], decoder, tmp_path / "heads")
     spec = SelfSpecModel.from_pretrained(folder, tmp_path / "heads", dtype=torch.float32)
@@ -282,7 +282,7 @@ def test_heads_of_the_same_shape_and_other_weights_are_refused(tmp_path):
     for name, seed in (("target", 0), ("other", 1)):
         model = tiny_llama(dtype=torch.float32, hidden_size=128, seed=seed)
         model.save_pretrained(tmp_path / name)
-        decoder = SelfSpecModel(model).engine.decoder
+        decoder = SelfSpecModel(model).decoder
         save_heads([own_head(decoder, "lens", 2)], decoder, tmp_path / f"heads of {name}")
     configured(tmp_path / "target", f"selfspec:{tmp_path / 'heads of target'}")
     with pytest.raises(ValueError, match="the weights differ"):

@@ -31,7 +31,7 @@ DRAFTS = {
     "tree": DraftConfig(drafter="tree", exit_layer=8),
     "lookahead": "lookahead",
     "prompt lookup": "prompt_lookup",
-    "layer skip": {"drafter": "layer_skip", "skip": {"attention": [9], "mlp": [9]}},
+    "skip sublayers": {"drafter": "skip_sublayers", "skip": {"attention": [9], "mlp": [9]}},
     "two models": "two_model",
 }
 

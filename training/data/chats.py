@@ -192,7 +192,7 @@ def _part(part: Any) -> str:
     text = part.get("text") if isinstance(part, dict) else part
     if not isinstance(text, str):
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        raise BadRecord(f"a part of a chat message is no text, but {kind!r}")
+        raise BadRecord(f"a part of a chat message is not text, but {kind!r}")
     return text
 
 

@@ -201,7 +201,7 @@ def _is_wanted(source: SourceConfig, record: Record) -> bool:
     """Whether a record is within the limits of `where`.
 
     Raises:
-        BadRecord: it cannot be told, or it is no record.
+        BadRecord: it is not a record, or not one of a known kind.
     """
     if record.fault:
         raise BadRecord(record.fault)

@@ -175,7 +175,7 @@ def write_heads(
     told = fitted_by.read_text(encoding="utf-8")
 
     def fill(folder: Path) -> None:
-        save_heads(heads, spec.engine.decoder, folder, stored_dtype(config))
+        save_heads(heads, spec.decoder, folder, stored_dtype(config))
         (folder / CARD_NAME).write_text(heads_card(heads, config.target), encoding="utf-8")
         (folder / FIT_NAME).write_text(told, encoding="utf-8")
 
@@ -195,9 +195,9 @@ def heads_of(
     """Heads with the fitted weights, gathered from shards."""
     heads: list[ExitHead] = []
     for each, state in zip(config.heads, weights, strict=True):
-        head = new_head(spec.engine.decoder, each)
+        head = new_head(spec.decoder, each)
         if "vocab_ids" in state:
-            head.trim(spec.engine.decoder, state["vocab_ids"])
+            head.trim(spec.decoder, state["vocab_ids"])
         head.load_state_dict(state)
         head.facts["data"] = config.text_summary
         heads.append(head.eval().requires_grad_(False))

@@ -38,7 +38,7 @@ def accepted_lengths(
     for mode, sample in (("greedy", False), ("sampled", True)):
         total = Stats()
         for number, prompt in enumerate(prompts):
-            source = torch.Generator(spec.engine.decoder.device).manual_seed(number)
+            source = torch.Generator(spec.decoder.device).manual_seed(number)
             write(spec, prompt, config.new_tokens, draft, sample, source)
             assert spec.last_stats is not None
             total += spec.last_stats
@@ -135,7 +135,7 @@ def calibrate(
                 errors.append(expected_calibration_error(predicted, accepted))
             elif head.confidence is not None:
                 bins[f"{name}, own output"] = reliability(own[held], accepted)
-        head.calibrators.to(spec.engine.decoder.device)
+        head.calibrators.to(spec.decoder.device)
     return errors, bins
 
 

@@ -45,7 +45,7 @@ class DraftsAtDepth(NamedTuple):
     confidence: Tensor
 
 
-class Lesson(NamedTuple):
+class TargetBatch(NamedTuple):
     """The `n` positions of a batch with a target token.
 
     Attributes:
@@ -59,7 +59,7 @@ class Lesson(NamedTuple):
     following: Tensor
 
     @classmethod
-    def of(cls, batch: Batch, reading: TargetStates) -> Lesson:
+    def of(cls, batch: Batch, reading: TargetStates) -> TargetBatch:
         """The lesson of a batch."""
         learned = batch.targets != NO_TOKEN
         return cls(reading, learned, batch.targets[learned])
@@ -115,7 +115,7 @@ class Drafts:
     confidence: Tensor
 
 
-class _Seen(NamedTuple):
+class _HeldOutPart(NamedTuple):
     """Some drafts of one head, as in `Drafts`."""
 
     agreed: Tensor
@@ -124,7 +124,7 @@ class _Seen(NamedTuple):
     confidence: Tensor
 
     @classmethod
-    def all_of(cls, parts: Sequence[_Seen]) -> _Seen:
+    def all_of(cls, parts: Sequence[_HeldOutPart]) -> _HeldOutPart:
         return cls(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
@@ -182,40 +182,40 @@ class HeldOutDrafts:
     @torch.no_grad()
     def measure(self, with_features: bool = False) -> list[Drafts]:
         """The drafts of every head, in order."""
-        seen: list[list[list[_Seen]]] = [[] for _ in self.heads]
+        seen: list[list[list[_HeldOutPart]]] = [[] for _ in self.heads]
         for batch in self._batches():
-            lesson = Lesson.of(batch, self._read(batch))
+            lesson = TargetBatch.of(batch, self._read(batch))
             every = lesson.target_logits(self.decoder)
             for parts, head in zip(seen, self.heads, strict=True):
-                parts.append(list(self._look(lesson, every, head, with_features)))
+                parts.append(list(self._measure_batch(lesson, every, head, with_features)))
         return [self._sum_up(parts) for parts in seen]
 
     def _batches(self) -> Iterator[Batch]:
         for start in range(0, len(self.blocks), self.rows):
             yield collate(self.blocks[start : start + self.rows]).to(self.decoder.device)
 
-    def _look(
-        self, lesson: Lesson, every: Tensor, head: ExitHead, with_features: bool
-    ) -> Iterator[_Seen]:
+    def _measure_batch(
+        self, lesson: TargetBatch, every: Tensor, head: ExitHead, with_features: bool
+    ) -> Iterator[_HeldOutPart]:
         drafts = lesson.drafts(self.decoder, head, self.depths)
         for depth, (logits, there, confidence) in enumerate(drafts):
             target_logits = every[there]
             features = Calibrator.features(logits, depth) if with_features else logits[:, :0]
-            yield _Seen(
+            yield _HeldOutPart(
                 agreement(target_logits, logits, head.vocab_ids).float().cpu(),
                 acceptance_rate(target_logits, logits, head.vocab_ids).cpu(),
                 features.cpu(),
                 confidence.float().sigmoid().cpu(),
             )
 
-    def _sum_up(self, parts: Sequence[Sequence[_Seen]]) -> Drafts:
+    def _sum_up(self, parts: Sequence[Sequence[_HeldOutPart]]) -> Drafts:
         """Join the drafts of one head; each part holds those of a batch, by depth."""
-        by_depth = [_Seen.all_of(depth) for depth in zip(*parts, strict=True)]
+        by_depth = [_HeldOutPart.all_of(depth) for depth in zip(*parts, strict=True)]
         # A head without features predicts the same at every depth; a Medusa head drafts no token
         # beyond its last position.
         repeat = self.depths if len(by_depth) == 1 else 1
         beyond = [0.0] * (self.depths - repeat * len(by_depth))
-        every = _Seen.all_of(by_depth)
+        every = _HeldOutPart.all_of(by_depth)
         return Drafts(
             agreement=[float(seen.agreed.mean()) for seen in by_depth] * repeat + beyond,
             alpha=[float(seen.accepted.mean()) for seen in by_depth] * repeat + beyond,
@@ -330,7 +330,7 @@ def trim_heads(
 
     Raises:
         ValueError: a vocabulary is not smaller than the target's, or has another size than that
-            of the head to go on from.
+            of the head to continue from.
     """
     for head, config in zip(heads, configs, strict=True):
         known = None if head.vocab_ids is None else len(head.vocab_ids)
@@ -420,7 +420,7 @@ class ExitTask(Task):
 
     def forward(self, batch: Batch, step: int, progress: float) -> tuple[Tensor, dict[str, Tensor]]:
         """The mean of all heads' losses, and each head's own."""
-        lesson = Lesson.of(batch, self.reader(batch))
+        lesson = TargetBatch.of(batch, self.reader(batch))
         names, losses = self.config.schedule.weights(progress), {}
         every = lesson.target_logits(self.decoder) if None in self._rows else None
         for head, rows in zip(self._fitted, self._rows, strict=True):
@@ -433,7 +433,7 @@ class ExitTask(Task):
     def _loss(
         self,
         head: ExitHead,
-        lesson: Lesson,
+        lesson: TargetBatch,
         target_logits: Tensor,
         names: Mapping[str, float],
         progress: float,

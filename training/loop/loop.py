@@ -172,7 +172,7 @@ class Loop:
         self.identity = {**identity, "loop": config.identity}
         self.checkpoints = Checkpoints(output, config.keep)
         self.checkpoints.check_identity(self.identity)
-        self.task, self.data, self.config, self.rates = task, data, config, optimizer
+        self.task, self.data, self.config, self.optimizer_config = task, data, config, optimizer
         self.output, self.progress = output, Progress()
         facts = config.model_dump(mode="json", exclude={"trackers"})
         self.accelerator = make_accelerator(config.precision, config.trackers, output, facts)
@@ -211,9 +211,9 @@ class Loop:
     def _place(self) -> tuple[nn.Module, list[AcceleratedOptimizer]]:
         if self.config.fsdp and self.accelerator.num_processes > 1:
             shard(self.task, self.accelerator)
-            optimizers = make_optimizers(self.task, self.rates)
+            optimizers = make_optimizers(self.task, self.optimizer_config)
             return self.task, [self.accelerator.prepare(each) for each in optimizers]
-        optimizers = make_optimizers(self.task, self.rates)
+        optimizers = make_optimizers(self.task, self.optimizer_config)
         module, *prepared = self.accelerator.prepare(self.task, *optimizers)
         return module, prepared
 
@@ -269,7 +269,7 @@ class Loop:
         began = time.perf_counter()
         self._seed(step)
         self.module.train()
-        scale = rate_scale(self.rates, step, self.config.steps)
+        scale = rate_scale(self.optimizer_config, step, self.config.steps)
         set_rate(self.optimizers, scale)
         batches = [self._batch(step, number) for number in range(self.passes)]
         total = self._over_processes(torch.stack([self.task.terms(b) for b in batches]).sum())

@@ -38,7 +38,7 @@ def first_divergence(
         other: tokens of another method.
     """
     scores_after = partial(_scores, spec, prompt, options)
-    return find_divergence(plain, other, scores_after, spec.engine.decoder.dtype)
+    return find_divergence(plain, other, scores_after, spec.decoder.dtype)
 
 
 def _scores(
@@ -62,7 +62,7 @@ def _next_scores(
             attention_mask=mask,
             return_dict_in_generate=True,
             output_scores=True,
-            **{CACHE: spec.engine.decoder.own_cache(), **options, "max_new_tokens": 1},
+            **{CACHE: spec.decoder.own_cache(), **options, "max_new_tokens": 1},
         )
     return output.scores[0]
 
@@ -191,7 +191,7 @@ def check_exactness(
 
 
 def _is_wide(spec: SelfSpecModel) -> bool:
-    return spec.engine.decoder.dtype.itemsize >= 4
+    return spec.decoder.dtype.itemsize >= 4
 
 
 def _greedy(

@@ -49,8 +49,8 @@ class Fit(NamedTuple):
     later: float
 
 
-# By kind, and whether the exit is above the embeddings; docs/training.md has the commands. Up to a
-# million tokens they were fitted to SmolLM2-135M-Instruct, beyond to the demo target, whose
+# By kind, and whether the exit is above the embeddings; docs/measured/training.md has the commands.
+# Up to a million tokens they were fitted to SmolLM2-135M-Instruct, beyond to the demo target, whose
 # vocabulary is small (6,144; means over novels, code and maths).
 RECORDED: dict[tuple[str, bool], tuple[Fit, ...]] = {
     ("eagle3", False): (
@@ -124,7 +124,7 @@ def write(
     whole = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     options: dict[str, Any] = whole if sample else {"do_sample": False}
     spec.generate(
-        prompt.to(spec.engine.decoder.device),
+        prompt.to(spec.decoder.device),
         draft=draft,
         generator=generator,
         max_new_tokens=tokens,
@@ -298,7 +298,7 @@ class _Timed:
         dtype: torch.dtype,
     ):
         self.spec = SelfSpecModel(random_model(config, dtype, device))
-        self.decoder = self.spec.engine.decoder
+        self.decoder = self.spec.decoder
         self.calls: dict[tuple[Any, ...], Callable[[], float]] = {
             (0, 0): partial(self._round, None, 0),
             ("wide",): self._wide,

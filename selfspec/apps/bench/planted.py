@@ -48,7 +48,7 @@ class GreedyTexts:
         key = id(batch.tokens)
         if key not in self._found:
             generate: Any = self._spec.model.generate
-            options = {CACHE: self._spec.engine.decoder.own_cache(), **self._options}
+            options = {CACHE: self._spec.decoder.own_cache(), **self._options}
             output = generate(batch.tokens, attention_mask=batch.mask, **options)
             self._found[key] = batch, output[:, batch.width :]
         return self._found[key][1]
@@ -158,7 +158,7 @@ def generate_planted(
     reader: Any = drafter.reader
     room = max(0, options["max_new_tokens"] - text.shape[1]) + draft.most_tokens
     padded = torch.nn.functional.pad(text, (0, room))
-    vocab = spec.engine.decoder.vocab_size
+    vocab = spec.decoder.vocab_size
     reader.read = PlantedRead(reader.read, padded, batch.width, acceptance, vocab, seed)
     call = Call(spec.engine, drafter, mask=batch.mask, streamer=options.get("streamer"))
     generate: Any = spec.causal_lm.generate

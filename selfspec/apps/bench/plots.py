@@ -120,7 +120,7 @@ def _speedups(ax: Axes, rows: list[Row]) -> None:
         ax.legend(**_OUTSIDE)
     ax.axvline(1, color="black", linewidth=0.8)
     _name_bars(ax, rows)
-    ax.set_xlabel("speedup over the model's own generate, 95 % interval")
+    ax.set_xlabel("speedup over the model's own generate, 95% interval")
 
 
 def _batches(ax: Axes, rows: list[Row]) -> None:

@@ -30,7 +30,7 @@ _LONGEST_PERIOD = 16
 
 
 class Interval(NamedTuple):
-    """A figure with its 95 % confidence interval.
+    """A figure with its 95% confidence interval.
 
     Attributes:
         value: the figure.
@@ -309,7 +309,7 @@ def _equality(
                     differing[number] = found
     plain = list(differing.values())
     unexplained = [found for found in plain if not found.rounding]
-    wide = bench.spec.engine.decoder.dtype.itemsize >= 4
+    wide = bench.spec.decoder.dtype.itemsize >= 4
     first = next(iter(unexplained or plain), None)
     return Equality(
         sum(map(len, own.values())), sorted(differing), first, wide and bool(unexplained)
@@ -468,7 +468,7 @@ SHEETS = (
         "speed",
         {
             "tokens/s": lambda row: number(row.tokens_per_second, 1),
-            "speedup (95 %)": lambda row: _interval(row.speedup),
+            "speedup (95%)": lambda row: _interval(row.speedup),
             "over own loop": lambda row: number(row.drafting and row.drafting.value, 2),
             "accepted": lambda row: number(row.acceptance_rate, 3),
             "length": lambda row: number(row.mean_accepted_length, 2),
@@ -539,7 +539,7 @@ NOTES = (
     "tokens/s: decoding alone, all rows of a batch together, median over batches; prefill ms: from "
     "the call to the first tokens, of transformers' own speculation its whole first round. "
     "speedup: over the model's own generate on the same batches, median of their paired ratios, "
-    "95 % by bootstrap over batches; without loops: over batches in which no output of either "
+    "95% by bootstrap over batches; without loops: over batches in which no output of either "
     "loops (last 32 tokens with a period of at most 16); loops: share of outputs that do. "
     "accepted: share of drafts; length: tokens a round. ms/token: a round's time shared among its "
     "tokens. Peak memory is that of the warm-up, on the longest prompts. Limit by bytes read: "

@@ -1,4 +1,4 @@
-"""Runs a benchmark: all methods on all prompts, interleaved, each call stored at once."""
+"""Runs a benchmark: all methods on all prompts, interleaved, each call stored when it ends."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class Written:
 
     @property
     def rate(self) -> float | None:
-        """Decoded tokens per second, all rows together; `None` if every row stopped at once."""
+        """Decoded tokens per second, all rows together; `None` if every row stopped immediately."""
         return self.decoded / self.decode_seconds if self.decoded else None
 
 
@@ -183,12 +183,12 @@ def make_method(
         return partial(_generate_static, spec, room)
     options = dict(config.options)
     if config.peer == "assistant_early_exit":
-        depth = spec.engine.decoder.depth
+        depth = spec.decoder.depth
         options = {"assistant_early_exit": max(1, depth // 4), **options}
     elif config.peer == "prompt_lookup_num_tokens":
         options = {**_LOOKUP, **options}
     elif config.peer == "use_mtp":
-        if getattr(spec.engine.decoder.config, "num_mtp_layers", None) is None:
+        if getattr(spec.decoder.config, "num_mtp_layers", None) is None:
             raise ValueError(
                 "transformers drafts with multi-token prediction where the config names "
                 f"num_mtp_layers; that of {type(spec.causal_lm).__name__} does not"
@@ -216,7 +216,7 @@ def _texts(spec: SelfSpecModel, output: Tensor, width: int) -> list[list[int]]:
 
 
 def _assistant(spec: SelfSpecModel, path: str) -> PreTrainedModel:
-    decoder = spec.engine.decoder
+    decoder = spec.decoder
     model: Any = load_causal_lm(find_checkpoint(path), dtype=decoder.dtype)
     return model.to(decoder.device)
 
@@ -268,7 +268,7 @@ def _generate(
             batch.tokens,
             attention_mask=batch.mask,
             streamer=arrivals,
-            **{CACHE: spec.engine.decoder.own_cache(), **left, **options},
+            **{CACHE: spec.decoder.own_cache(), **left, **options},
         )
     texts, counts = _texts(spec, output, batch.width), arrivals.counts
     accepted = [count - 1 for count in counts[1:]]
@@ -299,7 +299,7 @@ def _generate_batch(
     spec: SelfSpecModel, batch: Batch, options: dict[str, Any], seed: int
 ) -> Written:
     """The model's own `generate_batch`, with just enough blocks of KV for the batch."""
-    if spec.engine.decoder.kv_cache_dtype != "auto":
+    if spec.decoder.kv_cache_dtype != "auto":
         raise ValueError("generate_batch has a KV cache of its own, which does not round")
     model: Any = spec.causal_lm
     config = copy.deepcopy(model.generation_config)
@@ -484,7 +484,7 @@ class Bench:
         others: Mapping[str, Write] | None = None,
     ):
         self.spec, self.tokenizer, self.config = spec, tokenizer, config
-        decoder = spec.engine.decoder
+        decoder = spec.decoder
         longest = decoder.max_positions and decoder.max_positions - config.max_new_tokens
         self.prompts: dict[str, list[Tensor]] = {
             prompts.name: [

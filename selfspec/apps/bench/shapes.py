@@ -293,8 +293,8 @@ def bytes_a_round(engine: Engine, draft: DraftConfig | None, tokens: int) -> int
 
     A chain or tree of k levels from an exit after E of L layers: k + 1 passes over the first E
     layers (k drafts, and the last draft before it is verified), k over the head and the LM head,
-    and one over the other layers and the LM head. Where a head drafts all tokens at once, k is 1.
-    If the first E layers draft approximately, k passes over them, and one over all layers.
+    and one over the other layers and the LM head. Where a head drafts all tokens in one pass, k is
+    1. If the first E layers draft approximately, k passes over them, and one over all layers.
 
     Args:
         engine: the target with its heads.

@@ -98,7 +98,7 @@ def tune(
     prompts = cut_prompts(tokenizer, texts, config.prompt_tokens, config.prompts)
     _check_positions(spec.engine, prompts, config)
     tried, held_out = split_prompts(prompts)
-    place = Place.of(spec.engine.decoder)
+    place = Place.of(spec.decoder)
     identity = [__version__, place.model_dump(), [_identity(head) for head in heads]]
     work_file = WorkFile(None if work is None else Path(work), identity)
 
@@ -167,7 +167,7 @@ def _others(best: DraftConfig, config: TuneConfig) -> dict[str, DraftConfig]:
     for name in DRAFTERS:
         if name not in ("early_exit", "tree", PLAIN):
             # No set of layers is known, so they are chosen while generating.
-            skip = SkipConfig(search="clasp" if name == "layer_skip" else "none")
+            skip = SkipConfig(search="clasp" if name == "skip_sublayers" else "none")
             others[name] = DraftConfig(drafter=name, skip=skip, **exit)
     return others
 
@@ -199,9 +199,9 @@ class Race:
         self, spec: SelfSpecModel, prompts: Sequence[Tensor], config: TuneConfig, work: WorkFile
     ):
         self.spec, self.config, self.work = spec, config, work
-        device = spec.engine.decoder.device
+        device = spec.decoder.device
         self.batches = [padded(rows, device) for rows in in_batches(prompts, config.batch)]
-        wide = spec.engine.decoder.dtype.itemsize >= 4
+        wide = spec.decoder.dtype.itemsize >= 4
         self.exact = wide and not config.temperature
         self._warm: set[str] = set()
 

@@ -49,12 +49,12 @@ def app(
     """
     drafting = opt.draft_config(config, draft)
     with reporting(as_json) as console:
-        from selfspec.apps.display.app import Offer, SideBySide
+        from selfspec.apps.display.app import DraftMenu, SideBySide
         from selfspec.apps.display.app.page import Page
 
         target = Source(model, heads, dtype, device, profile, kernels).load()
         ran = target.to_dict()
-        offer = Offer(target.spec, drafting or target.spec.default_draft)
+        offer = DraftMenu(target.spec, drafting or target.spec.default_draft)
         about = "{model} · {layers} layers · {dtype} · {device}, threads: {threads}".format(**ran)
         page = Page(SideBySide(target.spec, target.tokenizer), offer, about)
     with page.served(host, port, open_page) as address:

@@ -139,7 +139,7 @@ def run_bench(
 
 def _announce(bench: Bench, done: int) -> None:
     """Say on stderr how much there is to do."""
-    decoder = bench.spec.engine.decoder
+    decoder = bench.spec.decoder
     parameters = sum(parameter.numel() for parameter in decoder.causal_lm.parameters())
     is_slow = bench.config.shape is not None and decoder.device.type == "cpu"
     slow = "; on a CPU this takes minutes" * is_slow
@@ -196,7 +196,7 @@ def _loaded(config: BenchConfig) -> tuple[Loaded, dict[str, Any]]:
         config.kernels,
         config.kv_cache_dtype,
     ).load()
-    processor = device_name(target.spec.engine.decoder.device)
+    processor = device_name(target.spec.decoder.device)
     return target, {**target.to_dict(), "processor": processor, **_versions()}
 
 

@@ -68,7 +68,7 @@ def _prompts(target: Loaded, file: Path | None) -> list[Tensor]:
     from selfspec.apps.display.demo import load_prompts
 
     texts = read_prompts(None, file) if file else [prompt.text for prompt in load_prompts()]
-    device = target.spec.engine.decoder.device
+    device = target.spec.decoder.device
     return [target.tokenizer(text, return_tensors="pt").input_ids.to(device) for text in texts]
 
 

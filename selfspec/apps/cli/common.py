@@ -54,7 +54,7 @@ def make_folder_of(file: Path) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
-        raise ValueError(f"cannot write {file}: {file.parent} is no folder") from None
+        raise ValueError(f"cannot write {file}: {file.parent} is not a folder") from None
 
 
 def progress() -> Console:
@@ -130,7 +130,7 @@ class Loaded:
         """Model, device and settings, for reports."""
         import torch
 
-        decoder = self.spec.engine.decoder
+        decoder = self.spec.decoder
         return {
             "model": self.name,
             "layers": decoder.depth,
@@ -173,7 +173,7 @@ def say_choices(spec: SelfSpecModel, options: Mapping[str, Any]) -> None:
 
 
 def note(message: str) -> None:
-    """Print a line on stderr that is no error."""
+    """Print a line on stderr that is not an error."""
     Console(stderr=True, highlight=False, soft_wrap=True).print(message, style="dim", markup=False)
 
 
@@ -263,7 +263,7 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: there is no text, it is not UTF-8, or a line is no JSON object with a prompt.
+        ValueError: there is no text, it is not UTF-8, or a line is not a JSON object with a prompt.
     """
     if prompt not in (None, "-"):
         source, text = "the argument", prompt
@@ -271,7 +271,7 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
         source, text = _read(None if file is None or str(file) == "-" else file)
     assert text is not None
     if not text.strip():
-        raise ValueError(f"empty prompt from {source}; there has to be text to go on from")
+        raise ValueError(f"empty prompt from {source}; there must be text to continue")
     if source == "the argument":
         return [text]
     if text.lstrip().startswith("{"):
@@ -289,7 +289,7 @@ def _read(file: Path | None) -> tuple[str, str]:
     try:
         return source, sys.stdin.read() if file is None else file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{source} is no UTF-8 text (byte {error.start})") from None
+        raise ValueError(f"{source} is not UTF-8 text (byte {error.start})") from None
 
 
 def _lines(text: str) -> list[tuple[int, str]]:

@@ -116,10 +116,10 @@ class Conversation:
             )
         if self.templated:
             self.options = {**turn_stops(spec, tokenizer), **options}
-        self.device = spec.engine.decoder.device
+        self.device = spec.decoder.device
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self.system = system
-        self.cache = spec.engine.decoder.new_slots(1)
+        self.cache = spec.decoder.new_slots(1)
         self.reset()
 
     @property
@@ -189,7 +189,7 @@ class Conversation:
     def _room(self, length: int) -> int:
         """The most tokens of a reply after `length` tokens."""
         wanted = self.options["max_new_tokens"]
-        positions = self.spec.engine.decoder.max_positions
+        positions = self.spec.decoder.max_positions
         if positions is None or length + wanted <= positions:
             return wanted
         if length >= positions:

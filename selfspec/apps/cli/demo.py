@@ -20,7 +20,7 @@ from selfspec.apps.cli.common import Loaded, Source, print_json, progress, repor
 from selfspec.apps.smollm2 import HEADS, QUESTIONS, cache_folder, fetch_checkpoint, kept_checkpoint
 
 if TYPE_CHECKING:
-    from selfspec.apps.display.demo import DemoPrompt, DemoResult, ExitAgreement, Writer
+    from selfspec.apps.display.demo import Comparison, DemoPrompt, DemoResult, ExitAgreement
     from selfspec.config import DraftConfig
 
 
@@ -145,7 +145,7 @@ def _show(
     passages: Mapping[str, DemoPrompt],
 ) -> tuple[dict[str, Any], dict[str, DemoResult]]:
     """Write and time every passage; returns what `--json` tells, and the results."""
-    from selfspec.apps.display.demo import DemoOptions, Writer, exit_agreements, load_prompts
+    from selfspec.apps.display.demo import Comparison, DemoOptions, exit_agreements, load_prompts
 
     draft = draft or target.spec.draft_for(sampled=settings["temperature"] > 0)
     options = DemoOptions(draft=_filled_in(target, draft), **settings)
@@ -154,7 +154,7 @@ def _show(
     results: dict[str, DemoResult] = {}
     for name, passage in passages.items():
         chat = passage.domain == "chat"
-        writer = Writer(target.spec, target.tokenizer, passage.text, options, chat)
+        writer = Comparison(target.spec, target.tokenizer, passage.text, options, chat)
         results[name] = _show_demo(console, writer, passage.source)
     # The passages are texts to continue, which a chat model was not made for.
     compared = [] if any(p.domain == "chat" for p in passages.values()) else load_prompts()
@@ -214,7 +214,7 @@ def _headline(head: dict[str, Any]) -> str:
     )
 
 
-def _show_demo(console: Console, writer: Writer, source: str) -> DemoResult:
+def _show_demo(console: Console, writer: Comparison, source: str) -> DemoResult:
     """Stream the output, then compare both outputs and their speed."""
     from selfspec.apps.display import OriginStreamer, legend
     from selfspec.apps.display.demo import run_demo, verdict

@@ -174,7 +174,7 @@ def _read_schema(given: str) -> str:
     """A JSON schema, given as it is or as the path of its file.
 
     Raises:
-        ValueError: it is no JSON object.
+        ValueError: it is not a JSON object.
     """
     is_text = given.lstrip().startswith("{")
     if not is_text and not Path(given).is_file():
@@ -183,7 +183,7 @@ def _read_schema(given: str) -> str:
     try:
         schema = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"the schema is no JSON ({error}), got {text[:80]!r}") from None
+        raise ValueError(f"the schema is not JSON ({error}), got {text[:80]!r}") from None
     if not isinstance(schema, dict):
         raise ValueError(f"a schema is a JSON object, got {text[:80]!r}")
     return text
@@ -270,7 +270,7 @@ def _continue(
     import torch
 
     spec, tokenizer = target.spec, target.tokenizer
-    device = spec.engine.decoder.device
+    device = spec.decoder.device
     ids = torch.tensor([asking.encode(tokenizer, prompt)], device=device)
     streamer = None
     if form == "text" and not console.quiet:

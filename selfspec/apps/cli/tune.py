@@ -98,7 +98,7 @@ def read_texts(files: Sequence[Path] | None) -> list[str]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a file is empty, or a line is no JSON object with a prompt.
+        ValueError: a file is empty, or a line is not a JSON object with a prompt.
     """
     return [text for file in files or () for text in read_prompts(None, file)]
 
@@ -106,7 +106,7 @@ def read_texts(files: Sequence[Path] | None) -> list[str]:
 def _output(target: Loaded, model: str | None, heads: str | None) -> Path:
     from selfspec.schedule.profile import default_path
 
-    return default_path(target.spec.engine.decoder, heads or resolve(model)[1])
+    return default_path(target.spec.decoder, heads or resolve(model)[1])
 
 
 def _tuned(target: Loaded, texts: Sequence[str], config: Any, work: Path) -> Profile:

@@ -131,7 +131,7 @@ class CoupledChoice(LogitsProcessor):
         return self.warper(input_ids, scores.float()) + noise  # pyright: ignore
 
 
-class Writer:
+class Comparison:
     """Continues one prompt with the model's own `generate` or with selfspec's.
 
     Args:
@@ -152,7 +152,7 @@ class Writer:
     ):
         self.spec, self.tokenizer, self.options = spec, tokenizer, options
         self.prompt = prompt
-        inputs = _encoded(tokenizer, prompt, chat).to(spec.engine.decoder.device)
+        inputs = _encoded(tokenizer, prompt, chat).to(spec.decoder.device)
         self.inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
 
     @property
@@ -167,7 +167,7 @@ class Writer:
         Passes of different width round differently. In float32 that is too little to change a
         choice, in half precision it is not.
         """
-        wide = self.spec.engine.decoder.dtype in (torch.float32, torch.float64)
+        wide = self.spec.decoder.dtype in (torch.float32, torch.float64)
         return wide and self.comparable
 
     @property
@@ -175,7 +175,7 @@ class Writer:
         """What turns logits into the scores, the largest of which is chosen, one after another."""
         if not self.options.coupled:
             return LogitsProcessorList()
-        width, device = self.inputs["input_ids"].shape[1], self.spec.engine.decoder.device
+        width, device = self.inputs["input_ids"].shape[1], self.spec.decoder.device
         options = self.options
         return LogitsProcessorList(
             [CoupledChoice(options.temperature, width, device, options.seed)]
@@ -210,7 +210,7 @@ class Writer:
         stop: StoppingCriteria | None = None,
     ) -> Run:
         """Selfspec's `generate`."""
-        generator = torch.Generator(self.spec.engine.decoder.device).manual_seed(self.options.seed)
+        generator = torch.Generator(self.spec.decoder.device).manual_seed(self.options.seed)
 
         def write(options: dict[str, Any]) -> Any:
             more = {"draft": draft, "generator": generator, "streamer": streamer}
@@ -290,7 +290,7 @@ def exit_agreements(
     """Compare every head of `spec`, and the head that needs no fitting at the same exits."""
     if not texts:
         return []
-    decoder, heads = spec.engine.decoder, list(spec.engine.heads)
+    decoder, heads = spec.decoder, list(spec.engine.heads)
     shared, fitted = head_class("shared"), {(h.kind, h.exit_layer) for h in heads}
     exits = sorted({head.exit_layer for head in heads} - {0}) or [max(1, decoder.depth // 4)]
     heads += [shared.build(decoder, e) for e in exits if (shared.kind, e) not in fitted]
@@ -308,13 +308,13 @@ def exit_agreements(
     return sorted(found, key=lambda each: -each.share)
 
 
-def first_divergence(writer: Writer, plain: list[int], other: list[int]) -> Divergence | None:
+def first_divergence(writer: Comparison, plain: list[int], other: list[int]) -> Divergence | None:
     """The first difference of two continuations of the writer's prompt; `None` if equal."""
-    dtype = writer.spec.engine.decoder.dtype
+    dtype = writer.spec.decoder.dtype
     return find_divergence(plain, other, partial(_scores, writer), dtype)
 
 
-def _scores(writer: Writer, tokens: list[int]) -> Tensor:
+def _scores(writer: Comparison, tokens: list[int]) -> Tensor:
     """`[vocab]` the scores of the choice after some tokens of the output."""
     prompt, choice = writer.inputs["input_ids"], writer.choice
     prefix = torch.cat([prompt, prompt.new_tensor([tokens])], dim=1)
@@ -327,7 +327,7 @@ def _scores(writer: Writer, tokens: list[int]) -> Tensor:
     return scores
 
 
-def verdict(writer: Writer, count: int, divergence: Divergence | None) -> str:
+def verdict(writer: Comparison, count: int, divergence: Divergence | None) -> str:
     """The comparison of both outputs in a line.
 
     Args:
@@ -405,7 +405,7 @@ class DemoResult:
 
 
 def run_demo(
-    writer: Writer,
+    writer: Comparison,
     streamer: BaseStreamer | None = None,
     while_timing: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> DemoResult:

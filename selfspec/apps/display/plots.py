@@ -106,7 +106,7 @@ def exit_readings(
     Raises:
         ValueError: the text has no token, or more than the model has positions.
     """
-    decoder = spec.engine.decoder
+    decoder = spec.decoder
     tokens = _encode(decoder, tokenizer, text)
     if heads is None:
         heads = [SharedHead.build(decoder, layer) for layer in range(1, decoder.depth)]

@@ -44,7 +44,7 @@ class Detokenizer:
     """Decodes tokens one by one.
 
     A character that is split over tokens comes with the last of them. The joined pieces equal the
-    text of all tokens decoded at once.
+    text of all tokens decoded together.
 
     Args:
         tokenizer: the target's.

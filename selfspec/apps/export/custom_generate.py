@@ -62,7 +62,7 @@ def export_custom_generate(
     heads = None
     with new_folder(folder) as scratch:
         if spec is not None and spec.heads:
-            save_heads(spec.heads, spec.engine.decoder, scratch)
+            save_heads(spec.heads, spec.decoder, scratch)
             heads = repo_id or str(check_free(folder))
         code = scratch / "custom_generate"
         code.mkdir()

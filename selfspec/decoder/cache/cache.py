@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLa
 from selfspec.config import KVCacheDtype
 from selfspec.decoder.cache.int8 import Int8Layer
 from selfspec.decoder.cache.layer import SlicedViews, SlotLayer, Switch, View, Window
-from selfspec.decoder.cache.masks import WIDEST, Stairs, hide, tree_mask
+from selfspec.decoder.cache.masks import WIDEST, CausalMasks, hide, tree_mask
 from selfspec.decoder.cache.recurrent import RecurrentLayer
 from selfspec.sampling.draft import Tree
 
@@ -104,7 +104,7 @@ class SlotCache(Cache):
         self._to_added: Mapping[int, int] = {}
         self._free: list[SlotLayer] = []  # added layers of an earlier call
         self._counted = SlicedViews(torch.arange(0, device=self.device)[None], dim=1)
-        self._stairs = Stairs(self.device)
+        self._stairs = CausalMasks(self.device)
 
     def window(
         self,

@@ -54,7 +54,7 @@ def tree_mask(
     return mask.masked_fill_(strange, torch.finfo(dtype).min)
 
 
-class Stairs:
+class CausalMasks:
     """Causal masks of rows that write the same slots, as views of one table.
 
     Query i of a pass sees one key more than query i - 1, wherever the pass starts. One table, whose

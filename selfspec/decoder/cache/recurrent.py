@@ -59,7 +59,7 @@ class RecurrentLayer:
     """The recurrent state of one layer, with the part of transformers' cache API that mixers call.
 
     A pass over tokens that will be committed (the prompt, or a pending token without drafts)
-    updates the state at once. After any other pass the state changes only at `commit`.
+    updates the state immediately. After any other pass the state changes only at `commit`.
 
     Attributes:
         convs: by number, `[rows, channels, kernel]` the last committed inputs of a convolution.
@@ -77,7 +77,7 @@ class RecurrentLayer:
         self._ahead: Tensor | None = None  # the state after these calls
         self._done = 0  # tokens since the last commit
         self._width = 0  # tokens of the pass
-        self._will_commit: list[int] | None = None  # per row, how many update the state at once
+        self._will_commit: list[int] | None = None  # per row, how many update the state immediately
 
     def begin(self, offset: int, width: int, will_commit: Sequence[int]) -> None:
         """Begin a pass; one at offset 0 forgets the passes since the last commit.
@@ -102,7 +102,7 @@ class RecurrentLayer:
 
     @property
     def is_committing(self) -> bool:
-        """Whether the pass updates the state at once."""
+        """Whether the pass updates the state immediately."""
         return self._will_commit is not None
 
     # The cache interface of a mixer

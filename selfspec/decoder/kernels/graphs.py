@@ -1,8 +1,9 @@
 """Consecutive decoder layers as CUDA graphs, for passes over few tokens.
 
 A GPU finishes small operations faster than Python launches them. A CUDA graph launches the recorded
-kernels at once, on fixed addresses and shapes. Inputs are copied to where the graph reads them, and
-the visible part of the KV cache grows in pages, so that shapes change once in `PAGE` tokens.
+kernels with one call, on fixed addresses and shapes. Inputs are copied to where the graph reads
+them, and the visible part of the KV cache grows in pages, so that shapes change once in `PAGE`
+tokens.
 
 Every recording is compared with the layers once in every call of `generate`, bit by bit, so changes
 that a user makes to the model between calls cannot make it stale. It lasts as long as the keys and

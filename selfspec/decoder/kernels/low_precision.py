@@ -30,7 +30,7 @@ Part = Literal["layers", "heads", "lm_head"]
 _OPS: Any = torch.ops.aten
 
 _DTYPE = torch.bfloat16  # of activations: in the others these products are slower than plain ones
-# Tokens that a product takes at once. With more of them, on a CPU, one of the full weights is as
+# Tokens that a product takes together. With more of them, on a CPU, one of the full weights is as
 # fast, and so it is taken.
 _MOST_TOKENS = {"cpu": 4, "cuda": 16}
 _OUTPUTS = 16  # 4-bit products compute a multiple of this number

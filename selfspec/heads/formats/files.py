@@ -137,7 +137,7 @@ def convert(folder: Path, out: Path) -> Path:
             loaded = torch.load(path, map_location="cpu", weights_only=True)
         except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
             reason = str(error).splitlines()[0]
-            raise ValueError(f"{path} is no file of plain tensors: {reason}") from None
+            raise ValueError(f"{path} is not a file of plain tensors: {reason}") from None
         if not isinstance(loaded, dict) or not all(isinstance(v, Tensor) for v in loaded.values()):
             raise ValueError(f"{path} must hold tensors by name, got a {type(loaded).__name__}")
         tensors |= loaded
@@ -223,7 +223,7 @@ def token_order(where: str, ids: Tensor, decoder: Decoder) -> tuple[Tensor, Tens
     """The tokens of a draft vocabulary in rising order, and the rows that they have in the file.
 
     Raises:
-        ValueError: the ids are no tokens of the target, or name one twice.
+        ValueError: the ids are not tokens of the target, or name one twice.
     """
     if ids.ndim != 1 or not len(ids) or ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from selfspec.apps.display.app import view
-from selfspec.apps.display.app.side_by_side import LONGEST_DRAFT, Offer, SideBySide
+from selfspec.apps.display.app.side_by_side import LONGEST_DRAFT, DraftMenu, SideBySide
 from selfspec.apps.display.demo import DemoOptions, load_prompts
 
 try:
@@ -50,7 +50,7 @@ class Page:
         blocks: the page in Gradio.
     """
 
-    def __init__(self, side: SideBySide, offer: Offer, about: str):
+    def __init__(self, side: SideBySide, offer: DraftMenu, about: str):
         self.side, self.offer = side, offer
         self.stops: dict[str, threading.Event] = {}  # by reader
         with gr.Blocks(title="selfspec", analytics_enabled=False, fill_width=True) as self.blocks:
@@ -85,7 +85,7 @@ class Page:
         """The controls, in the order of the parameters of `write`."""
         offer, drafter = self.offer, self.offer.base.drafter
         at_exit, heads = offer.at_an_exit(drafter), offer.heads(offer.exit_layer)
-        positions = self.side.spec.engine.decoder.max_positions
+        positions = self.side.spec.decoder.max_positions
         most = min(_MOST_TOKENS, positions or _MOST_TOKENS)
         with gr.Row():
             self.drafter = gr.Dropdown(
@@ -259,7 +259,7 @@ def _theme() -> Any:
     return theme.set(block_info_text_color="*neutral_500")
 
 
-def _fitted(offer: Offer) -> str:
+def _fitted(offer: DraftMenu) -> str:
     layers = sorted({head.exit_layer for head in offer.spec.heads})
     return ", ".join(map(str, layers)) or "none"
 

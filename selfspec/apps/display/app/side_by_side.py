@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerBase
 from selfspec.apps.display import Kind, Piece, RoundPieces, kinds
 from selfspec.apps.display.demo import (
     WARM_UP_TOKENS,
+    Comparison,
     DemoOptions,
     Run,
-    Writer,
     first_divergence,
     verdict,
 )
@@ -39,7 +39,7 @@ _UNLESS_NAMED = ("none", "two_model")
 LONGEST_DRAFT = 16
 
 
-class Offer:
+class DraftMenu:
     """The drafts that can be chosen.
 
     Args:
@@ -63,7 +63,7 @@ class Offer:
             name for name in DRAFTERS if name not in _UNLESS_NAMED or name == base.drafter
         ]
         fitted = [head.exit_layer for head in spec.heads]
-        self.exits = sorted({*range(1, spec.engine.decoder.depth), *fitted})
+        self.exits = sorted({*range(1, spec.decoder.depth), *fitted})
         self._first = spec.engine.head(base if self.at_an_exit(base.drafter) else DraftConfig())
         self.exit_layer = self._first.exit_layer
         self.num_draft_tokens = self.length_of(base.drafter)
@@ -278,12 +278,12 @@ class SideBySide:
         finally:
             stop.set()
 
-    def _writer(self, prompt: str, options: DemoOptions) -> Writer:
+    def _writer(self, prompt: str, options: DemoOptions) -> Comparison:
         if not prompt.strip():
             raise ValueError("an empty prompt; type the beginning of a text, or take an example")
-        writer = Writer(self.spec, self.tokenizer, prompt, options)
+        writer = Comparison(self.spec, self.tokenizer, prompt, options)
         length, wanted = writer.inputs["input_ids"].shape[1], options.max_new_tokens
-        positions = self.spec.engine.decoder.max_positions
+        positions = self.spec.decoder.max_positions
         if positions is not None and length + wanted > positions:
             raise ValueError(
                 f"the prompt has {length} tokens, with {wanted} new ones it outgrows the model's "
@@ -296,7 +296,7 @@ class _Job:
     """One prompt, continued plainly and self-speculatively in the worker thread."""
 
     def __init__(
-        self, writer: Writer, rejected: bool, stop: threading.Event, closed: threading.Event
+        self, writer: Comparison, rejected: bool, stop: threading.Event, closed: threading.Event
     ):
         self.writer = writer
         self.asked = StopOnRequest(lambda: stop.is_set() or closed.is_set())

@@ -17,7 +17,7 @@ from selfspec import DraftConfig, SelfSpecModel
 from selfspec.decoder import Decoder, Skips, Span
 from selfspec.decoder.cache import take_row
 from selfspec.drafters.engine import Engine
-from selfspec.drafters.layer_skip import middle_layers, similar_layers
+from selfspec.drafters.skip_sublayers import middle_layers, similar_layers
 
 ALL = Span(0, LAYERS)
 TOKENS = torch.randint(2, 61, (2, 9), generator=torch.Generator().manual_seed(5))
@@ -83,7 +83,7 @@ SETS: dict[str, dict[str, Any]] = {
 def drafting(skip: dict[str, Any], num_draft_tokens: int = 3, **others: Any) -> DraftConfig:
     return DraftConfig.of(
         {
-            "drafter": "layer_skip",
+            "drafter": "skip_sublayers",
             "skip": skip,
             "num_draft_tokens": num_draft_tokens,
             **others,
@@ -99,7 +99,7 @@ def test_greedy_text_is_the_models_own(family: str) -> None:
     expected = own_text(model, tokens, mask)
     rates = []
     for name, skip in SETS.items():
-        if name == "clasp" and spec.engine.decoder.counts_keys:
+        if name == "clasp" and spec.decoder.counts_keys:
             continue
         for rows in (slice(0, 3), slice(1, 2)):
             out = spec.generate(
@@ -219,7 +219,7 @@ def test_clasp_finds_the_layers_that_do_nothing() -> None:
         return seen[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("selfspec.drafters.layer_skip.similar_layers", noting)
+        patch.setattr("selfspec.drafters.skip_sublayers.similar_layers", noting)
         ids, mask = prompt(5, 9, 3)
         skip = {"search": "clasp", "layers": 2, "every": 8}
         spec.generate(ids, attention_mask=mask, max_new_tokens=40, draft=drafting(skip))
@@ -294,13 +294,13 @@ def test_impossible_skips_are_refused_before_any_pass(
     spec = SelfSpecModel(model)
     monkeypatch.setattr(Engine, "prefill", None)
     with pytest.raises(ValueError, match=message):
-        spec.generate(prompt(5)[0], draft={"drafter": "layer_skip", "skip": skip})
+        spec.generate(prompt(5)[0], draft={"drafter": "skip_sublayers", "skip": skip})
 
 
 def test_clasp_is_refused_where_siblings_cannot_stand_at_one_position() -> None:
     spec = SelfSpecModel(build("bloom", "eager"))
     with pytest.raises(ValueError, match=r"Bloom.*name the sublayers to skip"):
-        spec.generate(TOKENS, draft="layer_skip")
+        spec.generate(TOKENS, draft="skip_sublayers")
 
 
 def test_a_family_whose_sublayers_are_strange_skips_whole_layers() -> None:

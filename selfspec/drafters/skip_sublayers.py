@@ -40,7 +40,7 @@ class FixedSkips:
         """Called after verification."""
 
     def select(self, rows: Sequence[int]) -> None:
-        """Go on with some rows only."""
+        """Keep only these rows."""
 
     def join(self) -> None:
         """Append more rows."""
@@ -90,7 +90,8 @@ class ClaspSkips(FixedSkips):
         """Keep the hidden states of each row's last accepted token."""
         rows, at = torch.arange(len(verdict.accepted)), verdict.accepted
         self._states = [
-            kept[rows.to(kept.device), at.to(kept.device)][:, None] for kept in verified.kept
+            states[rows.to(states.device), at.to(states.device)][:, None]
+            for states in verified.hidden_states
         ]
 
     def select(self, rows: Sequence[int]) -> None:
@@ -199,7 +200,7 @@ def _trace_back(count: int, ways: Sequence[tuple[int, Tensor]]) -> tuple[int, ..
     return tuple(layers)
 
 
-class SkipLayers(Drafter):
+class SkipSublayers(Drafter):
     """Drafts with attention and MLP sublayers skipped (Draft & Verify, Zhang et al. 2024).
 
     The layers below the first skipped sublayer are exact, so verification resumes above them. The
@@ -212,7 +213,7 @@ class SkipLayers(Drafter):
         schedule: when to stop earlier.
     """
 
-    name = "layer_skip"
+    name = "skip_sublayers"
     takes_schedule = True
 
     def __init__(self, engine: Engine, chooser: FixedSkips, longest: int, schedule: Schedule):
@@ -221,7 +222,7 @@ class SkipLayers(Drafter):
         self.longest, self.schedule, self._confidence = longest, schedule, uncalibrated()
 
     @classmethod
-    def from_config(cls, engine: Engine, config: DraftConfig) -> SkipLayers:
+    def from_config(cls, engine: Engine, config: DraftConfig) -> SkipSublayers:
         """Take the sublayers that the config names, or search for some.
 
         Raises:
@@ -257,12 +258,12 @@ class SkipLayers(Drafter):
     ) -> tuple[Tensor, Tensor | None]:
         everything, keep = Span(0, self.decoder.depth), (depth,) if depth else ()
         skips = self.chooser.skips
-        left = self.decoder.run(
+        out = self.decoder.run(
             token, everything, state.slots, offset=step, unembed=True, keep=keep, skips=skips
         )
-        state.stats.seconds["shallow"] += left.layer_seconds
-        state.stats.seconds["head"] += left.head_seconds
-        return left.output, left.kept[0] if depth else None
+        state.stats.seconds["shallow"] += out.layer_seconds
+        state.stats.seconds["head"] += out.head_seconds
+        return out.output, out.kept[0] if depth else None
 
     def commit(self, state: State, draft: Draft, verified: Verified, verdict: Verdict) -> None:
         """Keep states for a search, and tell the schedule what was accepted."""
@@ -271,7 +272,7 @@ class SkipLayers(Drafter):
             self.schedule.end(draft.length, verdict.kept)
 
     def select(self, rows: Sequence[int]) -> None:
-        """Go on with some rows only."""
+        """Keep only these rows."""
         self.chooser.select(rows)
 
     def join(self, other: Any) -> None:

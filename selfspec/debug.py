@@ -1,0 +1,138 @@
+"""Checks the invariants of every round of a model while it generates; see docs/debugging.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from selfspec.drafters.engine import Engine, State, Verified
+from selfspec.generation.loop import Session
+from selfspec.model import SelfSpecModel
+from selfspec.sampling.draft import Draft
+
+
+@dataclass
+class Watched:
+    """What was run in the last round, or in the prefill before the first one.
+
+    Attributes:
+        widths: per layer of the target, the number of tokens of each pass that ran it.
+        drafts: what was verified.
+        rounds: rounds in all; the prefill is none.
+    """
+
+    widths: list[list[int]]
+    drafts: list[Draft] = field(default_factory=list)
+    rounds: int = 0
+
+    def clear(self) -> None:
+        """Forget the last round."""
+        self.drafts.clear()
+        for seen in self.widths:
+            seen.clear()
+
+
+@contextmanager
+def watch(spec: SelfSpecModel) -> Iterator[Watched]:
+    """Check every round of `spec` inside the `with` block.
+
+    The prefill runs each layer once over each token. A round runs one verification: the layers
+    below `Draft.depth` once over each draft, those above once over all of them. Afterwards the KV
+    cache holds all tokens but the pending one. While it watches, other threads must not generate;
+    the layers are seen only where Python calls them (`kernels="eager"` or `"prepacked"`).
+
+    Raises:
+        AssertionError: in the `with` block, if an invariant does not hold; it says which.
+    """
+    decoder = spec.decoder
+    watched = Watched([[] for _ in decoder.layers])
+    verify, start, step = Engine.verify, Session.start, Session.step
+
+    def noting_verify(engine: Engine, state: State, draft: Draft) -> Verified:
+        if engine.decoder is decoder:
+            watched.drafts.append(draft)
+        return verify(engine, state, draft)
+
+    def checked_start(session: Session) -> State:
+        watched.clear()
+        state = start(session)
+        if session.engine.decoder is decoder:
+            _check_prefill(watched, session)
+            _check_lengths(session, state)
+        return state
+
+    def checked_step(session: Session, state: State) -> None:
+        watched.clear()
+        step(session, state)
+        if session.engine.decoder is decoder:
+            watched.rounds += 1
+            _check_passes(watched)
+            _check_lengths(session, state)
+
+    with ExitStack() as changes:
+        for layer, seen in zip(decoder.layers, watched.widths, strict=True):
+            _replace(changes, layer, "forward", _counting(layer.forward, seen))
+        _replace(changes, Engine, "verify", noting_verify)
+        _replace(changes, Session, "start", checked_start)
+        _replace(changes, Session, "step", checked_step)
+        yield watched
+
+
+def _replace(changes: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Set an attribute until `changes` are undone."""
+    own = owner.__dict__.get(name)
+    setattr(owner, name, value)
+    if own is None:
+        changes.callback(delattr, owner, name)
+    else:
+        changes.callback(setattr, owner, name, own)
+
+
+def _counting(forward: Callable[..., Any], seen: list[int]) -> Callable[..., Any]:
+    def counted(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append(hidden_states.shape[1])
+        return forward(hidden_states, *args, **kwargs)
+
+    return counted
+
+
+def _check_prefill(watched: Watched, session: Session) -> None:
+    given = zip(session.prompt.lengths, session.prompt.known, strict=True)
+    longest = max(length - known for length, known in given)
+    for layer, seen in enumerate(watched.widths):
+        assert sum(seen) == longest, (
+            f"the prefill has {longest} tokens, and layer {layer} ran over {seen}"
+        )
+
+
+def _check_passes(watched: Watched) -> None:
+    """One verification; a shallow pass for each level of drafts; one deep pass over all of them."""
+    assert len(watched.drafts) == 1, f"a round verifies once, got {len(watched.drafts)} times"
+    (draft,) = watched.drafts
+    width = draft.length + 1
+    levels = [1] * width if draft.tree is None else draft.tree.depths[0].bincount().tolist()
+    for layer, seen in enumerate(watched.widths):
+        expected = levels if layer < draft.depth else [width]
+        assert seen == expected, (
+            f"layer {layer} ran over {seen} tokens, expected {expected}: {draft.length} drafts "
+            f"with depth={draft.depth} were verified"
+        )
+
+
+def _check_lengths(session: Session, state: State) -> None:
+    context, slots = state.context, state.slots
+    for index, row in enumerate(context.rows):
+        length = context.lengths[row]
+        committed = session.prompt.lengths[row] + length - session.prompt.width - 1
+        has, of_layers = slots.lengths[index], [layer.capacity for layer in slots.layers]
+        assert has == committed, f"row {row} has KV of {has} tokens, expected {committed}"
+        assert min(of_layers, default=has) >= has, f"row {row}: capacities {of_layers} for {has}"
+        pending, last = int(state.pending[index]), int(context.tokens[row, length - 1])
+        assert pending == last, f"row {row}: token {pending} is pending, the last one is {last}"
+        emitted = [] if state.emitted is None else state.emitted[index].tolist()
+        text = context.text[row][len(context.text[row]) - len(emitted) :]
+        assert emitted == text, f"row {row}: {emitted} was emitted, the text ends with {text}"

@@ -1,0 +1,290 @@
+"""The reader of heads with a decoder layer of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from selfspec.decoder import OwnLayer, Pass, Span
+from selfspec.drafters.engine import Engine, State, Verified
+from selfspec.drafters.readers.base import ExitReader, chances
+from selfspec.drafters.readers.by_row import column, pick, pick_from, put
+from selfspec.drafters.readers.features import VerifiedStates
+from selfspec.drafters.readers.own_kv import OwnKV
+from selfspec.heads import Confidence, ExitHead
+from selfspec.sampling.draft import Tree
+
+# The most tokens that a head's own layer may lag behind while others draft. It bounds the memory of
+# their states, and the length of the one pass that catches up.
+_MOST_LAG = 512
+
+
+class LayerReader(ExitReader):
+    """Draft logits of a head with a decoder layer of its own.
+
+    The layer's KV is stored beside the target's. A round begins by running the layer up to the
+    pending token over all tokens that have no KV yet, or whose KV was made from the head's own
+    output; each draft then adds one. Slots after the pending token are overwritten later, so rows
+    that accepted fewer drafts need no special treatment.
+    """
+
+    _ahead = 0  # masks that are read after the pending token
+
+    def __init__(self, engine: Engine, head: ExitHead):
+        super().__init__(engine, head)
+        assert head.layer is not None  # `make_reader` gives other heads another reader
+        self._layer = head.layer
+        self.keep = (head.exit_layer, *head.feature_layers)
+        self._states = VerifiedStates(head.fuse_features if head.feature_layers else None)
+        self._kv = OwnKV()
+        self._added = 0  # index of the head's layer among the layers added to the slots
+        self._one_pass = False  # whether shallow passes also run the layer
+        self._of_drafts = OwnLayer(self._layer)  # the layer in passes that draft
+        self._before = torch.empty(0)  # [rows, width, hidden] features for the next draft
+        self._last = torch.empty(0)  # [rows, width, hidden] the layer's last output
+
+    # The prompt
+
+    def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
+        """Run the head's layer over the prompt; keep what the next tokens need."""
+        lengths = state.slots.lengths
+        ends = [length + count for length, count in zip(lengths, counts, strict=True)]
+        left = [count - offset for count in counts]
+        features = self._states.read_prompt(block.kept, offset == 0, left, ends)
+        if offset == 0:
+            self._add_layer(state)
+        hidden = block.kept[0]
+        if self.head.exit_layer:
+            self._run(state, self._enter(state, hidden, features), offset)
+        else:
+            starts = [length + offset for length in lengths]
+            tokens = tokens_from(state, starts, hidden.shape[1])
+            own = self._own(partial(self.head.enter, features=features))
+            self.engine.shallow(state, tokens, 0, offset, own=own)
+        self._kv.written(ends)
+
+    def _add_layer(self, state: State) -> None:
+        """Make room for the layer's KV, before the first block of the prompt."""
+        slots = state.slots
+        window = self.decoder.windows[self.head.place]
+        self._added = slots.add_layer(window, self.head)
+        for _ in range(1, self._of_drafts.depth):
+            slots.add_layer(window, self.head)
+        if self.head.skips_first:
+            slots.added_from = [first + 1 for first in slots.added_from]
+        self._of_drafts = self._own(lambda hidden: self.head.enter(hidden, self._before))
+
+    # After verification
+
+    def verified(self, state: State, drafted: int, verified: Verified) -> None:
+        """Keep exit states and features of the pending token and the drafts."""
+        lengths = state.slots.lengths
+        if not drafted:
+            self._kv.rejected(lengths)
+            _, lags = self._kv.missing(lengths)
+            if max(lags) < _MOST_LAG:
+                self._states.note(lengths, verified.hidden_states)
+                return
+            self.begin(1)  # without masks
+            if self.head.exit_layer:
+                self._read_states(state, verified.hidden_states[0][:, :1])
+            else:
+                self._read_tokens(state)
+        with state.stats.clock("head"):
+            self._states.replace(lengths, verified.hidden_states)
+        # The pending token's KV is final. So is that of drafts, unless the head read masks in their
+        # place, or its own output in place of the target's features.
+        again = self._states.has_features or self.head.drafts_at_once
+        self._kv.written([length + (1 if again else max(1, drafted)) for length in lengths])
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only these rows."""
+        self._states.select(rows)
+        self._kv.select(rows)
+
+    def join(self, other: Any) -> None:
+        """Append the rows of another reader."""
+        self._states.join(other._states)
+        self._kv.join(other._kv)
+
+    # Drafting
+
+    def read(
+        self,
+        state: State,
+        tokens: Tensor,
+        offset: int,
+        tree: Tree | None = None,
+        parents: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the layers below the exit and the head's own over the next tokens of the block."""
+        if offset:
+            before = self._last if parents is None else pick(self._last, parents)
+            at_exit = self._read_drafts(state, tokens, offset, tree, before)
+        else:
+            self._one_pass = self._fits_one_pass(state)
+            at_exit = self._catch_up(state, tokens)
+        with state.stats.clock("head"):
+            return self._logits(self._last), at_exit
+
+    def _read_drafts(
+        self, state: State, tokens: Tensor, offset: int, tree: Tree | None, before: Tensor
+    ) -> Tensor | None:
+        """Read the last drafts, `before` being the layer's output at the token before each.
+
+        Returns:
+            The exit's hidden states; `None` if the exit is at the embeddings.
+        """
+        exit_layer = self.head.exit_layer
+        if self._one_pass:
+            self._before, own = before, self._of_drafts
+            out = self.engine.shallow(state, tokens, exit_layer, offset, tree=tree, own=own)
+            self._last = out.hidden
+            return out.kept[0] if exit_layer else None
+        at_exit = self.engine.shallow(state, tokens, exit_layer, offset, tree=tree).hidden
+        self._last = self._run(state, self._enter(state, at_exit, before), offset, tree)
+        return at_exit
+
+    def _fits_one_pass(self, state: State) -> bool:
+        """Whether the pass below the exit may continue through the head's layer.
+
+        This saves the overhead of a second pass. It needs the same attention mask, and the head's
+        layer has to take the place of the next layer.
+        """
+        head = self.head
+        return not head.exit_layer or (
+            head.place == head.exit_layer
+            and not any(state.slots.added_from)
+            and not self.decoder.windows_own_layer
+        )
+
+    # Catching up with the verified tokens
+
+    def _catch_up(self, state: State, pending: Tensor) -> Tensor | None:
+        """Run everything up to the pending token `[rows, 1]`, and the masks after it.
+
+        Returns:
+            `[rows, 1, hidden]` the exit's state; `None` if the exit is at the embeddings.
+        """
+        exit_layer = self.head.exit_layer
+        if not exit_layer:
+            self._last = self._read_tokens(state)
+            return None
+        block, embeds = self._inputs(pending, [0] * state.rows)
+        at_exit = self.engine.shallow(state, block, exit_layer, 0, embeds=embeds).hidden
+        self._last = self._read_states(state, at_exit)
+        return at_exit[:, :1]
+
+    def _read_states(self, state: State, pending: Tensor) -> Tensor:
+        """Run the layer from the first token without final KV on.
+
+        Args:
+            state: the call.
+            pending: `[rows, width, hidden]` states at the exit of the pending token and masks.
+
+        Returns:
+            `[rows, width, hidden]` the layer's output there.
+        """
+        starts, ends = self._missing(state)
+        if max(ends) == 0 and not self._states.has_features:
+            return self._run(state, self._enter(state, pending, None), 0)
+        width, end = pending.shape[1], column(ends, pending)
+        hidden = self._states.exit_from(starts, max(ends) + width, pending[:, :1])
+        entered = self._enter(state, put(hidden, pending, end), self._features(starts, ends))
+        out = self._run(state, entered, [-end for end in ends])
+        return pick(out, end + torch.arange(width, device=end.device))
+
+    def _read_tokens(self, state: State) -> Tensor:
+        """`_read_states` of a head at the embeddings, which reads tokens instead."""
+        starts, ends = self._missing(state)
+        features = self._features(starts, ends)
+        block, embeds = self._inputs(self._tokens(state, starts, ends), ends)
+        own = self._own(partial(self.head.enter, features=features))
+        offsets = [-end for end in ends]
+        out = self.engine.shallow(state, block, 0, offsets, own=own, embeds=embeds)
+        return pick_from(out.hidden, ends, 1 + self._ahead)
+
+    def _missing(self, state: State) -> tuple[list[int], list[int]]:
+        """`OwnKV.missing`, after the states of all verified tokens have been merged."""
+        with state.stats.clock("head"):
+            self._states.merge()
+        return self._kv.missing(state.slots.lengths)
+
+    def _tokens(self, state: State, starts: Sequence[int], ends: Sequence[int]) -> Tensor:
+        """`[rows, width]` each row's tokens from `starts` on, its last one repeated at the end."""
+        most = max(ends)
+        if state.emitted is not None and min(ends) == most == state.emitted.shape[1] - 1:
+            return state.emitted  # as after most rounds
+        return tokens_from(state, starts, most + 1)
+
+    def _features(self, starts: Sequence[int], ends: Sequence[int]) -> Tensor | None:
+        """`[rows, width, hidden]` features from `starts` to the pending token, and of masks."""
+        if not self._states.has_features:
+            return None
+        return self._states.features_before(starts, max(ends) + 1)
+
+    def _inputs(self, tokens: Tensor, ends: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        """The block to run, and its embeddings if they are not those of its tokens.
+
+        Args:
+            tokens: `[rows, width]` tokens up to the pending one.
+            ends: per row, the index of the pending token.
+        """
+        return tokens, None
+
+    # Running the layer
+
+    def _own(self, enter: Callable[[Tensor], Tensor]) -> OwnLayer:
+        """The layer, in the same pass as those below the exit; `enter` makes its inputs."""
+        embed = partial(self.head.embed, self.decoder)
+        return OwnLayer(self._layer, enter, self._added, self.head.place, embed)
+
+    def _run(
+        self,
+        state: State,
+        entered: Tensor,
+        offset: int | Sequence[int],
+        tree: Tree | None = None,
+    ) -> Tensor:
+        """The layer's output, in a pass of its own over what `head.enter` made."""
+        tokens = state.pending.new_zeros(entered.shape[:2])  # the layer starts from `entered`
+        span = Span(self.head.place, self.head.place + 1)
+        own = OwnLayer(self._layer, added=self._added)
+        slots = state.slots
+        out = self.decoder.run(tokens, span, slots, entered, offset=offset, own=own, tree=tree)
+        state.stats.seconds["head"] += out.head_seconds
+        return out.hidden
+
+    def _enter(self, state: State, hidden: Tensor, features: Tensor | None) -> Tensor:
+        with state.stats.clock("head"):
+            return self.head.enter(hidden, features)
+
+    # Confidence
+
+    def confidence(self) -> Confidence:
+        """As for any head, but of sampled drafts from the confidence output, if there is one."""
+        return super().confidence() if self.head.confidence is None else self._predicted
+
+    def _predicted(self, scores: Tensor, probs: Tensor | None, depth: int) -> list[float]:
+        if probs is None:
+            return super().confidence()(scores, probs, depth)
+        assert self.head.confidence is not None
+        return chances(self.head.confidence(self.head(self._state(depth)))[:, 0, 0])
+
+    def _state(self, depth: int) -> Tensor:
+        """`[rows, 1, hidden]` the layer's output that the last draft was read from."""
+        return self._last
+
+
+def tokens_from(state: State, starts: Sequence[int], width: int) -> Tensor:
+    """`[rows, width]` each row's tokens from a position on, its last one again beyond its end."""
+    text = state.context.text
+    tokens = [
+        (text[row][start : start + width] + text[row][-1:] * width)[:width]
+        for row, start in zip(state.context.rows, starts, strict=True)
+    ]
+    return torch.tensor(tokens, device=state.pending.device)
