@@ -43,7 +43,7 @@ from selfspec.apps.bench.shapes import ShapeBench, default_methods, read_bandwid
 from selfspec.apps.display.plots import COLOURS
 from selfspec.config import Kernels
 from selfspec.generation.streaming import RoundStreamer
-from selfspec.heads.files import read_object, refuse_changes, replace_text
+from selfspec.heads.files import one_run, read_object, refuse_changes, replace_text
 from selfspec.schedule.profile import device_name
 from selfspec.schedule.stats import Round
 
@@ -557,8 +557,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     transformers.utils.logging.disable_progress_bar()
     setup = Setup(device, tuple(given.shape.split(",")), given.output)
     try:
-        passed = run_stages(setup, console, given.minutes)
-    except ValueError as error:
+        with one_run(setup.output):
+            passed = run_stages(setup, console, given.minutes)
+    except (ValueError, BlockingIOError) as error:
         console.print(str(error))
         return 1
     console.print(f"written to {setup.output}: report.md, report.json")

@@ -151,6 +151,10 @@ _STRANGERS = {
     rb"SQLite format 3": "an SQLite database",
     rb"ARROW1|\xff\xff\xff\xff": "an Arrow file; give the whole folder of the data set",
     rb"\x80[\x02-\x05]": "a pickle",
+    rb"\x04\x22\x4d\x18": "a file in LZ4",
+    rb"Obj\x01": "an Avro file",
+    rb"ORC[\x00-\x1f]": "an ORC file",
+    rb"\{\\rtf": "an RTF document",
     rb"(?s:.{257}ustar)": "a tar archive",
     rb"version https://git-lfs": "a pointer of Git LFS; `git lfs pull` fetches the file",
 }

@@ -92,6 +92,24 @@ FORMATS = {
     "sharegpt": {"id": "1", "conversations": SHAREGPT},
     "parts": {"messages": PARTS},
     "prompt of messages": {"prompt": HELLO[:3], "completion": HELLO[3:]},
+    "other names of roles": {
+        "messages": [{**m, "role": {"user": "Human", "assistant": "AI"}[m["role"]]} for m in HELLO]
+    },
+    "from with content": {
+        "conversations": [{"from": m["role"], "content": m["content"]} for m in HELLO]
+    },
+    "role with value": {
+        "conversations": [{"role": m["role"], "value": m["content"]} for m in HELLO]
+    },
+    "two messages a turn": {
+        "conversation": [
+            {"output": "Hello.", "input": "Hi."},
+            {"human": "And?", "assistant": "So."},
+        ]
+    },
+    "turns by role": {"conversation": [{m["role"]: m["content"], "system": None} for m in HELLO]},
+    "columns": {"messages": {name: [m[name] for m in HELLO] for name in ("role", "content")}},
+    "history": {"instruction": "And?", "output": "So.", "history": [["Hi.", "Hello."]]},
     "with null fields": {
         "messages": [{**m, "name": None, "tool_calls": None, "weight": None} for m in HELLO],
         "tools": None,
@@ -115,6 +133,10 @@ def test_every_format_of_a_chat_gives_the_same_documents(chatty, name):
         {"prompt": "Hi.", "completion": "Hello."},
         {"prompt": HELLO[:1], "completion": HELLO[1:2]},
         {"instruction": "Hi.", "output": "Hello."},
+        {"instruction": "Hi.", "context": "", "response": "Hello."},
+        {"question": "Hi.", "answer": "Hello."},
+        {"query": "Hi.", "response": "Hello."},
+        {"prompt": "Hi.", "response": "Hello.", "text": None},
         {"instruction": "Hi.", "input": "", "output": "Hello.", "history": None},
         {"messages": [], "prompt": "Hi.", "completion": "Hello."},
     ],
@@ -127,8 +149,10 @@ def test_a_question_and_its_answer_are_a_chat(chatty, record):
 def test_the_input_of_an_instruction_and_the_system_prompt_are_in_the_prompt(chatty):
     (document,) = documents({"instruction": "Sum.", "input": "1, 2", "output": "3"}, chatty)
     assert "user\nSum.\n\n1, 2<|im_end|>" in text_of(document, chatty, trained=False)
-    for key in ("messages", "conversations"):
-        (document,) = documents({"system": "Be brief.", key: HELLO[:2]}, chatty)
+    (document,) = documents({"question": "Who?", "context": "Ann.", "answer": "She."}, chatty)
+    assert "user\nWho?\n\nAnn.<|im_end|>" in text_of(document, chatty, trained=False)
+    for key, said in (("messages", "system"), ("conversations", "system_prompt")):
+        (document,) = documents({said: "Be brief.", key: HELLO[:2]}, chatty)
         start = text_of(document, chatty, trained=False)
         assert start.startswith("<|im_start|>system\nBe brief.<|im_end|>")
 
@@ -153,13 +177,18 @@ def test_calls_of_sharegpt_are_calls_of_tools():
         ({"conversations": [{"from": "function_call", "value": "f()"}]}, "JSON with a `name`"),
         ({"messages": HELLO, "tools": "none"}, "`tools` of a chat is a list"),
         ({"messages": HELLO, "chat_template_kwargs": [1]}, "is a dict"),
+        ({"messages": [{**HELLO[0]}, {**HELLO[1], "weight": 0.5}]}, "`weight` of a turn is 0 or 1"),
+        ({"messages": [{**HELLO[0]}, {**HELLO[1], "train": "no"}]}, "`train` of a turn is 0 or 1"),
+        ({"prompt": "Hi.", "completion": "Ho.", "history": ["Hi."]}, "`history` is a list of"),
+        ({"messages": [{"user": "Hi.", "id": 7}]}, "a `role` and a `content`"),
+        ({"messages": {"messages": HELLO}}, "a list `messages`"),
         ({"messages": None}, r"got fields \['messages'\]"),
         ({"question": "Hi."}, r"got fields \['question'\]; `conversations`, `prompt`"),
     ],
 )
-def test_what_is_no_chat_is_a_bad_record(record, reason):
+def test_what_is_no_chat_is_a_bad_record(chatty, record, reason):
     with pytest.raises(BadRecord, match=reason):
-        read_chat(record)
+        documents(record, chatty)
 
 
 def test_what_a_template_cannot_render_is_a_bad_record(chatty):
@@ -211,7 +240,7 @@ def test_what_a_template_reads_beside_the_messages_reaches_it(chatty, name, valu
     assert text_of(document, chatty, trained=True) == "Hello.<|im_end|>\nSo.<|im_end|>\n"
 
 
-@pytest.mark.parametrize("off", [{"weight": 0}, {"train": False}, {"weight": 0.0, "train": True}])
+@pytest.mark.parametrize("off", [{"weight": 0}, {"train": "False"}, {"weight": 0.0, "train": True}])
 def test_a_turn_without_weight_is_not_trained(chatty, off):
     messages = [*HELLO[:1], {**HELLO[1], **off}, *HELLO[2:]]
     (document,) = documents({"messages": messages}, chatty)
@@ -219,6 +248,22 @@ def test_a_turn_without_weight_is_not_trained(chatty, off):
     assert documents({"messages": messages[:2]}, chatty) == []
     on = [{**m, "weight": 1, "train": True} for m in HELLO]
     assert documents({"messages": on}, chatty) == documents({"messages": HELLO}, chatty)
+
+
+@pytest.mark.parametrize(
+    ("record", "template"),
+    [
+        ({"text": "Hi.", "messages": None}, "{text}"),
+        ({"text": "Hi.", "question": "Hi.", "answer": "Ho."}, "{text}"),
+        ({"prompt": "Hi.", "completion": "Ho."}, "{prompt} {completion}"),
+    ],
+)
+def test_a_text_or_a_template_for_one_makes_no_chat(tmp_path, chatty, record, template):
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps(record))
+    (document,) = tokenize(SourceConfig(files=[str(file)], template=template), chatty)
+    text = chatty.decode(document.tokens, skip_special_tokens=True)
+    assert all(document.trained) and text == template.format(**record)
 
 
 def test_a_greeting_answers_nothing(chatty):

@@ -9,6 +9,8 @@ import pytest
 from cli_tools import call
 from training_tools import start
 
+import benchmarks.real.__main__ as real
+from benchmarks import gpu
 from selfspec.config import parse
 from selfspec.generation.jobs import run_job
 from selfspec.heads.files import check_free, one_run
@@ -109,3 +111,27 @@ def test_a_second_run_is_one_line_before_its_text_is_read(tmp_path, command):
         told = call(*words, code=1)
     (line,) = told.output.splitlines()
     assert f"in use by process {os.getpid()} on" in line
+
+
+def test_a_second_benchmark_or_tuning_is_one_line(tmp_path):
+    profile = tmp_path / "profile.json"
+    commands = {
+        tmp_path / "bench": lambda folder: call("bench", "--output", folder, "target=none", code=1),
+        profile.with_suffix(".work"): lambda _: call("tune", "--output", profile, code=1),
+    }
+    for folder, run in commands.items():
+        with one_run(folder):
+            (line,) = run(folder).output.splitlines()
+        assert f"{folder} is in use by process {os.getpid()} on" in line
+        assert [path.name for path in folder.iterdir()] == [".lock"]
+
+
+def test_measurements_of_a_checkout_have_a_folder_each(tmp_path, capsys):
+    with one_run(tmp_path):
+        assert gpu.main(["--device", "cpu", "--output", str(tmp_path)]) == 1
+        with pytest.raises(SystemExit):
+            real.main(["--output", str(tmp_path)])
+    told = capsys.readouterr()
+    for text in (told.out, told.err):
+        assert f"{tmp_path} is in use by process {os.getpid()} on" in text.splitlines()[-1]
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]

@@ -288,6 +288,22 @@ def test_heads_fitted_to_scaled_embeddings_keep_them(tmp_path, gemma):
 # Other files, and damage
 
 
+WRAPPED = {
+    "eagle": write_eagle,
+    "eagle3": lambda folder: write_eagle3(folder, eagle3_tensors(), **LAYERS),
+    "medusa": lambda folder: write_medusa(folder, heads=2, layers=1),
+}
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "base_model.model.", "model.model."])
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_what_stands_before_every_name_says_nothing(tmp_path, decoder, kind, prefix):
+    WRAPPED[kind](tmp_path)
+    bare, path = load(decoder, tmp_path), tmp_path / "model.safetensors"
+    save_file({prefix + name: tensor for name, tensor in load_file(path).items()}, path)
+    assert_same(load(decoder, tmp_path), bare)
+
+
 def test_other_files_beside_a_head_are_left_out(tmp_path, decoder):
     folder = write_eagle3(tmp_path / "head", eagle3_tensors(), **LAYERS)
     plain = load(decoder, folder)

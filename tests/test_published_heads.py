@@ -85,7 +85,7 @@ def residual_streams(target, tokens, layers):
     return [seen[layer] for layer in layers], last
 
 
-def check_reads(monkeypatch, target, folder, expected, trimmed=True, **draft):
+def check_reads(monkeypatch, target, folder, expected, trimmed=True, close=1e-5, **draft):
     """Greedy text is the target's own; each reading has the logits that `expected` says."""
     spec, seen = SelfSpecModel(target, heads=folder), record(monkeypatch)
     text = spec.generate(
@@ -96,7 +96,7 @@ def check_reads(monkeypatch, target, folder, expected, trimmed=True, **draft):
     (head,) = spec.heads
     for reading in seen[::5]:
         logits = reading.logits[:, head.vocab_ids] if trimmed else reading.logits
-        torch.testing.assert_close(logits[0], expected(reading), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(logits[0], expected(reading), rtol=close, atol=close)
 
 
 @pytest.mark.parametrize("layout", [write_eagle3, write_speculators])
@@ -147,7 +147,9 @@ def test_an_eagle_head_has_the_biases_of_its_file(monkeypatch, tmp_path, target,
         lm_head = target.lm_head.weight
         return eagle_logits(tensors, reading.text, last, lm_head, reading.step)[-1][0]
 
-    check_reads(monkeypatch, target, tmp_path / "head", expected, trimmed=False)
+    # Without a norm before its attention, rotary embeddings in float32 count for more.
+    folder = tmp_path / "head"
+    check_reads(monkeypatch, target, folder, expected, trimmed=False, close=1e-4)
 
 
 @pytest.mark.parametrize("layout", ["original", "speculators"])

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -38,7 +38,7 @@ from selfspec.apps.cli.common import quiet_transformers
 from selfspec.apps.smollm2 import HEADS, fetch_checkpoint
 from selfspec.config import parse
 from selfspec.decoder.checkpoints import load_config, load_tokenizer
-from selfspec.heads.files import read_lines, replace_text
+from selfspec.heads.files import one_run, read_lines, replace_text
 
 STEPS = ("exactness", "long", "bench")
 LLAMA_4_BIT = "llama.cpp 4-bit"
@@ -62,7 +62,6 @@ class Real:
     def __init__(self, options: argparse.Namespace, console: Console):
         self.options, self.console = options, console
         self.output: Path = options.output
-        self.output.mkdir(parents=True, exist_ok=True)
         self.four_bit: Path | None = None
         self.checkpoint: Path = options.model or self._fetched()
         self.tokenizer = load_tokenizer(self.checkpoint)
@@ -230,6 +229,14 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     quiet_transformers()
     console = Console()
+    try:
+        with one_run(options.output):
+            return int(not _passes(options, steps, console))
+    except BlockingIOError as error:
+        parser.error(str(error))
+
+
+def _passes(options: argparse.Namespace, steps: Sequence[str], console: Console) -> bool:
     real = Real(options, console)
     if options.data is None:
         console.print(
@@ -237,7 +244,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
     if real.heads is None:
         console.print("rows with heads are left out: the package has none for this checkpoint")
-    return int(not all([getattr(real, step)() for step in steps]))
+    return all([getattr(real, step)() for step in steps])
 
 
 if __name__ == "__main__":

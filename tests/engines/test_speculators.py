@@ -21,6 +21,9 @@ pytestmark = [
     ),
 ]
 
+# Both sides compute in float64 (norms and rotary embeddings are in float32 all the same), so that
+# only the computation can differ: in float32 the order of sums alone moves a logit by 1e-5.
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 STEPS = 3
 FLAGS = {
     "plain": {},
@@ -54,7 +57,7 @@ def test_logits_are_those_of_speculators(tmp_path, flags, kind):
         Eagle3SpeculatorConfig,
     )
 
-    decoder = Decoder(load_causal_lm(DEMO_MODEL, dtype=torch.float32))
+    decoder = Decoder(load_causal_lm(DEMO_MODEL, dtype=torch.float64))
     layer = {**Eagle3Head.build(decoder).options["layer"], "model_type": kind}
     head = Eagle3Head.build(decoder, layer=layer, feature_layers=[4, 8, 16], **flags)
     disturb(head)
@@ -63,7 +66,7 @@ def test_logits_are_those_of_speculators(tmp_path, flags, kind):
     folder = tmp_path / "out/speculators"
     config = Eagle3SpeculatorConfig.from_pretrained(folder)
     config.transformer_layer_config._attn_implementation = "eager"
-    model = Eagle3DraftModel.from_pretrained(folder, config=config).eval()
+    model = Eagle3DraftModel.from_pretrained(folder, config=config).double().eval()
     model.embed_tokens.weight.copy_(decoder.causal_lm.get_input_embeddings().weight)
 
     known = known_text(decoder, head)
@@ -74,7 +77,7 @@ def test_logits_are_those_of_speculators(tmp_path, flags, kind):
     model(streams, tokens, torch.zeros_like(tokens), ttt_steps=STEPS)
     for step, state in enumerate(draft_states(decoder, head, known, STEPS)):
         logits = head.logits(decoder, state)[:, step + 1 :]
-        torch.testing.assert_close(found[step][:, : logits.shape[1]], logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found[step][:, : logits.shape[1]], logits, **CLOSE)
 
 
 @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
@@ -85,7 +88,7 @@ def test_a_p_eagle_heads_logits_are_those_of_speculators(monkeypatch, tmp_path, 
     from speculators.models.peagle import core
     from speculators.models.peagle.config import PEagleSpeculatorConfig
 
-    decoder = Decoder(load_causal_lm(DEMO_MODEL, dtype=torch.float32))
+    decoder = Decoder(load_causal_lm(DEMO_MODEL, dtype=torch.float64))
     layer = {**Eagle3Head.build(decoder).options["layer"], "model_type": kind}
     parallel = {"parallel": True, "mask_token": 9, "num_hidden_layers": 2}
     head = Eagle3Head.build(decoder, layer=layer, feature_layers=[4, 8, 16], **parallel, **flags)
@@ -95,7 +98,7 @@ def test_a_p_eagle_heads_logits_are_those_of_speculators(monkeypatch, tmp_path, 
     folder = tmp_path / "out/speculators"
     config = PEagleSpeculatorConfig.from_pretrained(folder)
     config.transformer_layer_config._attn_implementation = "eager"
-    model = core.PEagleDraftModel.from_pretrained(folder, config=config).eval()
+    model = core.PEagleDraftModel.from_pretrained(folder, config=config).double().eval()
     model.embed_tokens.weight.copy_(decoder.causal_lm.get_input_embeddings().weight)
 
     known = known_text(decoder, head)
@@ -117,7 +120,7 @@ def test_a_p_eagle_heads_logits_are_those_of_speculators(monkeypatch, tmp_path, 
     )
     for step, state in enumerate(draft_states(decoder, head, known, STEPS)):
         logits = head.logits(decoder, state)[0, step + 1 :]
-        torch.testing.assert_close(found[0][depths == step], logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found[0][depths == step], logits, **CLOSE)
 
 
 SPARK = {"confidence": True, "confidence_with_markov": True, "markov": 8}
@@ -137,7 +140,7 @@ DFLASH = {
 @torch.no_grad()
 def test_a_dflash_heads_logits_are_those_of_speculators(tmp_path, name):
     algorithm, options = DFLASH[name]
-    decoder = Decoder(load_causal_lm(DEMO_MODEL, dtype=torch.float32))
+    decoder = Decoder(load_causal_lm(DEMO_MODEL, dtype=torch.float64))
     shape = {"num_hidden_layers": 2, "block_size": 6, "mask_token": 9, "window_from_anchor": True}
     head = DFlashHead.build(decoder, feature_layers=[4, 8, 16], **shape, **options)
     disturb(head)
@@ -174,10 +177,10 @@ def test_a_dflash_heads_logits_are_those_of_speculators(tmp_path, name):
         place = slice(anchor + step, anchor + step + 1)
         own = head.draft_logits(decoder, state[:, place], step, tokens[:, place])
         row = slice(step + first, step + first + 1)
-        torch.testing.assert_close(own, logits[:, row], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(own, logits[:, row], **CLOSE)
         if algorithm == "dspark":
             mine = head.acceptance_odds(state[:, place], tokens[:, place])
-            torch.testing.assert_close(mine, odds[:, row], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(mine, odds[:, row], **CLOSE)
 
 
 def load_speculator(folder, algorithm):
@@ -189,4 +192,4 @@ def load_speculator(folder, algorithm):
     name = {"dflash": "DFlash", "dspark": "DSpark", "dflash2": "DFlash2"}[algorithm]
     read = getattr(config, f"{name}SpeculatorConfig").from_pretrained(folder)
     read.transformer_layer_config._attn_implementation = "eager"
-    return getattr(core, f"{name}DraftModel").from_pretrained(folder, config=read).eval()
+    return getattr(core, f"{name}DraftModel").from_pretrained(folder, config=read).double().eval()

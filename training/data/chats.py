@@ -60,35 +60,51 @@ class Chat(NamedTuple):
 
 # Formats
 
-# Fields that hold the messages, and pairs of fields that hold a question and its answer.
+# Fields that hold the messages; fields that hold an answer, each with those of its question.
 _LISTS = ("messages", "conversations", "conversation")
-_PAIRS = {"completion": ("prompt",), "output": ("instruction", "input")}
+_PAIRS = {
+    "completion": ("prompt",),
+    "output": ("instruction",),
+    "response": ("instruction", "prompt", "query", "question"),
+    "answer": ("question",),
+}
+_BESIDE_THE_QUESTION = ("input", "context")
 _ROLES = {
+    "system": "system",
+    "user": "user",
     "human": "user",
+    "assistant": "assistant",
     "gpt": "assistant",
     "chatgpt": "assistant",
     "bot": "assistant",
+    "ai": "assistant",
     "model": "assistant",
+    "tool": "tool",
     "observation": "tool",
     "function_response": "tool",
 }
-_SHAREGPT = {"user", "assistant", "system", "tool", "function_call"}
+_CALL = "function_call"  # as the role of a turn, in ShareGPT's format
+# Turns without a role: every field is a message.
+_EXCHANGE = {**_ROLES, "input": "user", "output": "assistant"}
 _OPTIONS: dict[str, type] = {"tools": list, "documents": list, "chat_template_kwargs": dict}
 
 
 def is_chat_record(fields: Mapping[str, Any]) -> bool:
     """Whether a record's fields are those of a chat, and not those of a text."""
-    if any(name in fields for name in _LISTS):
+    if any(fields.get(name) is not None for name in _LISTS):
         return True
-    return "text" not in fields and _pair(fields) is not None
+    if fields.get("text") is not None:
+        return False
+    return _pair(fields) is not None or any(name in fields for name in _LISTS)
 
 
 def read_chat(fields: Mapping[str, Any]) -> Chat:
     """The chat in a record.
 
     It may be `messages` of OpenAI; `conversations` of ShareGPT, with `from` and `value`, or with
-    `role` and `content`; `prompt` and `completion`, strings or messages; or `instruction`, `input`
-    and `output` of Alpaca.
+    `role` and `content`; turns that hold a question and its answer; or a question and its answer in
+    fields of the record, as `prompt` and `completion`, strings or messages, or `instruction`,
+    `input`, `history` and `output` of Alpaca.
 
     Raises:
         BadRecord: it is none of these, or a message has no text.
@@ -96,13 +112,9 @@ def read_chat(fields: Mapping[str, Any]) -> Chat:
     name = next((name for name in _LISTS if fields.get(name) is not None), None)
     pair = _pair(fields)
     if name is not None:
-        turns = _from_json(fields[name])
+        turns = _rows(_from_json(fields[name]))
     elif pair is not None:
-        *asked, answer = pair
-        question = fields[asked[0]]
-        if not isinstance(question, list):
-            question = "\n\n".join(str(fields[key]) for key in asked if fields.get(key))
-        turns = _turns(question, "user") + _turns(fields[answer], "assistant")
+        turns = _asked_and_answered(fields, *pair)
     else:
         turns = None
     if not isinstance(turns, list) or not turns:
@@ -110,23 +122,61 @@ def read_chat(fields: Mapping[str, Any]) -> Chat:
             f"a chat record has a list `messages`, got fields {sorted(fields)}; `conversations`, "
             "`prompt` with `completion`, and `instruction` with `output` are read, too"
         )
-    messages = [_message(turn) for turn in turns]
-    system = fields.get("system")
+    messages = [_message(part) for turn in turns for part in _exchange(turn)]
+    system = fields.get("system") or fields.get("system_prompt")
     if isinstance(system, str) and system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     return Chat(messages, _options(fields))
 
 
-def _pair(fields: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """The names of the fields with a question and, last, its answer."""
-    for answer, asked in _PAIRS.items():
-        if fields.get(answer) is not None and fields.get(asked[0]) is not None:
-            return *asked, answer
-    return None
+def _pair(fields: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The names of the fields with a question and its answer."""
+    pairs = ((question, answer) for answer, asked in _PAIRS.items() for question in asked)
+    present = {name for name, value in fields.items() if value is not None}
+    return next((pair for pair in pairs if present.issuperset(pair)), None)
+
+
+def _asked_and_answered(fields: Mapping[str, Any], question: str, answer: str) -> list[Any]:
+    asked = fields[question]
+    if not isinstance(asked, list):
+        parts = [asked, *(fields.get(name) for name in _BESIDE_THE_QUESTION)]
+        asked = "\n\n".join(str(part) for part in parts if part)
+    return _history(fields) + _turns(asked, "user") + _turns(fields[answer], "assistant")
+
+
+def _history(fields: Mapping[str, Any]) -> list[Any]:
+    """The turns before the last question, pairs of strings in Alpaca's format."""
+    history = _from_json(fields.get("history")) or []
+    if not isinstance(history, list) or any(
+        not isinstance(pair, list) or len(pair) != 2 for pair in history
+    ):
+        raise BadRecord(f"`history` is a list of questions with answers, got {history!r:.60}")
+    return [turn for q, a in history for turn in _turns(q, "user") + _turns(a, "assistant")]
 
 
 def _turns(said: Any, role: str) -> list[Any]:
     return said if isinstance(said, list) else [{"role": role, "content": said}]
+
+
+def _rows(turns: Any) -> Any:
+    """Turns as a list; `datasets` may have a list for each of their fields instead."""
+    if isinstance(turns, dict) and turns.keys() & {"role", "from"}:
+        columns = list(turns.values())
+        if all(isinstance(column, list) and len(column) == len(columns[0]) for column in columns):
+            return [dict(zip(turns, row, strict=True)) for row in zip(*columns, strict=True)]
+    return turns
+
+
+def _exchange(turn: Any) -> list[Any]:
+    """The messages of a turn, of which one without a role may hold several."""
+    if not isinstance(turn, dict) or turn.keys() & {"role", "from"}:
+        return [turn]
+    said = {name: text for name, text in turn.items() if text is not None}
+    if not said or not said.keys() <= _EXCHANGE.keys():
+        return [turn]
+    order = list(dict.fromkeys(_EXCHANGE.values()))
+    parts = [{"role": _EXCHANGE[name], "content": text} for name, text in said.items()]
+    return sorted(parts, key=lambda part: order.index(part["role"]))
 
 
 def _from_json(value: Any) -> Any:
@@ -153,27 +203,20 @@ def _message(turn: Any) -> Message:
     if not isinstance(turn, dict):
         raise BadRecord(f"a chat message has a `role` and a `content`, got {turn!r:.60}")
     rest = {name: value for name, value in turn.items() if value is not None}
-    if "from" in rest:
-        rest = _from_sharegpt(rest)
-    role, content = rest.pop("role", None), rest.pop("content", None)
+    said = rest.pop("role", None), rest.pop("from", None)
+    role = next((_ROLES.get(str(one).lower(), one) for one in said if one is not None), None)
+    content = rest.pop("content", None)
+    content = rest.pop("value", None) if content is None else content
     if not isinstance(role, str):
         raise BadRecord(f"a chat message has a `role` and a `content`, got {turn!r:.60}")
+    if role == _CALL:
+        return {**rest, "role": "assistant", "content": "", "tool_calls": [_call(content)]}
+    if said[0] is None and role not in _ROLES.values():
+        raise BadRecord(f"a turn of a chat is `from` {role!r}, no known speaker")
     if content is None and not rest.get("tool_calls"):
         raise BadRecord(f"a chat message of the {role} has no `content`")
     text = "" if content is None else _content(content)  # templates join it to other strings
-    return {**rest, "role": _ROLES.get(role, role), "content": text}
-
-
-def _from_sharegpt(turn: Message) -> Message:
-    """A turn with `from` and `value` as a message."""
-    speaker, value = str(turn["from"]), turn.get("value")
-    rest = {name: turn[name] for name in turn.keys() - {"from", "value"}}
-    role = _ROLES.get(speaker, speaker)
-    if role not in _SHAREGPT:
-        raise BadRecord(f"a turn of a chat is `from` {speaker!r}, no known speaker")
-    if role == "function_call":
-        return {**rest, "role": "assistant", "tool_calls": [_call(value)]}
-    return {**rest, "role": role, "content": value}
+    return {**rest, "role": role, "content": text}
 
 
 def _call(content: Any) -> dict[str, Any]:
@@ -243,7 +286,16 @@ def _trained_turns(messages: Sequence[Message]) -> list[int]:
 
 
 def _counts(message: Message) -> bool:
-    return all(message.get(name, True) not in (0, "0", "false") for name in ("weight", "train"))
+    return all(_is_on(name, message[name]) for name in ("weight", "train") if name in message)
+
+
+def _is_on(name: str, value: Any) -> bool:
+    said = value.lower() if isinstance(value, str) else value
+    if said in (0, "0", "false"):
+        return False
+    if said in (1, "1", "true"):
+        return True
+    raise BadRecord(f"`{name}` of a turn is 0 or 1, false or true, got {value!r:.60}")
 
 
 class _Reply(NamedTuple):

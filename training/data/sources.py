@@ -26,6 +26,8 @@ from .chats import BadRecord, Document, chat_documents, is_chat_record, read_cha
 
 ItemT = TypeVar("ItemT")
 
+_DEFAULT_TEMPLATE = "{text}"
+
 
 class SourceConfig(StrictConfig):
     """One source of documents.
@@ -39,7 +41,7 @@ class SourceConfig(StrictConfig):
         split: split of the data set.
         format: `text` takes a file as one document, `jsonl` a record, `chat` the chat in a record,
             with loss on the assistant's replies only; `auto` goes by each file's content and each
-            record's fields.
+            record's fields, unless there is a template.
         template: a record's text, its fields in braces.
         where: per field, the lowest and the highest allowed value.
         clean: `prose` makes quotes straight and puts every paragraph on one line.
@@ -54,7 +56,7 @@ class SourceConfig(StrictConfig):
     subset: str | None = None
     split: str = "train"
     format: Literal["auto", "text", "jsonl", "chat"] = "auto"
-    template: str = "{text}"
+    template: str = _DEFAULT_TEMPLATE
     where: dict[str, tuple[float, float]] = Field(default_factory=dict)
     clean: Literal["none", "prose"] = "none"
     max_bad_share: float = Field(default=0.01, ge=0, le=1)
@@ -138,7 +140,9 @@ def is_chat(source: SourceConfig) -> bool:
 
 
 def _holds_chat(source: SourceConfig, fields: Mapping[str, Any]) -> bool:
-    return source.format == "chat" or (source.format == "auto" and is_chat_record(fields))
+    if source.format != "auto":
+        return source.format == "chat"
+    return source.template == _DEFAULT_TEMPLATE and is_chat_record(fields)
 
 
 # Records that cannot be used

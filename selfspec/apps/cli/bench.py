@@ -74,12 +74,13 @@ def bench(
     from selfspec.apps.bench import BenchConfig
     from selfspec.apps.bench.results import NOTES
     from selfspec.config import load_config
+    from selfspec.heads.files import one_run
 
     chosen = [] if shape is None else [f"shape={shape}"]
     chosen += [] if acceptance is None else [f"acceptance=[{acceptance}]"]
     wanted = load_config(BenchConfig, config, [*(fields or ()), *chosen])
     output = output or _folder(wanted.shape)
-    with reporting(as_json) as console:
+    with reporting(as_json) as console, one_run(output):
         report = run_bench(wanted, output)
         pictures, none = _pictures(report, output)
         page = report.write_page(output, pictures)

@@ -22,7 +22,7 @@ def _group() -> None:
 @import_.command("heads", epilog=examples("import heads"))
 def import_heads(
     folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="config.json and a .bin or .pt file.")
+        Path, typer.Argument(metavar="FOLDER", help="config.json and a .bin, .pt or .pth file.")
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create.")],
     as_json: AsJson = False,

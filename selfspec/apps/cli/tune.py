@@ -76,6 +76,7 @@ def tune(
     """Find the fastest draft on this device, and write the profile that generate uses."""
     from selfspec.apps.bench.tune import TuneConfig
     from selfspec.config import load_config
+    from selfspec.heads.files import one_run
 
     wanted = load_config(TuneConfig, config, fields or ())
     texts = read_texts(text)
@@ -83,12 +84,14 @@ def tune(
         target = Source(model, heads, dtype, device, kernels=kernels).load()
         output = output or _output(target, model, heads)
         make_folder_of(output)
-        work = output.with_suffix(".work.jsonl")
-        if fresh:
-            work.unlink(missing_ok=True)
-        profile = _tuned(target, texts, wanted, work)
-        profile.save(output)
-        _show(console, profile, output)
+        folder = output.with_suffix(".work")
+        with one_run(folder):
+            work = folder / "runs.jsonl"
+            if fresh:
+                work.unlink(missing_ok=True)
+            profile = _tuned(target, texts, wanted, work)
+            profile.save(output)
+            _show(console, profile, output)
     if as_json:
         print_json({**target.to_dict(), "output": str(output), **profile.model_dump(mode="json")})
 

@@ -50,7 +50,7 @@ _KNOWN = {
 }
 _IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq|t2d|verifier_.*")
 _RENAMED = (
-    (re.compile(r"^(module\.)?(model\.)?"), ""),
+    (re.compile(r"^(model\.)*"), ""),
     (re.compile(r"^encoder\.fc\."), "fc."),
     (re.compile(r"^encoder\.output_norm_enc\."), "hidden_norm."),
     (re.compile(r"^(layers\.|midlayer\.)"), "layer."),

@@ -27,7 +27,7 @@ from selfspec.heads.llama_layer import ATTENTION_MAPS, MLP_MAPS, layer_config
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq|t2d|verifier_.*")
-_PREFIX = re.compile(r"^(module\.)?(model\.)?")
+_PREFIX = re.compile(r"^(model\.)*")
 _READOUT = re.compile(r"^(eagle_)?lm_head\.")
 _LAYER = re.compile(r"^(midlayer|layers\.0)\.")
 _FURTHER = re.compile(r"^layers\.(\d+)\.")

@@ -6,7 +6,7 @@ import pickle
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,20 @@ def read_folder(folder: Path) -> PublishedHead:
     checkpoint = CheckpointFiles(folder)
     if not checkpoint.files:
         _refuse_no_files(folder, checkpoint.unreadable)
+    wrapper = _wrapper(checkpoint.files)
+    if wrapper:
+        return replace(read_checkpoint(checkpoint, folder, config, wrapper), inside="")
     return read_checkpoint(checkpoint, folder, config, prefix_inside(checkpoint.files))
+
+
+# What trainers and `torch.compile` put before the names of a whole model.
+_WRAPPERS = re.compile(r"((_orig_mod|module|base_model|draft_model)\.)*")
+
+
+def _wrapper(names: Mapping[str, Any]) -> str:
+    """The prefix of all names that says nothing of the head; empty if there is none."""
+    found = {match[0] for name in names if (match := _WRAPPERS.match(name))}
+    return found.pop() if len(found) == 1 else ""
 
 
 def read_checkpoint(
@@ -79,7 +92,7 @@ def read_checkpoint(
 
 _MEDUSA = re.compile(r"(?P<prefix>(.*\.)?medusa_heads?\.)\d+\.")
 _EAGLE = re.compile(r"(?P<prefix>.*\.)fc\.weight")
-_OWN_FILE = re.compile(r"(module\.)?(model\.)?")  # prefixes of heads with files of their own
+_OWN_FILE = re.compile(r"(model\.)*")  # prefixes of heads with files of their own
 _EAGLE_LAYERS = ("layers.0.self_attn.q_proj.weight", "midlayer.self_attn.q_proj.weight")
 
 
@@ -128,7 +141,7 @@ def convert(folder: Path, out: Path) -> Path:
     pickles = _pickles(folder)
     if not (folder / PUBLISHED_CONFIG).is_file() or not pickles:
         raise FileNotFoundError(
-            f"{folder} must hold {PUBLISHED_CONFIG} and weights in a .bin or .pt file; it holds "
+            f"{folder} must hold {PUBLISHED_CONFIG} and a .bin, .pt or .pth file; it holds "
             f"{sorted(path.name for path in folder.iterdir()) if folder.is_dir() else 'nothing'}"
         )
     tensors: dict[str, Tensor] = {}
@@ -153,7 +166,7 @@ def convert(folder: Path, out: Path) -> Path:
 
 def _pickles(folder: Path) -> list[Path]:
     """Files that may hold pickled weights."""
-    return sorted(path for pattern in ("*.bin", "*.pt") for path in folder.glob(pattern))
+    return sorted(path for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
 
 
 def fill(head: ExitHead, published: PublishedHead, names: Mapping[str, str]) -> None:

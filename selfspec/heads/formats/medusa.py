@@ -13,7 +13,7 @@ from selfspec.decoder import Decoder
 from selfspec.heads.formats.files import PublishedHead, fill, token_order
 from selfspec.heads.medusa import MedusaHead
 
-_PREFIX = re.compile(r"^medusa_heads?\.")
+_PREFIX = re.compile(r"^(model\.)*(medusa_heads?\.)?")
 _BLOCK = re.compile(
     r"^(?P<vllm>blocks\.)?(?P<head>\d+)\.(?:(?:medusa_)?layers\.)?(?P<layer>\d+)"
     r"(?P<linear>\.linear)?\.(?P<part>weight|bias)$"
@@ -100,7 +100,7 @@ def _warn_of_other_counts(published: PublishedHead, heads: int, layers: int) -> 
     if not published.inside and not counts.keys() & config.keys():
         counts = {"num_heads": heads, "num_hidden_layers": layers}  # vLLM's names
     for key, count in counts.items():
-        if config.get(key, count) != count:
+        if config.get(key) not in (None, count):
             warnings.warn(
                 f"config.json in {published.folder} says {key} = {config[key]!r}, its tensors say "
                 f"{count}, which is used",
