@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import pytest
 import test_distribution as distribution
 import torch
-from conftest import VOCAB, greedy, prompt, tiny_llama
+from conftest import greedy, prompt, tiny_llama
 from test_distribution import draws, exact, p_values, target  # noqa: F401 - a fixture
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -55,26 +56,28 @@ def shared(tokens: SharedTokens) -> dict[int, int]:
     return {at: int(value) for at, value in enumerate(logits.tolist()) if value > -torch.inf}
 
 
+def near_model(model, one: Tokenizer, other: Tokenizer, layers: int):
+    """The first layers of a model with another tokenizer, and rows of the tokens both share."""
+    size, words = other.get_vocab_size(), model.config.vocab_size
+    pairs = shared(SharedTokens(one, other, words, size, model.device))
+    config = copy.deepcopy(model.config)
+    config.vocab_size, config.num_hidden_layers = size, layers
+    config.layer_types = None
+    near = type(model)(config).to(model.dtype).eval()
+    weights = {name: part for name, part in model.state_dict().items() if part.shape[0] != words}
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        rows, places = model.state_dict()[name][[*pairs]], torch.tensor([*pairs.values()])
+        weights[name] = near.state_dict()[name].index_copy(0, places, rows)
+    near.load_state_dict(weights, strict=False)
+    return near
+
+
 @pytest.fixture
 def folders(tmp_path, tokenizer):
-    """A target, and a model that has its rows of the tokens that both share."""
+    """A target, and its first layers with another tokenizer."""
     backend = sentencepiece()
     model = tiny_llama("sometimes", tie_word_embeddings=False)
-    near = tiny_llama(
-        vocab_size=backend.get_vocab_size(), num_hidden_layers=2, tie_word_embeddings=False
-    )
-    pairs = shared(
-        SharedTokens(
-            tokenizer.backend_tokenizer, backend, VOCAB, near.config.vocab_size, near.device
-        )
-    )
-    own, weights = model.state_dict(), near.state_dict()
-    for name in weights:
-        if "embed" in name or "lm_head" in name:
-            own[name] = weights[name].index_copy(
-                0, torch.tensor([*pairs.values()]), own[name][[*pairs]]
-            )
-    near.load_state_dict(own, strict=False)
+    near = near_model(model, tokenizer.backend_tokenizer, backend, 2)
     model.save_pretrained(tmp_path / "target")
     near.save_pretrained(tmp_path / "near")
     tokenizer.save_pretrained(tmp_path / "target")
@@ -145,20 +148,17 @@ def test_batches_and_seeds(folders):
 
 @pytest.mark.parametrize("rule", ["block", "token", "coupled"])
 def test_sampled_text_follows_the_target(target, tmp_path, rule):  # noqa: F811
-    words = distribution.VOCAB
-    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": words + 1}
-    near = tiny_llama(dtype=torch.float32, spread=0.4, seed=20, **shape, **heads)
-    alphabets = {"target": "abcdefghijkl", "near": "xlkjihgfeyzab"}
-    for (name, text), model in zip(alphabets.items(), (target, near), strict=True):
+    tokenizers = letters("abcdefghijkl"), letters("xlkjihgfeyzab")
+    both = target, near_model(target, *tokenizers, 1)
+    for name, tokenizer, model in zip(("target", "near"), tokenizers, both, strict=True):
         model.save_pretrained(tmp_path / name)
-        letters(text).save(str(tmp_path / name / "tokenizer.json"))
+        tokenizer.save(str(tmp_path / name / "tokenizer.json"))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
     draft = DraftConfig.of(
         DRAFT | {"draft_model": str(tmp_path / "near"), "num_draft_tokens": 2, "rule": rule}
     )
     counts, acceptance = draws(loaded, distribution.WARPED, draft, total=8_000)
-    assert 0.05 < acceptance < 0.95
+    assert 0.2 < acceptance < 0.95
     assert min(p_values(counts, exact(target, distribution.WARPED))) > 1e-3
 
 
