@@ -48,6 +48,7 @@ def measure_store(console: Console, drafts: int, texts: int) -> bool:
     for text in written:
         store.add(text)
     adding = (time.process_time() - began) / sum(map(len, written))
+    evicted = texts - store.max_tokens // len(written[0])  # all are as long
     contexts = [source.choice(written)[: source.randrange(2, 90)] for _ in range(drafts)]
     found, began = 0, time.process_time()
     for context in contexts:
@@ -55,7 +56,8 @@ def measure_store(console: Console, drafts: int, texts: int) -> bool:
         found += len(store.continuation(match, 40)) if match is not None else 0
     looking = (time.process_time() - began) / drafts
     console.print(
-        f"{texts} texts through {store.max_tokens} tokens: {adding * 1e6:.1f} µs a token added; "
+        f"{texts} texts through {store.max_tokens} tokens, {evicted} of them evicted: "
+        f"{adding * 1e6:.1f} µs a token added; "
         f"{drafts} lookups: {looking * 1e6:.1f} µs each, {found / drafts:.1f} tokens drafted; "
         f"memory {store.nbytes / 1e6:.1f} MB, at first {bound / 1e6:.1f} MB"
     )
@@ -157,7 +159,7 @@ def main() -> int:
     parser.add_argument("--edits", type=int, default=10)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--drafts", type=int, default=100_000)
-    parser.add_argument("--texts", type=int, default=10_000)
+    parser.add_argument("--texts", type=int, default=11_000)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     console = Console(soft_wrap=True)

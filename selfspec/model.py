@@ -61,8 +61,8 @@ class SelfSpecModel:
     Args:
         model: a decoder-only causal LM of transformers, PEFT-wrapped or not.
         heads: exit heads, the folder they were saved in, or their id on the hub; `None` for none.
-        draft_model: a smaller model of the same tokenizer for the drafter `two_model`, or the
-            folder or id to load it from.
+        draft_model: a smaller model for the drafter `two_model`, or the folder or id to load it
+            from. Its tokenizer may be another one; both are then read from the models' folders.
         profile: a profile made by `selfspec tune`, or its file; its draft is the default of
             `generate`. A profile for another device, dtype, target or kernels is ignored with a
             warning.
@@ -89,7 +89,7 @@ class SelfSpecModel:
     Raises:
         OSError: there is no checkpoint at `draft_model`, or no file at `profile` or `store`.
         ValueError: the model is not supported, the heads belong to another target, the draft model
-            has another tokenizer, or the profile or the store is damaged.
+            shares no token with the target, or the profile or the store is damaged.
     """
 
     def __init__(
@@ -176,8 +176,8 @@ class SelfSpecModel:
                 those saved beside the checkpoint, else those that it holds: its multi-token
                 prediction layer, or a Medusa or EAGLE head. One that cannot be used is left out
                 with a warning.
-            draft_model: a smaller model of the same tokenizer, or the folder or id to load it
-                from, with dtype and device of the target.
+            draft_model: a smaller model, or the folder or id to load it from, with dtype and device
+                of the target.
             profile: a profile made by `selfspec tune`, or its file; `None` takes the one beside the
                 heads or the checkpoint, or in the user's cache, if there is one.
             kernels: how layers are computed.
@@ -394,6 +394,8 @@ class SelfSpecModel:
             prefix_allowed_tokens_fn: gives the tokens that may follow a text.
             synced_gpus: refused if true.
             assistant_model: as in transformers, a smaller model that drafts (drafter `two_model`).
+                If it has another tokenizer, and either is not in the folder of its model, pass
+                `tokenizer=` and `assistant_tokenizer=`.
             streamer: gets all tokens of a round as soon as they are committed.
             negative_prompt_ids: the negative prompt of classifier-free guidance.
             negative_prompt_attention_mask: its mask.
@@ -417,7 +419,7 @@ class SelfSpecModel:
         others = {"synced_gpus": synced_gpus, "custom_generate": custom_generate}
         refuse_other_loops(config, {**kwargs, **others})
         refuse_media(self.causal_lm, kwargs)
-        engine, drafting = self._drafting(draft, assistant_model, bool(config.do_sample))
+        engine, drafting = self._drafting(draft, assistant_model, kwargs, bool(config.do_sample))
         drafter, tokenizer = make_drafter(engine, drafting), kwargs.get("tokenizer")
         criteria = with_stop_strings(stopping_criteria, config.stop_strings, tokenizer)
         infer = partial(inferred_mask, self.causal_lm, config)
@@ -539,7 +541,7 @@ class SelfSpecModel:
         refuse_other_loops(config, kwargs)
         refuse_in_batches(config, kwargs, batch_size)
         kwargs.pop("custom_generate", None)
-        engine, drafting = self._drafting(draft, assistant_model, bool(config.do_sample))
+        engine, drafting = self._drafting(draft, assistant_model, kwargs, bool(config.do_sample))
         tokenizer = kwargs.get("tokenizer")
         criteria = with_stop_strings(stopping_criteria, config.stop_strings, tokenizer)
         generation_config = without_tokenizer(generation_config, self.generation_config, kwargs)
@@ -594,11 +596,15 @@ class SelfSpecModel:
         self,
         draft: DraftConfig | Mapping[str, Any] | str | None,
         assistant: nn.Module | None,
+        options: dict[str, Any],
         sampled: bool,
     ) -> tuple[Engine, DraftConfig]:
-        """The engine and the draft config of a call."""
+        """The engine and the draft config of a call; `assistant_tokenizer` leaves the options."""
+        own = options.pop("assistant_tokenizer", None)
         if assistant is not None:
-            return self.engine.beside(assistant), _assisted(DraftConfig.of(draft))
+            # A tokenizer alone is there for other options, and the folders tell the rest.
+            tokenizers = (options.get("tokenizer") if own is not None else None), own
+            return self.engine.beside(assistant, tokenizers), _assisted(DraftConfig.of(draft))
         return self.engine, self.draft_for(sampled) if draft is None else DraftConfig.of(draft)
 
 

@@ -83,7 +83,7 @@ def test_a_heads_own_layer_is_compiled(programs, monkeypatch):
 def test_the_draft_model_is_compiled_too(programs):
     other = tiny_llama("always", dtype=torch.float32, seed=3)
     spec = SelfSpecModel(tiny_llama(dtype=torch.float32), draft_model=other, kernels="compiled")
-    small = spec.engine.draft_models.chosen(DraftConfig())
+    small = spec.engine.draft_models.chosen(DraftConfig()).decoder
     assert small.gates.compiled is not None
 
 

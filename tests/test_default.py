@@ -87,6 +87,18 @@ def test_an_exit_drafts_if_it_agrees_at_the_end_of_the_prompt(chains, sampled, r
         assert any(chains) == drafts or (sampled and not drafts)
 
 
+@pytest.mark.parametrize("how", [{"precision": "int8"}, {"window": 3}], ids=str)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_auto_drafts_with_the_whole_model_if_asked(chains, how, rows):
+    """Its states at the prompt are exact, so they tell nothing of approximate drafts."""
+    model = tiny_llama("seldom", num_hidden_layers=2)
+    draft = {"drafter": "auto", "exit_layer": 2, **how}
+    options = {"attention_mask": MASK[:rows], "max_new_tokens": 30, "do_sample": False}
+    out = SelfSpecModel(model).generate(IDS[:rows], draft=draft, **options)
+    assert torch.equal(out, greedy(model, IDS[:rows], MASK[:rows], max_new_tokens=30))
+    assert any(chains)
+
+
 @pytest.mark.parametrize("chunk", [None, 7])
 def test_the_prompt_is_judged_the_same_in_one_block_and_in_several(chunk, monkeypatch):
     """In several blocks only the last tokens of the last one count."""

@@ -170,7 +170,7 @@ def test_a_draft_model_is_recorded_too():
     target = tiny_llama(dtype=torch.float32)
     spec = SelfSpecModel(target, draft_model=other, kernels="graphs")
     writes_the_same(spec, 6, drafts=("two_model",), vocab=64)
-    small = spec.engine.draft_models.chosen(DraftConfig(drafter="two_model"))
+    small = spec.engine.draft_models.chosen(DraftConfig(drafter="two_model")).decoder
     assert small.gates.graphs is not None and small.gates.graphs.problem is None
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from selfspec import DraftConfig, SelfSpecModel
 from selfspec.apps.bench.prompts import cut_prompts, in_batches, padded, split_prompts
-from selfspec.apps.bench.tune import Race, TuneConfig, fastest, tune
+from selfspec.apps.bench.tune import Race, TuneConfig, fastest, tune, whole_models
 from selfspec.apps.display import speedup_map, speedup_table, validation_table
 from selfspec.schedule.profile import Measured, Profile
 
@@ -28,6 +28,8 @@ SMALL = {
     "best": 2,
     "nodes": [4],
     "repeats": 2,
+    "precisions": [],
+    "windows": [],
 }
 EXITS = ["shared 1", "lens 2", "shared 2"]
 CHAINS = [f"{name} × {k}" for name in EXITS for k in (1, 3)]
@@ -106,6 +108,31 @@ def test_a_profile_holds_every_run_and_the_fastest_draft(spec, tokenizer, change
     assert list(profile.left_out) == ["two_model"] and "draft_model" in str(profile.left_out)
     for part in ("exits and lengths", "comparison"):
         assert {done == of for name, done, of in seen if name == part} == {False, True}
+
+
+def test_the_whole_model_is_tried_with_fewer_bits_and_keys(spec, tokenizer, counted):
+    tried = small(precisions=["int4", "int8"], windows=[4, 100], lengths=[2])
+    profile = tune(spec, tokenizer, TEXTS, tried)
+    whole = {ran.name: ran.draft for ran in profile.screening if ran.name.startswith("whole")}
+    kinds = [
+        f"whole {what}{keys}" for what in ("model", "int4", "int8") for keys in ("", ", 4 keys")
+    ]
+    assert [*whole] == [f"{kind} × 2" for kind in kinds[1:]]  # 100 keys are more than there are
+    assert {draft.exit_layer for draft in whole.values()} == {spec.engine.decoder.depth}
+    # The longest name is the fastest here; others that draft with a model do it in the same way.
+    best = whole["whole model, 4 keys × 2"]
+    ran = {found.name: found.draft for found in profile.validation}
+    for name in ("optimal", "tree 4", "auto", "cascade"):
+        assert (ran[name].window, ran[name].exit_layer) == (best.window, best.exit_layer)
+    assert ran["prompt_lookup"].window is None and [*profile.left_out] == ["two_model"]
+
+
+def test_what_cannot_be_copied_is_left_out(spec, monkeypatch):
+    found, left_out = whole_models(spec.engine, small(precisions=["int4"], windows=[4]), 64)
+    assert len(found) == 3 and not left_out
+    monkeypatch.setattr("selfspec.apps.bench.tune.usable_memory", lambda device: 0.0)
+    found, left_out = whole_models(spec.engine, small(precisions=["int4"]), 64)
+    assert not found and "GB more memory" in left_out["whole int4"]
 
 
 def test_nothing_is_run_twice(spec, tokenizer, tmp_path, counted):

@@ -50,8 +50,10 @@ class Auto(ExitDrafter):
         self.timer = stop.timer
         self.lookup, self._shortest = Lookup(config.lookup), config.lookup.shortest
         self.batch = self.rounds.batch(1, sampled=False)
-        self.way, self._drafts = self.batch.plain, not head.is_plain
-        if head.is_plain:
+        # The states of a whole model, which drafts by approximate passes, tell nothing of these.
+        self._tries = head.is_plain and head.exit_layer < engine.decoder.depth
+        self.way, self._drafts = self.batch.plain, not self._tries
+        if self._tries:
             self.keep = (head.exit_layer,)
 
     @classmethod
@@ -72,7 +74,7 @@ class Auto(ExitDrafter):
     def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
         """Index the prompt, and show it to the head."""
         self.lookup.read(state.context)
-        if self.reader.head.is_plain:
+        if self._tries:
             self._try_exit(state, block, [count - offset for count in counts])
         super().prefilled(state, block, offset, counts)
 

@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import copy
+import json
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from tokenizers import Tokenizer
 from torch import nn
 from transformers.utils.hub import cached_file
 
 from selfspec.config import DraftConfig
 from selfspec.decoder import Decoder
 from selfspec.decoder.checkpoints import find_checkpoint, load_causal_lm
+from selfspec.drafters.token_map import TokenMap, shared_tokens
 from selfspec.heads.files import read_object
+
+
+class DraftModel(NamedTuple):
+    """A model that drafts for a target.
+
+    Attributes:
+        decoder: the model.
+        tokens: how it reads and writes the target's tokens.
+    """
+
+    decoder: Decoder
+    tokens: TokenMap
 
 
 class DraftModels:
@@ -25,13 +41,13 @@ class DraftModels:
 
     Raises:
         OSError: there is no such checkpoint.
-        ValueError: it cannot be run, or has another tokenizer.
+        ValueError: it cannot be run, or its tokenizer is needed and not found.
     """
 
     def __init__(self, target: Decoder, given: nn.Module | str | Path | None = None):
         self._target = target
-        self._loaded: dict[str, Decoder] = {}
-        self._given: Decoder | None = None
+        self._loaded: dict[str, DraftModel] = {}
+        self._given: DraftModel | None = None
         if isinstance(given, (str, Path)):
             self._given = self._load(str(given))
         elif given is not None:
@@ -40,24 +56,28 @@ class DraftModels:
     @property
     def given(self) -> nn.Module | None:
         """The model that is used if a config names none."""
-        return None if self._given is None else self._given.causal_lm
+        return None if self._given is None else self._given.decoder.causal_lm
 
-    def beside(self, model: nn.Module) -> DraftModels:
+    def beside(self, model: nn.Module, tokenizers: Sequence[Any] = (None, None)) -> DraftModels:
         """A copy with another given model.
 
+        Args:
+            model: the model.
+            tokenizers: of the target and of the model; `None` for those in their folders.
+
         Raises:
-            ValueError: it cannot be run, or has another tokenizer.
+            ValueError: it cannot be run, or its tokenizer is needed and not found.
         """
         other = copy.copy(self)
-        other._given = self._admit(model)
+        other._given = self._admit(model, tokenizers)
         return other
 
-    def chosen(self, config: DraftConfig) -> Decoder:
+    def chosen(self, config: DraftConfig) -> DraftModel:
         """The model that a config names, else the given one; loaded once, then kept.
 
         Raises:
             OSError: there is no such checkpoint.
-            ValueError: there is none, it cannot be run, or it has another tokenizer.
+            ValueError: there is none, it cannot be run, or its tokenizer is needed and not found.
         """
         if config.draft_model is not None:
             return self._load(config.draft_model)
@@ -68,45 +88,74 @@ class DraftModels:
             )
         return self._given
 
-    def _load(self, path: str) -> Decoder:
+    def _load(self, path: str) -> DraftModel:
         if path not in self._loaded:
             device, dtype = self._target.device, self._target.dtype
             model: Any = load_causal_lm(find_checkpoint(path), dtype=dtype)
             self._loaded[path] = self._admit(model.to(device))
         return self._loaded[path]
 
-    def _admit(self, draft_model: nn.Module) -> Decoder:
-        """A checked decoder of a draft model."""
+    def _admit(
+        self, draft_model: nn.Module, tokenizers: Sequence[Any] = (None, None)
+    ) -> DraftModel:
+        """A checked draft model."""
         try:
             decoder = Decoder(draft_model, self._target.requested_kernels)
         except ValueError as error:
             raise ValueError(f"draft model: {error}") from None
-        check_vocabulary(self._target, decoder)
+        tokens = token_map(self._target, decoder, tokenizers)
         # A model has one set of gates; as its own draft model it shares the target's.
-        return self._target if decoder.causal_lm is self._target.causal_lm else decoder
+        itself = decoder.causal_lm is self._target.causal_lm
+        return DraftModel(self._target if itself else decoder, tokens)
 
 
-def check_vocabulary(target: Decoder, small: Decoder) -> None:
-    """Raise ValueError unless both have one tokenizer.
+def token_map(target: Decoder, small: Decoder, tokenizers: Sequence[Any]) -> TokenMap:
+    """How `small` reads and writes the tokens of `target`.
 
     Models of one tokenizer may have padded its vocabulary to different sizes. Where the tokenizers
     are not both there to be compared, the sizes are.
+
+    Raises:
+        ValueError: the tokenizers are needed and not both there, or share no token.
     """
-    names = [d.causal_lm.name_or_path or type(d.causal_lm).__name__ for d in (target, small)]
-    remedy = "choose a draft model with the target's tokenizer"
-    one, other = (_tokenizer_of(decoder) for decoder in (target, small))
+    models = target, small
+    one, other = map(_tokenizer, models, tokenizers)
     if one is None or other is None:
         if small.vocab_size != target.vocab_size:
+            names = [d.causal_lm.name_or_path or type(d.causal_lm).__name__ for d in models]
             raise ValueError(
                 f"the draft model {names[1]} has a vocabulary of {small.vocab_size} tokens, the "
-                f"target {names[0]} one of {target.vocab_size}; {remedy}, or, if only the padding "
-                "differs, load both from folders with a tokenizer.json"
+                f"target {names[0]} one of {target.vocab_size}, and their tokenizers are not both "
+                "known; load both from folders with a tokenizer.json, pass tokenizer and "
+                "assistant_tokenizer, or choose a draft model with the target's tokenizer"
             )
     elif not _same_words(one, other):
+        one, other = map(_loaded, (one, other))
+        return shared_tokens(one, other, target.vocab_size, small.vocab_size, small.device)
+    return TokenMap(target.vocab_size, small.vocab_size)
+
+
+def _tokenizer(decoder: Decoder, given: Any) -> Tokenizer | Path | None:
+    """The tokenizer that was given for a model, else the file of its own."""
+    if given is None:
+        return _tokenizer_of(decoder)
+    backend = getattr(given, "backend_tokenizer", given)
+    if not isinstance(backend, Tokenizer):
         raise ValueError(
-            f"the tokenizers of the draft model {names[1]} and of the target {names[0]} have "
-            f"different vocabularies; {remedy}"
+            "tokenizer and assistant_tokenizer have to be tokenizers of transformers that the "
+            f"package `tokenizers` runs, got {type(given).__name__}"
         )
+    return backend
+
+
+@cache
+def _loaded(tokenizer: Tokenizer | Path) -> Tokenizer:
+    if isinstance(tokenizer, Tokenizer):
+        return tokenizer
+    try:
+        return Tokenizer.from_file(str(tokenizer))
+    except Exception as error:  # the package raises nothing narrower
+        raise ValueError(f"{tokenizer} cannot be read: {error}") from None
 
 
 def _tokenizer_of(decoder: Decoder) -> Path | None:
@@ -120,13 +169,19 @@ def _tokenizer_of(decoder: Decoder) -> Path | None:
 
 
 @cache
-def _same_words(one: Path, other: Path) -> bool:
-    return one.read_bytes() == other.read_bytes() or _words(one) == _words(other)
+def _same_words(one: Tokenizer | Path, other: Tokenizer | Path) -> bool:
+    if isinstance(one, Path) and isinstance(other, Path) and one.read_bytes() == other.read_bytes():
+        return True
+    return _words(one) == _words(other)
 
 
-def _words(path: Path) -> Any:
+def _words(tokenizer: Tokenizer | Path) -> Any:
     """The vocabulary of a tokenizer: ids of words, or words with their scores."""
-    model = read_object(path).get("model")
+    if isinstance(tokenizer, Tokenizer):
+        return json.loads(tokenizer.to_str())["model"]["vocab"]
+    model = read_object(tokenizer).get("model")
     if not isinstance(model, dict) or "vocab" not in model:
-        raise ValueError(f"{path} has no model.vocab, so it cannot be compared; is it damaged?")
+        raise ValueError(
+            f"{tokenizer} has no model.vocab, so it cannot be compared; is it damaged?"
+        )
     return model["vocab"]

@@ -88,7 +88,7 @@ class Engine:
     Args:
         decoder: the target.
         heads: exit heads fitted to it.
-        draft_model: a smaller model of the same tokenizer, or the folder or id to load it from.
+        draft_model: a smaller model, or the folder or id to load it from.
 
     Attributes:
         store: the texts of other calls that lookups read, or `None`.
@@ -125,14 +125,10 @@ class Engine:
         self.decoder.include(*(part for part in (head, head.lm_head) if part is not None))
         self.heads.append(head)
 
-    def beside(self, draft_model: nn.Module) -> Engine:
-        """The same engine with another draft model, for one call.
-
-        Raises:
-            ValueError: `draft_model` cannot be run, or has another tokenizer.
-        """
+    def beside(self, draft_model: nn.Module, tokenizers: Sequence[Any] = (None, None)) -> Engine:
+        """The same engine with another draft model, for one call; see `DraftModels.beside`."""
         other = copy.copy(self)
-        other.draft_models = self.draft_models.beside(draft_model)
+        other.draft_models = self.draft_models.beside(draft_model, tokenizers)
         return other
 
     @property

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from selfspec.config import DraftConfig
-from selfspec.decoder import Decoder, Pass
+from selfspec.decoder import Pass
 from selfspec.decoder.cache import SlotCache
 from selfspec.drafters.base import Drafter
 from selfspec.drafters.chain import draft_chain
+from selfspec.drafters.draft_models import DraftModel
 from selfspec.drafters.engine import Engine, State, Verified
 from selfspec.sampling.draft import Draft, Verdict
 from selfspec.schedule import Schedule, make_schedule, uncalibrated
@@ -24,31 +24,34 @@ _PIECE = 512  # tokens per pass when the smaller model catches up
 
 
 class TwoModel(Drafter):
-    """Drafts with a smaller model of the same tokenizer (Leviathan et al. 2023).
+    """Drafts with a smaller model (Leviathan et al. 2023).
 
-    Vocabularies may be padded to different sizes. Then tokens that both models have are drafted,
-    and of a text, tokens that the smaller one lacks are shown to it as token 0.
+    Its tokenizer may be another one. Then tokens that both vocabularies have are drafted, and the
+    smaller model reads the text in its own tokens (`SharedTokens`).
 
     The smaller model has a KV cache of its own. A round begins by running it over each row up to
     the pending token: after a full acceptance the last draft has no KV yet, and after rounds
     without drafts more is missing.
 
     Args:
-        decoder: the smaller model; may be the target itself.
+        model: the smaller model; may be the target itself.
         longest: the most tokens drafted in a round.
         schedule: when to stop earlier.
-        vocab_size: tokens of the target.
     """
 
     name = "two_model"
     takes_schedule = True
 
-    def __init__(self, decoder: Decoder, longest: int, schedule: Schedule, vocab_size: int):
+    def __init__(self, model: DraftModel, longest: int, schedule: Schedule):
+        decoder, self.tokens = model
         self.small, self.decoder, self.decoders = Engine(decoder), decoder, (decoder,)
         self.drafting = decoder
         self.longest, self.schedule, self._confidence = longest, schedule, uncalibrated()
-        self._vocab_size, self._lacks_tokens = vocab_size, decoder.vocab_size < vocab_size
-        self.slots: SlotCache  # made when the prompt is prefilled
+        # Made when the prompt is prefilled. Of each row: the target's tokens that were encoded for
+        # the smaller model, and those ids that it has not run over yet.
+        self.slots: SlotCache
+        self._encoded: list[int] = []
+        self._unread: list[list[int]] = []
 
     @classmethod
     def from_config(cls, engine: Engine, config: DraftConfig) -> TwoModel:
@@ -58,16 +61,16 @@ class TwoModel(Drafter):
             OSError: there is no checkpoint at `draft_model`.
             ValueError: no model is named, or one that cannot draft for the target.
         """
-        decoder = engine.draft_models.chosen(config)
-        name = decoder.causal_lm.name_or_path
-        key = cls.name, name, decoder.depth, *config.approximated
-        schedule = make_schedule(config, engine.rounds(*key))
-        return cls(decoder, config.most_tokens, schedule, engine.decoder.vocab_size)
+        model = engine.draft_models.chosen(config)
+        name, depth = model.decoder.causal_lm.name_or_path, model.decoder.depth
+        key = cls.name, name, depth, *config.approximated
+        return cls(model, config.most_tokens, make_schedule(config, engine.rounds(*key)))
 
     def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
         """Prefill the smaller model with the whole prompt, earlier turns included."""
         if offset == 0:
             self.slots = self.decoder.new_slots(state.rows)
+            self._encoded, self._unread = [0] * state.rows, [[] for _ in range(state.rows)]
             if self._room(state) > 0:
                 self._read_on(replace(state, slots=self.slots))
 
@@ -78,9 +81,8 @@ class TwoModel(Drafter):
             return Draft.empty(state.rows, state.pending.device)
         longest = min(self.longest, limit, room)
         read = partial(self._read, replace(state, slots=self.slots))
-        return draft_chain(
-            state, longest, self.schedule, self._confidence, read, trimmed=self._lacks_tokens
-        )
+        trimmed = self.tokens.lacks_tokens
+        return draft_chain(state, longest, self.schedule, self._confidence, read, trimmed=trimmed)
 
     def _read(self, state: State, token: Tensor, step: int) -> tuple[Tensor, None]:
         """Logits `[rows, 1, vocab]` after the pending token or the last draft."""
@@ -88,35 +90,31 @@ class TwoModel(Drafter):
             with state.stats.clock("shallow"):
                 logits = self._read_on(state)
         else:
-            token = self._readable(token.to(self.decoder.device))
+            token = self.tokens.drafted(token.to(self.decoder.device))
             # The pending token is committed here, so the first draft is at offset 0.
             depth, offset = self.decoder.depth, step - 1
             logits = self.small.shallow(state, token, depth, offset, unembed=True).output
-        return self._of_target(logits).to(state.pending.device), None
-
-    def _readable(self, tokens: Tensor) -> Tensor:
-        """The tokens, with 0 in the place of those that the smaller model lacks."""
-        return tokens.masked_fill(tokens >= self.decoder.vocab_size, 0)
-
-    def _of_target(self, logits: Tensor) -> Tensor:
-        """Logits over the target's vocabulary, -inf for tokens that the smaller model lacks."""
-        shared = logits[..., : self._vocab_size]
-        return pad(shared, (0, self._vocab_size - shared.shape[-1]), value=float("-inf"))
+        return self.tokens.logits(logits).to(state.pending.device), None
 
     def _read_on(self, state: State) -> Tensor:
         """Run over each row's new tokens; `[rows, 1, vocab]` logits after the last one."""
-        texts = [state.context.text[row] for row in state.context.rows]
-        new = [text[have:] for text, have in zip(texts, self.slots.lengths, strict=True)]
-        counts = [len(tokens) for tokens in new]
-        rows = [tokens + [0] * (max(counts) - len(tokens)) for tokens in new]
-        block = self._readable(torch.tensor(rows, device=self.decoder.device))
+        counts = [len(tokens) for tokens in self._unread]
+        rows = [tokens + [0] * (max(counts) - len(tokens)) for tokens in self._unread]
+        block = torch.tensor(rows, device=self.decoder.device)
         logits = self.small.prefill(state, block, counts, chunk=_PIECE)
         self.slots.commit(counts)
+        self._unread = [[] for _ in counts]
         return logits
 
     def _room(self, state: State) -> int:
-        """The most drafts that fit into the smaller model's positions."""
-        longest = max(len(state.context.text[row]) for row in state.context.rows)
+        """The most drafts that fit into the smaller model's positions, once it has read all."""
+        for place, row in enumerate(state.context.rows):
+            text, known = state.context.text[row], self._encoded[place]
+            self._unread[place] += self.tokens.encode(text[known:], text[:known])
+            self._encoded[place] = len(text)
+        longest = max(
+            have + len(new) for have, new in zip(self.slots.lengths, self._unread, strict=True)
+        )
         positions = self.decoder.max_positions
         return self.longest if positions is None else min(self.longest, positions - longest + 1)
 
@@ -124,16 +122,21 @@ class TwoModel(Drafter):
         """Commit the accepted drafts; the very last draft has not been run."""
         if draft.length:
             accepted = verdict.kept
-            self.slots.commit([min(kept, draft.length - 1) for kept in accepted])
+            run = [min(kept, draft.length - 1) for kept in accepted]
+            self.slots.commit(run)
+            self._encoded = [one + more for one, more in zip(self._encoded, run, strict=True)]
             self.schedule.end(draft.length, accepted)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
         self.slots.select(rows)
+        self._encoded = [self._encoded[row] for row in rows]
+        self._unread = [self._unread[row] for row in rows]
 
     def join(self, other: Any) -> None:
         """Append the rows of another drafter."""
         self.slots.join(other.slots)
+        self._encoded, self._unread = self._encoded + other._encoded, self._unread + other._unread
 
     def pause(self) -> None:
         """End the timing of the last round."""

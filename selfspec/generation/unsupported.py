@@ -103,10 +103,6 @@ _REASONS = {
         " is another decoding method; choose one of selfspec's drafters with draft=..., or call "
         "the model's own generate"
     ),
-    "assistant_tokenizer": (
-        ": the assistant model must have the target's own vocabulary; choose another, or call the "
-        "model's own generate"
-    ),
     "synced_gpus": f": {_APART}",  # generate keeps it from custom loops
 }
 # What selects a mode in `GenerationConfig.get_generation_mode`.

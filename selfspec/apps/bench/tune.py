@@ -1,12 +1,14 @@
 """`selfspec tune`: which draft is fastest on this device and these prompts, found by running them.
 
-Every exit head is tried with several numbers of drafts on some prompts. The fastest of these and
-the other drafters are then compared with plain decoding on other prompts, in turns.
+Every exit head, and the whole model with fewer bits or keys, is tried with several numbers of
+drafts on some prompts. The fastest of these and the other drafters are then compared with plain
+decoding on other prompts, in turns.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,9 +23,10 @@ from transformers import PreTrainedTokenizerBase
 
 from selfspec import __version__
 from selfspec.apps.bench.prompts import cut_prompts, in_batches, padded, split_prompts
+from selfspec.apps.bench.shapes import size_of, usable_memory
 from selfspec.apps.display.demo import in_turn
-from selfspec.config import DraftConfig, SkipConfig, StrictConfig, TreeConfig
-from selfspec.drafters import DRAFTERS, make_drafter
+from selfspec.config import DraftConfig, Precision, SkipConfig, StrictConfig, TreeConfig
+from selfspec.drafters import DRAFTERS, Auto, Cascade, make_drafter
 from selfspec.drafters.engine import Engine
 from selfspec.heads import ExitHead
 from selfspec.heads.files import append_line, read_lines
@@ -47,6 +50,9 @@ class TuneConfig(StrictConfig):
         temperature: sampling temperature; 0 decodes greedily.
         exits: exits at which the `shared` head is tried beside the fitted heads; `None` takes an
             eighth, a quarter and half of the layers, and the exits of the fitted heads.
+        precisions: in which the whole model drafts; each has a copy of the weights.
+        windows: keys to which the whole model attends when it drafts; each is tried where prompts
+            are at least twice as long.
         lengths: numbers of drafts a round that are tried with every head.
         prompt_tokens: the most tokens of a prompt.
         prompts: the most prompts; heads are tried on half of them, and the comparison uses the
@@ -61,6 +67,8 @@ class TuneConfig(StrictConfig):
     batch: int = Field(default=1, ge=1)
     temperature: float = Field(default=0.0, ge=0)
     exits: tuple[PositiveInt, ...] | None = None
+    precisions: tuple[Precision, ...] = ("int4", "int8")
+    windows: tuple[PositiveInt, ...] = (256,)
     lengths: tuple[PositiveInt, ...] = Field(default=(1, 2, 4, 8), min_length=1)
     prompt_tokens: int = Field(default=64, ge=1)
     prompts: int = Field(default=8, ge=1)
@@ -103,11 +111,14 @@ def tune(
     work_file = WorkFile(None if work is None else Path(work), identity)
 
     plain = {PLAIN: DraftConfig(drafter=PLAIN)}
-    chains = {
-        f"{exit_name(head.kind, head.exit_layer)} × {k}": DraftConfig(
-            exit_layer=head.exit_layer, head=head.kind, num_draft_tokens=k
-        )
+    exits = {
+        exit_name(head.kind, head.exit_layer): {"exit_layer": head.exit_layer, "head": head.kind}
         for head in heads
+    }
+    whole, no_copies = whole_models(spec.engine, config, max(map(len, prompts)))
+    chains = {
+        f"{name} × {k}": DraftConfig(num_draft_tokens=k, **keys)
+        for name, keys in (exits | whole).items()
         for k in config.lengths
     }
     short = config.model_copy(update={"new_tokens": max(1, config.new_tokens // 2)})
@@ -129,7 +140,7 @@ def tune(
         temperature=config.temperature,
         screening=screening[1:],
         validation=compared,
-        left_out=left_out,
+        left_out=no_copies | left_out,
     )
 
 
@@ -155,17 +166,54 @@ def heads_to_try(engine: Engine, config: TuneConfig) -> list[ExitHead]:
     return [every[key] for key in sorted(every)]
 
 
+def whole_models(
+    engine: Engine, config: TuneConfig, longest: int
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Drafts of the whole model with fewer bits or keys, and why others are left out.
+
+    Args:
+        engine: the target.
+        config: the precisions and windows.
+        longest: tokens of the longest prompt.
+    """
+    decoder, drafts, left_out = engine.decoder, {}, {}
+    windows = [window for window in config.windows if 2 * window <= longest]
+    for precision, window in itertools.product((None, *config.precisions), (None, *windows)):
+        if precision is None and window is None:
+            continue
+        keys = {"exit_layer": decoder.depth, "precision": precision, "window": window}
+        name = f"whole {precision or 'model'}" + (f", {window} keys" if window else "")
+        try:
+            make_drafter(engine, DraftConfig(**keys))
+        except ValueError as error:
+            left_out[name] = str(error)
+            continue
+        copy = 0 if precision is None else sum(decoder.copy_bytes(precision).values())
+        weights = size_of(decoder.causal_lm) * decoder.dtype.itemsize
+        if weights + copy > usable_memory(decoder.device):
+            left_out[name] = f"its copy of the weights takes {copy / 1e9:.1f} GB more memory"
+        else:
+            drafts[name] = keys
+    return drafts, left_out
+
+
+# What a draft of the whole model has in common with others by the same passes.
+_PASSES = ("exit_layer", "head", "precision", "lm_head_precision", "window")
+
+
 def _others(best: DraftConfig, config: TuneConfig) -> dict[str, DraftConfig]:
     """Drafts that are not fixed chains, with the head of the best chain where they need one."""
-    exit = {"exit_layer": best.exit_layer, "head": best.head}
-    others = {"optimal": DraftConfig(schedule="optimal", **exit)}
+    passes = best.model_dump(include={*_PASSES})
+    others = {"optimal": DraftConfig(schedule="optimal", **passes)}
     for nodes in config.nodes:
         levels = min(best.most_tokens, nodes)
         others[f"tree {nodes}"] = DraftConfig(
-            drafter="tree", num_draft_tokens=levels, tree=TreeConfig(nodes=nodes), **exit
+            drafter="tree", num_draft_tokens=levels, tree=TreeConfig(nodes=nodes), **passes
         )
     for name in DRAFTERS:
         if name not in ("early_exit", "tree", PLAIN):
+            is_exact = not best.approximates
+            exit = passes if is_exact or DRAFTERS[name] in (Auto, Cascade) else {}
             # No set of layers is known, so they are chosen while generating.
             skip = SkipConfig(search="clasp" if name == "skip_sublayers" else "none")
             others[name] = DraftConfig(drafter=name, skip=skip, **exit)
