@@ -47,7 +47,7 @@ def leans(model):
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_as_near_to_its_weights_as_its_own_code(family, rows):
-    model = build(family, CASES_BY_FAMILY[family]).to(HALF)
+    model = build(family, CASES_BY_FAMILY[family]).to(dtype=HALF)
     own, lean = passes(model, "eager", rows), passes(model, "prepacked", rows)
     exact = passes(model.float(), "eager", rows)
     assert (lean - exact).abs().mean() <= 2 * (own - exact).abs().mean()
@@ -58,7 +58,7 @@ ALL = {"Attention": 4, "MLP": 4, "RMSNorm": 9}
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "ministral"])
 def test_families_with_the_code_of_llama_are_lean_throughout(family):
-    model = build(family, "sdpa").to(HALF)
+    model = build(family, "sdpa").to(dtype=HALF)
     names = {type(module) for module, _ in lean_forwards([model])}
     layer = model.model.layers[0]
     assert names == {type(layer.self_attn), type(layer.mlp), type(layer.input_layernorm)}
@@ -69,7 +69,7 @@ def test_families_with_the_code_of_llama_are_lean_throughout(family):
     ("family", "missing"), [("ernie4_5", "Attention"), ("gemma", "RMSNorm"), ("gpt2", "")]
 )
 def test_other_code_runs_as_it_is(family, missing):
-    model = build(family, "sdpa").to(HALF)
+    model = build(family, "sdpa").to(dtype=HALF)
     assert not any(type(module).__name__.endswith(missing) for module, _ in lean_forwards([model]))
 
 
@@ -152,4 +152,4 @@ def test_gradients_flow():
     packing = Packing.of(torch.zeros(1, 6, dtype=torch.long))
     run = Decoder(model, "prepacked").run_packed(torch.arange(6)[None], Span(0, 2), packing)
     run.hidden.float().sum().backward()
-    assert model.model.layers[0].input_layernorm.weight.grad is not None
+    assert model.model.layers[0].input_layernorm.get_parameter("weight").grad is not None

@@ -188,7 +188,7 @@ class _Attention:
         key, value = past_key_values.update(key.transpose(1, 2), value.transpose(1, 2), self._index)
         group = self._group
         query = query.transpose(1, 2).reshape(rows, self._keys, group * width, size)
-        if width > 1 and group > 1:
+        if attention_mask is not None and width > 1:
             attention_mask = attention_mask.repeat(1, 1, group, 1)
         output = scaled_dot_product_attention(query, key, value, attention_mask, scale=self._scale)
         output = output.reshape(rows, -1, width, size).transpose(1, 2).reshape(rows, width, -1)
