@@ -23,6 +23,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(autouse=True)
+def no_lean_forms(monkeypatch):
+    """They round less often, see test_lean_forms.py."""
+    monkeypatch.setattr("selfspec.decoder.gates.lean_forwards", lambda roots: ())
+
+
 def logits(spec, *lengths, draft="none", vocab=VOCAB, new_tokens=14):
     """All logits `[tokens, rows, vocab]` of a greedy call."""
     ids, mask = prompt(*lengths, vocab=vocab)

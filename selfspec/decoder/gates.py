@@ -35,6 +35,7 @@ from selfspec.decoder.families import (
 )
 from selfspec.decoder.kernels.compiled import CompiledLayers
 from selfspec.decoder.kernels.graphs import GraphedLayers
+from selfspec.decoder.kernels.lean import lean_forwards
 from selfspec.decoder.kernels.low_precision import LowPrecisionLinears, Part
 from selfspec.decoder.kernels.prepacked import PrepackedLinears, joins_heads
 from selfspec.decoder.mixers import Mixers
@@ -240,6 +241,9 @@ class Gates:
             self.masks_one = joins_heads(self.model)
         for module, forward in self.low_precision.forwards(self.parts()):
             self.shadow(module.__dict__, "forward", forward)
+        if self.prepacked is not None:
+            for module, forward in lean_forwards([*text_parts(self.model), *self.others]):
+                self.shadow(module.__dict__, "forward", forward)
         for mixer, index in self.mixers.found:
             hooked = "_old_forward" in mixer.__dict__  # by accelerate, whose hook calls it
             name = "_old_forward" if hooked else "forward"

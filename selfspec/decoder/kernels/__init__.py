@@ -1,1 +1,1 @@
-"""What computes the layers in passes: prepacked weights, compiled layers, CUDA graphs."""
+"""What computes layers in passes: prepacked weights, lean forms, compiled layers, CUDA graphs."""

@@ -24,6 +24,8 @@ from selfspec.config import Kernels
 
 _OPS: Any = torch.ops.mkldnn
 
+HALF = (torch.bfloat16, torch.float16)
+
 Forward = Callable[[Tensor], Tensor]
 
 # Linear layers with the same input, by the names that models share (vLLM merges these, too). If
@@ -72,24 +74,23 @@ class PrepackedLinears:
                 bundle = _bundle(modules)
                 for index, module in enumerate(modules):
                     yield module, bundle.forward(index, module.forward)
-        if not found and not self._warned and not _have_their_own(roots):
+        if not found and not self._warned and not _half_on_cpu(roots):
             self._warned = True
             warnings.warn(
-                f"nothing of {self._name} can be prepacked: it takes linear maps in a half "
-                "precision that this CPU computes in (bfloat16, and on some float16); the model "
-                "runs as it is: leave kernels out to get no warning",
+                f"nothing of {self._name} can be prepacked: it takes a model in half precision on "
+                "a CPU; the model runs as it is: leave kernels out to get no warning",
                 stacklevel=2,
             )
 
 
 def choose_kernels(*roots: nn.Module) -> Kernels:
-    """`"prepacked"` if linear layers in these modules can be packed and copies fit, else `"eager"`.
+    """`"prepacked"` for modules in half precision on a CPU if packed copies fit, else `"eager"`.
 
     A quarter of the memory that is free stays so.
     """
     copies = _bytes_of(roots, _is_packable)
     fits = 4 * copies <= 3 * psutil.virtual_memory().available
-    return "prepacked" if copies and fits else "eager"
+    return "prepacked" if _half_on_cpu(roots) and fits else "eager"
 
 
 def packed_bytes(*roots: nn.Module) -> int:
@@ -115,28 +116,48 @@ class Bundle:
     """
 
     def __init__(self, modules: Sequence[Any], product: Forward, takes: Callable[[Tensor], bool]):
-        self._sizes = [out_by_in(module).shape[0] for module in modules]
-        self._product, self._takes = product, takes
-        self._held: tuple[Tensor, Tensor] | None = None  # the last input and all outputs
+        self.sizes = [out_by_in(module).shape[0] for module in modules]
+        self.product, self.takes = product, takes
+        self.held: tuple[Tensor, Tensor] | None = None  # the last input and all outputs
 
     def forward(self, index: int, plain: Forward) -> Forward:
         """The replacement for `plain`, the forward of the layer with this index."""
-        product, takes = self._product, self._takes
-        alone, last = len(self._sizes) == 1, index == len(self._sizes) - 1
-        start, size = sum(self._sizes[:index]), self._sizes[index]
+        return _Member(self, index, plain)
 
-        def forward(input: Tensor) -> Tensor:
-            if not takes(input):
-                return plain(input)
-            if alone:
-                return product(input)
-            held = self._held  # read once: other threads may write it, too
-            if held is None or held[0] is not input:
-                held = (input, product(input))
-            self._held = None if last else held
-            return held[1].narrow(-1, start, size)
 
-        return forward
+class _Member:
+    """One linear layer of a bundle: replaces its forward, `plain`."""
+
+    def __init__(self, bundle: Bundle, index: int, plain: Forward):
+        self.bundle, self.index, self.plain = bundle, index, plain
+        self._product, self._takes = bundle.product, bundle.takes
+        self._alone, self._last = len(bundle.sizes) == 1, index == len(bundle.sizes) - 1
+        self._start, self._size = sum(bundle.sizes[:index]), bundle.sizes[index]
+
+    def __call__(self, input: Tensor) -> Tensor:
+        if not self._takes(input):
+            return self.plain(input)
+        if self._alone:
+            return self._product(input)
+        held = self.bundle.held  # read once: other threads may write it, too
+        if held is None or held[0] is not input:
+            held = (input, self._product(input))
+        self.bundle.held = None if self._last else held
+        return held[1].narrow(-1, self._start, self._size)
+
+
+def joined(forwards: Sequence[Forward]) -> Forward:
+    """Maps the input of several linear layers to the outputs of all, concatenated.
+
+    Args:
+        forwards: the layers', which make one product if they are a bundle.
+    """
+    members = [f for f in forwards if isinstance(f, _Member)]
+    if len(members) < len(forwards) or {len(m.bundle.sizes) for m in members} != {len(members)}:
+        return lambda input: torch.cat([forward(input) for forward in forwards], dim=-1)
+    bundle, plain = members[0].bundle, joined([member.plain for member in members])
+    product, takes = bundle.product, bundle.takes
+    return lambda input: product(input) if takes(input) else plain(input)
 
 
 def _bundle(modules: Sequence[Any]) -> Bundle:
@@ -159,7 +180,7 @@ def joins_heads(model: PreTrainedModel) -> bool:
     mask, and leaves them to torch where there is none. On a CPU in half precision, torch multiplies
     a single query several times more slowly than two.
     """
-    if model.device.type != "cpu" or model.dtype not in (torch.bfloat16, torch.float16):
+    if model.device.type != "cpu" or model.dtype not in HALF:
         return False
     return any(
         getattr(module, "num_key_value_groups", 1) > 1
@@ -169,9 +190,10 @@ def joins_heads(model: PreTrainedModel) -> bool:
     )
 
 
-def _have_their_own(roots: Sequence[nn.Module]) -> bool:
-    """Whether forwards are replaced already: by device hooks, or by an outer call."""
-    return any("forward" in module.__dict__ for root in roots for module in root.modules())
+def _half_on_cpu(roots: Iterable[nn.Module]) -> bool:
+    """Whether any linear layer is in half precision on a CPU."""
+    linears = (m for root in roots for m in root.modules() if type(m) in (nn.Linear, Conv1D))
+    return any(m.weight.dtype in HALF and m.weight.device.type == "cpu" for m in linears)
 
 
 def bundles(root: nn.Module, takes: Callable[[Any], bool]) -> Iterator[list[nn.Module]]:
