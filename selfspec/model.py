@@ -24,7 +24,7 @@ from selfspec.config import DraftConfig, Kernels, KVCacheDtype, unknown_name
 from selfspec.decoder import CACHE, Decoder
 from selfspec.decoder.checkpoints import find_checkpoint, folder_of, load_causal_lm
 from selfspec.decoder.families import refuse_options
-from selfspec.decoder.wrapping_check import check_passes
+from selfspec.decoder.wrapping_check import check_itself, check_passes
 from selfspec.drafters import make_drafter
 from selfspec.drafters.engine import Engine
 from selfspec.drafters.text_store import TextStore
@@ -120,7 +120,7 @@ class SelfSpecModel:
     ) -> None:
         self.model = model
         decoder = Decoder(model, kernels, kv_cache_dtype)
-        check_passes(decoder.causal_lm)
+        self._checked = check_passes(decoder.causal_lm)
         if isinstance(heads, (str, Path)):
             heads = load_heads(decoder, find_heads(heads))
         self.engine = Engine(decoder, heads or (), draft_model)
@@ -144,7 +144,7 @@ class SelfSpecModel:
             "kernels": decoder.requested_kernels,
             "kv_cache_dtype": decoder.kv_cache_dtype,
         }
-        made = ("model", "engine")
+        made = ("model", "engine", "_checked")
         others = {name: value for name, value in vars(self).items() if name not in made}
         return {"parts": parts, "others": others, "store": self.store}
 
@@ -411,7 +411,7 @@ class SelfSpecModel:
         config = self._merged(generation_config, kwargs)
         others = {"synced_gpus": synced_gpus, "custom_generate": custom_generate}
         refuse_other_loops(config, {**kwargs, **others})
-        refuse_media(self.causal_lm, kwargs)
+        refuse_media(self.causal_lm, config, kwargs)
         engine, drafting = self._drafting(draft, assistant_model, bool(config.do_sample))
         drafter, tokenizer = make_drafter(engine, drafting), kwargs.get("tokenizer")
         criteria = with_stop_strings(stopping_criteria, config.stop_strings, tokenizer)
@@ -591,7 +591,9 @@ class SelfSpecModel:
         assistant: nn.Module | None,
         sampled: bool,
     ) -> tuple[Engine, DraftConfig]:
-        """The engine and the draft config of a call."""
+        """The engine and the draft config of a call, which the model's first call may refuse."""
+        if not self._checked:
+            self._checked = check_itself(self.causal_lm)
         if assistant is not None:
             return self.engine.beside(assistant), _assisted(DraftConfig.of(draft))
         return self.engine, self.draft_for(sampled) if draft is None else DraftConfig.of(draft)
