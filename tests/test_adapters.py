@@ -13,8 +13,10 @@ from peft import (
     XLoraConfig,
     get_peft_model,
 )
+from torch import nn
 
 from selfspec import SelfSpecModel
+from selfspec.decoder.kernels.prepacked import bundles
 from selfspec.drafters import DRAFTERS
 
 WHERE = {"target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"}
@@ -80,6 +82,14 @@ def test_adapters_of_parameters_act(draft, family, dtype):
     if dtype == torch.float32:
         text = model.generate(input_ids=ids, **OPTIONS)
         assert torch.equal(spec.generate(ids, draft=chosen, **OPTIONS), text)
+
+
+def test_weights_that_are_replaced_in_every_call_are_not_packed():
+    config = LoraConfig(r=4, target_modules=[], target_parameters=["mlp.down_proj.weight"])
+    model = get_peft_model(tiny_llama(), config)
+    packed = {part for parts in bundles(model, lambda m: type(m) is nn.Linear) for part in parts}
+    wrapped = {layer.mlp.down_proj.get_base_layer() for layer in model.model.model.layers}
+    assert packed and packed.isdisjoint(wrapped)
 
 
 # One adapter per row
