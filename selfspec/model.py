@@ -24,7 +24,7 @@ from selfspec.config import DraftConfig, Kernels, KVCacheDtype, unknown_name
 from selfspec.decoder import CACHE, Decoder
 from selfspec.decoder.checkpoints import find_checkpoint, folder_of, load_causal_lm
 from selfspec.decoder.families import refuse_options
-from selfspec.decoder.wrapping_check import check_passes
+from selfspec.decoder.wrapping_check import check_itself, check_passes
 from selfspec.drafters import make_drafter
 from selfspec.drafters.engine import Engine
 from selfspec.drafters.text_store import TextStore
@@ -121,7 +121,7 @@ class SelfSpecModel:
     ) -> None:
         self.model = model
         decoder = Decoder(model, kernels, kv_cache_dtype)
-        check_passes(decoder.causal_lm)
+        self._checked = check_passes(decoder.causal_lm)
         if isinstance(heads, (str, Path)):
             heads = load_heads(decoder, find_heads(heads))
         self.engine = Engine(decoder, heads or (), draft_model)
@@ -145,7 +145,7 @@ class SelfSpecModel:
             "kernels": decoder.requested_kernels,
             "kv_cache_dtype": decoder.kv_cache_dtype,
         }
-        made = ("model", "engine")
+        made = ("model", "engine", "_checked")
         others = {name: value for name, value in vars(self).items() if name not in made}
         return {"parts": parts, "others": others, "store": self.store}
 
@@ -419,7 +419,7 @@ class SelfSpecModel:
         config = self._merged(generation_config, kwargs)
         others = {"synced_gpus": synced_gpus, "custom_generate": custom_generate}
         refuse_other_loops(config, {**kwargs, **others})
-        refuse_media(self.causal_lm, kwargs)
+        refuse_media(self.causal_lm, config, kwargs)
         engine, drafting = self._drafting(draft, assistant_model, kwargs, bool(config.do_sample))
         drafter, tokenizer = make_drafter(engine, drafting), kwargs.get("tokenizer")
         criteria = with_stop_strings(stopping_criteria, config.stop_strings, tokenizer)
@@ -600,7 +600,12 @@ class SelfSpecModel:
         options: dict[str, Any],
         sampled: bool,
     ) -> tuple[Engine, DraftConfig]:
-        """The engine and the draft config of a call; `assistant_tokenizer` leaves the options."""
+        """The engine and the draft config of a call, which the model's first call may refuse.
+
+        `assistant_tokenizer` leaves the options.
+        """
+        if not self._checked:
+            self._checked = check_itself(self.causal_lm)
         own = options.pop("assistant_tokenizer", None)
         if assistant is not None:
             # A tokenizer alone is there for other options, and the folders tell the rest.

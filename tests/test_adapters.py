@@ -3,6 +3,7 @@
 import pytest
 import torch
 from conftest import EXIT, prompt, tiny_llama
+from families import VOCAB, build
 from peft import (
     AdaLoraConfig,
     IA3Config,
@@ -12,8 +13,10 @@ from peft import (
     XLoraConfig,
     get_peft_model,
 )
+from torch import nn
 
 from selfspec import SelfSpecModel
+from selfspec.decoder.kernels.prepacked import bundles
 from selfspec.drafters import DRAFTERS
 
 WHERE = {"target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"}
@@ -51,6 +54,42 @@ def ended_early(model, **options):
     """An end token with which rows of the model's own text end apart."""
     own = model.generate(input_ids=IDS, **OPTIONS, **options)[:, IDS.shape[1] :]
     return int(own[0, 3])
+
+
+# Adapters of parameters, for which PEFT replaces weights while a module is called
+
+PARAMETERS = {
+    "llama": ["mlp.down_proj.weight", "self_attn.q_proj.weight"],
+    "mixtral": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", PARAMETERS)
+@FEW
+def test_adapters_of_parameters_act(draft, family, dtype):
+    config = LoraConfig(
+        r=4, init_lora_weights=False, target_modules=[], target_parameters=PARAMETERS[family]
+    )
+    model = get_peft_model(build(family, "sdpa").to(dtype), config).eval()
+    (spec, chosen), ids = drafting(draft, model), IDS.clamp(max=VOCAB - 1)
+    options = {"return_dict_in_generate": True, "output_logits": True, "draft": chosen}
+    ours = spec.generate(ids, **OPTIONS, **options).logits[0]
+    own = model(input_ids=ids, attention_mask=MASK).logits[:, -1].float()
+    with model.disable_adapter():
+        base = model(input_ids=ids, attention_mask=MASK).logits[:, -1].float()
+    assert (ours - own).abs().max() < 0.1 * (base - own).abs().max()
+    if dtype == torch.float32:
+        text = model.generate(input_ids=ids, **OPTIONS)
+        assert torch.equal(spec.generate(ids, draft=chosen, **OPTIONS), text)
+
+
+def test_weights_that_are_replaced_in_every_call_are_not_packed():
+    config = LoraConfig(r=4, target_modules=[], target_parameters=["mlp.down_proj.weight"])
+    model = get_peft_model(tiny_llama(), config)
+    packed = {part for parts in bundles(model, lambda m: type(m) is nn.Linear) for part in parts}
+    wrapped = {layer.mlp.down_proj.get_base_layer() for layer in model.model.model.layers}
+    assert packed and packed.isdisjoint(wrapped)
 
 
 # One adapter per row

@@ -131,13 +131,15 @@ def test_what_a_call_returns_can_be_copied(copied):
         assert torch.equal(again, expected)
 
 
-def test_a_copy_within_a_call_is_refused():
+@pytest.mark.parametrize("part", ["wrapper", "model"])
+def test_a_copy_within_a_call_is_refused(part):
     """The model is changed then, and a copy would be of the changed one."""
     spec = SelfSpecModel(tiny_llama())
+    copied = spec if part == "wrapper" else spec.model
 
     class Copies:
         def put(self, value):
-            copy.deepcopy(spec)
+            copy.deepcopy(copied)
 
         def end(self):
             """Nothing is left."""

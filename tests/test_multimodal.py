@@ -349,6 +349,17 @@ def test_images_are_refused_where_they_are_not_tested() -> None:
         SelfSpecModel(llama).generate(torch.tensor([[1, 2]]), pixel_values=torch.zeros(1))
 
 
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_vl"])
+@pytest.mark.parametrize("where", ["call", "config"])
+def test_a_prompt_with_images_is_not_healed(family: str, where: str) -> None:
+    """Healing goes through text, from which the places of images are missing."""
+    model = build(family)
+    spec, inputs = SelfSpecModel(model), prompts(model, *MIXED)
+    model.generation_config.token_healing = where == "config"
+    with pytest.raises(ValueError, match=r"^token_healing: .*pixel_values"):
+        text_of(spec, inputs, **({"token_healing": True} if where == "call" else {}))
+
+
 def test_a_prompt_with_images_is_prefilled_in_one_pass() -> None:
     model = build("llava")
     with pytest.raises(ValueError, match=r"^prefill_chunk_size"):

@@ -190,11 +190,59 @@ def test_the_check_needs_no_weights_of_the_model(monkeypatch) -> None:
         check_passes(model)
 
 
-def test_what_cannot_be_made_small_is_not_refused(monkeypatch) -> None:
-    class Picky(LlamaForCausalLM):
+def strange(body: type, picky: bool = False) -> LlamaForCausalLM:
+    """A model with another body, which may take no vocabulary but its own."""
+
+    class Strange(LlamaForCausalLM):
         def __init__(self, config):
-            if config.vocab_size != 1000:
+            if picky and config.vocab_size != 1000:
                 raise RuntimeError("made for 1000 tokens")
             super().__init__(config)
+            self.model = body(config)
 
-    SelfSpecModel(Picky(LlamaConfig(**{**tiny_llama().config.to_dict(), "vocab_size": 1000})))
+    vocab = 1000 if picky else tiny_llama().config.vocab_size
+    config = LlamaConfig(**{**tiny_llama().config.to_dict(), "vocab_size": vocab})
+    return Strange(config).eval()
+
+
+def test_a_class_that_takes_no_other_shape_is_checked_in_its_own() -> None:
+    assert small_model(strange(LlamaModel, picky=True)) is not None
+    SelfSpecModel(strange(LlamaModel, picky=True))
+    with pytest.raises(ValueError, match="Strange gives other logits"):
+        SelfSpecModel(strange(LengthBody, picky=True))
+
+
+@pytest.fixture
+def none_small(monkeypatch):
+    """No class makes a small model; gives the models that are checked."""
+    asked, check = [], wrapping_check.difference
+    monkeypatch.setattr(wrapping_check, "_known", {})
+    monkeypatch.setattr(wrapping_check, "_unknown", set())
+    monkeypatch.setattr(wrapping_check, "small_model", lambda model: None)
+    monkeypatch.setattr(wrapping_check, "difference", lambda m: asked.append(m) or check(m))
+    return asked
+
+
+@pytest.mark.parametrize("batch", [False, True])
+@pytest.mark.parametrize("body", [CountingBody, LengthBody, RememberingBody])
+def test_without_a_small_model_the_first_call_refuses(body: type, batch: bool, none_small) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        spec = SelfSpecModel(strange(body).to(dtype))
+        with pytest.raises(ValueError, match="Strange gives other logits"):
+            if batch:
+                spec.generate_batch([[5, 6, 7]], max_new_tokens=2)
+            else:
+                spec.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_a_small_model_one_call_checks_and_changes_nothing(dtype, none_small) -> None:
+    model, ids = tiny_llama(dtype=dtype).train(), torch.tensor([[5, 6, 7]])
+    spec, state = SelfSpecModel(model), torch.get_rng_state()
+    options = {"max_new_tokens": 9, "do_sample": False}
+    spec.generate(ids, **options)
+    assert not none_small  # in training mode a pass may be another each time
+    model.eval()
+    for wrapped in (spec, spec, SelfSpecModel(model), copy.deepcopy(spec)):
+        assert torch.equal(wrapped.generate(ids, **options), model.generate(ids, **options))
+    assert none_small == [model] and torch.equal(torch.get_rng_state(), state)

@@ -61,6 +61,10 @@ class Direct:
         """Set an attribute of the module."""
         setattr(self._module, name, value)
 
+    def __delattr__(self, name: str) -> None:
+        """Delete an attribute of the module, as does torch to make a parametrization of it."""
+        delattr(self._module, name)
+
     @property
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The module's class, for `isinstance`."""

@@ -61,6 +61,10 @@ class Gate:
         """What the layer has: the body may ask it for its type."""
         return getattr(self.layer, name)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse copies, which would have gates and no layers."""
+        raise RuntimeError("copy or pickle a model between calls of `generate`")
+
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Record the call and hand its input on; the last gate runs the layers of the span."""
         gates, index = self.gates, self.index

@@ -2,7 +2,8 @@
 
 Two rows of different lengths are prefilled, drafted for and verified, and the logits compared. This
 runs on a small random model of the same class, in milliseconds. The model itself is not touched,
-whatever its size, dtype, devices, hooks and state.
+whatever its size, dtype, devices, hooks and state. Only where its class makes no small model, the
+first call of `generate` begins with the same rounds of the model itself.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -23,7 +24,8 @@ from selfspec.decoder.decoder import Decoder
 from selfspec.decoder.devices import at_hand
 from selfspec.decoder.passes import CACHE, Span
 
-_TOLERANCE = 0.1  # of logits with variance 1; rounding makes 1e-5, a wrong position or mask 1
+# Of logits with variance 1: rounding makes 1e-5, in half precision 1e-1, a wrong position 1.
+_TOLERANCE, _TOLERANCE_IN_HALF = 0.1, 0.5
 _TEXT = 12  # tokens of each row
 _PROMPTS = (7, 4)  # tokens of each row's prompt
 _ROUNDS = ((0, 2), (3, 1))  # accepted drafts of each row, of three
@@ -51,36 +53,73 @@ _PER_LAYER = re.compile(r"layer|type|pattern")  # lists with an entry for every 
 _PERIOD = re.compile(r"period|interval|offset|pattern|step")  # of layers of another kind
 _LARGEST = 4_000_000  # parameters of a model that is small
 
-# For every class and config so far, the reason why it is refused, or `None`.
-_known: dict[tuple[type, str], str | None] = {}
+_Problem = str | None  # the reason why a model is refused
+
+_known: dict[tuple[type, str], _Problem] = {}  # for every class and config so far
+_unknown: set[tuple[type, str]] = set()  # those of which no small model can be made
 
 
-def check_passes(model: PreTrainedModel) -> None:
+def check_passes(model: PreTrainedModel) -> bool:
     """Raise ValueError if rounds of a model of this class and config differ from plain decoding.
 
-    The result is kept. A model is not checked if no small one can be made from its config.
+    The result is kept.
+
+    Returns:
+        Whether it is known; if not, no small model can be made: `check_itself` at the first call.
     """
     key = type(model), repr(model.config)
-    if key not in _known:
-        _known[key] = _problem(model)
-    if _known[key] is not None:
-        raise ValueError(_known[key])
+    if key not in _known and key not in _unknown:
+        alone = torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False)
+        with alone[0], alone[1], warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of configs
+            torch.default_generator.manual_seed(0)
+            small = small_model(model)
+            if small is None:
+                _unknown.add(key)
+            else:
+                _known[key] = difference(small)
+    return _is_right(key)
 
 
-def _problem(model: PreTrainedModel) -> str | None:
-    alone = torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False)
-    with alone[0], alone[1], warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of configs
-        torch.default_generator.manual_seed(0)
-        small = small_model(model)
-        return None if small is None else difference(small)
+@torch.no_grad()
+def check_itself(model: PreTrainedModel) -> bool:
+    """`check_passes` with the model itself, which takes as long as about 20 tokens.
+
+    It is put off while the model is in training mode, in which every pass may be another, and if
+    its weights are not in memory.
+    """
+    key = type(model), repr(model.config)
+    if key in _unknown and not model.training and at_hand(model):
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)
+            _known[key] = difference(model)
+        _unknown.remove(key)
+    return _is_right(key)
+
+
+def _is_right(key: tuple[type, str]) -> bool:
+    """Whether a class and config is known to be right; raises ValueError if it is wrong."""
+    problem = _known.get(key)
+    if problem is not None:
+        raise ValueError(problem)
+    return key in _known
 
 
 @torch.no_grad()
 def small_model(model: PreTrainedModel) -> PreTrainedModel | None:
-    """A small random float32 model of the same class that runs, or `None` if none can be made."""
+    """A small random float32 model of the same class that runs, or `None` if none can be made.
+
+    A class that does not take the reduced config may take its own, which may be small enough.
+    """
+    made = _random(model, _reduced)
+    return _random(model, copy.deepcopy) if made is None else made
+
+
+def _random(
+    model: PreTrainedModel, reduced: Callable[[PreTrainedConfig], PreTrainedConfig]
+) -> PreTrainedModel | None:
     try:
-        config = _reduced(model.config)
+        config = reduced(model.config)
         with torch.device("meta"):
             if type(model)(config).num_parameters() > _LARGEST:
                 return None
@@ -105,7 +144,8 @@ def difference(model: PreTrainedModel) -> str | None:
     """How rounds of `model` differ from its own decoding, or `None`."""
     name, instead = type(model).__name__, "use the model's own generate"
     vocab = model.config.get_text_config(decoder=True).vocab_size
-    texts = torch.randint(1, vocab, (len(_PROMPTS), _TEXT), device="cpu")
+    texts = torch.randint(1, vocab, (len(_PROMPTS), _TEXT), device="cpu").to(model.device)
+    tolerance = _TOLERANCE if model.dtype.itemsize > 2 else _TOLERANCE_IN_HALF
     try:
         ours = _by_rounds(Decoder(model), texts)
     except Exception as problem:
@@ -115,7 +155,7 @@ def difference(model: PreTrainedModel) -> str | None:
         )
     rows = zip(texts, _PROMPTS, ours, strict=True)
     if all(
-        _error(logits, _plainly(model, text, prompt)) < _TOLERANCE for text, prompt, logits in rows
+        _error(logits, _plainly(model, text, prompt)) < tolerance for text, prompt, logits in rows
     ):
         return None
     return (

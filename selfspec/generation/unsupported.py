@@ -144,8 +144,16 @@ def _refuse_caches(config: GenerationConfig) -> None:
     )
 
 
-def refuse_media(model: PreTrainedModel, options: Mapping[str, Any]) -> None:
-    """Raise ValueError, before encoders run, for images, video or audio that are not covered."""
+def refuse_media(
+    model: PreTrainedModel, config: GenerationConfig, options: Mapping[str, Any]
+) -> None:
+    """Raise ValueError, before encoders run, for images, video or audio that are not covered.
+
+    Args:
+        model: the model.
+        config: the merged generation config.
+        options: the call's options.
+    """
     covered = _IMAGES if model.config.model_type in IMAGE_FAMILIES else set()
     given = [name for name, value in options.items() if name in _MEDIA and not _is_empty(value)]
     unknown = [name for name in given if name not in covered]
@@ -154,6 +162,11 @@ def refuse_media(model: PreTrainedModel, options: Mapping[str, Any]) -> None:
         raise ValueError(
             f"{', '.join(unknown)}: not covered by speculation, with which {type(model).__name__} "
             f"takes {'text and images' if covered else 'text'}; use the model's own generate for it"
+        )
+    if given and config.token_healing:
+        raise ValueError(
+            f"token_healing: it reads a prompt as text, which has no place for {', '.join(given)}; "
+            "leave it unset"
         )
     cache = options.get(CACHE)
     if given and cache is not None and cache.get_seq_length() > 0:

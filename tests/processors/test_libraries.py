@@ -166,6 +166,28 @@ def test_every_drafter_writes_the_constrained_text_of_plain_decoding(
     assert json.loads(text) is not None if regex is None else re.fullmatch(regex, text)
 
 
+@pytest.mark.parametrize("schema", SCHEMAS[2:6], ids=str)
+@pytest.mark.parametrize("backend", ["outlines_core", "xgrammar", "llguidance"])
+def test_a_schema_as_outlines_itself_compiles_it(spec, target, tokenizer, backend, schema):
+    """Its JSON may have any number of blanks, so a text may be cut before it has ended."""
+    import outlines
+    from outlines.backends import get_json_schema_logits_processor
+
+    wrapped = outlines.from_transformers(target, tokenizer)
+    processor = get_json_schema_logits_processor(backend, wrapped, json.dumps(schema))
+    given, texts = tokenizer("The answer: ", return_tensors="pt"), []
+    options = {"max_new_tokens": LONGEST, "do_sample": False, "logits_processor": [processor]}
+    for draft in [*DRAFTS.values(), "none"]:
+        processor.reset()
+        texts.append(spec.generate(**given, **options, draft=draft))
+        assert torch.equal(texts[-1], texts[0]), draft
+    processor.reset()
+    assert torch.equal(spec.model.generate(**given, **options), texts[0])
+    new = texts[0][0, given.input_ids.shape[1] :]
+    if tokenizer.eos_token_id in new:
+        json.loads(tokenizer.decode(new, skip_special_tokens=True))
+
+
 @pytest.mark.parametrize("library", GRAMMARS)
 def test_rows_and_requests_have_a_grammar_each(spec, tokenizer, made, library):
     """A batch of `generate` in step, and requests of `generate_batch` on their own."""

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import psutil
 import torch
+from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -197,10 +198,15 @@ def _half_on_cpu(roots: Iterable[nn.Module]) -> bool:
 
 
 def bundles(root: nn.Module, takes: Callable[[Any], bool]) -> Iterator[list[nn.Module]]:
-    """The linear layers in a module for which `takes` holds, grouped by common input."""
+    """The linear layers in a module for which `takes` holds, grouped by common input.
+
+    Those whose weight PEFT replaces in every call (LoRA by `target_parameters`) are left out.
+    """
     if takes(root):
         yield [root]
     for parent in root.modules():
+        if isinstance(parent, ParamWrapper):
+            continue
         children = {name: m for name, m in parent.named_children() if takes(m)}
         for names in _SISTERS:
             sisters = [children[name] for name in names if name in children]
