@@ -65,7 +65,7 @@ class Real:
         self.four_bit: Path | None = None
         self.checkpoint: Path = options.model or self._fetched()
         self.tokenizer = load_tokenizer(self.checkpoint)
-        self.heads: Path | None = options.heads or (HEADS if HEADS.is_dir() else None)
+        self.heads: Path | None = options.heads or (None if options.model else HEADS)
         questions: Path = options.data or QUESTIONS
         folder = self.output / "chats" / f"{questions.stem}-{options.prompts}"
         self.chats = write_chats(questions, folder, options.prompts, self._reply)
@@ -220,7 +220,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--long-tokens", type=int, default=4096)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--model", type=Path, help="another checkpoint's folder; fetches no model")
-    parser.add_argument("--heads", type=Path, help="folder of heads; default: in the package")
+    parser.add_argument(
+        "--heads", type=Path, help="folder of heads; default: those in the package, without --model"
+    )
     parser.add_argument("--offline", action="store_true", help="do not fetch llama.cpp")
     options = parser.parse_args(arguments)
     steps = options.steps or STEPS

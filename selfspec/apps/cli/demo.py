@@ -17,6 +17,7 @@ from rich.text import Text
 
 from selfspec.apps.cli import options as opt
 from selfspec.apps.cli.common import Loaded, Source, print_json, progress, reporting
+from selfspec.apps.cli.options import Dtype
 from selfspec.apps.smollm2 import HEADS, QUESTIONS, cache_folder, fetch_checkpoint, kept_checkpoint
 
 if TYPE_CHECKING:
@@ -100,8 +101,8 @@ def demo(
         if model is None and prompt is None and domain is None:
             asked = _chat_model(console)
         if asked:
-            half = "bfloat16" if dtype == "auto" else dtype
-            source = source._replace(model=str(asked), heads=heads or str(HEADS), dtype=half)
+            fast = _fast_dtype() if dtype == "auto" else dtype
+            source = source._replace(model=str(asked), heads=heads or str(HEADS), dtype=fast)
         if temperature is None:
             temperature = 0.0 if asked else _TEMPERATURE
         settings = {
@@ -135,6 +136,16 @@ def _chat_model(console: Console) -> Path | None:
             reason = str(error)
     console.print(f"without SmolLM2-135M-Instruct ({reason}), the model in the package writes")
     return None
+
+
+def _fast_dtype() -> Dtype:
+    """bfloat16 where the device computes in it, float32 elsewhere."""
+    import torch
+
+    from selfspec.decoder.kernels.prepacked import computes
+
+    half = torch.cuda.is_available() or computes(torch.bfloat16)
+    return "bfloat16" if half else "float32"
 
 
 def _show(

@@ -223,10 +223,10 @@ def _is_packable(module: Any) -> bool:
 def _has_kernels(module: Any) -> bool:
     if type(module) not in (nn.Linear, Conv1D) or "forward" in module.__dict__:
         return False  # device hooks bring the weights, or an outer call has packed them
-    return type(module.weight) is nn.Parameter and _computes(module.weight.dtype)
+    return type(module.weight) is nn.Parameter and computes(module.weight.dtype)
 
 
-def _computes(dtype: torch.dtype) -> bool:
+def computes(dtype: torch.dtype) -> bool:
     """Whether oneDNN has kernels for such weights here."""
     if not torch.backends.mkldnn.is_available():
         return False
