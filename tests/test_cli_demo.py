@@ -1,11 +1,13 @@
 """`selfspec demo`: equal texts, and figures that are those of its JSON."""
 
 import io
+import shutil
 
 import pytest
 import torch
 from cli_tools import PROMPT, TOKENS, call, one_object, own_text
-from conftest import EXIT, tiny_llama
+from conftest import EXIT, greedy, tiny_llama
+from head_tools import own_head
 from rich.console import Console
 from transformers import AutoTokenizer
 
@@ -23,6 +25,8 @@ from selfspec.apps.display.demo import (
     load_prompts,
     run_demo,
 )
+from selfspec.apps.smollm2 import QUESTIONS
+from selfspec.heads import save_heads
 from selfspec.schedule.stats import PARTS
 
 
@@ -73,6 +77,31 @@ def test_the_demo_decodes_greedily_if_asked_to():
     found = one_object(call("demo", *options))
     assert found["options"]["temperature"] == 0
     assert [*found["texts"]] == ["code"] and found["texts"]["code"]["equal"] is True
+
+
+def test_the_chat_model_answers_questions_with_its_head(folder, tmp_path, monkeypatch):
+    """Greedily, in its chat template; fetched, it is the target unless another one is named."""
+    shutil.copytree(folder, tmp_path / "chat")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "chat")
+    tokenizer.chat_template = "{% for m in messages %}u: {{ m.content }}.a:{% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "chat")
+    spec = SelfSpecModel.from_pretrained(tmp_path / "chat")
+    save_heads([own_head(spec.decoder, "lens", EXIT)], spec.decoder, tmp_path / "heads")
+    monkeypatch.setattr(demo, "_chat_model", lambda console: tmp_path / "chat")
+    monkeypatch.setattr(demo, "HEADS", tmp_path / "heads")
+    found = one_object(call("demo", "--max-new-tokens", 8, "--repeats", 1, "--json"))
+    assert list(found["texts"]) == list(QUESTIONS) and found["options"]["temperature"] == 0
+    for name, told in found["texts"].items():
+        assert told["prompt"] == QUESTIONS[name] and told["equal"] is True
+        ids = tokenizer(f"u: {QUESTIONS[name]}.a:", return_tensors="pt").input_ids
+        own = greedy(spec.model, ids, max_new_tokens=8)[0, ids.shape[1] :]
+        assert told["text"] == tokenizer.decode(own, skip_special_tokens=True)
+
+
+def test_the_demo_says_why_the_chat_model_is_left_out(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    shown = call("demo", "--max-new-tokens", 8, "--repeats", 1)
+    assert "without SmolLM2-135M-Instruct (HF_HUB_OFFLINE is set)" in " ".join(shown.stdout.split())
 
 
 @pytest.mark.parametrize("sampled", [False, True])

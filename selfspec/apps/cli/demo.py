@@ -166,7 +166,7 @@ def _show(
     for name, passage in passages.items():
         chat = passage.domain == "chat"
         writer = Comparison(target.spec, target.tokenizer, passage.text, options, chat)
-        results[name] = _show_demo(console, writer, passage.source)
+        results[name] = _show_demo(console, writer, passage.source, "\n\n" if chat else "")
     # The passages are texts to continue, which a chat model was not made for.
     compared = [] if any(p.domain == "chat" for p in passages.values()) else load_prompts()
     exits = exit_agreements(target.spec, target.tokenizer, [p.text for p in compared])
@@ -225,15 +225,15 @@ def _headline(head: dict[str, Any]) -> str:
     )
 
 
-def _show_demo(console: Console, writer: Comparison, source: str) -> DemoResult:
-    """Stream the output, then compare both outputs and their speed."""
+def _show_demo(console: Console, writer: Comparison, source: str, gap: str) -> DemoResult:
+    """Stream the output, `gap` after the prompt, then compare both outputs and their speed."""
     from selfspec.apps.display import OriginStreamer, legend
     from selfspec.apps.display.demo import run_demo, verdict
 
     streamer = None
     if not console.quiet:
         console.print(Rule(source))
-        console.print(Text(writer.prompt, "dim"), end="", soft_wrap=True)
+        console.print(Text(writer.prompt, "dim"), end=gap, soft_wrap=True)
         streamer = OriginStreamer(console, writer.tokenizer)
     result = run_demo(writer, streamer, lambda: progress().status("timing"))
     console.print(Rule())
