@@ -73,6 +73,16 @@ def test_other_code_runs_as_it_is(family, missing):
     assert not any(type(module).__name__.endswith(missing) for module, _ in lean_forwards([model]))
 
 
+def test_norms_of_heads_with_other_code_keep_their_attention_as_it_is():
+    model = build("qwen3", "sdpa").to(dtype=HALF)
+    attention = model.model.layers[0].self_attn
+    attention.q_norm.__class__ = type(
+        "Norm", (type(attention.q_norm),), {"forward": lambda s, x: x}
+    )
+    lean = [module for module, _ in lean_forwards([model])]
+    assert attention not in lean and model.model.layers[1].self_attn in lean
+
+
 class Same(nn.Module):
     def forward(self, weight):
         return weight

@@ -38,7 +38,7 @@ def lean_forwards(roots: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, Calla
     """
     rotary = _Rotary()
     for module in {part: None for root in roots for part in root.modules()}:
-        kind = _kinds().get(_code(type(module).forward))
+        kind = _kind(module)
         if kind is None or not _is_plain(module):
             continue
         if kind == "norm":
@@ -86,14 +86,29 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _attends_as_llama(module: Any) -> bool:
-    """Whether an attention rotates all of each head, as Llama does, and attends by torch's SDPA."""
+    """Whether an attention rotates all of each head, as Llama does, and attends by torch's SDPA.
+
+    Norms of queries and keys have to be Llama's, too.
+    """
     names = inspect.unwrap(type(module).forward).__globals__
     llama = vars(import_module(_MODELS.format("llama")))
     same = all(
         _code(names[name]) == _code(llama[name]) for name in ("apply_rotary_pos_emb", "rotate_half")
     )
+    normed = all(_kind(norm) == "norm" for norm in _head_norms(module))
     chosen = getattr(module.config, "_attn_implementation", None)
-    return same and ALL_ATTENTION_FUNCTIONS.get(chosen) is sdpa_attention_forward
+    return same and normed and ALL_ATTENTION_FUNCTIONS.get(chosen) is sdpa_attention_forward
+
+
+def _head_norms(attention: Any) -> list[nn.Module]:
+    """The norms of queries and of keys, if there are any."""
+    norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+    return [norm for norm in norms if norm is not None]
+
+
+def _kind(module: nn.Module) -> str | None:
+    """The kind of lean form that the code of a module has."""
+    return _kinds().get(_code(type(module).forward))
 
 
 # The lean forms
@@ -162,8 +177,7 @@ class _Attention:
         self._size, self._scale = module.head_dim, module.scaling
         self._group = module.num_key_value_groups
         self._keys = module.k_proj.out_features // self._size
-        norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
-        self._norms = [_norm(norm) for norm in norms if norm is not None]
+        self._norms = [_norm(norm) for norm in _head_norms(module)]
 
     def forward(
         self,
