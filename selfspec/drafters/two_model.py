@@ -71,12 +71,14 @@ class TwoModel(Drafter):
         if offset == 0:
             self.slots = self.decoder.new_slots(state.rows)
             self._encoded, self._unread = [0] * state.rows, [[] for _ in range(state.rows)]
-            if self._room(state) > 0:
+            self._encode(state)
+            if self._room() > 0:
                 self._read_on(replace(state, slots=self.slots))
 
     def propose(self, state: State, limit: int) -> Draft:
         """Draft token by token; nothing if the sequence outgrows the smaller model."""
-        room = self._room(state)
+        self._encode(state)
+        room = self._room()
         if room < 1:
             return Draft.empty(state.rows, state.pending.device)
         longest = min(self.longest, limit, room)
@@ -106,12 +108,15 @@ class TwoModel(Drafter):
         self._unread = [[] for _ in counts]
         return logits
 
-    def _room(self, state: State) -> int:
-        """The most drafts that fit into the smaller model's positions, once it has read all."""
+    def _encode(self, state: State) -> None:
+        """Encode each row's new tokens for the smaller model."""
         for place, row in enumerate(state.context.rows):
             text, known = state.context.text[row], self._encoded[place]
             self._unread[place] += self.tokens.encode(text[known:], text[:known])
             self._encoded[place] = len(text)
+
+    def _room(self) -> int:
+        """The most drafts that fit into the smaller model's positions, once it has read all."""
         longest = max(
             have + len(new) for have, new in zip(self.slots.lengths, self._unread, strict=True)
         )
