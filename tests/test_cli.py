@@ -271,7 +271,7 @@ def test_wrong_usage_names_the_value(line, says):
     assert says in call(*line.split(), code=2).stderr
 
 
-RUNS = ("bench", "chat", "check", "demo", "generate a", "info", "tune")
+RUNS = ("bench", "chat", "check", "demo --domain code", "generate a", "info", "tune")
 RUNS += ("export hf-draft out", "export custom-generate out --heads heads")
 
 

@@ -87,7 +87,7 @@ def test_the_chat_model_answers_questions_with_its_head(folder, tmp_path, monkey
     tokenizer.save_pretrained(tmp_path / "chat")
     spec = SelfSpecModel.from_pretrained(tmp_path / "chat")
     save_heads([own_head(spec.decoder, "lens", EXIT)], spec.decoder, tmp_path / "heads")
-    monkeypatch.setattr(demo, "_chat_model", lambda console: tmp_path / "chat")
+    monkeypatch.setattr(demo, "_chat_model", lambda: tmp_path / "chat")
     monkeypatch.setattr(demo, "HEADS", tmp_path / "heads")
     found = one_object(call("demo", "--max-new-tokens", 8, "--repeats", 1, "--json"))
     assert list(found["texts"]) == list(QUESTIONS) and found["options"]["temperature"] == 0
@@ -101,7 +101,7 @@ def test_the_chat_model_answers_questions_with_its_head(folder, tmp_path, monkey
 def test_the_demo_says_why_the_chat_model_is_left_out(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     shown = call("demo", "--max-new-tokens", 8, "--repeats", 1)
-    assert "without SmolLM2-135M-Instruct (HF_HUB_OFFLINE is set)" in " ".join(shown.stdout.split())
+    assert "without SmolLM2-135M-Instruct (HF_HUB_OFFLINE is set)" in shown.stderr
 
 
 @pytest.mark.parametrize("sampled", [False, True])

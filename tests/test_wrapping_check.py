@@ -238,11 +238,12 @@ def test_without_a_small_model_the_first_call_refuses(body: type, batch: bool, n
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_without_a_small_model_one_call_checks_and_changes_nothing(dtype, none_small) -> None:
     model, ids = tiny_llama(dtype=dtype).train(), torch.tensor([[5, 6, 7]])
-    spec, state = SelfSpecModel(model), torch.get_rng_state()
+    # In half precision the default kernels round less often than `generate`.
+    spec, state = SelfSpecModel(model, kernels="eager"), torch.get_rng_state()
     options = {"max_new_tokens": 9, "do_sample": False}
     spec.generate(ids, **options)
     assert not none_small  # in training mode a pass may be another each time
     model.eval()
-    for wrapped in (spec, spec, SelfSpecModel(model), copy.deepcopy(spec)):
+    for wrapped in (spec, spec, SelfSpecModel(model, kernels="eager"), copy.deepcopy(spec)):
         assert torch.equal(wrapped.generate(ids, **options), model.generate(ids, **options))
     assert none_small == [model] and torch.equal(torch.get_rng_state(), state)

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from selfspec.apps.cli import options as opt
-from selfspec.apps.cli.common import Loaded, Source, print_json, progress, reporting
+from selfspec.apps.cli.common import Loaded, Source, note, print_json, progress, reporting
 from selfspec.apps.cli.options import Dtype
 from selfspec.apps.smollm2 import HEADS, QUESTIONS, cache_folder, fetch_checkpoint, kept_checkpoint
 
@@ -99,7 +99,7 @@ def demo(
         source = Source(model, heads, dtype, device, profile, kernels)
         asked = None
         if model is None and prompt is None and domain is None:
-            asked = _chat_model(console)
+            asked = _chat_model()
         if asked:
             fast = _fast_dtype() if dtype == "auto" else dtype
             source = source._replace(model=str(asked), heads=heads or str(HEADS), dtype=fast)
@@ -120,7 +120,7 @@ def demo(
         raise typer.Exit(1)
 
 
-def _chat_model(console: Console) -> Path | None:
+def _chat_model() -> Path | None:
     """A chat model's checkpoint, fetched if it can be; `None`, with the reason told, if not."""
     if find_spec("gguf") is None:
         reason = "the package gguf is not installed"
@@ -134,7 +134,7 @@ def _chat_model(console: Console) -> Path | None:
                 return fetch_checkpoint(cache_folder())
         except OSError as error:
             reason = str(error)
-    console.print(f"without SmolLM2-135M-Instruct ({reason}), the model in the package writes")
+    note(f"without SmolLM2-135M-Instruct ({reason}), the model in the package writes")
     return None
 
 
