@@ -159,9 +159,12 @@ def _forecast_table(advice: Advice) -> Table:
     """The best candidates, now and after an hour."""
     from selfspec.apps.bench.forecast import HOUR
 
+    caption = f"run: after the {in_units(advice.tokens)} tokens of this run; hour: after an hour"
+    if max(head.speedup for head in (*advice.now, *advice.then)) <= 1:
+        caption += f"; with far more text {max(head.speedup for head in advice.most):.2f}x"
     table = Table(
         title="expected of a head here, over plain decoding",
-        caption=f"run: after the {in_units(advice.tokens)} tokens of this run; hour: after an hour",
+        caption=caption,
         box=box.SIMPLE_HEAD,
         padding=0,
     )
