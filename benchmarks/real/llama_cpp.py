@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from concurrent.futures import ProcessPoolExecutor
 from functools import cached_property
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +32,7 @@ class LlamaCpp:
 
     @cached_property
     def _server(self) -> Any:
-        import xllamacpp  # pyright: ignore[reportMissingImports]
-
-        params: Any = xllamacpp.CommonParams()
-        params.model.path = str(self.file)
-        params.n_ctx, params.n_parallel, params.n_gpu_layers = self.positions, 1, 0
-        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = self.threads
-        params.verbosity = -1
-        return xllamacpp.Server(params)
+        return _Apart(self.file, self.threads, self.positions)
 
     def __call__(self, batch: Batch, options: dict[str, Any], seed: int) -> Written:
         """Generate, as the methods of `selfspec bench` do.
@@ -78,3 +73,38 @@ class LlamaCpp:
             counts.append(count - 1)
             arrivals.append(prefill + times["predicted_ms"] / 1000)
         return Written([tokens[:end]], counts, arrivals, [0] * (count - 1))
+
+
+class _Apart:
+    """llama.cpp's server in a process of its own.
+
+    In one process with torch it would share OpenMP's runtime, which counts the threads of both as
+    more than the cores there are, and puts torch's to sleep at the end of every operation.
+    """
+
+    def __init__(self, file: Path, threads: int, positions: int):
+        self._process = ProcessPoolExecutor(
+            1, get_context("spawn"), _start, (str(file), threads, positions)
+        )
+
+    def handle_completions(self, request: dict[str, Any]) -> dict[str, Any]:
+        """What llama.cpp answers."""
+        return self._process.submit(_complete, request).result()
+
+
+_SERVERS: list[Any] = []  # of this process
+
+
+def _start(file: str, threads: int, positions: int) -> None:
+    import xllamacpp  # pyright: ignore[reportMissingImports]
+
+    params: Any = xllamacpp.CommonParams()
+    params.model.path = file
+    params.n_ctx, params.n_parallel, params.n_gpu_layers = positions, 1, 0
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+    params.verbosity = -1
+    _SERVERS.append(xllamacpp.Server(params))
+
+
+def _complete(request: dict[str, Any]) -> dict[str, Any]:
+    return _SERVERS[0].handle_completions(request)
