@@ -36,7 +36,7 @@ def lean_forwards(roots: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, Calla
 
     Linear layers are called as they are now, so their own replacements come first.
     """
-    rotary = _Rotary()
+    rotary, masks = _Rotary(), _Masks()
     for module in {part: None for root in roots for part in root.modules()}:
         kind = _kind(module)
         if kind is None or not _is_plain(module):
@@ -46,7 +46,7 @@ def lean_forwards(roots: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, Calla
         elif kind == "mlp":
             yield module, _mlp(module)
         elif _attends_as_llama(module):
-            yield module, _Attention(module, rotary).forward
+            yield module, _Attention(module, rotary, masks).forward
 
 
 # What has a lean form
@@ -167,11 +167,25 @@ class _Rotary:
         return torch.addcmul(states * held[1], states.roll(states.shape[-1] // 2, -1), held[2])
 
 
+class _Masks:
+    """Repeats a mask for heads that are joined; layers with the same mask in a pass share it."""
+
+    def __init__(self) -> None:
+        self._held: tuple[Tensor, int, Tensor] | None = None
+
+    def __call__(self, mask: Tensor, group: int) -> Tensor:
+        """The mask `[rows, 1, group * width, keys]` of one `[rows, 1, width, keys]`."""
+        held = self._held
+        if held is None or held[0] is not mask or held[1] != group:
+            held = self._held = mask, group, mask.repeat(1, 1, group, 1)
+        return held[2]
+
+
 class _Attention:
     """Attention of few tokens, in which heads that share keys are joined into one product."""
 
-    def __init__(self, module: Any, rotary: _Rotary):
-        self._own, self._rotary = module.forward, rotary
+    def __init__(self, module: Any, rotary: _Rotary, masks: _Masks):
+        self._own, self._rotary, self._masks = module.forward, rotary, masks
         self._qkv = joined([getattr(module, f"{name}_proj").forward for name in "qkv"])
         self._out, self._index = direct(module.o_proj), module.layer_idx
         self._size, self._scale = module.head_dim, module.scaling
@@ -203,7 +217,7 @@ class _Attention:
         group = self._group
         query = query.transpose(1, 2).reshape(rows, self._keys, group * width, size)
         if attention_mask is not None and width > 1:
-            attention_mask = attention_mask.repeat(1, 1, group, 1)
+            attention_mask = self._masks(attention_mask, group)
         output = scaled_dot_product_attention(query, key, value, attention_mask, scale=self._scale)
         output = output.reshape(rows, -1, width, size).transpose(1, 2).reshape(rows, width, -1)
         return self._out(output), None
