@@ -10,7 +10,7 @@ from scipy.stats import chi2
 from typer.testing import CliRunner
 
 from selfspec import SelfSpecModel
-from selfspec.apps.bench import Sampling, check_exactness
+from selfspec.apps.bench import Sampling, check_exactness, exactness
 from selfspec.apps.bench.exactness import chi_square, exact_probabilities
 from selfspec.apps.cli import commands
 from selfspec.config import DraftConfig
@@ -72,7 +72,7 @@ def test_half_precision_may_swap_a_few_candidates_and_no_more(monkeypatch, wrong
         output[:wrong, -1] = 0
         return output
 
-    spec = SelfSpecModel(tiny_llama("sometimes", dtype=torch.bfloat16, spread=0.3))
+    spec = SelfSpecModel(tiny_llama("sometimes", dtype=torch.bfloat16, spread=1.0))
     monkeypatch.setattr(SelfSpecModel, "generate", swapped)
     found = check_exactness(spec, DRAFT, PROMPTS, 12, Sampling(samples=64))
     assert (found.p_values == [0.0]) == fails
@@ -91,6 +91,26 @@ def test_exact_probabilities_are_those_of_the_model(spec):
         probs = (best.values / 0.7).softmax(-1)
         chance *= float(probs[best.indices.tolist().index(word[length])])
     assert joint[word] == pytest.approx(chance, rel=1e-4)
+
+
+def test_candidates_that_may_be_swapped_are_not_sure():
+    scores = torch.tensor([[5.0, 1.0, 3.0, 2.99, -torch.inf]]).double()
+    probs, sure = exactness._candidates(scores, 2, margin=0.01)
+    assert sure.tolist() == [[True, False, False, False, False]]
+    first = float(torch.tensor([5.0, 3.0]).softmax(0)[0])
+    assert probs[0].tolist() == pytest.approx([first, 0, 1 - first, 0, 0])
+    for margin, most in ((0.0, 2), (0.01, 3)):
+        assert exactness._candidates(scores, most, margin)[1].sum() == most
+    assert exactness._candidates(scores, 5, 0.01)[1].tolist() == [[True] * 4 + [False]]
+
+
+def test_what_may_be_swapped_is_left_out_of_the_continuations():
+    spec = SelfSpecModel(tiny_llama("sometimes", dtype=torch.bfloat16, spread=0.3))
+    options = Sampling().options([])
+    all_, sure, none = (
+        exact_probabilities(spec, PROMPTS[0], options, 3, margin) for margin in (0.0, 0.05, 1e3)
+    )
+    assert sure.items() < all_.items() and not none
 
 
 def test_stop_tokens_end_no_continuation():

@@ -69,9 +69,10 @@ def _next_scores(
 
 _CONTEXT = 16  # prompt tokens before sampled continuations
 _ROWS = 64  # continuations that are sampled or scored in one call
-# In half precision, passes of different width may swap two nearly equal candidates. This share of
-# continuations may be impossible under plain decoding.
-_SWAPPED = 0.05
+# In half precision, passes of different width or kernels may swap two nearly equal candidates.
+# Continuations with a candidate that lies within so many roundings of one that is left out do not
+# count, and this share of all may be impossible under plain decoding.
+_ROUNDINGS, _SWAPPED = 4, 0.05
 _FEWEST = 5  # continuations expected less often are counted together
 
 
@@ -215,41 +216,68 @@ def _distribution(
 ) -> tuple[float, float]:
     """The least p-value times the number of tests, and the acceptance rate."""
     options = sampling.options(stop_ids(spec))
-    expected = exact_probabilities(spec, prompt, options, sampling.horizon)
+    wide = _is_wide(spec)
+    margin = 0.0 if wide else _ROUNDINGS * torch.finfo(spec.decoder.dtype).eps
+    expected = exact_probabilities(spec, prompt, options, sampling.horizon, margin)
     drawn, rate = _draws(spec, draft, prompt, options, sampling, seed)
     p_values = [
         # For every length: faults of the first drafts show best in few cells.
-        _p_value(drawn, expected, length, 0.0 if _is_wide(spec) else _SWAPPED)
+        _p_value(drawn, expected, length, 0.0 if wide else _SWAPPED)
         for length in range(1, sampling.horizon + 1)
     ]
     return min(1.0, min(p_values) * len(p_values)), rate
 
 
 def exact_probabilities(
-    spec: SelfSpecModel, prompt: Tensor, options: dict[str, Any], horizon: int
+    spec: SelfSpecModel,
+    prompt: Tensor,
+    options: dict[str, Any],
+    horizon: int,
+    margin: float = 0.0,
 ) -> dict[tuple[int, ...], float]:
     """The probability of every continuation of `horizon` tokens under plain decoding.
 
     Args:
         spec: the target.
         prompt: `[1, width]`.
-        options: options of `generate`; few candidates must be left.
+        options: options of `generate`, with a `top_k` that leaves few candidates.
         horizon: tokens of a continuation.
+        margin: continuations are left out if one of their candidates is nearer to one beyond
+            `top_k`, as a share of the best score.
     """
+    most = options["top_k"]
+    wider = {**options, "top_k": most + 1}
     joint: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(horizon):
         words = list(joint)
+        if not words:
+            break
         behind = torch.tensor(words, dtype=torch.long, device=prompt.device).view(len(words), -1)
         texts = torch.cat([prompt.expand(len(words), -1), behind], dim=1)
         parts = texts.split(_ROWS)
-        scores = [_next_scores(spec, part, torch.ones_like(part), options) for part in parts]
-        probs = torch.cat(scores).double().softmax(-1)
+        scores = [_next_scores(spec, part, torch.ones_like(part), wider) for part in parts]
+        probs, sure = _candidates(torch.cat(scores).double(), most, margin)
         joint = {
             (*word, int(token)): joint[word] * float(row[token])
-            for word, row in zip(words, probs, strict=True)
-            for token in row.nonzero()[:, 0]
+            for word, row, safe in zip(words, probs, sure, strict=True)
+            for token in safe.nonzero()[:, 0]
         }
     return joint
+
+
+def _candidates(scores: Tensor, most: int, margin: float) -> tuple[Tensor, Tensor]:
+    """`[rows, vocab]` probabilities of the best `most` tokens, and which of these are sure to be.
+
+    Args:
+        scores: `[rows, vocab]`, finite for more than the best `most`.
+        most: tokens that are kept.
+        margin: distance to the tokens that are not, as a share of the best score.
+    """
+    best = scores.topk(min(most + 1, scores.shape[-1])).values
+    kept = scores >= best[:, :most].min(-1, keepdim=True).values
+    beyond = scores.masked_fill(kept, -torch.inf).amax(-1, keepdim=True)
+    sure = kept & scores.isfinite() & (scores - beyond >= margin * best[:, :1].abs())
+    return scores.masked_fill(~kept, -torch.inf).softmax(-1), sure
 
 
 def _draws(
@@ -288,20 +316,22 @@ def _p_value(
 ) -> float:
     """Chi-square test of the first `length` tokens; rare continuations share one cell.
 
-    Up to the share `swapped` of continuations may be impossible under plain decoding.
+    Up to the share `swapped` of continuations may be impossible under plain decoding, beside those
+    that `joint` leaves out.
     """
     probs: dict[tuple[int, ...], float] = {}
     for word, chance in joint.items():
         probs[word[:length]] = probs.get(word[:length], 0.0) + chance
     counts = dict.fromkeys(probs, 0)
     words = [word[:length] for word in drawn if word[:length] in counts]
-    if len(drawn) - len(words) > swapped * len(drawn):
+    total = sum(probs.values())
+    if len(drawn) - len(words) > (1 - total + swapped + 1e-9) * len(drawn):
         return 0.0
     for word in words:
         counts[word] += 1
     cells: list[tuple[float, float]] = [(0.0, 0.0)]
     for word, chance in probs.items():
-        cell = (float(counts[word]), chance * len(words))
+        cell = (float(counts[word]), chance / total * len(words))
         if cell[1] < _FEWEST:
             cells[0] = (cells[0][0] + cell[0], cells[0][1] + cell[1])
         else:
