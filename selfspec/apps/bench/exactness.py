@@ -73,6 +73,7 @@ _ROWS = 64  # continuations that are sampled or scored in one call
 # Continuations with a candidate that lies within so many roundings of one that is left out do not
 # count, and this share of all may be impossible under plain decoding.
 _ROUNDINGS, _SWAPPED = 4, 0.05
+_DEVIATIONS = 4  # standard deviations by which their number may exceed what is expected
 _FEWEST = 5  # continuations expected less often are counted together
 
 
@@ -324,8 +325,10 @@ def _p_value(
         probs[word[:length]] = probs.get(word[:length], 0.0) + chance
     counts = dict.fromkeys(probs, 0)
     words = [word[:length] for word in drawn if word[:length] in counts]
-    total = sum(probs.values())
-    if len(drawn) - len(words) > (1 - total + swapped + 1e-9) * len(drawn):
+    total, samples = sum(probs.values()), len(drawn)
+    left_out = max(0.0, 1 - total)
+    luck = _DEVIATIONS * (left_out * total * samples) ** 0.5
+    if samples - len(words) > (left_out + swapped + 1e-9) * samples + luck:
         return 0.0
     for word in words:
         counts[word] += 1
