@@ -30,7 +30,7 @@ def test_an_exact_drafter_passes(spec):
     assert found.passed
     assert (found.texts, found.divergences) == (1, {})
     assert found.distributed
-    assert 0 < found.acceptance_rate < 1
+    assert found.acceptance_rate is not None and 0 < found.acceptance_rate < 1
 
 
 def test_drafts_drawn_from_another_distribution_are_caught(spec, monkeypatch):
