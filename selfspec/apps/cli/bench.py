@@ -25,49 +25,55 @@ if TYPE_CHECKING:
     from selfspec.apps.bench import Bench, BenchConfig, Report
     from selfspec.apps.bench.run import Write
 
+Fields = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        help="Fields of the config, such as max_new_tokens=64 or target=path; YAML values.",
+        show_default=False,
+    ),
+]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="YAML file with target, prompts, methods, modes, batch_sizes.",
+        show_default="selfspec and transformers' own methods on the model in the package",
+    ),
+]
+Shape = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME_OR_CONFIG",
+        help="A published size with random weights instead of a model: its name, or the path "
+        "of a config.json. Acceptance is planted. On a CPU this takes minutes.",
+        show_default=False,
+    ),
+]
+Acceptance = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RATES",
+        help="Acceptance rates to plant in a shape's drafts, such as 0.6,0.7,0.8.",
+        show_default="0.7",
+    ),
+]
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Folder of runs and report; existing runs are kept.",
+        show_default="outputs/bench, and outputs/bench-NAME for a shape",
+    ),
+]
+
 
 def bench(
-    fields: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[KEY=VALUE]...",
-            help="Fields of the config, such as max_new_tokens=64 or target=path; YAML values.",
-            show_default=False,
-        ),
-    ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="YAML file with target, prompts, methods, modes, batch_sizes.",
-            show_default="selfspec and transformers' own methods on the model in the package",
-        ),
-    ] = None,
-    shape: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME_OR_CONFIG",
-            help="A published size with random weights instead of a model: its name, or the path "
-            "of a config.json. Acceptance is planted. On a CPU this takes minutes.",
-            show_default=False,
-        ),
-    ] = None,
-    acceptance: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RATES",
-            help="Acceptance rates to plant in a shape's drafts, such as 0.6,0.7,0.8.",
-            show_default="0.7",
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Folder of runs and report; existing runs are kept.",
-            show_default="outputs/bench, and outputs/bench-NAME for a shape",
-        ),
-    ] = None,
+    fields: Fields = None,
+    config: ConfigFile = None,
+    shape: Shape = None,
+    acceptance: Acceptance = None,
+    output: Output = None,
     as_json: opt.AsJson = False,
 ) -> None:
     """Compare methods on one target: speed, acceptance and equality of outputs, in one run."""

@@ -16,6 +16,7 @@ from selfspec.apps.cli import options as opt
 from selfspec.apps.cli.common import (
     Source,
     complain,
+    hint_heads,
     is_sampled,
     print_json,
     reporting,
@@ -64,6 +65,7 @@ def chat(
     with reporting(as_json) as console:
         target = Source(model, heads, dtype, device, profile, kernels).load()
         drafting = drafting or target.spec.draft_for(sampled=is_sampled(target.spec, options))
+        hint_heads(target.spec)
         say_choices(target.spec, options)
         conversation = Conversation(
             target.spec, target.tokenizer, drafting, options, seed=seed, system=system

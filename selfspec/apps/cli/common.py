@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from selfspec import DEMO_MODEL
 from selfspec.apps.cli.options import Dtype, Kernels, KVCacheDtype
+from selfspec.apps.smollm2 import HEADS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -170,6 +172,23 @@ def say_choices(spec: SelfSpecModel, options: Mapping[str, Any]) -> None:
     if kept:
         told = ", ".join(f"{name}={value}" for name, value in kept.items())
         note(f"of the checkpoint's generation_config: {told}")
+
+
+def hint_heads(spec: SelfSpecModel) -> None:
+    """Say that the package has an exit head for the checkpoint, if it runs without heads."""
+    from selfspec.heads import CONFIG_NAME
+    from selfspec.heads.files import read_object
+    from selfspec.heads.store import check_fingerprint
+
+    if spec.heads:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the same weights in another precision
+        try:
+            check_fingerprint(spec.decoder, read_object(HEADS / CONFIG_NAME)["target"], str(HEADS))
+        except ValueError:
+            return
+    note(f"the package has an exit head for this checkpoint: --heads {HEADS}")
 
 
 def note(message: str) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -18,7 +16,7 @@ from rich.text import Text
 from selfspec.apps.cli import options as opt
 from selfspec.apps.cli.common import Loaded, Source, note, print_json, progress, reporting
 from selfspec.apps.cli.options import Dtype
-from selfspec.apps.smollm2 import HEADS, QUESTIONS, cache_folder, fetch_checkpoint, kept_checkpoint
+from selfspec.apps.smollm2 import HEADS, NAME, QUESTIONS, cache_folder, fetch_checkpoint
 
 if TYPE_CHECKING:
     from selfspec.apps.display.demo import Comparison, DemoPrompt, DemoResult, ExitAgreement
@@ -47,6 +45,29 @@ ROWS = (
 )
 _COLUMNS = ("plain", "speculative")
 
+Prompt = Annotated[
+    str | None, typer.Option(help="Text to continue.", show_default="a held-out passage")
+]
+OfDomain = Annotated[
+    Domain | None,
+    typer.Option(
+        help="Domain of the passage; --seed chooses one.", show_default="prose, then code"
+    ),
+]
+Temperature = Annotated[
+    float | None,
+    typer.Option(
+        min=0, help="Sampling temperature; 0 decodes greedily.", show_default="0.8; 0 for SmolLM2"
+    ),
+]
+Greedy = Annotated[
+    bool, typer.Option("--greedy", help="Decode greedily: the same as --temperature 0.")
+]
+NoRepeatNgram = Annotated[
+    int, typer.Option(min=0, help="Generate no n-gram of this size twice; 0 allows it.")
+]
+Repeats = Annotated[int, typer.Option(min=1, help="Timed runs of each.")]
+
 
 def demo(
     model: opt.Model = None,
@@ -57,33 +78,14 @@ def demo(
     config: opt.Config = None,
     draft: opt.Draft = None,
     profile: opt.Profile = None,
-    prompt: Annotated[
-        str | None,
-        typer.Option(help="Text to continue.", show_default="a held-out passage"),
-    ] = None,
-    domain: Annotated[
-        Domain | None,
-        typer.Option(
-            help="Domain of the passage; --seed chooses one.", show_default="prose, then code"
-        ),
-    ] = None,
+    prompt: Prompt = None,
+    domain: OfDomain = None,
     max_new_tokens: opt.MaxNewTokens = 128,
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            help="Sampling temperature; 0 decodes greedily.",
-            show_default="0.8; 0 for SmolLM2",
-        ),
-    ] = None,
-    greedy: Annotated[
-        bool, typer.Option("--greedy", help="Decode greedily: the same as --temperature 0.")
-    ] = False,
-    no_repeat_ngram: Annotated[
-        int, typer.Option(min=0, help="Generate no n-gram of this size twice; 0 allows it.")
-    ] = 0,
+    temperature: Temperature = None,
+    greedy: Greedy = False,
+    no_repeat_ngram: NoRepeatNgram = 0,
     seed: opt.Seed = 0,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each.")] = 3,
+    repeats: Repeats = 3,
     as_json: opt.AsJson = False,
 ) -> None:
     """Generate with plain decoding and with self-speculation, and compare outputs and speed.
@@ -97,12 +99,10 @@ def demo(
     drafting = opt.draft_config(config, draft)
     with reporting(as_json) as console:
         source = Source(model, heads, dtype, device, profile, kernels)
-        asked = None
-        if model is None and prompt is None and domain is None:
-            asked = _chat_model()
+        chosen = (model, prompt, domain)
+        asked = None if any(each is not None for each in chosen) else _chat_model()
         if asked:
-            fast = _fast_dtype() if dtype == "auto" else dtype
-            source = source._replace(model=str(asked), heads=heads or str(HEADS), dtype=fast)
+            source = _with_chat_model(source, asked)
         if temperature is None:
             temperature = 0.0 if asked else _TEMPERATURE
         settings = {
@@ -122,20 +122,18 @@ def demo(
 
 def _chat_model() -> Path | None:
     """A chat model's checkpoint, fetched if it can be; `None`, with the reason told, if not."""
-    if find_spec("gguf") is None:
-        reason = "the package gguf is not installed"
-    elif kept := kept_checkpoint(cache_folder()):
-        return kept
-    elif os.environ.get("HF_HUB_OFFLINE") == "1":
-        reason = "HF_HUB_OFFLINE is set"
-    else:
-        try:
-            with progress().status(f"fetching SmolLM2-135M-Instruct (95 MB) to {cache_folder()}"):
-                return fetch_checkpoint(cache_folder())
-        except OSError as error:
-            reason = str(error)
-    note(f"without SmolLM2-135M-Instruct ({reason}), the model in the package writes")
+    try:
+        with progress().status(f"fetching {NAME} (95 MB) to {cache_folder()}"):
+            return fetch_checkpoint()
+    except (ImportError, OSError) as error:
+        note(f"without {NAME} ({error}), the model in the package writes")
     return None
+
+
+def _with_chat_model(source: Source, checkpoint: Path) -> Source:
+    """The same with the chat model, its head, and the dtype in which it is fast."""
+    dtype = _fast_dtype() if source.dtype == "auto" else source.dtype
+    return source._replace(model=str(checkpoint), heads=source.heads or str(HEADS), dtype=dtype)
 
 
 def _fast_dtype() -> Dtype:

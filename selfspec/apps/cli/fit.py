@@ -91,7 +91,7 @@ def fit(
         settings = defaults.complete(
             given,
             str(config or "fit"),
-            show=lambda advice: console.print(_forecast_table(advice)),
+            show=lambda advice: console.print(forecast_table(advice)),
             force=force,
         )
         checkpoints = _training("loop.checkpoint").Checkpoints(Path(settings.output))
@@ -155,7 +155,7 @@ def regenerate(
         print_json({"texts": str(path)})
 
 
-def _forecast_table(advice: Advice) -> Table:
+def forecast_table(advice: Advice) -> Table:
     """The best candidates, now and after an hour."""
     from selfspec.apps.bench.forecast import HOUR
 

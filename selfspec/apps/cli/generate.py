@@ -18,6 +18,7 @@ from selfspec.apps.cli import options as opt
 from selfspec.apps.cli.common import (
     Loaded,
     Source,
+    hint_heads,
     is_sampled,
     note,
     own_choices,
@@ -158,6 +159,7 @@ def generate(
         target = source.load()
         drafting = drafting or target.spec.draft_for(sampled=is_sampled(target.spec, options))
         asking.hint(target)
+        hint_heads(target.spec)
         say_choices(target.spec, options)
         options |= {"draft": drafting, **asking.stops(target)}
         process = asking.processors(target)

@@ -228,7 +228,8 @@ def info_table(facts: dict[str, Any]) -> Table:
         "weights": f"{in_units(facts['parameters'])} parameters in {facts['dtype']}, "
         f"{in_units(facts['weight_bytes'], 'B')}",
         "packed weights": f"{in_units(facts['packed_bytes'], 'B')} more with the kernels "
-        "prepacked, which\non a CPU are the default if they fit into memory",
+        "prepacked, the default\non a CPU if there is memory; `selfspec.prepack_(model)` drops the "
+        "unpacked ones",
         "KV": f"{in_units(facts['kv_bytes_per_token'], 'B')} a token, "
         f"{in_units(facts['kv_bytes'], 'B')} for {facts['context']:,} tokens",
         "recurrent states": f"{in_units(facts['state_bytes'], 'B')} a row, as much again during a "

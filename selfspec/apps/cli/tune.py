@@ -36,6 +36,32 @@ Texts = Annotated[
         show_default="prose, code and maths in the package",
     ),
 ]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="YAML file with keys of the tuning; --set overrides it."),
+]
+Fields = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        "-s",
+        metavar="KEY=VALUE",
+        help="A key of the tuning: batch=4, temperature=1, exits=[2,4], …; may be repeated.",
+    ),
+]
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="FILE",
+        help="File to write the profile to.",
+        show_default="beside the heads or the model, else the user's cache",
+    ),
+]
+Fresh = Annotated[
+    bool, typer.Option("--fresh", help="Measure again what an earlier tuning has measured.")
+]
 
 
 def tune(
@@ -45,32 +71,10 @@ def tune(
     device: opt.Device = None,
     kernels: opt.KernelsOption = "auto",
     text: Texts = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="YAML file with keys of the tuning; --set overrides it."),
-    ] = None,
-    fields: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            "-s",
-            metavar="KEY=VALUE",
-            help="A key of the tuning: batch=4, temperature=1, exits=[2,4], …; may be repeated.",
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="FILE",
-            help="File to write the profile to.",
-            show_default="beside the heads or the model, else the user's cache",
-        ),
-    ] = None,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Measure again what an earlier tuning has measured.")
-    ] = False,
+    config: ConfigFile = None,
+    fields: Fields = None,
+    output: Output = None,
+    fresh: Fresh = False,
     as_json: opt.AsJson = False,
 ) -> None:
     """Find the fastest draft on this device, and write the profile that generate uses."""

@@ -26,7 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from selfspec.decoder.cache import WIDEST, SlotCache
 from selfspec.decoder.direct import direct, is_watched
-from selfspec.decoder.kernels.prepacked import HALF, joined
+from selfspec.decoder.kernels.prepacked import HALF, PackedWeight, joined
 
 _MODELS = "transformers.models.{0}.modeling_{0}"
 
@@ -78,7 +78,8 @@ def _is_plain(module: nn.Module) -> bool:
     if "forward" in module.__dict__ or module.training:
         return False
     parts, weights = [*module.modules()], [*module.parameters()]
-    known = all(type(w) is nn.Parameter and w.dtype in HALF for w in weights)
+    kinds = (nn.Parameter, PackedWeight)
+    known = all(type(w) in kinds and w.dtype in HALF for w in weights)
     cpu = all(weight.device.type == "cpu" for weight in weights)
     linears = [part for name, part in module.named_children() if name.endswith("_proj")]
     bare = all(type(part) is nn.Linear for part in linears)

@@ -10,13 +10,15 @@ differently, as it does for another batch size. So does attention of one token b
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary
 
 import psutil
 import torch
 from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -167,15 +169,129 @@ def joined(forwards: Sequence[Forward]) -> Forward:
 
 def _bundle(modules: Sequence[Any]) -> Bundle:
     weight, bias, _ = _pack(modules)
-    linear, dtype = _OPS._linear_pointwise, weight.dtype
-
-    def product(input: Tensor) -> Tensor:
-        return linear(input, weight, bias, "none", [], "")
+    dtype = weight.dtype
 
     def takes(input: Tensor) -> bool:
         return not torch.is_grad_enabled() and input.dtype == dtype
 
-    return Bundle(modules, product, takes)
+    return Bundle(modules, _product(weight, bias), takes)
+
+
+def _product(weight: Tensor, bias: Tensor | None) -> Forward:
+    linear = _OPS._linear_pointwise
+    return lambda input: linear(input, weight, bias, "none", [], "")
+
+
+# In place
+
+
+def prepack_(model: PreTrainedModel) -> None:
+    """Pack the linear layers of a model in place: their weights are then held packed only.
+
+    With the kernels `prepacked` they are held twice. The model and whatever wraps it go on to
+    generate, with the same output. The model can no longer be trained, saved, copied, moved or
+    changed, and neither low-precision copies of its layers nor heads that start from them can be
+    made: that raises an error. LM head and embeddings stay as they are; heads and drafts read them.
+
+    Args:
+        model: a model in half precision on a CPU.
+
+    Raises:
+        ValueError: the model has adapters, or nothing of it can be packed.
+    """
+    name, lm_head = type(model).__name__, model.get_output_embeddings()
+    if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+        raise ValueError(
+            f"the adapters of {name} could not be switched or merged once its weights are packed; "
+            "merge them first (merge_and_unload)"
+        )
+    uses = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+
+    def takes(module: Any) -> bool:
+        return _is_packable(module) and module is not lm_head and uses[id(module.weight)] == 1
+
+    found = [*bundles(model, takes)]
+    if not found:
+        raise ValueError(
+            f"nothing of {name} can be packed in place: it takes linear layers in half precision "
+            "on a CPU that computes in it"
+        )
+    for modules in found:
+        _pack_in_place(modules)
+
+
+class PackedWeight(Tensor):
+    """The shape and dtype of a weight that is held packed only; whatever reads it fails.
+
+    As a wrapper it counts as quantized (`is_quantized`), like the tensors of torchao.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # shapes and dtypes are at hand
+
+    @staticmethod
+    def __new__(cls, weight: Tensor) -> PackedWeight:
+        """Stand in for `weight`."""
+        made = Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
+            cls, weight.shape, dtype=weight.dtype, device=weight.device
+        )
+        made._is_param = True  # `nn.Parameter(made)` would read it
+        return made
+
+    def __repr__(self, **_: Any) -> str:
+        """Without values."""
+        return f"PackedWeight({tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(cls, *call: Any) -> NoReturn:
+        """Refuse to be read."""
+        _refuse()
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        """Refuse to be copied."""
+        _refuse()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse to be pickled."""
+        _refuse()
+
+    # With these two it is a wrapper; they are called by the compiler.
+
+    def __tensor_flatten__(self) -> NoReturn:
+        """Refuse to be compiled."""
+        _refuse()
+
+    @staticmethod
+    def __tensor_unflatten__(*call: Any) -> NoReturn:
+        """Refuse to be compiled."""
+        _refuse()
+
+
+def _refuse(*call: Any) -> NoReturn:
+    raise RuntimeError(
+        "prepack_ has packed the weights of this model for inference: it can only generate, in its "
+        "dtype and without gradients; load it anew to train, save, copy, move or change it"
+    )
+
+
+def _pack_in_place(modules: Sequence[Any]) -> None:
+    """Have the layers compute with packed weights for good, and drop the others."""
+    weight, bias, _ = _pack(modules)
+    del _PACKED[modules[0]]
+    held: list[tuple[dict[str, Any], str, PackedWeight]] = []
+
+    def takes(input: Tensor) -> bool:
+        for parameters, name, stand_in in held:
+            if parameters[name] is not stand_in:  # somebody has put in another weight
+                return False
+        return not torch.is_grad_enabled() and input.dtype == weight.dtype
+
+    bundle = Bundle(modules, _product(weight, bias), takes)
+    for index, module in enumerate(modules):
+        for name, parameter in [*module.named_parameters(recurse=False)]:
+            stand_in = PackedWeight(parameter)
+            setattr(module, name, stand_in)
+            held.append((module._parameters, name, stand_in))
+        module.forward = bundle.forward(index, _refuse)
 
 
 def joins_heads(model: PreTrainedModel) -> bool:
