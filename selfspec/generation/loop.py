@@ -181,15 +181,17 @@ class Session:
         self._commit(state, verdict, rounds)
 
     def _forced(self, state: State, limit: int) -> Draft | None:
-        """What processors with a state force, if that is at least one token a row on average.
+        """What processors with a state force in half of the rows or more, if the call drafts.
 
-        Rows without such tokens take a plain step. Nothing is forced if the call drafts nothing.
+        Rows without such tokens take a plain step. At most half of the block is padding: a longer
+        one costs all rows more than it brings a few.
         """
         if limit < 1 or not state.sampler.walks or not self.drafter.drafts:
             return None
         forced = state.sampler.forced(state.context, min(limit, WIDEST - 1))
-        enough = sum(map(len, forced)) >= state.rows
-        return Draft.of(forced, state.pending.device) if enough else None
+        length = sorted(map(len, forced))[state.rows // 2]
+        forced = [tokens[:length] for tokens in forced]
+        return Draft.of(forced, state.pending.device) if length else None
 
     def _accept(self, state: State, draft: Draft, logits: Tensor) -> tuple[Verdict, Tensor]:
         """Apply the acceptance rule to the target's logits.
