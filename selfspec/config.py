@@ -290,9 +290,9 @@ def parse(config: type[ConfigT], data: Mapping[str, Any], source: str) -> Config
 
 def _error_lines(error: ValidationError, source: str) -> Iterator[str]:
     for item in error.errors():
-        place = ".".join(str(part) for part in item["loc"])
+        key = ".".join(str(part) for part in item["loc"])
         message = item["msg"].removeprefix("Value error, ")
-        yield f"{source}: {place + ': ' if place else ''}{message}{given_value(item)}"
+        yield f"{source}: {key + ': ' if key else ''}{message}{given_value(item)}"
 
 
 def given_value(item: Mapping[str, Any]) -> str:
@@ -332,7 +332,7 @@ def _override(data: dict[str, Any], override: str) -> None:
     if not separator or not key:
         raise ValueError(f"an override reads section.field=value, got {override!r}")
     *sections, field = names = key.split(".")
-    entry = next((place for place, name in enumerate(names) if name.isdigit()), 0)
+    entry = next((index for index, name in enumerate(names) if name.isdigit()), 0)
     if entry:
         whole = ".".join(names[:entry])
         raise ValueError(
@@ -357,6 +357,6 @@ def _read_yaml(text: str, source: str) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        place = getattr(error, "problem_mark", None)
-        where = f" (line {place.line + 1}, column {place.column + 1})" if place else ""
+        mark = getattr(error, "problem_mark", None)
+        where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
         raise ValueError(f"{source} is not valid YAML{where}") from None

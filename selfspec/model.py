@@ -300,7 +300,7 @@ class SelfSpecModel:
             ids: `[n]` or `[1, n]` token ids.
 
         Raises:
-            ValueError: there is no store, or an id is none of the model's tokens.
+            ValueError: there is no store, or an id is outside the model's vocabulary.
         """
         if self.store is None:
             raise ValueError(
@@ -430,25 +430,25 @@ class SelfSpecModel:
         generation_config = without_tokenizer(generation_config, self.generation_config, kwargs)
         cache, mask = kwargs.get(CACHE), kwargs.get("attention_mask")
         adapters = take_adapters(self.model, kwargs)
-        call = Call(engine, drafter, cache, mask, streamer, generator, adapters)
+        given = cache, mask, streamer, generator, adapters
+        call = Call(engine, drafter, drafting.rule, *given, opened=self._note)
         run: Any = self.causal_lm.generate
-        try:
-            output = run(
-                tokens,
-                generation_config,
-                logits_processor,
-                criteria,
-                prefix_allowed_tokens_fn,
-                streamer=streamer,
-                negative_prompt_ids=negative_prompt_ids,
-                negative_prompt_attention_mask=negative_prompt_attention_mask,
-                custom_generate=partial(speculate, call=call),
-                **kwargs,
-            )
-        finally:
-            if call.session is not None:
-                self.last_stats, self.last_trace = call.session.stats, call.session.trace
+        output = run(
+            tokens,
+            generation_config,
+            logits_processor,
+            criteria,
+            prefix_allowed_tokens_fn,
+            streamer=streamer,
+            negative_prompt_ids=negative_prompt_ids,
+            negative_prompt_attention_mask=negative_prompt_attention_mask,
+            custom_generate=partial(speculate, call=call),
+            **kwargs,
+        )
         return restore(output)
+
+    def _note(self, session: Session) -> None:
+        self.last_stats, self.last_trace = session.stats, session.trace
 
     def generate_batch(
         self,
@@ -548,7 +548,7 @@ class SelfSpecModel:
         generation_config = without_tokenizer(generation_config, self.generation_config, kwargs)
         adapters = take_adapters(self.model, kwargs)
         drafter = partial(make_drafter, engine, drafting)
-        any_drafter = drafter()  # its rule is that of all
+        any_drafter = drafter()  # requests are not run by themselves
         prompts: Iterable[Sequence[int]] = map(_token_ids, inputs)
         if isinstance(inputs, Sequence):
             check_counts(len(inputs), max_new_tokens=max_new_tokens, seed=seed)
@@ -564,7 +564,14 @@ class SelfSpecModel:
                 most = most[number]
             options = dict(kwargs) if most is None else {**kwargs, "max_new_tokens": most}
             options |= {"generation_config": generation_config, "stopping_criteria": criteria}
-            call = Call(engine, any_drafter, None, None, None, source(number), adapters, number)
+            call = Call(
+                engine,
+                any_drafter,
+                drafting.rule,
+                generator=source(number),
+                adapters=adapters,
+                row=number,
+            )
             return self._open(prompt, call, options)
 
         batch = Batch(
@@ -577,14 +584,12 @@ class SelfSpecModel:
         """The session of one request; transformers prepares it as it prepares `generate`."""
         tokens = torch.tensor([list(prompt)], dtype=torch.long, device=call.engine.decoder.device)
         run: Any = self.causal_lm.generate
-        run(
+        return run(
             left_padded(tokens, {})[0],
             attention_mask=torch.ones_like(tokens),
             custom_generate=partial(open_session, call=call),
             **options,
         )
-        assert call.session is not None
-        return call.session
 
     def _merged(
         self, config: GenerationConfig | None, options: Mapping[str, Any]

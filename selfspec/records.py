@@ -278,7 +278,7 @@ def _parsed(place: str, text: str) -> Record:
     except (ValueError, RecursionError):
         fields = None
     if not isinstance(fields, dict):
-        return Record(place, {}, f"no JSON object: {text.strip()[:60]!r}")
+        return Record(place, {}, f"not a JSON object: {text.strip()[:60]!r}")
     return Record(place, fields)
 
 

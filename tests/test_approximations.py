@@ -307,10 +307,10 @@ def visible(slots: SlotCache, states: Tensor, offset: int, sinks: int, recent: i
     """What a pass of these `[rows, heads, width, dim]` states sees, by a view and by all slots."""
     window = slots.window(states.shape[2], offset)
     window.view = slots.view(window, sinks, recent)
-    outer = slots.turn(window, {})
+    outer = slots.set_window(window, {})
     keys, values = slots.update(states, -states, 0)
     mask = slots.mask(None, states.dtype)
-    slots.turn(*outer)
+    slots.set_window(*outer)
     assert window.view is not None
     return keys, values, mask[:, 0] == 0, window
 

@@ -26,7 +26,6 @@ from selfspec.drafters.engine import State
 from selfspec.heads import HEAD_KINDS, save_heads
 from selfspec.sampling import accept
 from selfspec.sampling.sampler import Context, Sampler
-from selfspec.schedule.stats import Stats
 
 IDS, MASK = prompt(5, 3, 7)
 FITTED = [kind for kind in HEAD_KINDS if kind != "shared"]
@@ -159,15 +158,16 @@ def test_two_devices_are_never_mixed(monkeypatch, draft, sampled, low, high, bor
         kinds = [draft["head"] if draft.get("head", "shared") != "shared" else "fused"]
         spec = SelfSpecModel(model, fitted(model, trimmed=sampled, kinds=kinds))
         engine = spec.engine
-        drafter = make_drafter(engine, DraftConfig.of(draft))
+        config = DraftConfig.of(draft)
+        drafter = make_drafter(engine, config)
         rows, width = IDS.shape
         tokens = torch.zeros(rows, width, dtype=torch.long, device=low)
         text = [[0] * width for _ in range(rows)]
         context = Context(tokens.clone(), [width] * rows, list(range(rows)), text)
         processors = LogitsProcessorList([TopKLogitsWarper(4)] if sampled else [])
+        sampler = Sampler(processors, sampled, rule=config.rule)
         slots = engine.decoder.new_slots(rows)
-        state = State(slots, context, tokens[:, -1:], Sampler(processors, sampled), Stats())
-        state.keep = drafter.keep
+        state = State(slots, context, tokens[:, -1:], sampler, keep=drafter.keep)
         counts = [width - row for row in range(rows)]
 
         def watch(block, offset):
@@ -180,7 +180,7 @@ def test_two_devices_are_never_mixed(monkeypatch, draft, sampled, low, high, bor
             drafted = drafter.propose(state, 3)
             verified = engine.verify(state, drafted)
             assert verified.logits.device == torch.device(low)
-            verdict = accept(drafted, verified.logits, state.sampler, drafter.rule)
+            verdict = accept(drafted, verified.logits, sampler)
             drafter.commit(state, drafted, verified, verdict)
             slots.commit([1] * rows)
             state.pending = verdict.tokens.gather(1, verdict.accepted[:, None])

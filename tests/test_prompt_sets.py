@@ -153,8 +153,8 @@ def test_a_set_that_cannot_be_is_refused(fields, says):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("{cut off", "line 1: no JSON object"),
-        ("[1, 2]\n", "line 1: no JSON object"),
+        ("{cut off", "line 1: not a JSON object"),
+        ("[1, 2]\n", "line 1: not a JSON object"),
         ('\n{"answer": "2"}\n', "no such field .*question.*it has answer"),
         ("", "has 0 prompts"),
     ],

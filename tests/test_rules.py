@@ -113,7 +113,7 @@ CHAIN_FAULTS = {
     "weight not cut at 1": (block_verify, ".clamp_(max=1))", ")"),
     "stops at the first that falls": (
         block_verify,
-        "(stands * places).amax(-1)",
+        "(stands * positions).amax(-1)",
         "stands.cumprod(-1).sum(-1)",
     ),
     "q behind the last draft": (

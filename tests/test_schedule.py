@@ -143,7 +143,7 @@ def test_other_batch_sizes_begin_with_the_proportions_of_the_nearest(clock):
 
 def test_a_pass_that_makes_all_drafts_is_paid_once(clock):
     one_by_one, at_once = (
-        Rounds(0.3, clock=clock, at_once=at_once).batch(1, False) for at_once in (False, True)
+        Rounds(0.3, clock=clock, one_pass=one_pass).batch(1, False) for one_pass in (False, True)
     )
     assert at_once.price < one_by_one.price / 3
     assert at_once.speedup > one_by_one.speedup

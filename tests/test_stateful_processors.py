@@ -239,6 +239,42 @@ def test_what_a_grammar_forces_is_drafted_without_the_model(spec, draft):
     assert (spec.last_stats.rounds == 40) if plain else (spec.last_stats.rounds <= 20)
 
 
+class ForcedInSome(ForkedMatcher):
+    """Forces three tokens after each chosen one, if the prompt has an even length."""
+
+    length = None
+
+    def __call__(self, input_ids, scores):
+        self.length = input_ids.shape[1] if self.length is None else self.length
+        return super().__call__(input_ids, scores)
+
+    def fork(self):
+        other = super().fork()
+        other.length = self.length
+        return other
+
+    def forbids(self, row, token):
+        index = len(row) % 4
+        return token != 10 + index if index and self.length % 2 == 0 else token % 4 == 1
+
+
+@EVERY_DRAFT
+def test_rows_that_a_grammar_forces_wait_for_no_other_row(spec, draft):
+    """Two requests of four are forced; the others take plain steps in these rounds."""
+    prompts = [prompt(length, seed=length)[0][0].tolist() for length in (4, 7, 6, 5)]
+    options = {"max_new_tokens": 41}
+    found = spec.generate_batch(
+        prompts, batch_size=4, draft=draft, logits_processor=[ForcedInSome()], **options
+    )
+    for text, output in zip(prompts, found.values(), strict=True):
+        own = greedy(spec.model, torch.tensor([text]), logits_processor=[ForcedInSome()], **options)
+        assert output.generated_tokens == own[0, len(text) :].tolist()
+        if len(text) % 2 == 0:
+            new = torch.tensor(output.generated_tokens[1:]).view(10, 4)
+            assert new[:, :3].tolist() == [[11, 12, 13]] * 10
+            assert output.stats.rounds == (40 if draft == "none" else 10)
+
+
 @crossed(["record"], ["early exit"])
 def test_each_request_of_a_batch_has_processors_of_its_own(spec, name, draft):
     """Requests join and leave; each is written as by itself."""
@@ -349,8 +385,8 @@ def walked(tables, drafts, rows, seed):
         logits = torch.zeros(rows, draft.length + 1, FEW)
         verdict = walk(draft, logits, sampler, context, lambda *step: [False] * rows)
         context.write(verdict.tokens)
-        assert len(set(verdict.kept)) == 1  # rows move in step
-        for row, kept in enumerate(verdict.kept):
+        assert len(set(verdict.accepted_counts)) == 1  # rows move in step
+        for row, kept in enumerate(verdict.accepted_counts):
             context.commit(row, verdict.tokens[row, : kept + 1].tolist(), written=True)
     return context.tokens[:, 1 : places + 1]
 

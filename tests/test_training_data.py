@@ -268,9 +268,9 @@ def test_a_pattern_without_files_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("line", "refusal"),
     [
-        ('{"text": "b"', r"a\.jsonl, line 3: no JSON object: '\{"),
-        ("[1]", r"a\.jsonl, line 3: no JSON object: '\[1\]'"),
-        ("plain words", r"a\.jsonl, line 3: no JSON object: 'plain words'"),
+        ('{"text": "b"', r"a\.jsonl, line 3: not a JSON object: '\{"),
+        ("[1]", r"a\.jsonl, line 3: not a JSON object: '\[1\]'"),
+        ("plain words", r"a\.jsonl, line 3: not a JSON object: 'plain words'"),
     ],
 )
 def test_a_bad_line_is_named_by_file_and_number(tmp_path, line, refusal):

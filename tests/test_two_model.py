@@ -136,7 +136,7 @@ def test_a_second_turn(model, whole):
 
 
 def test_a_long_text_is_read_in_pieces(model, monkeypatch):
-    monkeypatch.setattr("selfspec.drafters.two_model._PIECE", 3)
+    monkeypatch.setattr("selfspec.drafters.two_model._CHUNK", 3)
     spec = SelfSpecModel(model, draft_model=model)
     text = spec.generate(IDS, attention_mask=MASK, max_new_tokens=20, draft=DRAFT)
     assert torch.equal(text, greedy(model, IDS, MASK, max_new_tokens=20))

@@ -315,8 +315,12 @@ class Decoder:
     def new_slots(self, rows: int, capacity: int = 0) -> SlotCache:
         """An empty KV cache for `rows` rows, reusing the one of `give_back` if it fits."""
         page = 1 if self.gates.graphs is None else self.gates.graphs.page
-        (spare, place), self._spare = self._spare, (None, None)
-        if spare is not None and place == self._place and spare.fits(rows, capacity, page):
+        (spare, held), self._spare = self._spare, (None, None)
+        if (
+            spare is not None
+            and held == self._dtype_and_devices
+            and spare.fits(rows, capacity, page)
+        ):
             return spare
         kind, recurrent = self.kv_cache_dtype, self.recurrent_layers
         return SlotCache(self.windows, rows, capacity, self.device, kind, page, recurrent)
@@ -325,10 +329,10 @@ class Decoder:
         """Keep a call's KV cache for the next call, if graphs were recorded that read it."""
         if self.gates.graphs is not None and self.gates.graphs.problem is None:
             slots.recycle()
-            self._spare = slots, self._place
+            self._spare = slots, self._dtype_and_devices
 
     @property
-    def _place(self) -> tuple[Any, ...]:
+    def _dtype_and_devices(self) -> tuple[Any, ...]:
         """Dtype and devices of the layers' states."""
         return self.dtype, *map(device_of, self.layers)
 
@@ -401,22 +405,23 @@ class Decoder:
             alone = own is not None and span.start == span.stop - 1
             if alone or otherwise.layers:
                 window.view = slots.view(window, otherwise.sinks, otherwise.window)
-        outer = slots.turn(window, {} if own is None else own.kv_layers(span.stop - 1))
+        outer = slots.set_window(window, {} if own is None else own.kv_layers(span.stop - 1))
         try:
-            masks = self._masks.of_slots(slots, window, hidden, added=own is not None)
-            active = ActivePass(span, window, hidden, masks, self._alibi, tuple(keep), own)
+            masks: dict[int | None, Tensor] = {}
+            if prompt is None:  # else the model makes them
+                masks = self._masks.of_slots(slots, window, hidden, added=own is not None)
+            given = span, window, hidden, masks, self._alibi, tuple(keep), own
+            active = ActivePass(*given, skips=skips, approximation=otherwise, ends=ends)
             if own is not None and own.is_standalone:
                 return self._run_standalone(own, active, tokens, window.positions, slots, embeds)
             if (span.start > 0 or skips is not None) and gates.returned_values is None:
                 raise RuntimeError("run all layers once before a pass that leaves some of them out")
-            active.skips, active.ends, active.approximation = skips, ends, otherwise
             if prompt is not None:
-                active.masks = {}
                 return self._runner.run_around(active, prompt, slots)
             inputs = self._inputs(tokens, slots, slots.positions(window), masks, embeds)
             return self._runner.run(active, inputs, unembed or ends is not None)
         finally:
-            slots.turn(*outer)
+            slots.set_window(*outer)
 
     def prompt_inputs(
         self, tokens: Tensor, real: Tensor, given: Mapping[str, Any]
@@ -460,11 +465,12 @@ class Decoder:
         """
         with self:
             masks = self._masks.of_packing(packing, hidden, step, bool(own and own.skips_first))
-            active = ActivePass(span, None, hidden, masks, self._alibi, tuple(keep), own)
-            active.documents = packing.lengths if self.recurrent_layers else None
+            documents = packing.lengths if self.recurrent_layers else None
+            given = span, None, hidden, masks, self._alibi, tuple(keep), own
+            active = ActivePass(*given, documents=documents)
             if own is not None and own.is_standalone:
-                places = packing.positions
-                return self._run_standalone(own, active, tokens, places, memory, embeds)
+                positions = packing.positions
+                return self._run_standalone(own, active, tokens, positions, memory, embeds)
             inputs = self._inputs(tokens, memory, packing.positions, masks, embeds)
             return self._runner.run(active, inputs, unembed=False)
 

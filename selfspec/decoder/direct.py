@@ -85,7 +85,7 @@ class StandIn(Direct):
         return self._forward(*args, **kwargs)
 
 
-def places_of(root: nn.Module, child: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+def parents_of(root: nn.Module, child: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """Modules that call a child, and its name there; it may be wrapped by `torch.compile`."""
     wrapped = [child, *(part for part in root.modules() if part._modules.get(_COMPILED) is child)]
     for parent in root.modules():

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from selfspec.config import Kernels
 from selfspec.decoder.devices import device_of
-from selfspec.decoder.direct import StandIn, lean_forward, places_of, shortcuts, uncompiled
+from selfspec.decoder.direct import StandIn, lean_forward, parents_of, shortcuts, uncompiled
 from selfspec.decoder.families import (
     LengthRotary,
     RotaryTables,
@@ -159,7 +159,7 @@ class Gates:
         final_norm: the norm between the last layer and the LM head, if there is one.
         sublayers: the sublayers that passes may skip.
         mixers: the recurrent mixers.
-        places: modules that have the body as a child, and its name there.
+        parents: modules that have the body as a child, and its name there.
         entered: number of open `with gates:` blocks.
         compiled: calls compiled layers; `None` with other kernels.
         graphs: runs layers as CUDA graphs; `None` with other kernels.
@@ -198,7 +198,7 @@ class Gates:
         self.mixers = Mixers(layers)
         norms = [m for m in base.children() if "norm" in type(m).__name__.lower()]
         self.final_norm: nn.Module | None = norms[-1] if norms else None
-        self.places = [*places_of(model, base)]
+        self.parents = [*parents_of(model, base)]
         self.lock = _LOCKS.setdefault(model, threading.RLock())
         self.entered = 0
         self.compiled = CompiledLayers(type(model).__name__) if kernels == "compiled" else None
@@ -263,7 +263,7 @@ class Gates:
         for module in (self.base, self.model):
             if "forward" not in module.__dict__:  # else device hooks have one of their own
                 self.shadow(module.__dict__, "forward", self._lean(module))
-        for parent, name in self.places:
+        for parent, name in self.parents:
             self.shadow(parent.__dict__, name, StandIn(self.base, self.body))
         if self.final_norm is not None:
             norm = self._norm(self.final_norm.forward)
@@ -281,13 +281,13 @@ class Gates:
     @contextmanager
     def approximating(self, approximation: Approximation) -> Iterator[None]:
         """While active, this thread's passes are approximate."""
-        self.low_precision.turn(approximation)
+        self.low_precision.use(approximation)
         self.approximation = approximation
         try:
             yield
         finally:
             self.approximation = None
-            self.low_precision.turn(None)
+            self.low_precision.use(None)
 
     def _leave_states(self) -> None:
         """Leave out gradient checkpointing, and compiled code that would contain gates.

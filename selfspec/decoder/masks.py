@@ -34,10 +34,10 @@ class Packing(NamedTuple):
         """
         if whole:
             documents = torch.zeros_like(documents)
-        places = torch.arange(documents.shape[1], device=documents.device)
+        counted = torch.arange(documents.shape[1], device=documents.device)
         starts = torch.ones_like(documents, dtype=torch.bool)
         starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
-        positions = places - (places * starts).cummax(-1).values
+        positions = counted - (counted * starts).cummax(-1).values
         return cls(starts.cumsum(-1), positions, whole or not bool(starts[:, 1:].any()))
 
     @property

@@ -192,7 +192,7 @@ def _scan_on(
     one_token: Forward, given: Mapping[int | str, Any], state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Selective scan from a state, token by token: the fast kernel takes no initial state."""
-    hidden, dt, A, B, C = (given[place] for place in range(5))
+    hidden, dt, A, B, C = (given[index] for index in range(5))
     gate, bias, softplus = given.get("z"), given.get("delta_bias"), given.get("delta_softplus")
     outputs = [
         one_token(

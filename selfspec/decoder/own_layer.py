@@ -3,7 +3,7 @@
 It runs behind the target's layers of a span, in place of the next one, with the arguments that the
 model's body calls that one with; or, if it is a `StandaloneLayer`, without the body. Its keys and
 values are one more layer of the KV cache, which the pass writes in place of the replaced layer's
-(`SlotCache.turn`). What a head makes of the layer's output, it computes behind the pass.
+(`SlotCache.set_window`). What a head makes of the layer's output, it computes behind the pass.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class ActivePass:
         handed: the hidden states that it hands from layer to layer.
         kept: the hidden states that were kept, by the number of layers below.
         result: hidden states after the span, once computed.
-        ends: `[rows]` the only places at which the LM head reads; `None` for all.
+        ends: `[rows]` the only positions at which the LM head reads; `None` for all.
         body_only: whether the pass ends when the body has run.
         body_output: what the body returned, hooks included.
         layer_seconds: wall time inside layers so far.

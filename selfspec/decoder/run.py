@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache
 
 from selfspec.config import Kernels
 from selfspec.decoder.devices import device_of
-from selfspec.decoder.direct import StandIn, places_of
+from selfspec.decoder.direct import StandIn, parents_of
 from selfspec.decoder.gates import Gates
 from selfspec.decoder.own_layer import OwnLayer
 from selfspec.decoder.passes import LayerCall, Pass, Skips, cache_name
@@ -69,7 +69,7 @@ class LogitsTail:
         inside = any(part is lm_head for part in around.modules())
         # The causal LM calls its body, or the multimodal model around it.
         bodies = {base} if inside else {base, around}
-        self._places = [(*at, body) for body in bodies for at in places_of(causal_lm, body)]
+        self._parents = [(*at, body) for body in bodies for at in parents_of(causal_lm, body)]
 
     def takes_all(self, inputs: dict[str, Any]) -> bool:
         """Whether the causal LM's `forward` takes what its body is called with."""
@@ -97,7 +97,7 @@ class LogitsTail:
         output = Normed(normed)
         others: list[tuple[nn.Module, str, Any]] = [
             (parent, name, StandIn(body, _mine(lambda *args, **kwargs: output, body)))
-            for parent, name, body in self._places
+            for parent, name, body in self._parents
         ]
         if readout is not None:
             others.append((gates.lm_head, "forward", _mine(readout, gates.lm_head.forward)))

@@ -225,8 +225,8 @@ def _verified(
     hidden = None
     if exit_layer:
         drafted = [
-            decoder.run(block[:, place : place + 1], Span(0, 1), slots, offset=place).hidden
-            for place in range(block.shape[1])
+            decoder.run(block[:, at : at + 1], Span(0, 1), slots, offset=at).hidden
+            for at in range(block.shape[1])
         ]
         hidden = torch.cat(drafted, dim=1)
     return decoder.run(block, Span(exit_layer, decoder.depth), slots, hidden, unembed=True).output

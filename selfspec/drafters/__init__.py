@@ -14,7 +14,6 @@ from selfspec.drafters.plain import Plain
 from selfspec.drafters.prompt_lookup import PromptLookup
 from selfspec.drafters.readers import LayerReader
 from selfspec.drafters.skip_sublayers import SkipSublayers
-from selfspec.drafters.suffix_lookup import Lookup
 from selfspec.drafters.tree import ExitTree
 from selfspec.drafters.two_model import TwoModel
 from selfspec.sampling import LOSSLESS_RULES
@@ -67,13 +66,8 @@ def make_drafter(engine: Engine, config: DraftConfig) -> Drafter:
     if config.drafter != Plain.name:
         _check_choices(config)
     drafter = DRAFTERS[config.drafter].from_config(engine, config)
-    drafter.rule = config.rule
-    lookup = getattr(drafter, "lookup", None)
-    if engine.store is not None and isinstance(lookup, Lookup):
-        engine.store.check_vocabulary(engine.decoder.vocab_size)
-        lookup.store = engine.store
     if config.approximates and config.drafter != Plain.name:
-        drafter.approximation = _approximation(drafter, config)
+        drafter.approximate(_approximation(drafter, config))
     return drafter
 
 

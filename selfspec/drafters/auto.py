@@ -48,7 +48,7 @@ class Auto(ExitDrafter):
         stop = OptimalStop(self.rounds)
         super().__init__(reader, longest, stop)
         self.timer = stop.timer
-        self.lookup, self._shortest = Lookup(config.lookup), config.lookup.shortest
+        self.lookup, self._shortest = Lookup.of(engine, config.lookup), config.lookup.shortest
         self.batch = self.rounds.batch(1, sampled=False)
         # The states of a whole model, which drafts by approximate passes, tell nothing of these.
         self._tries = head.is_plain and head.exit_layer < engine.decoder.depth
@@ -88,17 +88,17 @@ class Auto(ExitDrafter):
         """
         last, width = max(1, _TRIED // len(ends)), block.output.shape[1]
         indices = [[end - 1 - back for back in range(last)] for end in ends]
-        places = torch.tensor(indices, device=block.output.device).clamp(min=0)
+        there = torch.tensor(indices, device=block.output.device).clamp(min=0)
         head, decoder, sampled = self.reader.head, self.reader.decoder, state.sampler.do_sample
-        drafts = head.logits(decoder, pick(block.kept[0], places)).float()
-        targets = decoder.unembed(pick(block.output, places)).float()
+        drafts = head.logits(decoder, pick(block.kept[0], there)).float()
+        targets = decoder.unembed(pick(block.output, there)).float()
         if sampled:
             chances = torch.minimum(drafts.softmax(-1), targets.softmax(-1)).sum(-1)
         else:
             chances = (drafts.argmax(-1) == targets.argmax(-1)).float()
         for row, agreed in zip(indices, chances.tolist(), strict=True):
-            for place, chance in zip(row, agreed, strict=True):
-                if 0 <= place < width:
+            for index, chance in zip(row, agreed, strict=True):
+                if 0 <= index < width:
                     self.rounds.acceptance[sampled].learn(0, chance)
         self._drafts = self.rounds.batch(state.rows, sampled).speedup > 1
 
@@ -127,7 +127,7 @@ class Auto(ExitDrafter):
         self.reader.verified(state, 0, verified)
         drafted = verified.logits.shape[1] - 1
         if drafted == draft.length:  # otherwise a grammar's tokens were verified
-            self.timer.end(self.way, drafted, verdict.kept)
+            self.timer.end(self.way, drafted, verdict.accepted_counts)
 
     def join(self, other: Any) -> None:
         """Append the rows of another drafter."""

@@ -17,8 +17,6 @@ from selfspec.sampling.draft import Draft, Verdict
 class Drafter(ABC):
     """Proposes tokens for the rows of one call of `generate`.
 
-    A drafter whose `lookup` is a `Lookup` gets the engine's store of texts in it.
-
     Attributes:
         drafts: whether it drafts at all; only then a round may verify tokens that a grammar forces.
         makes_trees: whether drafts may be trees, which have their own acceptance rules.
@@ -27,8 +25,6 @@ class Drafter(ABC):
         keep: hidden states, by the number of layers below, that prefill and verification keep for
             the drafter.
         drafting: the model that drafts, as a whole or in part; `None` if none does.
-        approximation: what its passes do otherwise while they draft; `None` for nothing.
-        rule: the acceptance rule of sampled drafts: one of `CHAIN_RULES`, or `COUPLED`.
     """
 
     name: ClassVar[str]
@@ -38,8 +34,7 @@ class Drafter(ABC):
     decoders: tuple[Decoder, ...] = ()
     keep: tuple[int, ...] = ()
     drafting: Decoder | None = None
-    approximation: Approximation | None = None
-    rule: str = "block"
+    _approximation: Approximation | None = None
 
     @classmethod
     @abstractmethod
@@ -50,16 +45,20 @@ class Drafter(ABC):
     def propose(self, state: State, limit: int) -> Draft:
         """Draft at most `limit` (at least 1) tokens after each row's pending token."""
 
+    def approximate(self, approximation: Approximation) -> None:
+        """Draft by approximate passes from now on; its `drafting` model has to be able to."""
+        self._approximation = approximation
+
     def draft(self, state: State, limit: int) -> Draft:
-        """Propose, by approximate passes if the config asks for them.
+        """Propose, by approximate passes if it was told to `approximate`.
 
         Raises:
             ValueError: what `propose` returned cannot be verified.
         """
-        if self.approximation is None:
+        if self._approximation is None:
             return self._checked(self.propose(state, limit), state, limit)
         assert self.drafting is not None  # `make_drafter` refuses it otherwise
-        with self.drafting.approximating(self.approximation):
+        with self.drafting.approximating(self._approximation):
             return self._checked(self.propose(state, limit), state, limit)
 
     def _checked(self, draft: Draft, state: State, limit: int) -> Draft:

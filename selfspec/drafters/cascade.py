@@ -61,7 +61,7 @@ class Cascade(ExitDrafter):
         head = engine.head(config)
         schedule = make_schedule(config, engine.rounds(*config.approximated, head=head))
         reader = make_reader(engine, head)
-        return cls(reader, config.most_tokens, schedule, Lookup(lookup), confident)
+        return cls(reader, config.most_tokens, schedule, Lookup.of(engine, lookup), confident)
 
     def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
         """Index the prompt, and show it to the head."""

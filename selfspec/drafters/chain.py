@@ -112,7 +112,7 @@ class ExitDrafter(Drafter):
         """Show the head and the schedule what was accepted."""
         self.reader.verified(state, draft.length, verified)
         if draft.length:
-            self.schedule.end(draft.length, verdict.kept)
+            self.schedule.end(draft.length, verdict.accepted_counts)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""

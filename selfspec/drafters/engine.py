@@ -17,7 +17,7 @@ from selfspec.decoder.cache import SlotCache
 from selfspec.drafters.draft_models import DraftModels
 from selfspec.drafters.text_store import TextStore
 from selfspec.heads import ExitHead, check_distinct, head_class
-from selfspec.sampling.draft import Draft, Tree
+from selfspec.sampling.draft import Draft, Tree, Verdict
 from selfspec.sampling.sampler import Context, Sampler
 from selfspec.schedule import Rounds
 from selfspec.schedule.stats import Stats
@@ -55,6 +55,31 @@ class State:
     def rows(self) -> int:
         """Number of unfinished rows."""
         return self.pending.shape[0]
+
+    def commit(self, verdict: Verdict) -> None:
+        """Take the tokens of a round as emitted, in rows that go on.
+
+        Such a row was not cut: its last token, now the pending one, is what the target added.
+        """
+        first, *others = verdict.accepted_counts
+        if all(count == first for count in others):
+            self.emitted = verdict.tokens.narrow(1, 0, first + 1)
+            self.pending = self.emitted.narrow(1, first, 1)
+        else:
+            self.emitted = None
+            self.pending = verdict.tokens.gather(1, verdict.accepted[:, None])
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only these rows, in the given order."""
+        self.context.select(rows)
+        if rows:
+            self.slots.select(rows)
+        self.pending, self.emitted = self.pending[list(rows)], None
+
+    def join(self, other: State, room: int) -> None:
+        """Append KV and pending tokens of other rows; the longest needs `room` more slots."""
+        self.slots.join(other.slots, room)
+        self.pending, self.emitted = torch.cat([self.pending, other.pending]), None
 
 
 class Verified(NamedTuple):
@@ -225,10 +250,10 @@ class Engine:
         width = tokens.shape[1]
         for start in range(0, width, chunk or width):
             block = tokens[:, start : start + (chunk or width)]
-            places = (ends - start).clamp(0, block.shape[1] - 1)
+            at_end = (ends - start).clamp(0, block.shape[1] - 1)
             slots = state.slots
             out = self.decoder.run(
-                block, everything, slots, offset=start, keep=keep, prompt=prompt, ends=places
+                block, everything, slots, offset=start, keep=keep, prompt=prompt, ends=at_end
             )
             if watch is not None:
                 watch(out, start)

@@ -59,18 +59,18 @@ class Branches:
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.depths = [0]
-        self._places: dict[tuple[int, int], int] = {}
+        self._positions: dict[tuple[int, int], int] = {}
 
-    def add(self, place: int, tokens: Sequence[int]) -> int:
+    def add(self, position: int, tokens: Sequence[int]) -> int:
         """Append a sequence of tokens to a position; returns the position of the last."""
         for token in tokens:
-            if (place, token) not in self._places:
+            if (position, token) not in self._positions:
                 self.tokens.append(token)
-                self.parents.append(place)
-                self.depths.append(self.depths[place] + 1)
-                self._places[place, token] = len(self.tokens)
-            place = self._places[place, token]
-        return place
+                self.parents.append(position)
+                self.depths.append(self.depths[position] + 1)
+                self._positions[position, token] = len(self.tokens)
+            position = self._positions[position, token]
+        return position
 
     @property
     def siblings(self) -> int:
@@ -108,11 +108,11 @@ class Row:
             self.pool.add(tuple(text[start : start + size]))
         self.read = end
 
-    def refine(self, foretold: list[int]) -> None:
+    def refine(self, predicted: list[int]) -> None:
         """Take the target's predictions for the newest level: n-grams, and the next level."""
-        for ngram in zip(*self.window, foretold, strict=True):
+        for ngram in zip(*self.window, predicted, strict=True):
             self.pool.add(ngram)
-        self.window = [*self.window[1:], foretold]
+        self.window = [*self.window[1:], predicted]
 
 
 class Lookahead(Drafter):
@@ -173,10 +173,10 @@ class Lookahead(Drafter):
     def commit(self, state: State, draft: Draft, verified: Verified, verdict: Verdict) -> None:
         """Advance the window by the target's predictions at its last level."""
         if self._newest:
-            places = torch.tensor(self._newest, device=verified.logits.device)
-            rows = torch.arange(len(places), device=places.device)[:, None]
-            foretold = verified.logits[rows, places].argmax(-1).tolist()
-            for row, tokens in zip(self._rows, foretold, strict=True):
+            positions = torch.tensor(self._newest, device=verified.logits.device)
+            rows = torch.arange(len(positions), device=positions.device)[:, None]
+            predicted = verified.logits[rows, positions].argmax(-1).tolist()
+            for row, tokens in zip(self._rows, predicted, strict=True):
                 row.refine(tokens)
             self._newest = []
 
@@ -191,10 +191,10 @@ class Lookahead(Drafter):
 
 def _add_window(block: Branches, window: list[list[int]]) -> list[int]:
     """Add a window after the pending token; returns the positions of its last level."""
-    place, newest = 0, []
+    position, newest = 0, []
     for first, *later in zip(*window, strict=True):
-        place = block.add(place, [first])
-        newest.append(block.add(place, later))
+        position = block.add(position, [first])
+        newest.append(block.add(position, later))
     return newest
 
 

@@ -30,8 +30,8 @@ class PromptLookup(Drafter):
 
     @classmethod
     def from_config(cls, engine: Engine, config: DraftConfig) -> PromptLookup:
-        """Needs nothing of the model."""
-        return cls(Lookup(config.lookup, config.num_draft_tokens))
+        """Needs nothing of the model itself."""
+        return cls(Lookup.of(engine, config.lookup, config.num_draft_tokens))
 
     def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
         """Index the prompt while the device may still run the prefill."""

@@ -269,7 +269,7 @@ class SkipSublayers(Drafter):
         """Keep states for a search, and tell the schedule what was accepted."""
         self.chooser.verified(verified, verdict)
         if draft.length:
-            self.schedule.end(draft.length, verdict.kept)
+            self.schedule.end(draft.length, verdict.accepted_counts)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""

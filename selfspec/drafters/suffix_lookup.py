@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from selfspec.config import LookupConfig
+from selfspec.drafters.engine import Engine
 from selfspec.drafters.text_store import Occurrences, TextStore
 from selfspec.sampling.draft import Draft
 from selfspec.sampling.sampler import Context
@@ -64,7 +65,7 @@ class TokenIndex(ABC):
         """
         start = self.match.end
         copy = self.tokens[start : start + length]
-        return [copy[place % len(copy)] for place in range(length)]
+        return [copy[each % len(copy)] for each in range(length)]
 
 
 class SuffixIndex(TokenIndex):
@@ -195,22 +196,31 @@ class Lookup:
     Args:
         config: the kind of index, and the shortest match that is used.
         length: tokens copied at a time; `None` for as many as the match is long, from 10 to 40.
-
-    Attributes:
         store: texts of other calls, which are looked up behind each row's own.
     """
 
-    store: TextStore | None = None
-
-    def __init__(self, config: LookupConfig, length: int | None = None):
-        self._config, self._length = config, length
+    def __init__(
+        self, config: LookupConfig, length: int | None = None, store: TextStore | None = None
+    ):
+        self._config, self._length, self._store = config, length, store
         self._indexes: dict[int, TokenIndex] = {}
+
+    @classmethod
+    def of(cls, engine: Engine, config: LookupConfig, length: int | None = None) -> Lookup:
+        """A lookup that also reads the texts that an engine remembers.
+
+        Raises:
+            ValueError: a text has a token that the target lacks.
+        """
+        if engine.store is not None:
+            engine.store.check_vocabulary(engine.decoder.vocab_size)
+        return cls(config, length, engine.store)
 
     def read(self, context: Context) -> list[TokenIndex]:
         """The up-to-date indexes of the unfinished rows; others are dropped."""
         known = self._indexes
         self._indexes = {
-            row: known.get(row) or make_index(self._config, self.store) for row in context.rows
+            row: known.get(row) or make_index(self._config, self._store) for row in context.rows
         }
         for row, index in self._indexes.items():
             index.read(context.text[row])

@@ -110,22 +110,22 @@ class TextStore:
             raise ValueError(f"a text is a list of token ids, got {wrong}; ids are 0 or more")
         with self._lock:
             self._largest = max(self._largest, *text)
-            for place, token in enumerate(text, 1):
+            for count, token in enumerate(text, 1):
                 self._append(token)
-                self._index(text, place)
+                self._index(text, count)
             self._append(_END)
 
     def _append(self, token: int) -> None:
         self._ring[self._written % self.max_tokens] = token
         self._written += 1
 
-    def _index(self, text: list[int], place: int) -> None:
-        """Index the n-grams at the end of `text[:place]`, which have just been written."""
+    def _index(self, text: list[int], count: int) -> None:
+        """Index the n-grams at the end of `text[:count]`, which have just been written."""
         end, size = self._written, self.max_tokens
         for n in SIZES:
-            if n > place:
+            if n > count:
                 return
-            latest, bucket = self._latest[n], hash(tuple(text[place - n : place])) % size
+            latest, bucket = self._latest[n], hash(tuple(text[count - n : count])) % size
             self._before[n][end % size] = latest[bucket]
             latest[bucket] = end
 
@@ -167,7 +167,7 @@ class TextStore:
 
         At each token the occurrences vote, and those that voted otherwise leave; of two equal
         votes the later text's counts. The path is no longer than the match, and it ends where its
-        probability, the product of the shares of votes, becomes small (Oliaro et al. 2024).
+        probability, the product of the fractions of votes, becomes small (Oliaro et al. 2024).
         """
         length = min(length, found.length)
         # Equal paths vote as one. Votes are counted in the order of the paths, the latest first.
@@ -175,15 +175,15 @@ class TextStore:
         draft: list[int] = []
         everybody = len(found.ends)
         while len(draft) < length:
-            place = len(draft)
+            depth = len(draft)
             votes: dict[int, int] = {}
             for path, count in paths.items():
-                votes[path[place]] = votes.get(path[place], 0) + count
+                votes[path[depth]] = votes.get(path[depth], 0) + count
             token = max(votes, key=votes.__getitem__)
             if token == _END or votes[token] < _LEAST_PROBABILITY * everybody:
                 break
             draft.append(token)
-            paths = {path: n for path, n in paths.items() if path[place] == token}
+            paths = {path: n for path, n in paths.items() if path[depth] == token}
         return draft
 
     def _followed(self, end: int, length: int) -> tuple[int, ...]:
@@ -191,8 +191,8 @@ class TextStore:
         if end < self._written - self.max_tokens:
             return (_END,) * length
         path = self._slice(end, end + length).tolist()
-        place = path.index(_END) if _END in path else len(path)
-        return (*path[:place], *[_END] * (length - place))
+        real = path.index(_END) if _END in path else len(path)
+        return (*path[:real], *[_END] * (length - real))
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise ValueError if a text has a token that a model of `vocab_size` tokens lacks."""

@@ -16,7 +16,7 @@ from selfspec.drafters.engine import Engine, State, Verified
 from selfspec.drafters.readers import ExitReader, make_reader
 from selfspec.sampling.draft import Draft, Tree, Verdict
 
-# Share of a sibling's chance that is left once the one before it was rejected. Any value is exact;
+# Fraction of a sibling's chance that is left once the one before it was rejected. Any is exact;
 # this one gave the longest accepted branches.
 _SECOND_CHANCE = 0.5
 

@@ -20,7 +20,7 @@ from selfspec.drafters.engine import Engine, State, Verified
 from selfspec.sampling.draft import Draft, Verdict
 from selfspec.schedule import Schedule, make_schedule, uncalibrated
 
-_PIECE = 512  # tokens per pass when the smaller model catches up
+_CHUNK = 512  # tokens per pass when the smaller model catches up
 
 
 class TwoModel(Drafter):
@@ -103,17 +103,17 @@ class TwoModel(Drafter):
         counts = [len(tokens) for tokens in self._unread]
         rows = [tokens + [0] * (max(counts) - len(tokens)) for tokens in self._unread]
         block = torch.tensor(rows, device=self.decoder.device)
-        logits = self.small.prefill(state, block, counts, chunk=_PIECE)
+        logits = self.small.prefill(state, block, counts, chunk=_CHUNK)
         self.slots.commit(counts)
         self._unread = [[] for _ in counts]
         return logits
 
     def _encode(self, state: State) -> None:
         """Encode each row's new tokens for the smaller model."""
-        for place, row in enumerate(state.context.rows):
-            text, known = state.context.text[row], self._encoded[place]
-            self._unread[place] += self.tokens.encode(text[known:], text[:known])
-            self._encoded[place] = len(text)
+        for index, row in enumerate(state.context.rows):
+            text, known = state.context.text[row], self._encoded[index]
+            self._unread[index] += self.tokens.encode(text[known:], text[:known])
+            self._encoded[index] = len(text)
 
     def _room(self) -> int:
         """The most drafts that fit into the smaller model's positions, once it has read all."""
@@ -126,7 +126,7 @@ class TwoModel(Drafter):
     def commit(self, state: State, draft: Draft, verified: Verified, verdict: Verdict) -> None:
         """Commit the accepted drafts; the very last draft has not been run."""
         if draft.length:
-            accepted = verdict.kept
+            accepted = verdict.accepted_counts
             run = [min(kept, draft.length - 1) for kept in accepted]
             self.slots.commit(run)
             self._encoded = [one + more for one, more in zip(self._encoded, run, strict=True)]

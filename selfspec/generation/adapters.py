@@ -39,7 +39,7 @@ class OfRows(Sequence[Any]):
     def __getitem__(self, index: Any) -> Any:
         """The entry of one row, or those of several."""
         if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
+            return [self[each] for each in range(*index.indices(len(self)))]
         return self._entry(self._rows()[index], index)
 
 
@@ -51,16 +51,13 @@ class RowAdapters:
         names: `adapter_names`, one per row of the call; `None` if all use the active adapter.
         offsets: `alora_offsets`, one per row of the call; `None` finds the invocation tokens.
 
-    Attributes:
-        state: the rows that run now; `None` before the first pass.
-
     Raises:
         ValueError: PEFT does not know a name, or the model is in training mode.
     """
 
     def __init__(self, model: Any, names: Sequence[str] | None, offsets: Sequence[Any] | None):
         self.model, self.names, self._offsets = model, names, offsets
-        self.state: State | None = None
+        self._state: State | None = None  # the rows that run now
         self._activated = is_activated(model, names) or offsets is not None
         self._first: dict[int, int | None] = {}  # per row, the first token that its adapter sees
         if names is not None:
@@ -70,9 +67,13 @@ class RowAdapters:
     def hooked(self) -> AbstractContextManager[None]:
         """While active, PEFT's layers get what belongs to the rows of each pass."""
         names = self.names
-        named = None if names is None else OfRows(self._rows, lambda row, place: names[row])
+        named = None if names is None else OfRows(self._rows, lambda row, index: names[row])
         offsets = OfRows(self._rows, self._offset) if self._activated else None
         return self.model._enable_peft_forward_hooks(adapter_names=named, alora_offsets=offsets)
+
+    def run_next(self, state: State) -> None:
+        """The next passes run the rows of this call."""
+        self._state = state
 
     def read(self, row: int, text: Sequence[int]) -> None:
         """Find where the adapter of a row begins to act in its prompt."""
@@ -86,18 +87,18 @@ class RowAdapters:
         return calculate_alora_offsets(configs, active, torch.tensor([list(text)]), name)[0]
 
     def _rows(self) -> Sequence[int]:
-        if self.state is None:
+        if self._state is None:
             return range(len(self.names or ()))
-        return self.state.context.rows
+        return self._state.context.rows
 
-    def _offset(self, row: int, place: int) -> int | None:
+    def _offset(self, row: int, index: int) -> int | None:
         """How many of a row's last tokens in the pass its adapter sees."""
-        first, window = self._first[row], self.state and self.state.slots.active
+        first, window = self._first[row], self._state and self._state.slots.active
         if first is None:
             return None
         if not window:  # the LM head alone, behind a prompt
             return sys.maxsize
-        return window.width - min(max(first - window.starts[place], 0), window.width)
+        return window.width - min(max(first - window.starts[index], 0), window.width)
 
 
 def is_activated(model: Any, names: Sequence[str] | None) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import StoppingCriteriaList
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from selfspec.decoder import Pass, entered
@@ -63,6 +64,10 @@ class RequestOutput(GenerationOutput):
         self.status = RequestStatus.PREFILLING
         self.lifespan = time.perf_counter(), -1
 
+    def fail(self, error: Exception) -> None:
+        """The request ends with an error."""
+        self.error = f"{type(error).__name__}: {error}"
+
     def end(self) -> None:
         """The request has finished or failed."""
         self.status = RequestStatus.FINISHED if self.error is None else RequestStatus.FAILED
@@ -78,10 +83,11 @@ class RequestOutput(GenerationOutput):
     def stats(self) -> Stats:
         """Counters of the request; seconds are not known per request."""
         stats, rounds = Stats(), self.trace.rows[0]
+        with stats.prefilling():
+            for step in rounds[:1]:
+                stats.count(step)
         for step in rounds[1:]:
             stats.count(step)
-        stats.prefilled = sum(len(first.tokens) for first in rounds[:1])
-        stats.emitted += stats.prefilled
         return stats
 
 
@@ -108,12 +114,7 @@ class Request:
         try:
             yield
         except Exception as error:
-            self.output.error = reason(error)
-
-
-def reason(error: Exception) -> str:
-    """The text of an exception for `RequestOutput.error`."""
-    return f"{type(error).__name__}: {error}"
+            self.output.fail(error)
 
 
 Requests = dict[int, Request]  # by number, which is also the row's number
@@ -137,7 +138,7 @@ class JoinedContext(Context):
         for row, request in requests.items():
             self.lengths[row], self.text[row] = request.context.lengths[0], request.context.text[0]
             self._filled[row] = 0
-        self._places = {row: place for place, row in enumerate(requests)}
+        self._indices = {row: index for index, row in enumerate(requests)}
         self.alike = self._are_alike()
 
     def _are_alike(self) -> bool:
@@ -149,8 +150,8 @@ class JoinedContext(Context):
         """Whether anything reads the requests' own contexts."""
         return self._criteria or not self.alike
 
-    def _place(self, row: int) -> int:
-        return self._places[row]
+    def _index(self, row: int) -> int:
+        return self._indices[row]
 
     def write(self, block: Tensor, offset: int = 0) -> None:
         """Write `block` `[rows, n]` at `offset` after the committed tokens of unfinished rows."""
@@ -173,17 +174,17 @@ class JoinedContext(Context):
         self.lengths |= other.lengths
         self.text |= other.text
         self._filled |= dict.fromkeys(other.rows, 0)
-        taken = {*self._places.values()}
-        free = (place for place in count() if place not in taken)
-        self._places |= dict(zip(other.rows, free, strict=False))
-        missing = 1 + max(self._places.values()) - self._tokens.shape[0]
+        taken = {*self._indices.values()}
+        free = (index for index in count() if index not in taken)
+        self._indices |= dict(zip(other.rows, free, strict=False))
+        missing = 1 + max(self._indices.values()) - self._tokens.shape[0]
         if missing > 0:
             self._tokens = torch.nn.functional.pad(self._tokens, (0, 0, 0, missing))
         self.alike = self._are_alike()
 
     def leave(self, row: int) -> None:
         """Forget a request."""
-        for known in (self.lengths, self.text, self._filled, self._places):
+        for known in (self.lengths, self.text, self._filled, self._indices):
             del known[row]
 
 
@@ -215,7 +216,7 @@ class JoinedSampler(Sampler):
 
     def __init__(self, requests: Requests, like: Sampler, generator: torch.Generator | None):
         noise = None if like.noise is None else JoinedNoise(requests)
-        super().__init__(like.processors, like.do_sample, generator, noise)
+        super().__init__(like.processors, like.do_sample, generator, noise, like.eos, like.rule)
         self.requests = requests
         self._joined: tuple[list[int], Sequence[Any]] = ([], [])  # for which rows
 
@@ -279,7 +280,8 @@ class JoinedStops(Stops):
     """Calls each request's own stopping criteria; an exception ends only that request."""
 
     def __init__(self, requests: Requests, like: Stops):
-        self.requests, self.others = requests, like.others
+        super().__init__(StoppingCriteriaList(like.others), like.ranks)
+        self.requests = requests
 
     def remaining(self, context: Context) -> int:
         """The most tokens that an unfinished row may still emit."""
@@ -354,20 +356,18 @@ class Group(Session):
 
     def join(self, other: Group) -> None:
         """Append the rows of another group."""
-        state, new = self.running, other.running
-        state.slots.join(new.slots, other.room)
+        self.running.join(other.running, other.room)
         self.drafter.join(other.drafter)
         self.requests.update(other.requests)
         self.context.join(other.context)
-        state.pending, state.emitted = torch.cat([state.pending, new.pending]), None
 
     def state(self) -> State:
         """The state before the prefill; rows that will join a group need only space for prompts."""
         device, criteria = self.prompt.tokens.device, bool(self.stops.others)
         self.context = JoinedContext(self.requests, device, criteria)
-        slots = self.prompt.slots(0 if self._joins else self.room)
         switches = [request.session.prompt.switches() for request in self.requests.values()]
-        slots.switches = [at for row in switches if row is not None for at in row] or None
+        switches = [at for row in switches if row is not None for at in row] or None
+        slots = self.prompt.slots(0 if self._joins else self.room, switches)
         pending, keep = self.prompt.tokens[:, -1:], self.drafter.keep
         return State(slots, self.context, pending, self.sampler, self.stats, keep)
 
@@ -386,7 +386,7 @@ class Group(Session):
         rows = zip(state.context.rows, state.slots.lengths, strict=True)
         full = [row for row, length in rows if last is not None and length >= last]
         for row in full:
-            self.requests[row].output.error = reason(ValueError(AT_LAST_POSITION.format(last)))
+            self.requests[row].output.fail(ValueError(AT_LAST_POSITION.format(last)))
         if full:
             rows = enumerate(state.context.rows)
             self._leave(state, [index for index, row in rows if row not in full])
@@ -413,7 +413,7 @@ class Group(Session):
             with self.requests[row].ends_by_error():
                 self._check(rounds[index])
             if verdict.cut is not None and self.requests[row].output.error is not None:
-                verdict.cut[0][index], verdict.cut[1][index] = 0, True
+                verdict.stop(index)
         return rounds
 
     def _rounds(self, row: int) -> list[Round]:
@@ -551,7 +551,7 @@ class Batch:
                 known = signature(session.sampler.processors)
                 return Request(output, session, session.prompt.context(), known)
             except Exception as error:
-                output.error = reason(error)
+                output.fail(error)
             output.end()
             self._done.append(output)
         return None

@@ -80,7 +80,7 @@ def _answer_all(
         if len(known) == before:
             raise OSError(
                 f"every process died without an answer; what there is stays in {parts}, and the "
-                "same command goes on from there"
+                "same command continues from there"
             )
     return known
 
@@ -116,7 +116,7 @@ def _work_on(
 ) -> None:
     """Let processes answer rows, until all have finished or died."""
     count = min(processes, len(rows))
-    shares = [dict(list(rows.items())[place::count]) for place in range(count)]
+    shares = [dict(list(rows.items())[part::count]) for part in range(count)]
     if count == 1:
         for _ in _answers(maker, 0, 1, shares[0], parts):
             answered(1)

@@ -6,9 +6,9 @@ its meaning: processors, stopping criteria, streamers and returned dictionaries.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from selfspec.drafters.engine import Engine, State
 from selfspec.drafters.text_store import BEGINNING
 from selfspec.generation.adapters import RowAdapters, check_rows
 from selfspec.generation.prompts import Prompt
-from selfspec.generation.rounds import RowRound, StepRecord, broken_places, read_rounds
+from selfspec.generation.rounds import RowRound, StepRecord, broken_positions, read_rounds
 from selfspec.generation.stopping import Stops
 from selfspec.generation.streaming import Stream
 from selfspec.generation.unsupported import refuse_unsupported_inputs, split_media
@@ -93,7 +93,7 @@ class Session:
         self.scores = StepRecord(wanted and bool(config.output_scores), [*map(list, empty)])
         self.logits = StepRecord(wanted and bool(config.output_logits), [*map(list, empty)])
         self.trace = Trace([*map(list, empty)])
-        exact = not sampler.do_sample or sampler.walks or drafter.rule in LOSSLESS_RULES
+        exact = not sampler.do_sample or sampler.walks or sampler.rule in LOSSLESS_RULES
         self.stats = Stats(lossless=exact)
 
     @torch.inference_mode()
@@ -116,37 +116,32 @@ class Session:
         with self.stats.clock("prefill"):
             state = self.state()
             self._run_next(state)
-            state.stats = Stats()  # clocks of parts count the rounds only
+            untimed = replace(state, stats=Stats())  # clocks of parts count the rounds only
             tokens, counts = self.prompt.prefill()
             logits = self.engine.prefill(
-                state,
+                untimed,
                 tokens,
                 counts,
                 self.chunk,
                 keep=self.drafter.keep,
-                watch=lambda block, offset: self.prefilled(state, block, offset, counts),
+                watch=lambda block, offset: self.prefilled(untimed, block, offset, counts),
                 prompt=self.prompt.own_inputs(),
             )
-            state.stats = self.stats
             # Every new token commits one slot; here it is that of the prompt's last token.
             state.slots.commit([count - 1 for count in counts])
             nothing = Draft.empty(state.rows, tokens.device)
             verdict, broken = self._accept(state, nothing, logits)
-            rounds, emitted = self.stats.rounds, self.stats.emitted
-            self._commit(state, verdict, self._read(state, nothing, verdict, broken))
-        self.stats.prefilled += self.stats.emitted - emitted
-        self.stats.rounds = rounds
+            with self.stats.prefilling():
+                self._commit(state, verdict, self._read(state, nothing, verdict, broken))
         return state
 
     def state(self) -> State:
         """The state before the prefill, with space for new tokens."""
-        context = self.prompt.context()
-        context.padding = padding_id(self.config)
+        context = self.prompt.context(padding_id(self.config))
         room = room_of(self.stops, context)
         context.reserve(self.prompt.width + room)
-        pending = self.prompt.tokens[:, -1:]
-        slots, keep = self.prompt.slots(room), self.drafter.keep
-        slots.switches = self.prompt.switches()
+        slots = self.prompt.slots(room, self.prompt.switches())
+        pending, keep = self.prompt.tokens[:, -1:], self.drafter.keep
         return State(slots, context, pending, self.sampler, self.stats, keep)
 
     def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
@@ -156,7 +151,7 @@ class Session:
     def _run_next(self, state: State) -> None:
         """Say whose rows the next passes run."""
         if self.adapters is not None:
-            self.adapters.state = state
+            self.adapters.run_next(state)
 
     def step(self, state: State) -> None:
         """One round."""
@@ -186,11 +181,17 @@ class Session:
         self._commit(state, verdict, rounds)
 
     def _forced(self, state: State, limit: int) -> Draft | None:
-        """What processors with a state force in every row, if the call drafts at all."""
+        """What processors with a state force in half of the rows or more, if the call drafts.
+
+        Rows without such tokens take a plain step. At most half of the block is padding: a longer
+        one costs all rows more than it brings a few.
+        """
         if limit < 1 or not state.sampler.walks or not self.drafter.drafts:
             return None
         forced = state.sampler.forced(state.context, min(limit, WIDEST - 1))
-        return Draft.of(forced, state.pending.device) if all(forced) else None
+        length = sorted(map(len, forced))[state.rows // 2]
+        forced = [tokens[:length] for tokens in forced]
+        return Draft.of(forced, state.pending.device) if length else None
 
     def _accept(self, state: State, draft: Draft, logits: Tensor) -> tuple[Verdict, Tensor]:
         """Apply the acceptance rule to the target's logits.
@@ -201,7 +202,7 @@ class Session:
         if state.sampler.walks:
             verdict = self.walk(draft, logits, state.context)
             self.logits.begin(logits, verdict.branch)
-            return verdict, broken_places(logits, verdict.branch, self.sampler.do_sample)
+            return verdict, broken_positions(logits, verdict.branch, self.sampler.do_sample)
         if draft.tree is None:
             if state.sampler.reads_prefix:
                 state.context.write(draft.tokens)
@@ -209,10 +210,10 @@ class Session:
         else:
             scores = state.sampler.tree_scores(logits, state.context, draft.tokens, draft.tree)
         judged = state.sampler.choosable(scores, state.context, draft.tree)
-        verdict = accept(draft, judged, state.sampler, self.drafter.rule)
+        verdict = accept(draft, judged, state.sampler)
         self.logits.begin(logits, verdict.branch)
         self.scores.begin(scores, verdict.branch)
-        return verdict, broken_places(logits, verdict.branch, self.sampler.do_sample)
+        return verdict, broken_positions(logits, verdict.branch, self.sampler.do_sample)
 
     def walk(self, draft: Draft, logits: Tensor, context: Context) -> Verdict:
         """Accept position by position, for processors that may have a state."""
@@ -247,15 +248,7 @@ class Session:
 
         Only for families whose own `generate` does (`Decoder.prefills_again`).
         """
-        slots = state.slots
-        if not self.prompt.prefills_again or slots.switches is None:
-            return
-        rows = zip(slots.lengths, slots.switches, strict=True)
-        reached = [length == switch for length, switch in rows]
-        if any(reached):
-            slots.switches = [
-                0 if now else at for now, at in zip(reached, slots.switches, strict=True)
-            ]
+        if self.prompt.prefills_again and state.slots.reach_switches():
             self.prompt.restart()
             with self.stats.clock("prefill"):
                 self.engine.prefill_again(state, self.chunk)
@@ -289,14 +282,7 @@ class Session:
         self.scores.keep(rows, kept)
         self.logits.keep(rows, kept)
         state.slots.commit(kept)
-        # A row that continues was not cut: its last token is the one that the target added.
-        first = verdict.kept[0]
-        if all(count == first for count in verdict.kept):
-            state.emitted = verdict.tokens.narrow(1, 0, first + 1)
-            state.pending = state.emitted.narrow(1, first, 1)
-        else:
-            state.emitted = None
-            state.pending = verdict.tokens.gather(1, verdict.accepted[:, None])
+        state.commit(verdict)
         self.stream.put(context, [rows[i] for i, stop in enumerate(ended) if stop], steps)
         if any(ended):
             self._leave(state, [index for index, stop in enumerate(ended) if not stop])
@@ -315,13 +301,11 @@ class Session:
         leaving = {row: index for index, row in enumerate(rows) if index not in stay}
         self.prompt.retire(state.slots, leaving)
         self._store([*leaving], state.context)
-        # The last rows move to the places of finished rows, so that few are copied.
+        # The last rows take the indices of finished rows, so that few are copied.
         going = [index if index in stay else last.pop() for index in range(len(stay))]
-        state.context.rows = [rows[i] for i in going]
+        state.select(going)
         if going:
-            state.slots.select(going)
             self.drafter.select(going)
-        state.pending, state.emitted = state.pending[going], None
 
     def _store(self, rows: Sequence[int], context: Context) -> None:
         """Add finished rows to the engine's store, behind the last tokens of their prompts."""
@@ -345,8 +329,8 @@ def open_session(
     *,
     call: Call,
     **model_kwargs: Any,
-) -> Tensor:
-    """Open a session from what `generate(custom_generate=...)` has prepared, in `call.session`.
+) -> Session:
+    """Open a session from what `generate(custom_generate=...)` has prepared.
 
     Args:
         causal_lm: the model whose `generate` calls.
@@ -356,9 +340,6 @@ def open_session(
         generation_config: the call's options.
         call: the arguments that selfspec's `generate` adds.
         **model_kwargs: attention mask and cache, as `generate` prepared them.
-
-    Returns:
-        `input_ids`.
 
     Raises:
         ValueError: an unsupported option or an invalid prompt.
@@ -378,27 +359,19 @@ def open_session(
         for row, text in enumerate(prompt.context().text.values(), call.row):
             call.adapters.read(row, text)
     call.engine.ranks.check_alike(input_ids)
-    sampler = Sampler(logits_processor, bool(generation_config.do_sample), call.generator)
-    if sampler.do_sample:
-        device = prompt.tokens.device
-        call.engine.ranks.draw_alike(call.generator, device)
-        if call.drafter.rule == COUPLED:
-            sampler.noise = Noise([prompt.width] * prompt.rows, device, call.generator)
-    padding = padding_id(generation_config)
-    stream = Stream(call.streamer, prompt.width, padding)
     stops = Stops(stopping_criteria, call.engine.ranks)
-    sampler.eos = frozenset(stops.eos)
+    sampler = call.sampler(logits_processor, bool(generation_config.do_sample), prompt, stops)
+    stream = Stream(call.streamer, prompt.width, padding_id(generation_config))
     options = generation_config, stream, call.adapters
-    call.session = Session(call.engine, call.drafter, prompt, sampler, stops, *options)
-    return input_ids
+    return Session(call.engine, call.drafter, prompt, sampler, stops, *options)
 
 
 def speculate(*prepared: Any, call: Call, **options: Any) -> Tensor | SpecOutput:
     """Generate: the callable of `generate(custom_generate=...)`; see `open_session`."""
     check_rows(call.adapters, prepared[1].shape[0])
-    open_session(*prepared, call=call, **options)
-    session = call.session
-    assert session is not None
+    session = open_session(*prepared, call=call, **options)
+    if call.opened is not None:
+        call.opened(session)
     state = session.run()
     sequences = state.context.padded()
     final_cache = session.prompt.final_cache(state.slots)
@@ -415,31 +388,45 @@ def speculate(*prepared: Any, call: Call, **options: Any) -> Tensor | SpecOutput
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class Call:
     """The arguments that `SelfSpecModel.generate` adds to those of transformers.
 
     Attributes:
         engine: the target and its passes.
         drafter: the strategy.
+        rule: how sampled drafts are verified.
         cache: the caller's cache, if any.
         mask: the caller's attention mask, if any.
         streamer: the caller's streamer, if any.
         generator: source of random numbers.
         adapters: the adapters of rows that do not all use the active one.
         row: the first row's index in `adapters`.
-        session: the session, once it has begun.
+        opened: called with the session before it runs.
     """
 
     engine: Engine
     drafter: Drafter
+    rule: str = "block"
     cache: Cache | None = None
     mask: Tensor | None = None
     streamer: BaseStreamer | None = None
     generator: torch.Generator | None = None
     adapters: RowAdapters | None = None
     row: int = 0
-    session: Session | None = None
+    opened: Callable[[Session], None] | None = None
+
+    def sampler(
+        self, processors: LogitsProcessorList, do_sample: bool, prompt: Prompt, stops: Stops
+    ) -> Sampler:
+        """The sampler of the call; with the rule "coupled" it draws the seeds of its noise."""
+        noise, device = None, prompt.tokens.device
+        if do_sample:
+            self.engine.ranks.draw_alike(self.generator, device)
+            if self.rule == COUPLED:
+                noise = Noise([prompt.width] * prompt.rows, device, self.generator)
+        eos = frozenset(stops.eos)
+        return Sampler(processors, do_sample, self.generator, noise, eos, self.rule)
 
 
 def padding_id(config: GenerationConfig) -> int:

@@ -94,11 +94,12 @@ class Prompt:
                 "shorten the prompt"
             )
 
-    def context(self) -> Context:
-        """The rows' tokens."""
+    def context(self, padding: int = 0) -> Context:
+        """The rows' tokens; `padding` will stand behind the end of finished rows."""
         rows = zip(self.tokens.tolist(), self.lengths, strict=True)
         text = [tokens[max(0, self.width - length) :] for tokens, length in rows]
-        return Context(self.tokens.clone(), [self.width] * self.rows, list(range(self.rows)), text)
+        lengths, every = [self.width] * self.rows, list(range(self.rows))
+        return Context(self.tokens.clone(), lengths, every, text, padding)
 
     def switches(self) -> list[int] | None:
         """Per row, the first position that plain decoding computes beyond the original length.
@@ -114,14 +115,21 @@ class Prompt:
             first = known + (first - known) // self.chunk * self.chunk if self.chunk else known
         return [max(0, first - longest + length) for length in self.lengths]
 
-    def slots(self, room: int) -> SlotCache:
-        """The KV cache before prefill, with space for `room` more tokens."""
+    def slots(self, room: int, switches: list[int] | None) -> SlotCache:
+        """The KV cache before prefill.
+
+        Args:
+            room: space for so many more tokens.
+            switches: where rows switch (`SlotCache.switches`).
+        """
         if isinstance(self.cache, SlotCache) and not self.restarts:
-            return self.cache.fork(shared=not self.prefills_again)
-        slots = self.engine.decoder.new_slots(self.rows, max(self.lengths) + room)
-        slots.shift = self._shift()
-        if isinstance(self.cache, DynamicCache) and self.known[0]:
-            slots.load(self.cache)
+            slots, shift = self.cache.fork(shared=not self.prefills_again), self.cache.shift
+        else:
+            capacity = max(self.lengths) + room
+            slots, shift = self.engine.decoder.new_slots(self.rows, capacity), self._shift()
+            if isinstance(self.cache, DynamicCache) and self.known[0]:
+                slots.load(self.cache)
+        slots.begin(switches, shift)
         return slots
 
     def _shift(self) -> Tensor | None:
@@ -137,9 +145,9 @@ class Prompt:
         if not self.media:
             return None
         tokens, counts = self.prefill()
-        places = torch.arange(tokens.shape[1], device=tokens.device)
+        counted = torch.arange(tokens.shape[1], device=tokens.device)
         starts = self.width - torch.tensor(counts, device=tokens.device)
-        columns = (places + starts[:, None]).clamp(max=self.width - 1)
+        columns = (counted + starts[:, None]).clamp(max=self.width - 1)
 
         def aligned(value: Tensor) -> Tensor:
             return value.to(columns.device).gather(-1, columns.expand(*value.shape[:-1], -1))
@@ -147,7 +155,7 @@ class Prompt:
         given = {**self.media, "position_ids": self.positions}
         given |= {name: aligned(given[name]) for name in _PER_TOKEN if given.get(name) is not None}
         return self.engine.decoder.prompt_inputs(
-            tokens, places < self.width - starts[:, None], given
+            tokens, counted < self.width - starts[:, None], given
         )
 
     def prefill(self) -> tuple[Tensor, list[int]]:
@@ -170,7 +178,7 @@ class Prompt:
             leaving: for each row of the call its index in `slots`.
         """
         if self.keep_cache and self.rows > 1:
-            self.retired |= {row: take_row(slots, place) for row, place in leaving.items()}
+            self.retired |= {row: take_row(slots, index) for row, index in leaving.items()}
 
     def final_cache(self, slots: SlotCache) -> Cache | None:
         """The cache to return: the one that the caller passed, or a `SlotCache`.
@@ -232,7 +240,7 @@ def _known_lengths(cache: Cache | None, rows: int, padded: bool) -> list[int]:
     length = cache.get_seq_length() if type(cache) is DynamicCache else None
     if length is None or (length and padded):
         raise ValueError(
-            f"past_key_values is a {type(cache).__name__} for {rows} rows; selfspec goes on from "
+            f"past_key_values is a {type(cache).__name__} for {rows} rows; selfspec continues from "
             "a SlotCache (out.past_key_values of its own calls) for any batch, or from a "
             "DynamicCache for rows without padding"
         )

@@ -47,7 +47,7 @@ class RowRound(NamedTuple):
         return Round(tuple(self.drafted[:count]), count, None, self.proposed)
 
 
-def broken_places(logits: Tensor, branch: Tensor | None, sampled: bool) -> Tensor:
+def broken_positions(logits: Tensor, branch: Tensor | None, sampled: bool) -> Tensor:
     """`[rows, m + 1]` whether the logits are NaN, or infinite where tokens are sampled.
 
     Args:
@@ -67,23 +67,23 @@ def read_rounds(draft: Draft, verdict: Verdict, broken: Tensor) -> list[RowRound
     Args:
         draft: the proposal.
         verdict: the verdict.
-        broken: `[rows, m + 1]` from `broken_places`.
+        broken: `[rows, m + 1]` from `broken_positions`.
     """
-    tree, places = draft.tree, verdict.branch
+    tree, branch = draft.tree, verdict.branch
     parts = [verdict.accepted, verdict.tokens, draft.tokens, broken]
-    if places is not None:
+    if branch is not None:
         assert tree is not None
-        parts[2] = draft.tokens.gather(1, (places - 1).clamp_min(0))
-        parts += [(places > 0).sum(-1), (tree.parents >= 0).sum(-1), places]
+        parts[2] = draft.tokens.gather(1, (branch - 1).clamp_min(0))
+        parts += [(branch > 0).sum(-1), (tree.parents >= 0).sum(-1), branch]
     elif draft.counts is not None:
         parts.append(draft.counts)
-    kept, blocks, drafted, breaks, *more = on_host(parts)
-    verdict.kept = kept
-    if places is not None:
+    accepted_counts, blocks, drafted, breaks, *more = on_host(parts)
+    verdict.remember(accepted_counts)
+    if branch is not None:
         counts, proposed, branches = more
     else:
-        counts = more[0] if more else [draft.length] * len(kept)
-        proposed, branches = counts, [[]] * len(kept)
+        counts = more[0] if more else [draft.length] * len(blocks)
+        proposed, branches = counts, [[]] * len(blocks)
     return [
         RowRound(
             accepted,
@@ -94,7 +94,7 @@ def read_rounds(draft: Draft, verdict: Verdict, broken: Tensor) -> list[RowRound
             any(breaks[: accepted + 1]),
         )
         for accepted, tokens, block, count, branch, checked, breaks in zip(
-            kept, drafted, blocks, counts, branches, proposed, breaks, strict=True
+            accepted_counts, drafted, blocks, counts, branches, proposed, breaks, strict=True
         )
     ]
 
@@ -156,14 +156,14 @@ class StepRecord:
         for index, (row, count) in enumerate(zip(rows, counts, strict=True)):
             self.rows[row].extend(self.block[index, :count].unbind(0))
 
-    def until(self, row: int, index: int, place: int) -> tuple[Tensor, ...] | None:
-        """The scores that a stopping criterion gets for `row` after `place` new tokens.
+    def until(self, row: int, index: int, count: int) -> tuple[Tensor, ...] | None:
+        """The scores that a stopping criterion gets for `row` after `count` new tokens.
 
         As in plain decoding, a tuple of `[batch, vocab]`, one per step; every row has this row's.
         """
         if self.block is None:
             return None
-        steps = [*self.rows[row], *self.block[index, :place].unbind(0)]
+        steps = [*self.rows[row], *self.block[index, :count].unbind(0)]
         return tuple(step.expand(len(self.rows), -1) for step in steps)
 
     def steps(self) -> tuple[Tensor, ...] | None:

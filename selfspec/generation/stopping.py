@@ -111,7 +111,7 @@ class Stops:
         """Tokens up to the first stop by token id, length or time."""
         if self.deadlines and time.time() > min(self.deadlines):
             return 1
-        stops = [place for place, token in enumerate(block, 1) if token in self.eos][:1]
+        stops = [count for count, token in enumerate(block, 1) if token in self.eos][:1]
         if self.max_length is not None and length + len(block) >= self.max_length:
             stops.append(self.max_length - length)
         return min(stops, default=None)
@@ -119,13 +119,13 @@ class Stops:
     def _asked(self, context: Context, index: int, limit: int, scores: StepRecord) -> int | None:
         """Tokens up to the first stop of the other criteria."""
         row = context.rows[index]
-        for place in range(1, limit + 1):
+        for count in range(1, limit + 1):
             # Criteria get every row of the call, because they may depend on the row's index.
-            tokens = context.tokens[:, : context.lengths[row] + place]
-            seen = scores.until(row, index, place)
+            tokens = context.tokens[:, : context.lengths[row] + count]
+            seen = scores.until(row, index, count)
             # All are called, as in plain decoding: a criterion may count its calls.
             if any([_says_stop(criterion, tokens, seen, row) for criterion in self.others]):
-                return place
+                return count
         return None
 
 

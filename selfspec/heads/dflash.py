@@ -403,9 +403,9 @@ class DFlashHead(ExitHead):
         """`[rows, width, block, hidden]` the last layer's output of the block at every token."""
         hidden = self.embed(decoder, self._blocks(tokens))
         anchors = packing.positions[..., None]
-        places = anchors + torch.arange(self.block_size, device=tokens.device)
+        positions = anchors + torch.arange(self.block_size, device=tokens.device)
         of_context = self.rotary(context, packing.positions)
-        of_blocks = self.rotary(hidden, places.flatten(1))
+        of_blocks = self.rotary(hidden, positions.flatten(1))
         same = packing.documents[:, :, None] == packing.documents[:, None]
         known = (same & (packing.positions[:, None] < anchors))[:, :, None]
         for layer in self._layers:
@@ -422,14 +422,14 @@ class DFlashHead(ExitHead):
                     known
                     & reach.sees(
                         keys=packing.positions[:, None, None],
-                        queries=places[..., None],
+                        queries=positions[..., None],
                         anchors=anchors[..., None],
                     ),
                 ),
                 (
                     own_keys,
                     own_values,
-                    reach.sees(places[:, :, None], places[..., None], anchors[..., None]),
+                    reach.sees(positions[:, :, None], positions[..., None], anchors[..., None]),
                 ),
                 self.block_size,
             )

@@ -178,10 +178,10 @@ def append_line(path: Path, record: Mapping[str, Any]) -> None:
 
 def read_index(path: Path) -> dict[str, str]:
     """For each tensor, the file that an index names; ValueError if the index is damaged."""
-    places = read_object(path).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(at, str) for at in places.values()):
+    files = read_object(path).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
         raise ValueError(f"{path} must map tensors to files under weight_map; it may be truncated")
-    return places
+    return files
 
 
 @contextmanager
@@ -244,12 +244,12 @@ class CheckpointFiles:
             raise FileNotFoundError(f"no {self.files[name]} in {self._path}, which its index names")
         return path
 
-    def values(self, name: str, places: Sequence[int]) -> list[float]:
-        """Single numbers of a tensor, by their places in row-major order."""
+    def values(self, name: str, indices: Sequence[int]) -> list[float]:
+        """Single numbers of a tensor, by their indices in row-major order."""
         with opened(self.file_of(name)) as file:
             tensor = file.get_slice(name)
             width = math.prod(tensor.get_shape()[1:])
-            found = [tensor[at // width : at // width + 1].flatten()[at % width] for at in places]
+            found = [tensor[at // width : at // width + 1].flatten()[at % width] for at in indices]
         return [float(value) for value in found]
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from torch.nn.functional import rms_norm, silu
 from selfspec.decoder import Decoder
 
 _EPS = 1e-6
-_AT_ONCE = 8192  # tokens whose embeddings are in memory together
+_EMBEDDED = 8192  # tokens whose embeddings are in memory together
 
 
 class MaskHidden(nn.Module):
@@ -95,7 +95,7 @@ class MaskToken(nn.Module):
         state = (weight.dtype, weight.device, weight.data_ptr(), version)
         if self._codes is None or self._codes[0] != state:
             every = torch.arange(decoder.vocab_size, device=decoder.device)
-            parts = [self.code(decoder.embed(ids)) for ids in every.split(_AT_ONCE)]
+            parts = [self.code(decoder.embed(ids)) for ids in every.split(_EMBEDDED)]
             self._codes = state, torch.cat(parts)
         return self._codes[1]
 

@@ -306,19 +306,21 @@ def _samples_of_files(decoder: Decoder, checkpoint: CheckpointFiles) -> dict[str
     samples: dict[str, list[float]] = {}
     for name, parameter in own.items():
         if names[id(parameter)] in checkpoint.files:
-            places = _places(parameter.numel(), _EMBEDDING_SAMPLES if name == "embedding" else 1)
-            values = checkpoint.values(names[id(parameter)], places.tolist())
+            count = _EMBEDDING_SAMPLES if name == "embedding" else 1
+            indices = _spread(parameter.numel(), count).tolist()
+            values = checkpoint.values(names[id(parameter)], indices)
             samples[name] = [_rounded(value) for value in values]
     return samples
 
 
 def _values(tensor: Tensor, count: int) -> list[float]:
     flat = tensor.detach().reshape(-1)
-    at = _places(flat.numel(), count).to(flat.device)
+    at = _spread(flat.numel(), count).to(flat.device)
     return [_rounded(value) for value in flat[at].float().tolist()]
 
 
-def _places(size: int, count: int) -> Tensor:
+def _spread(size: int, count: int) -> Tensor:
+    """`[count]` indices below `size`, evenly spread."""
     return torch.arange(1, count + 1) * (size - 1) // (count + 1)
 
 

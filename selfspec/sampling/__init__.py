@@ -26,15 +26,14 @@ COUPLED = "coupled"  # drafts are compared with the token that the position's no
 LOSSLESS_RULES = frozenset(CHAIN_RULES) - {"typical_lossy"} | {COUPLED}
 
 
-def accept(draft: Draft, scores: Tensor, sampler: Sampler, rule: str = "block") -> Verdict:
-    """Apply the acceptance rule to a draft.
+def accept(draft: Draft, scores: Tensor, sampler: Sampler) -> Verdict:
+    """Apply the sampler's acceptance rule to a draft.
 
     Args:
         draft: the proposal.
         scores: `[batch, n + 1, vocab]` processed target scores at each position of the block; with
             coupled noise added, if that is used.
-        sampler: greedy or sampled, and the generator to draw from.
-        rule: the rule for sampled chains (`CHAIN_RULES`), unless noise is coupled.
+        sampler: greedy or sampled, the rule for sampled chains, and the generator to draw from.
     """
     if draft.length == 0:
         return _plain_step(scores, sampler)
@@ -47,7 +46,7 @@ def accept(draft: Draft, scores: Tensor, sampler: Sampler, rule: str = "block") 
         return longest_match(draft.tokens, scores, draft.counts)
     probs = scores.softmax(-1)
     draft_probs = draft.probs if draft.probs is not None else one_hot(draft.tokens, probs)
-    verify = CHAIN_RULES[rule]
+    verify = CHAIN_RULES[sampler.rule]
     return verify(draft.tokens, draft_probs, probs, sampler.generator, draft.counts)
 
 

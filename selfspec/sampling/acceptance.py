@@ -91,9 +91,9 @@ def block_verify(
     rest[:, :-1].sub_(_of_real(draft_probs, counts))
     mass = rest.clamp_min_(0).sum(-1)[:, 1:]
     hold = mass / (mass + 1 - weight[:, 1:]).clamp_min(torch.finfo(mass.dtype).tiny)
-    places = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
+    positions = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
     stands = _of_real(_coins(p, generator) < hold, counts)
-    accepted = (stands * places).amax(-1) if len(places) else tokens.new_zeros(len(tokens))
+    accepted = (stands * positions).amax(-1) if len(positions) else tokens.new_zeros(len(tokens))
     left = _at(rest.add_(target_probs, alpha=_EPSILON), accepted)
     return chain_verdict(tokens, accepted, draw(left, generator))
 
@@ -155,9 +155,9 @@ def _behind(draft_probs: Tensor, counts: Tensor | None) -> Tensor:
     return pad(_of_real(draft_probs, counts), (0, 0, 0, 1))
 
 
-def _at(probs: Tensor, places: Tensor) -> Tensor:
+def _at(probs: Tensor, positions: Tensor) -> Tensor:
     """`[batch, vocab]` the distribution at one position of each row."""
-    return probs[torch.arange(len(places), device=places.device), places]
+    return probs[torch.arange(len(positions), device=positions.device), positions]
 
 
 def _coins(like: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -289,8 +289,8 @@ def children_of(tree: Tree) -> Tensor:
     table = parents.new_zeros(batch, (drafts + 2) * most)
     # Padding has no parent; it goes into a last row, which is cut off.
     index = torch.where(parents < 0, drafts + 1, parents) * most + ranks.clamp(max=most - 1)
-    places = torch.arange(1, drafts + 1, device=parents.device).expand(batch, -1)
-    return table.scatter_(1, index, places).view(batch, drafts + 2, most)[:, : drafts + 1]
+    positions = torch.arange(1, drafts + 1, device=parents.device).expand(batch, -1)
+    return table.scatter_(1, index, positions).view(batch, drafts + 2, most)[:, : drafts + 1]
 
 
 def branch_verdict(tokens: Tensor, tree: Tree, end: Tensor, ending: Tensor) -> Verdict:

@@ -106,10 +106,10 @@ class Tree:
         above = torch.nn.functional.pad(self.parents, (1, 0))
         above = torch.where(above < 0, own, above)
         seen = torch.eye(drafts + 1, dtype=torch.bool, device=own.device).repeat(rows, 1, 1)
-        place = own
+        ancestor = own
         for _ in range(self.levels):
-            place = above.gather(1, place)
-            seen.scatter_(2, place[..., None], True)
+            ancestor = above.gather(1, ancestor)
+            seen.scatter_(2, ancestor[..., None], True)
         return seen
 
     @cached_property
@@ -123,19 +123,19 @@ class Tree:
         same = self.parents[:, :, None] == self.parents[:, None]
         return same.tril(-1).sum(-1)
 
-    def branch(self, place: Tensor) -> Tensor:
-        """`[batch, levels]` the positions on the branch to `place` `[batch]`, then 0."""
+    def branch(self, end: Tensor) -> Tensor:
+        """`[batch, levels]` the positions on the branch to `end` `[batch]`, then 0."""
         drafts = self.parents.shape[1]
-        rows = torch.arange(len(place), device=place.device)
-        own = torch.arange(drafts + 1, device=place.device)
-        beyond = torch.where(self.ancestors[rows, place], own, drafts + 1)
+        rows = torch.arange(len(end), device=end.device)
+        own = torch.arange(drafts + 1, device=end.device)
+        beyond = torch.where(self.ancestors[rows, end], own, drafts + 1)
         branch = beyond[:, 1:].sort(-1).values[:, : self.levels]
         return branch.masked_fill(branch > drafts, 0)
 
-    def below(self, place: Tensor) -> Tensor:
-        """`[batch]` the first of the deepest descendants of `place` `[batch]`, or itself."""
-        rows = torch.arange(len(place), device=place.device)
-        return torch.where(self.ancestors[rows, :, place], self.depths, -1).argmax(-1)
+    def below(self, position: Tensor) -> Tensor:
+        """`[batch]` the first of the deepest descendants of `position` `[batch]`, or itself."""
+        rows = torch.arange(len(position), device=position.device)
+        return torch.where(self.ancestors[rows, :, position], self.depths, -1).argmax(-1)
 
 
 @dataclass
@@ -158,9 +158,19 @@ class Verdict:
     cut: tuple[list[int], list[bool]] | None = None
 
     @cached_property
-    def kept(self) -> list[int]:
-        """`accepted` on the host."""
+    def accepted_counts(self) -> list[int]:
+        """`accepted` on the host; once `remember` was called, reading it waits for nothing."""
         return self.accepted.tolist()
+
+    def remember(self, accepted_counts: list[int]) -> None:
+        """Keep `accepted_counts`, which were copied to the host together with other tensors."""
+        self.accepted_counts = accepted_counts
+
+    def stop(self, row: int) -> None:
+        """Keep nothing of a row that has been cut, and stop it."""
+        assert self.cut is not None
+        counts, stops = self.cut
+        counts[row], stops[row] = 0, True
 
     @classmethod
     def nothing(cls, draft: Draft) -> Verdict:

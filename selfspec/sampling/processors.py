@@ -181,8 +181,8 @@ def _repetition(processor: Any, before: Prefixes, wide: Tensor) -> None:
     tokens, ignored = before.tokens, processor.prompt_ignore_length
     if isinstance(ignored, Tensor):  # the padding of each row
         starts = ignored.to(tokens.device)[torch.tensor(before.rows, device=tokens.device)]
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        tokens = tokens.masked_fill(places < starts[:, None], wide.shape[1] - 1)
+        columns = torch.arange(tokens.shape[1], device=tokens.device)
+        tokens = tokens.masked_fill(columns < starts[:, None], wide.shape[1] - 1)
     elif ignored:
         tokens = tokens[:, ignored:]
     tokens = tokens.clamp(max=wide.shape[1] - 1)

@@ -83,11 +83,12 @@ class Context:
             return self._put(self.rows[0], starts[0], block[0])
         if max(starts) + width > self._tokens.shape[1]:
             self.reserve(2 * (max(starts) + width))
-        places = torch.tensor([[self._place(row) for row in self.rows], starts], device=self.device)
-        columns = places[1][:, None] + torch.arange(width, device=self.device)
-        self._tokens[places[0][:, None], columns] = block.to(self.device)
+        indices = [[self._index(row) for row in self.rows], starts]
+        rows, firsts = torch.tensor(indices, device=self.device)[..., None]
+        columns = firsts + torch.arange(width, device=self.device)
+        self._tokens[rows, columns] = block.to(self.device)
 
-    def _place(self, row: int) -> int:
+    def _index(self, row: int) -> int:
         """Index of a row in the buffer."""
         return row
 
@@ -95,7 +96,7 @@ class Context:
         stop = start + len(tokens)
         if stop > self._tokens.shape[1]:
             self.reserve(2 * stop)
-        self._tokens[self._place(row), start:stop] = tokens
+        self._tokens[self._index(row), start:stop] = tokens
 
     def commit(self, row: int, tokens: Sequence[int], written: bool) -> None:
         """Commit tokens of a row; `written` ones are in the buffer already."""
@@ -103,6 +104,10 @@ class Context:
             self._filled[row] += len(tokens)
         self.lengths[row] += len(tokens)
         self.text[row].extend(tokens)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only some of the unfinished rows, by their index among these."""
+        self.rows = [self.rows[index] for index in rows]
 
     def new(self, row: int, start: int) -> list[int]:
         """Committed tokens of a row from index `start` on, padding counted."""
@@ -171,8 +176,10 @@ class Context:
             text = torch.nn.functional.pad(text, (0, room + 1), value=filler)
             text = text[:, None].repeat(1, above.shape[1], 1)
             # Tokens on other branches go to a column that is dropped.
-            places = torch.where(above, committed[..., None] + above.cumsum(-1) - 1, longest + room)
-            text.scatter_(2, places, drafts[:, None].expand_as(above))
+            columns = torch.where(
+                above, committed[..., None] + above.cumsum(-1) - 1, longest + room
+            )
+            text.scatter_(2, columns, drafts[:, None].expand_as(above))
             return text[..., :-1].flatten(0, 1)
 
         rows = [row for row in self.rows for _ in range(above.shape[1])]
@@ -181,10 +188,10 @@ class Context:
 
     def _of_rows(self, width: int) -> Tensor:
         """`[rows, width]` the first tokens of unfinished rows."""
-        places, tokens = [self._place(row) for row in self.rows], self.tokens
-        if places == list(range(tokens.shape[0])):
+        indices, tokens = [self._index(row) for row in self.rows], self.tokens
+        if indices == list(range(tokens.shape[0])):
             return tokens[:, :width]
-        return tokens[places, :width]
+        return tokens[indices, :width]
 
 
 @dataclass
@@ -197,6 +204,7 @@ class Sampler:
         generator: source of random numbers; `None` uses torch's global one.
         noise: noise of every position, for the rule "coupled".
         eos: tokens that end a text.
+        rule: how sampled chains are verified, by its name in `CHAIN_RULES`, or "coupled".
     """
 
     processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
@@ -204,6 +212,7 @@ class Sampler:
     generator: torch.Generator | None = None
     noise: Noise | None = None
     eos: frozenset[int] = frozenset()
+    rule: str = "block"
     _forks: list[Any] = field(default_factory=list, init=False, repr=False)
     _vocab: int = field(default=0, init=False, repr=False)  # of the last logits
 
@@ -331,7 +340,7 @@ class Sampler:
             context: the text so far.
             tokens: `[batch, drafts]` the tree's tokens.
             tree: which continues which; every position sees its own branch.
-            first: the first place.
+            first: the first position.
         """
         if not self.in_blocks or not self.reads_prefix:
             return self._in_blocks(logits, context, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -64,8 +65,7 @@ def walk(draft: Draft, logits: Tensor, sampler: Sampler, context: Context, ended
         verdict = chain_verdict(draft.tokens, at, tokens)
     else:
         verdict = branch_verdict(draft.tokens, tree, at, tokens)
-    verdict.cut = [level + 1] * len(rows), stops
-    return verdict
+    return replace(verdict, cut=([level + 1] * len(rows), stops))
 
 
 def _noise_ahead(sampler: Sampler, context: Context, width: int, logits: Tensor) -> Tensor | None:

@@ -300,7 +300,7 @@ class Rounds:
         draft_cost: expected time of a draft, in plain steps.
         acceptance: expected acceptance of greedy and of sampled drafts.
         clock: returns seconds, the same in all processes of one model.
-        at_once: whether one pass makes all drafts of a round.
+        one_pass: whether one pass makes all drafts of a round.
         longest: the most drafts of a round.
 
     Attributes:
@@ -312,17 +312,17 @@ class Rounds:
         draft_cost: float = NEUTRAL,
         acceptance: tuple[float, float] = (NEUTRAL, NEUTRAL),
         clock: Callable[[], float] = time.perf_counter,
-        at_once: bool = False,
+        one_pass: bool = False,
         longest: int = 12,
     ):
         self.clock = clock
         self.acceptance = {sampled: Acceptance(acceptance[sampled]) for sampled in (False, True)}
-        self._draft_cost, self._longest = 0.0 if at_once else draft_cost, longest
+        self._draft_cost, self._longest = 0.0 if one_pass else draft_cost, longest
         self._batches: dict[tuple[bool, int], Batch] = {}
 
     @classmethod
     def of_head(cls, decoder: Decoder, head: ExitHead, clock: Callable[[], float]) -> Rounds:
-        """Expectations of an exit head: its share of the weights, its calibrators' mean.
+        """Expectations of an exit head: its fraction of the weights, its calibrators' mean.
 
         With all layers below it, the head drafts by approximate passes.
         """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, Literal
@@ -130,6 +132,13 @@ class Stats:
         both = {name: _together(own, getattr(other, name)) for name, own in vars(self).items()}
         return Stats(**both)
 
+    @contextmanager
+    def prefilling(self) -> Iterator[None]:
+        """Count the tokens of a block as the prefill's, which is not a round."""
+        rounds, emitted = self.rounds, self.emitted
+        yield
+        self.rounds, self.prefilled = rounds, self.prefilled + self.emitted - emitted
+
     def clock(self, part: str) -> Clock:
         """Add the wall time of a block to `seconds[part]`."""
         return Clock(self.seconds, part)
@@ -146,7 +155,7 @@ class Stats:
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """Share of drafts accepted at each position."""
+        """Fraction of drafts accepted at each position."""
         pairs = zip(self.accepted_at, self.drafted_at, strict=True)
         return [kept / drafted for kept, drafted in pairs]
 
@@ -163,7 +172,7 @@ class Stats:
 
     @property
     def time_split(self) -> dict[str, float]:
-        """Shares of decode time: shallow layers, deep layers, heads, sampling, and the rest.
+        """Fractions of decode time: shallow layers, deep layers, heads, sampling, and the rest.
 
         The rest is what is left: embeddings, masks, rotary tables and bookkeeping.
         """

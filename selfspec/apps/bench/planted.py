@@ -160,9 +160,15 @@ def generate_planted(
     padded = torch.nn.functional.pad(text, (0, room))
     vocab = spec.decoder.vocab_size
     reader.read = PlantedRead(reader.read, padded, batch.width, acceptance, vocab, seed)
-    call = Call(spec.engine, drafter, mask=batch.mask, streamer=options.get("streamer"))
+    opened: list[Session] = []
+    call = Call(
+        spec.engine,
+        drafter,
+        mask=batch.mask,
+        streamer=options.get("streamer"),
+        opened=opened.append,
+    )
     generate: Any = spec.causal_lm.generate
     run = partial(speculate, call=call)
     output = generate(batch.tokens, attention_mask=batch.mask, custom_generate=run, **options)
-    assert call.session is not None
-    return output, call.session
+    return output, opened[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -104,7 +104,20 @@ class SlotCache(Cache):
         self._to_added: Mapping[int, int] = {}
         self._free: list[SlotLayer] = []  # added layers of an earlier call
         self._counted = SlicedViews(torch.arange(0, device=self.device)[None], dim=1)
-        self._stairs = CausalMasks(self.device)
+        self._causal_masks = CausalMasks(self.device)
+
+    def begin(self, switches: list[int] | None, shift: Tensor | None) -> None:
+        """Begin a call, with these values of the attributes."""
+        self.switches, self.shift = switches, shift
+
+    def reach_switches(self) -> bool:
+        """Whether rows are at their switch; from now on they count as beyond it."""
+        if self.switches is None:
+            return False
+        reached = [have == at for have, at in zip(self.lengths, self.switches, strict=True)]
+        pairs = zip(reached, self.switches, strict=True)
+        self.switches = [0 if now else at for now, at in pairs]
+        return any(reached)
 
     def window(
         self,
@@ -124,17 +137,17 @@ class SlotCache(Cache):
         """
         rows = None
         if isinstance(offset, int):
-            place, starts = offset, [length + offset for length in self.lengths]
+            first, starts = offset, [length + offset for length in self.lengths]
             rows = partial(self._from_lengths, offset)
         else:
-            place, starts = 0, [n + more for n, more in zip(self.lengths, offset, strict=True)]
+            first, starts = 0, [n + more for n, more in zip(self.lengths, offset, strict=True)]
         page = self._page if paged and width <= WIDEST else 1
         end = max(starts) + width + page
         if self._counted.length < end:  # extend 0, 1, 2, …
             counted = torch.arange(max(2 * end, _GROWTH), device=self.device)
             self._counted = SlicedViews(counted[None], dim=1)
-        switch = self._switch(starts, width, 0 if tree is None else place)
-        return Window(starts, width, self._counted, tree, place, page, rows, switch)
+        switch = self._switch(starts, width, 0 if tree is None else first)
+        return Window(starts, width, self._counted, tree, first, page, rows, switch)
 
     def view(self, window: Window, sinks: int, recent: int) -> View | None:
         """What a pass sees of the slots if it attends to some keys only; `None` for all.
@@ -146,7 +159,7 @@ class SlotCache(Cache):
         """
         return View.of(window, self.lengths, sinks, recent, self._counted.wholes[0][0])
 
-    def _switch(self, starts: Sequence[int], width: int, place: int) -> Switch | None:
+    def _switch(self, starts: Sequence[int], width: int, root: int) -> Switch | None:
         if self.switches is None:
             return None
         known = zip(self.lengths, self.will_commit, strict=True)
@@ -156,7 +169,7 @@ class SlotCache(Cache):
             for start, end in zip(starts, ends, strict=True)
         ]
         # Nodes of a tree have positions below their slots, down to that of its root.
-        first = min(start - place - at for start, at in zip(starts, self.switches, strict=True))
+        first = min(start - root - at for start, at in zip(starts, self.switches, strict=True))
         last = max(end - 1 - at for end, at in zip(real, self.switches, strict=True))
         return Switch(self.switches, first, last)
 
@@ -177,7 +190,7 @@ class SlotCache(Cache):
         here, shift = window.positions, self.shift
         return here if shift is None else here + shift[..., None]
 
-    def turn(
+    def set_window(
         self, window: Window | None, added: Mapping[int, int]
     ) -> tuple[Window | None, Mapping[int, int]]:
         """Set the window that passes write from now on; returns the previous one.
@@ -198,16 +211,16 @@ class SlotCache(Cache):
         added: Mapping[int, int] | None = None,
         tree: Tree | None = None,
     ) -> Iterator[Window]:
-        """While active, passes write a `window` (and added layers, see `turn`).
+        """While active, passes write a `window` (and added layers, see `set_window`).
 
-        `Decoder.run` calls `turn` itself, because a context manager takes noticeable time.
+        `Decoder.run` calls `set_window` itself, because a context manager takes noticeable time.
         """
         window = self.window(width, offset, tree)
-        outer = self.turn(window, added or {})
+        outer = self.set_window(window, added or {})
         try:
             yield window
         finally:
-            self.turn(*outer)
+            self.set_window(*outer)
 
     def mask(self, window: int | None, dtype: torch.dtype, added: bool = False) -> Tensor:
         """`[rows, 1, width, end]` additive mask of the active pass: 0 where a query may look.
@@ -220,7 +233,7 @@ class SlotCache(Cache):
         if active.view is not None:
             slots = active.view.slots
         elif active.even and active.width <= WIDEST and not partial:
-            return self._stairs.view(active, window, dtype)
+            return self._causal_masks.view(active, window, dtype)
         else:
             slots = self._counted.wholes[0][:, : active.end]
         if active.tree is None:
@@ -327,24 +340,24 @@ class SlotCache(Cache):
                 source = (starts + branch).to(buffer.device)
                 buffer[rows, :, target.to(buffer.device)] = buffer[rows, :, source]
 
-    def add_layer(self, window: int | None, owner: object) -> int:
+    def add_layer(self, window: int | None, owner: object, skips_first: bool = False) -> int:
         """Add a layer, which holds nothing for the committed tokens.
 
         Args:
             window: its sliding window in tokens, or `None`.
             owner: the head that it belongs to; buffers of an earlier call are used by the same one.
+            skips_first: whether it holds nothing for the next token of each row either.
 
         Returns:
             Its number among the added layers, from 1.
         """
         free = next((layer for layer in self._free if layer.owner is owner), None)
         if free is None:
-            free = self._layer_class(window)
-            free.owner = owner
+            free = self._layer_class(window, owner)
         else:
             self._free.remove(free)
         self.layers.append(free)
-        self.added_from = list(self.lengths)
+        self.added_from = [length + skips_first for length in self.lengths]
         return len(self.layers) - self.depth
 
     def drop_added(self) -> None:
@@ -562,28 +575,34 @@ class SlotCache(Cache):
 class RowStates(list[list[Tensor]]):
     """For each layer, one row's part of each buffer, `[heads, length, any]`.
 
-    Attributes:
+    Args:
+        buffers: these parts.
         length: committed tokens.
         shift: the row's `SlotCache.shift`, `[1]` or `[axes, 1]`, or `None`.
         recurrent: the row's recurrent states, by the index of the layer.
     """
 
-    length: int
-    shift: Tensor | None
-    recurrent: dict[int, RecurrentLayer]
+    def __init__(
+        self,
+        buffers: Iterable[list[Tensor]],
+        length: int,
+        shift: Tensor | None,
+        recurrent: dict[int, RecurrentLayer],
+    ):
+        super().__init__(buffers)
+        self.length, self.shift, self.recurrent = length, shift, recurrent
 
 
 def take_row(slots: SlotCache, index: int) -> RowStates:
     """Copies of one row's committed states."""
     length = slots.lengths[index]
-    layers = slots.layers[: slots.depth]
-    states = RowStates(
-        [buffer[index, :, :length].clone() for buffer in layer.buffers] for layer in layers
-    )
-    states.length = length
-    states.shift = None if slots.shift is None else slots.shift[..., [index]]
-    states.recurrent = {number: layer.part([index]) for number, layer in slots.recurrent.items()}
-    return states
+    buffers = [
+        [buffer[index, :, :length].clone() for buffer in layer.buffers]
+        for layer in slots.layers[: slots.depth]
+    ]
+    shift = None if slots.shift is None else slots.shift[..., [index]]
+    recurrent = {number: layer.part([index]) for number, layer in slots.recurrent.items()}
+    return RowStates(buffers, length, shift, recurrent)
 
 
 def joined_shifts(parts: Sequence[SlotCache | RowStates]) -> Tensor | None:

@@ -31,8 +31,8 @@ class Int8Layer(SlotLayer):
 
     names = ("keys", "values", "key_scales", "value_scales")
 
-    def __init__(self, window: int | None = None):
-        super().__init__(window)
+    def __init__(self, window: int | None = None, owner: object = None):
+        super().__init__(window, owner)
         self.key_scales: Tensor | None = None
         self.value_scales: Tensor | None = None
 

@@ -12,7 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from selfspec.sampling.draft import Tree
 
-_AT_ONCE = 64  # views of one position that are made together
+_VIEWS = 64  # views of one position that are made together
 
 
 class SlicedViews:
@@ -40,8 +40,8 @@ class SlicedViews:
         return self._ones[start - self._first]
 
     def _cut(self, start: int) -> None:
-        first = start - start % _AT_ONCE
-        count = min(_AT_ONCE, self.length - first)
+        first = start - start % _VIEWS
+        count = min(_VIEWS, self.length - first)
         parts = [whole.narrow(self._dim, first, count) for whole in self.wholes]
         self._ones = list(zip(*(part.split(1, self._dim) for part in parts), strict=True))
         self._first, self._last = first, first + count
@@ -75,7 +75,7 @@ class Window:
         width: tokens of the pass, per row.
         counted: 0, 1, 2, … as `[1, n]` on the device.
         tree: the token tree; `None` for a sequence.
-        place: index of the first token in the tree's block.
+        first: index of the first token in the tree's block.
         page: `end` is a multiple of this number of slots.
         rows: gives `starts` as a tensor, where that is on the device already.
         switch: where passes go beyond the model's original length, if that matters.
@@ -84,7 +84,7 @@ class Window:
         starts: first slot written, per row.
         width: tokens of the pass, per row.
         tree: the token tree; `None` for a sequence.
-        place: index of the first token in the tree's block.
+        first: index of the first token in the tree's block.
         slots: `[rows, width]` the slots.
         positions: `[rows, width]` the tokens' positions: equal to their slots except in trees.
         end: number of visible slots: up to the last one written, rounded up to whole pages.
@@ -101,20 +101,20 @@ class Window:
         width: int,
         counted: SlicedViews,
         tree: Tree | None = None,
-        place: int = 0,
+        first: int = 0,
         page: int = 1,
         rows: Callable[[], Tensor] | None = None,
         switch: Switch | None = None,
     ):
         self.switch = switch
         self.view: View | None = None
-        self.starts, self.width, self.tree, self.place = starts, width, tree, place
-        first, last, (numbers,) = min(starts), max(starts), counted.wholes
-        self.end = -(-(last + width) // page) * page
-        self.tight = self.end == last + width
-        self.uniform = first == last
+        self.starts, self.width, self.tree, self.first = starts, width, tree, first
+        lowest, highest, (numbers,) = min(starts), max(starts), counted.wholes
+        self.end = -(-(highest + width) // page) * page
+        self.tight = self.end == highest + width
+        self.uniform = lowest == highest
         if self.uniform:
-            (slots,) = counted.view(first, width)
+            (slots,) = counted.view(lowest, width)
             self.slots = slots if len(starts) == 1 else slots.expand(len(starts), -1)
         else:
             firsts = rows() if rows else torch.tensor(starts, device=numbers.device)
@@ -122,7 +122,7 @@ class Window:
         self.even = self.uniform and tree is None
         self.positions = self.slots
         if tree is not None:
-            block = slice(place, place + width)
+            block = slice(first, first + width)
             self.positions = self.slots - numbers[:, block] + tree.depths[:, block]
 
     def put(self, states: Tensor, buffer: Tensor) -> None:
@@ -217,15 +217,19 @@ _VIEW_ROOM = 64  # slots after a view, for the later passes of its round
 
 
 class SlotLayer(CacheLayerMixin):
-    """One layer's keys and values, as they are."""
+    """One layer's keys and values, as they are.
+
+    Args:
+        window: the sliding window in tokens, or `None`.
+        owner: the head whose layer this is, of an added layer.
+    """
 
     names: tuple[str, ...] = ("keys", "values")  # of its buffers
 
-    def __init__(self, window: int | None = None):
+    def __init__(self, window: int | None = None, owner: object = None):
         super().__init__()
-        self.window = window
+        self.window, self.owner = window, owner
         self.is_sliding = window is not None
-        self.owner: object = None  # the head whose layer this is, of an added layer
         self._wholes: list[Tensor] = []  # the buffers, with rows that are not in use at the end
         # Their first rows, by number. Recorded graphs know keys and values by these tensors, so a
         # graph of three rows is used again whenever there are three.
@@ -272,7 +276,7 @@ class SlotLayer(CacheLayerMixin):
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep some rows, in the given order; the others' memory is left for rows that join."""
-        moved = {place: row for place, row in enumerate(rows) if place != row}
+        moved = {index: row for index, row in enumerate(rows) if index != row}
         for whole in self._wholes if moved else ():
             whole[list(moved)] = whole[list(moved.values())]
         if self.is_initialized:

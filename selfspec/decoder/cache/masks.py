@@ -43,14 +43,14 @@ def tree_mask(
         dtype: of the mask.
     """
     committed = lengths[:, None]
-    places = slots - committed  # index in the block; negative for committed tokens
+    at = slots - committed  # index in the block; negative for committed tokens
     last = tree.depths.shape[1] - 1
-    inside = places.clamp(0, last)
-    keys = torch.where(places < 0, slots, committed + tree.depths.gather(1, inside))
+    inside = at.clamp(0, last)
+    keys = torch.where(at < 0, slots, committed + tree.depths.gather(1, inside))
     mask = hide(keys[:, None], active.positions, window, dtype)
-    queries = tree.ancestors[:, active.place : active.place + active.width]
+    queries = tree.ancestors[:, active.first : active.first + active.width]
     related = queries.gather(2, inside[:, None].expand(-1, active.width, -1))
-    strange = (places >= 0)[:, None] & (~related | (places > last)[:, None])
+    strange = (at >= 0)[:, None] & (~related | (at > last)[:, None])
     return mask.masked_fill_(strange, torch.finfo(dtype).min)
 
 

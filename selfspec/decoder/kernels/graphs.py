@@ -194,9 +194,9 @@ class _Recording:
 
     def replay(self, leaves: Sequence[Any]) -> list[Tensor]:
         """Run the recording on other inputs of the same shapes."""
-        for place, leaf in zip(self._inputs, leaves, strict=True):
-            if isinstance(place, Tensor):
-                place.copy_(leaf)
+        for own, leaf in zip(self._inputs, leaves, strict=True):
+            if isinstance(own, Tensor):
+                own.copy_(leaf)
         assert self._tape is not None
         self._tape.replay()
         # The next replay overwrites the outputs.

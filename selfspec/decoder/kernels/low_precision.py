@@ -38,7 +38,7 @@ _OUTPUTS = 16  # 4-bit products compute a multiple of this number
 # own values back.
 _GROUP = 32
 _ALIGNED = 32  # bytes: `_weight_int8pack_mm` loads vectors of this size
-_PIECE = 256  # rows that are rounded at a time, so that they stay in the processor's cache
+_CHUNK = 256  # rows that are rounded at a time, so that they stay in the processor's cache
 
 
 class LowPrecisionLinears:
@@ -77,7 +77,7 @@ class LowPrecisionLinears:
                 for index, module in enumerate(modules):
                     yield module, bundle.forward(index, module.forward)
 
-    def turn(self, approximation: Approximation | None) -> None:
+    def use(self, approximation: Approximation | None) -> None:
         """Read what an approximation names from now on; `None` for the model's own weights."""
         needs = () if approximation is None else _needs(approximation)
         for need in needs:
@@ -286,7 +286,7 @@ def round_to_4_bits(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _pieces(weights: Sequence[Tensor]) -> Iterator[Tensor]:
     """Rows of several weights, some at a time, in float32."""
-    for piece in torch.cat([*weights]).split(_PIECE):
+    for piece in torch.cat([*weights]).split(_CHUNK):
         yield piece.float()
 
 

@@ -84,8 +84,8 @@ class ContextReader(ExitReader):
         head, slots = self._head, state.slots
         first = torch.tensor(slots.added_from, device=slots.device)
         with slots.writing(head.block_size, 0, self._added) as window:
-            places = window.positions
-            self._hidden = head.run_block(self.decoder, pending, places, first, slots)
+            positions = window.positions
+            self._hidden = head.run_block(self.decoder, pending, positions, first, slots)
         drafting = self._hidden[:, head.first_row : head.first_row + self._ahead]
         self._drafts = head.logits(self.decoder, drafting).split(1, dim=1)
         self._level = 0

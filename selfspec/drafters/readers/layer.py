@@ -71,11 +71,8 @@ class LayerReader(ExitReader):
         """Make room for the layer's KV, before the first block of the prompt."""
         slots = state.slots
         window = self.decoder.windows[self.head.place]
-        self._added = slots.add_layer(window, self.head)
-        for _ in range(1, self._of_drafts.depth):
-            slots.add_layer(window, self.head)
-        if self.head.skips_first:
-            slots.added_from = [first + 1 for first in slots.added_from]
+        add = partial(slots.add_layer, window, self.head, self.head.skips_first)
+        self._added, *_ = [add() for _ in range(self._of_drafts.depth)]
         self._of_drafts = self._own(lambda hidden: self.head.enter(hidden, self._before))
 
     # After verification

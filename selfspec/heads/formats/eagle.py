@@ -219,7 +219,7 @@ def _layer_source(published: PublishedHead, names: Mapping[str, str]) -> Mapping
 
 
 def _parts(config: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """A config and all objects inside it, with their places."""
+    """A config and all objects inside it, with the names that lead there."""
     yield at, config
     for key, value in config.items():
         if isinstance(value, Mapping):
