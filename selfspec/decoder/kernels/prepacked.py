@@ -226,7 +226,8 @@ class PackedWeight(Tensor):
     As a wrapper it counts as quantized (`is_quantized`), like the tensors of torchao.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # shapes and dtypes are at hand
+    # Shapes and dtypes are at hand.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @staticmethod
     def __new__(cls, weight: Tensor) -> PackedWeight:
