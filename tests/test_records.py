@@ -154,7 +154,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
 # Damaged records
 
 DAMAGE = ["plain words", '{"text": }', '{"text": "a"} {', '{"text": nul}', "7", '["a"]', "null"]
-DAMAGE += ['{"text": "\\ud83d"}', "{'text': 'a'}", '{"text": "a",}']
+DAMAGE += ['{"text": "\\ud83d"}', "{'text': 'a'}", '{"text": "a",}', '{"text": "a\0"}', "\0" * 9]
 
 
 @within
@@ -242,6 +242,7 @@ STRANGERS = {
     "UTF-16 without": "the sea".encode("utf-16-le"),
     "an 8-bit encoding such as Latin-1": "un café déjà fermé".encode("latin-1"),
     "one JSON object over several lines": b'{\n "data": [\n  1\n ]\n}\n',
+    "dicts of Python": b"{'text': 'one'}\n{'text': 'two'}\n",
     r"a table \(CSV\)": b"prompt,completion\nHi.,Hello.\n",
 }
 

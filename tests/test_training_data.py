@@ -85,6 +85,13 @@ def test_globs_are_sorted_and_each_file_comes_once(tmp_path):
     assert texts(files=patterns, exclude=["*/deep/*"]) == ["a.txt", "b.txt"]
 
 
+def test_a_name_with_brackets_is_a_name(tmp_path):
+    path = write(tmp_path / "part[1].txt", "the sea")
+    write(tmp_path / "part1.txt", "the top")
+    assert texts(files=[path]) == ["the sea"]
+    assert texts(files=[str(tmp_path / "part[0-9].txt")]) == ["the top"]
+
+
 def test_home_and_the_standard_library_are_known(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     write(tmp_path / "a.txt", "at home")
@@ -259,7 +266,7 @@ def test_a_pattern_without_files_is_named(tmp_path):
     absent = str(tmp_path / "*.md")
     with pytest.raises(FileNotFoundError, match=r"no file matches .*\*\.md"):
         texts(files=[str(tmp_path / "a.txt"), absent])
-    with pytest.raises(FileNotFoundError, match="no file matches"):
+    with pytest.raises(FileNotFoundError, match=r"is a folder.* as .*/\* or .*/\*\*/\*"):
         texts(files=[str(tmp_path)])
     with pytest.raises(FileNotFoundError, match="`exclude` leaves none of the files"):
         texts(files=[str(tmp_path / "*")], exclude=["*.txt"])

@@ -54,6 +54,9 @@ class Chat(NamedTuple):
         try:
             return render_chat(tokenizer, self.messages, reply_next, **self.options)
         except Exception as error:  # a template is a program of its own
+            messages = [_arguments_as_json(message) for message in self.messages]
+            if messages != self.messages:
+                return Chat(messages, self.options).render(tokenizer, reply_next)
             name = type(error).__name__
             raise BadRecord(f"the chat template fails on it ({name}: {error})") from error
 
@@ -210,13 +213,15 @@ def _message(turn: Any) -> Message:
     if not isinstance(role, str):
         raise BadRecord(f"a chat message has a `role` and a `content`, got {turn!r:.60}")
     if role == _CALL:
-        return {**rest, "role": "assistant", "content": "", "tool_calls": [_call(content)]}
+        role, content, rest = "assistant", "", {**rest, "tool_calls": [_call(content)]}
     if said[0] is None and role not in _ROLES.values():
         raise BadRecord(f"a turn of a chat is `from` {role!r}, no known speaker")
-    if content is None and not rest.get("tool_calls"):
+    calls = _tool_calls(rest.pop("tool_calls", None) or [])
+    if content is None and not calls:
         raise BadRecord(f"a chat message of the {role} has no `content`")
     text = "" if content is None else _content(content)  # templates join it to other strings
-    return {**rest, "role": role, "content": text}
+    called = {"tool_calls": calls} if calls else {}
+    return {**rest, "role": role, "content": text, **called}
 
 
 def _call(content: Any) -> dict[str, Any]:
@@ -224,6 +229,31 @@ def _call(content: Any) -> dict[str, Any]:
     if not isinstance(call, dict) or "name" not in call:
         raise BadRecord(f"a `function_call` is JSON with a `name`, got {content!r:.60}")
     return {"type": "function", "function": call}
+
+
+def _tool_calls(value: Any) -> list[dict[str, Any]]:
+    """Calls of tools; OpenAI has their arguments as JSON, most templates take objects."""
+    calls = _from_json(value)
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise BadRecord(f"`tool_calls` of a turn is a list of objects, got {value!r:.60}")
+    return [_with_arguments(call, as_json=False) for call in calls]
+
+
+def _with_arguments(call: dict[str, Any], as_json: bool) -> dict[str, Any]:
+    """A call with its arguments as an object or as JSON, in its field `function` or in itself."""
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _with_arguments(call["function"], as_json)}
+    arguments = _from_json(call.get("arguments"))
+    if not isinstance(arguments, dict):
+        return call
+    text = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "arguments": text if as_json else arguments}
+
+
+def _arguments_as_json(message: Message) -> Message:
+    """A message for templates that take the arguments of calls as text, as DeepSeek's do."""
+    calls = [_with_arguments(call, as_json=True) for call in message.get("tool_calls", [])]
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def _content(content: Any) -> str:

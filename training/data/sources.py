@@ -312,11 +312,13 @@ def find_files(source: SourceConfig) -> list[Path]:
     stdlib = sysconfig.get_paths()["stdlib"]
     found: set[str] = set()
     for pattern in source.files:
-        expanded = str(Path(pattern.replace("{stdlib}", stdlib)).expanduser())
-        paths = [Path(p) for p in glob.glob(expanded, recursive=True)]  # noqa: PTH207
+        expanded = Path(pattern.replace("{stdlib}", stdlib)).expanduser()
+        paths = [Path(p) for p in glob.glob(str(expanded), recursive=True)]  # noqa: PTH207
+        if expanded.exists():  # names may have brackets, which are no pattern then
+            paths = [expanded]
         matches = [str(path) for path in paths if path.is_file() or _is_saved_dataset(path)]
         if not matches:
-            raise FileNotFoundError(f"no file matches {expanded}; `files` takes paths and globs")
+            raise FileNotFoundError(_no_match(expanded))
         found.update(matches)
     excluded = [pattern.replace("{stdlib}", stdlib) for pattern in source.exclude]
     folders = {path for path in found if Path(path).is_dir()}
@@ -329,3 +331,12 @@ def find_files(source: SourceConfig) -> list[Path]:
     if not kept:
         raise FileNotFoundError(f"`exclude` leaves none of the files that {source.name} matches")
     return kept
+
+
+def _no_match(pattern: Path) -> str:
+    if pattern.is_dir():
+        return (
+            f"{pattern} is a folder, and not one that `save_to_disk` of `datasets` wrote; "
+            f"`files` takes the files in it, as {pattern / '*'} or {pattern / '**' / '*'}"
+        )
+    return f"no file matches {pattern}; `files` takes paths and globs"
