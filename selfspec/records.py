@@ -175,7 +175,8 @@ def _binary(head: bytes) -> str | None:
     start = head.decode(errors="replace")
     if _ARRAY.match(start) or _is_json_lines(start):
         return None
-    if (b"\0" in head[::2]) != (b"\0" in head[1::2]):
+    in_turn = (b"\0" in head[::2]) != (b"\0" in head[1::2])
+    if in_turn and 4 * head.count(0) > len(head):
         return "UTF-16 without a byte order mark"
     return "binary data"
 
@@ -186,7 +187,7 @@ def _refusal(path: Path, looks: str) -> ValueError:
 
 _OBJECT = re.compile(r'\s*\{\s*"')
 _PYTHON_DICT = re.compile(r"\s*\{\s*'")
-_ARRAY = re.compile(r'\s*\[\s*(\{\s*["}]|"(?:[^"\\]|\\.)*"\s*[,\]]|\]\s*$)', re.DOTALL)
+_ARRAY = re.compile(r'\s*\[\s*((?:\[\s*)*\{\s*["}]|"(?:[^"\\]|\\.)*"\s*[,\]]|\]\s*$)', re.DOTALL)
 _HEADING = re.compile(r'"?[\w.-]+"?(?:([,;\t])"?[\w.-]+"?)+')
 _AS_TEXT = "; `format: text` reads it as text"
 

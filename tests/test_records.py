@@ -195,6 +195,9 @@ def test_an_array_without_an_end_is_refused(tmp_path, content):
 def test_arrays_in_lines_are_refused(tmp_path):
     with pytest.raises(ValueError, match="goes on behind the end of its JSON array"):
         read(tmp_path / "a.json", b'[{"role": "user"}]\n[{"role": "user"}]\n')
+    nested = json.dumps([[{"role": "user"}], [{"role": "user"}]])
+    faults = [record.fault for record in read(tmp_path / "a.json", nested.encode())]
+    assert len(faults) == 2 and all("no JSON object: '[{" in fault for fault in faults)
 
 
 @within
@@ -257,6 +260,8 @@ def test_other_files_are_refused_by_what_they_look_like(tmp_path, looks, packer,
 
 
 def test_binary_data_behind_text_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="looks like binary data"):
+        read(tmp_path / "a.md", b"the sea\n" * 9 + b"\0")
     for tail, looks in ((b"\0", "binary data"), (b"\xff\x01", "not UTF-8 text")):
         with pytest.raises(ValueError, match=looks):
             read(tmp_path / "a.md", b"the sea\n" * 9000 + tail)

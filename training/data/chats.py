@@ -17,6 +17,11 @@ class BadRecord(ValueError):
     """A record that cannot be used, among others that can."""
 
 
+def is_word(value: Any) -> bool:
+    """Whether a field may stand in a text: a string or a number, and not pandas' NaN for null."""
+    return isinstance(value, str | int | float) and not isinstance(value, bool) and value == value
+
+
 class Document(NamedTuple):
     """One text as tokens.
 
@@ -126,9 +131,9 @@ def read_chat(fields: Mapping[str, Any]) -> Chat:
             "`prompt` with `completion`, and `instruction` with `output` are read, too"
         )
     messages = [_message(part) for turn in turns for part in _exchange(turn)]
-    system = fields.get("system") or fields.get("system_prompt")
-    if isinstance(system, str) and system and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": system})
+    said = next((name for name in ("system", "system_prompt") if fields.get(name)), None)
+    if said is not None and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": _word(said, fields[said])})
     return Chat(messages, _options(fields))
 
 
@@ -142,9 +147,15 @@ def _pair(fields: Mapping[str, Any]) -> tuple[str, str] | None:
 def _asked_and_answered(fields: Mapping[str, Any], question: str, answer: str) -> list[Any]:
     asked = fields[question]
     if not isinstance(asked, list):
-        parts = [asked, *(fields.get(name) for name in _BESIDE_THE_QUESTION)]
-        asked = "\n\n".join(str(part) for part in parts if part)
+        named = {name: fields.get(name) for name in (question, *_BESIDE_THE_QUESTION)}
+        asked = "\n\n".join(_word(name, part) for name, part in named.items() if part)
     return _history(fields) + _turns(asked, "user") + _turns(fields[answer], "assistant")
+
+
+def _word(name: str, value: Any) -> str:
+    if not is_word(value):
+        raise BadRecord(f"`{name}` of a chat is text, got {value!r:.60}")
+    return str(value)
 
 
 def _history(fields: Mapping[str, Any]) -> list[Any]:
@@ -210,7 +221,7 @@ def _message(turn: Any) -> Message:
     role = next((_ROLES.get(str(one).lower(), one) for one in said if one is not None), None)
     content = rest.pop("content", None)
     content = rest.pop("value", None) if content is None else content
-    if not isinstance(role, str):
+    if not isinstance(role, str) or not role:
         raise BadRecord(f"a chat message has a `role` and a `content`, got {turn!r:.60}")
     if role == _CALL:
         role, content, rest = "assistant", "", {**rest, "tool_calls": [_call(content)]}
