@@ -5,6 +5,8 @@
 #   TORCH           what pip installs as torch:                        make test TORCH=torch==2.9.1
 #   PIP_TORCH_ARGS  more arguments for that one pip call. PyPI's Linux wheels of torch bring CUDA
 #                   along, so without a GPU the CPU build of PyTorch's own index is preferred.
+#   TRANSFORMERS    another release of transformers to test with, which is put into build/ first;
+#                   pyproject.toml says which are supported:        make test TRANSFORMERS=5.23.0
 #   VLLM            the version of vLLM, in a build for the CPU:       make test-engines VLLM=0.32.0
 #   VLLM_TORCH      the version of torch that it was built for
 #   SGLANG          the version of SGLang; its kernels are not needed
@@ -32,6 +34,9 @@ TORCH ?= $(if $(NVIDIA),torch>=2.6,torch==2.13.0)
 CPU_INDEX := --extra-index-url https://download.pytorch.org/whl/cpu --retries 1
 PIP_TORCH_ARGS ?= $(if $(NVIDIA),,$(CPU_INDEX))
 
+# Of its dependencies, those in .venv serve all supported releases.
+RELEASE := $(if $(TRANSFORMERS),build/transformers-$(TRANSFORMERS))
+
 DEVICE ?= cuda
 SHAPE ?= Llama-3.2-1B,Llama-3.1-8B
 
@@ -52,7 +57,7 @@ ENGINES_PIP := $(ENGINES)/bin/python -m pip --disable-pip-version-check
 APP_PIP := $(APP)/bin/python -m pip --disable-pip-version-check
 PROCESSORS_PIP := $(PROCESSORS)/bin/python -m pip --disable-pip-version-check
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
-PYTEST := $(TEST_ENV) $(BIN)/pytest
+PYTEST := $(if $(RELEASE),PYTHONPATH=$(CURDIR)/$(RELEASE)) $(TEST_ENV) $(BIN)/pytest
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow test-wheel test-engines test-app test-processors gpu real notebooks docs dist check lint types imports clean
@@ -63,10 +68,10 @@ help: ## list the targets
 demo: $(READY) ## plain and self-speculative decoding side by side, on the model in the package
 	$(BIN)/selfspec demo
 
-test: $(READY) ## the tests, without the slow ones
+test: $(READY) $(RELEASE) ## the tests, without the slow ones
 	$(PYTEST) -n $(WORKERS) --dist worksteal
 
-test-slow: $(READY) ## the slow tests alone
+test-slow: $(READY) $(RELEASE) ## the slow tests alone
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m slow
 
 # Installs nothing, so that it measures the torch of the machine.
@@ -80,7 +85,7 @@ gpu: ## the first measurements on a GPU: tests, exactness, waits, real sizes, a 
 real: $(READY) ## SmolLM2-135M-Instruct against generate and llama.cpp, and exactness, in outputs/real
 	$(BIN)/python -m benchmarks.real $(REAL) $(if $(DATA),--data $(DATA))
 
-notebooks: $(READY) ## execute every notebook
+notebooks: $(READY) $(RELEASE) ## execute every notebook
 	$(PYTEST) -m "" tests/test_notebooks.py
 
 docs: $(DOCS_READY) ## the documentation site, in site/; a warning is an error
@@ -143,6 +148,9 @@ $(READY): pyproject.toml
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) install --quiet $(PIP_TORCH_ARGS) '$(TORCH)'
 	@$(PIP) install --quiet --editable '.[dev]'
 	@touch $@
+
+build/transformers-%: | $(READY)
+	@$(PIP) install --quiet --no-deps --target $@ 'transformers==$*'
 
 $(DOCS_READY): $(READY)
 	@$(PIP) install --quiet --editable '.[docs]'

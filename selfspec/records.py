@@ -169,10 +169,14 @@ def _refuse_binary(path: Path, head: bytes) -> None:
 
 
 def _binary(head: bytes) -> str | None:
-    """Words for data with NUL bytes, which no text in UTF-8 has."""
+    """Words for data with NUL bytes, which no text in UTF-8 has; in JSON they spoil a record."""
     if b"\0" not in head:
         return None
-    if (b"\0" in head[::2]) != (b"\0" in head[1::2]):
+    start = head.decode(errors="replace")
+    if _ARRAY.match(start) or _is_json_lines(start):
+        return None
+    in_turn = (b"\0" in head[::2]) != (b"\0" in head[1::2])
+    if in_turn and 4 * head.count(0) > len(head):
         return "UTF-16 without a byte order mark"
     return "binary data"
 
@@ -182,7 +186,8 @@ def _refusal(path: Path, looks: str) -> ValueError:
 
 
 _OBJECT = re.compile(r'\s*\{\s*"')
-_ARRAY = re.compile(r'\s*\[\s*(\{\s*["}]|"(?:[^"\\]|\\.)*"\s*[,\]]|\]\s*$)', re.DOTALL)
+_PYTHON_DICT = re.compile(r"\s*\{\s*'")
+_ARRAY = re.compile(r'\s*\[\s*((?:\[\s*)*\{\s*["}]|"(?:[^"\\]|\\.)*"\s*[,\]]|\]\s*$)', re.DOTALL)
 _HEADING = re.compile(r'"?[\w.-]+"?(?:([,;\t])"?[\w.-]+"?)+')
 _AS_TEXT = "; `format: text` reads it as text"
 
@@ -196,6 +201,8 @@ def _kind(path: Path, start: str, form: Form) -> Literal["text", "lines", "array
         return "lines"
     if _OBJECT.match(start):
         raise _refusal(path, "one JSON object over several lines" + _AS_TEXT)
+    if _most_lines_are(_PYTHON_DICT, start):
+        raise _refusal(path, "dicts of Python, not JSON" + _AS_TEXT)
     if _is_table(path, start):
         raise _refusal(path, "a table (CSV)" + _AS_TEXT)
     return "text"
@@ -203,12 +210,13 @@ def _kind(path: Path, start: str, form: Form) -> Literal["text", "lines", "array
 
 def _is_json_lines(start: str) -> bool:
     """Whether the first line, or more than half of the lines, are JSON objects."""
+    first = next((line for line in start.split("\n") if line.strip()), "")
+    return _most_lines_are(_OBJECT, start) or bool(_parsed("", first).fields)
+
+
+def _most_lines_are(form: re.Pattern[str], start: str) -> bool:
     lines = [line for line in start.split("\n") if line.strip()]
-    if not lines:
-        return False
-    objects = sum(bool(_OBJECT.match(line)) for line in lines)
-    first = _parsed("", lines[0])
-    return 2 * objects > len(lines) or bool(first.fields)
+    return 2 * sum(bool(form.match(line)) for line in lines) > len(lines)
 
 
 def _is_table(path: Path, start: str) -> bool:

@@ -166,6 +166,31 @@ def test_calls_of_sharegpt_are_calls_of_tools():
     assert chat.messages[1]["content"] == ""
 
 
+ARGUMENTS = {"city": "Óslo", "days": 2}
+CALL = {"name": "weather", "arguments": ARGUMENTS}
+CALL_AS_JSON = {**CALL, "arguments": json.dumps(ARGUMENTS)}  # as OpenAI has it
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [{"type": "function", "function": CALL}],
+        [{"type": "function", "function": CALL_AS_JSON}],
+        [CALL_AS_JSON],
+        json.dumps([{"function": CALL_AS_JSON}]),
+    ],
+)
+@pytest.mark.parametrize("shown", ["(c.function or c).arguments | tojson", "'' + {}"])
+def test_a_template_gets_the_arguments_of_calls_as_it_takes_them(chatty, calls, shown):
+    shown = shown.format("(c.function or c).arguments")  # text is all that the second can add
+    calling = "{% for c in m.tool_calls or [] %}{{ " + shown + " }}{% endfor %}"
+    chatty.chat_template = CHATML.replace(" + '<|im_end|>", "}}" + calling + "{{'<|im_end|>")
+    turn = {"role": "assistant", "content": None, "tool_calls": calls}
+    (document,) = documents({"messages": [HELLO[0], turn, *HELLO[2:]]}, chatty)
+    text = chatty.decode(document.tokens)
+    assert json.loads(text[text.index("{") : text.index("}") + 1]) == ARGUMENTS
+
+
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
@@ -175,7 +200,12 @@ def test_calls_of_sharegpt_are_calls_of_tools():
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "but 'image_url'"),
         ({"conversations": [{"from": "someone", "value": "Hi."}]}, "from` 'someone'"),
         ({"conversations": [{"from": "function_call", "value": "f()"}]}, "JSON with a `name`"),
+        ({"messages": [{"role": "", "content": "Hi."}]}, "a `role` and a `content`"),
+        ({"messages": HELLO, "system": ["Be brief."]}, "`system` of a chat is text"),
+        ({"prompt": {"text": "Hi."}, "completion": "Ho."}, "`prompt` of a chat is text"),
+        ({"instruction": "Sum.", "input": [1, 2], "output": "3"}, "`input` of a chat is text"),
         ({"messages": HELLO, "tools": "none"}, "`tools` of a chat is a list"),
+        ({"messages": [{**HELLO[1], "tool_calls": "f()"}]}, "`tool_calls` of a turn is a list"),
         ({"messages": HELLO, "chat_template_kwargs": [1]}, "is a dict"),
         ({"messages": [{**HELLO[0]}, {**HELLO[1], "weight": 0.5}]}, "`weight` of a turn is 0 or 1"),
         ({"messages": [{**HELLO[0]}, {**HELLO[1], "train": "no"}]}, "`train` of a turn is 0 or 1"),

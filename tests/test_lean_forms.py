@@ -12,6 +12,7 @@ from families import FAMILIES, build
 from peft import LoraConfig, get_peft_model
 from test_families import CASES_BY_FAMILY
 from torch import nn
+from torch.nn.functional import scaled_dot_product_attention as attend
 from torch.nn.utils import parametrize
 
 from selfspec.decoder import Decoder, Packing, Span
@@ -62,6 +63,17 @@ def test_families_with_the_code_of_llama_are_lean_throughout(family):
     names = {type(module) for module, _ in lean_forwards([model])}
     layer = model.model.layers[0]
     assert names == {type(layer.self_attn), type(layer.mlp), type(layer.input_layernorm)}
+
+
+def test_few_tokens_over_slots_take_the_lean_attention(monkeypatch):
+    """Whatever name this release of transformers has for the cache."""
+    model, calls = tiny_llama(dtype=HALF), []
+    monkeypatch.setattr(
+        "selfspec.decoder.kernels.lean.scaled_dot_product_attention",
+        lambda query, *args, **options: calls.append(len(query)) or attend(query, *args, **options),
+    )
+    passes(model, "prepacked", 3)
+    assert calls == [3] * 2 * 4  # of the passes over one token and over four, in four layers
 
 
 # ernie4_5 has Llama's attention but rotates neighbours; gemma's norm multiplies by 1 + weight.

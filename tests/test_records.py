@@ -154,7 +154,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
 # Damaged records
 
 DAMAGE = ["plain words", '{"text": }', '{"text": "a"} {', '{"text": nul}', "7", '["a"]', "null"]
-DAMAGE += ['{"text": "\\ud83d"}', "{'text': 'a'}", '{"text": "a",}']
+DAMAGE += ['{"text": "\\ud83d"}', "{'text': 'a'}", '{"text": "a",}', '{"text": "a\0"}', "\0" * 9]
 
 
 @within
@@ -195,6 +195,9 @@ def test_an_array_without_an_end_is_refused(tmp_path, content):
 def test_arrays_in_lines_are_refused(tmp_path):
     with pytest.raises(ValueError, match="goes on behind the end of its JSON array"):
         read(tmp_path / "a.json", b'[{"role": "user"}]\n[{"role": "user"}]\n')
+    nested = json.dumps([[{"role": "user"}], [{"role": "user"}]])
+    faults = [record.fault for record in read(tmp_path / "a.json", nested.encode())]
+    assert len(faults) == 2 and all("no JSON object: '[{" in fault for fault in faults)
 
 
 @within
@@ -242,6 +245,7 @@ STRANGERS = {
     "UTF-16 without": "the sea".encode("utf-16-le"),
     "an 8-bit encoding such as Latin-1": "un café déjà fermé".encode("latin-1"),
     "one JSON object over several lines": b'{\n "data": [\n  1\n ]\n}\n',
+    "dicts of Python": b"{'text': 'one'}\n{'text': 'two'}\n",
     r"a table \(CSV\)": b"prompt,completion\nHi.,Hello.\n",
 }
 
@@ -256,6 +260,8 @@ def test_other_files_are_refused_by_what_they_look_like(tmp_path, looks, packer,
 
 
 def test_binary_data_behind_text_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="looks like binary data"):
+        read(tmp_path / "a.md", b"the sea\n" * 9 + b"\0")
     for tail, looks in ((b"\0", "binary data"), (b"\xff\x01", "not UTF-8 text")):
         with pytest.raises(ValueError, match=looks):
             read(tmp_path / "a.md", b"the sea\n" * 9000 + tail)

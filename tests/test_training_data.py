@@ -85,6 +85,13 @@ def test_globs_are_sorted_and_each_file_comes_once(tmp_path):
     assert texts(files=patterns, exclude=["*/deep/*"]) == ["a.txt", "b.txt"]
 
 
+def test_a_name_with_brackets_is_a_name(tmp_path):
+    path = write(tmp_path / "part[1].txt", "the sea")
+    write(tmp_path / "part1.txt", "the top")
+    assert texts(files=[path]) == ["the sea"]
+    assert texts(files=[str(tmp_path / "part[0-9].txt")]) == ["the top"]
+
+
 def test_home_and_the_standard_library_are_known(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     write(tmp_path / "a.txt", "at home")
@@ -175,9 +182,10 @@ def test_a_folder_that_datasets_saved_is_a_file(tmp_path, monkeypatch):
     module = types.ModuleType("datasets")
     module.load_from_disk = load_from_disk  # pyright: ignore
     monkeypatch.setitem(sys.modules, "datasets", module)
-    write(tmp_path / "single" / "state.json", "{}")
     write(tmp_path / "several" / "dataset_dict.json", "{}")
-    write(tmp_path / "several" / "train" / "state.json", "{}")
+    for name in ("single", "several/train"):
+        write(tmp_path / name / "state.json", "{}")
+        write(tmp_path / name / "dataset_info.json", "{}")
     for name in ("single", "several"):
         folder = str(tmp_path / name)
         for origin in ({"files": [folder]}, {"dataset": folder}):
@@ -198,9 +206,57 @@ def test_a_data_set_of_the_library_itself(tmp_path):
     assert texts(dataset=str(tmp_path)) == ["one", "two"]
     import datasets
 
-    datasets.Dataset.from_list([{"text": "one"}, {"text": "two"}]).save_to_disk(tmp_path / "saved")
-    for origin in ({"files": [str(tmp_path / "saved")]}, {"dataset": str(tmp_path / "saved")}):
-        assert texts(**origin) == ["one", "two"]
+    saved = datasets.Dataset.from_list([{"text": "one"}, {"text": "two"}])
+    saved.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"train": saved, "test": saved.select([1])}).save_to_disk(tmp_path / "all")
+    for name in ("saved", "all", "all/train"):
+        for origin in ({"files": [str(tmp_path / name)]}, {"dataset": str(tmp_path / name)}):
+            assert texts(**origin) == ["one", "two"]
+    assert texts(files=[str(tmp_path / "all")], split="test") == ["two"]
+
+
+def _cut(folder):
+    (arrow,) = folder.glob("*.arrow")
+    arrow.write_bytes(arrow.read_bytes()[:300])
+
+
+def _lost(folder):
+    next(folder.glob("*.arrow")).unlink()
+
+
+def _garbled(folder):
+    (folder / "state.json").write_text("{")
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("datasets"), reason="datasets is not installed")
+@pytest.mark.parametrize("damage", [_cut, _lost, _garbled])
+def test_a_damaged_data_set_is_named(tmp_path, damage):
+    import datasets
+
+    datasets.Dataset.from_list([{"text": "one"}]).save_to_disk(tmp_path / "saved")
+    damage(tmp_path / "saved")
+    with pytest.raises(ValueError, match="saved is a damaged data set: its first row") as caught:
+        texts(files=[str(tmp_path / "saved")])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("datasets"), reason="datasets is not installed")
+def test_chats_of_data_sets_have_the_fields_that_are_not_null(tmp_path, chatty):
+    """Arrow gives every turn the fields of all, as null."""
+    import datasets
+
+    turns = chat("the sea", "the top", "a ban", "on it")["messages"]
+    turns[1] |= {"content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    turns[3]["weight"] = 1
+    saved = datasets.Dataset.from_list([{"messages": turns}, chat("the sea", "on it")])
+    saved.save_to_disk(tmp_path / "saved")
+    saved.to_parquet(tmp_path / "a.parquet")
+    for name in ("saved", "a.parquet"):
+        found = [*tokenize(SourceConfig(files=[str(tmp_path / name)]), chatty)]
+        assert [learned(document, chatty) for document in found] == [
+            [";\n", "on it;\n"],
+            ["on it;\n"],
+        ]
 
 
 # Chats
@@ -254,12 +310,20 @@ def test_a_chat_without_replies_leaves_nothing_to_learn(tmp_path, chatty):
 # Errors of files
 
 
+def test_a_folder_with_a_state_of_its_own_is_no_data_set(tmp_path):
+    write(tmp_path / "state.json", "{}")
+    write(tmp_path / "a.txt", "the sea")
+    with pytest.raises(FileNotFoundError, match="is a folder"):
+        texts(files=[str(tmp_path)])
+    assert texts(files=[str(tmp_path / "*.txt")]) == ["the sea"]
+
+
 def test_a_pattern_without_files_is_named(tmp_path):
     write(tmp_path / "a.txt", "a")
     absent = str(tmp_path / "*.md")
     with pytest.raises(FileNotFoundError, match=r"no file matches .*\*\.md"):
         texts(files=[str(tmp_path / "a.txt"), absent])
-    with pytest.raises(FileNotFoundError, match="no file matches"):
+    with pytest.raises(FileNotFoundError, match=r"is a folder.* as .*/\* or .*/\*\*/\*"):
         texts(files=[str(tmp_path)])
     with pytest.raises(FileNotFoundError, match="`exclude` leaves none of the files"):
         texts(files=[str(tmp_path / "*")], exclude=["*.txt"])
@@ -327,6 +391,7 @@ BAD = [
     ({"text": None, "n": 5}, "the field 'text' is null"),
     ({"text": ["the sea"], "n": 5}, "the field 'text' is a list"),
     ({"text": True, "n": 5}, "the field 'text' is a bool"),
+    ({"text": float("nan"), "n": 5}, "the field 'text' is a float"),
     ({"n": 5}, "names 'text'"),
     ({"text": "the sea"}, "names 'n'"),
     ({"text": "the sea", "n": None}, "'n' of a record is None"),

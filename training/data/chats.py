@@ -17,6 +17,11 @@ class BadRecord(ValueError):
     """A record that cannot be used, among others that can."""
 
 
+def is_word(value: Any) -> bool:
+    """Whether a field may stand in a text: a string or a number, and not pandas' NaN for null."""
+    return isinstance(value, str | int | float) and not isinstance(value, bool) and value == value
+
+
 class Document(NamedTuple):
     """One text as tokens.
 
@@ -54,6 +59,9 @@ class Chat(NamedTuple):
         try:
             return render_chat(tokenizer, self.messages, reply_next, **self.options)
         except Exception as error:  # a template is a program of its own
+            messages = [_arguments_as_json(message) for message in self.messages]
+            if messages != self.messages:
+                return Chat(messages, self.options).render(tokenizer, reply_next)
             name = type(error).__name__
             raise BadRecord(f"the chat template fails on it ({name}: {error})") from error
 
@@ -123,9 +131,9 @@ def read_chat(fields: Mapping[str, Any]) -> Chat:
             "`prompt` with `completion`, and `instruction` with `output` are read, too"
         )
     messages = [_message(part) for turn in turns for part in _exchange(turn)]
-    system = fields.get("system") or fields.get("system_prompt")
-    if isinstance(system, str) and system and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": system})
+    said = next((name for name in ("system", "system_prompt") if fields.get(name)), None)
+    if said is not None and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": _word(said, fields[said])})
     return Chat(messages, _options(fields))
 
 
@@ -139,9 +147,15 @@ def _pair(fields: Mapping[str, Any]) -> tuple[str, str] | None:
 def _asked_and_answered(fields: Mapping[str, Any], question: str, answer: str) -> list[Any]:
     asked = fields[question]
     if not isinstance(asked, list):
-        parts = [asked, *(fields.get(name) for name in _BESIDE_THE_QUESTION)]
-        asked = "\n\n".join(str(part) for part in parts if part)
+        named = {name: fields.get(name) for name in (question, *_BESIDE_THE_QUESTION)}
+        asked = "\n\n".join(_word(name, part) for name, part in named.items() if part)
     return _history(fields) + _turns(asked, "user") + _turns(fields[answer], "assistant")
+
+
+def _word(name: str, value: Any) -> str:
+    if not is_word(value):
+        raise BadRecord(f"`{name}` of a chat is text, got {value!r:.60}")
+    return str(value)
 
 
 def _history(fields: Mapping[str, Any]) -> list[Any]:
@@ -207,16 +221,18 @@ def _message(turn: Any) -> Message:
     role = next((_ROLES.get(str(one).lower(), one) for one in said if one is not None), None)
     content = rest.pop("content", None)
     content = rest.pop("value", None) if content is None else content
-    if not isinstance(role, str):
+    if not isinstance(role, str) or not role:
         raise BadRecord(f"a chat message has a `role` and a `content`, got {turn!r:.60}")
     if role == _CALL:
-        return {**rest, "role": "assistant", "content": "", "tool_calls": [_call(content)]}
+        role, content, rest = "assistant", "", {**rest, "tool_calls": [_call(content)]}
     if said[0] is None and role not in _ROLES.values():
         raise BadRecord(f"a turn of a chat is `from` {role!r}, no known speaker")
-    if content is None and not rest.get("tool_calls"):
+    calls = _tool_calls(rest.pop("tool_calls", None) or [])
+    if content is None and not calls:
         raise BadRecord(f"a chat message of the {role} has no `content`")
     text = "" if content is None else _content(content)  # templates join it to other strings
-    return {**rest, "role": role, "content": text}
+    called = {"tool_calls": calls} if calls else {}
+    return {**rest, "role": role, "content": text, **called}
 
 
 def _call(content: Any) -> dict[str, Any]:
@@ -224,6 +240,31 @@ def _call(content: Any) -> dict[str, Any]:
     if not isinstance(call, dict) or "name" not in call:
         raise BadRecord(f"a `function_call` is JSON with a `name`, got {content!r:.60}")
     return {"type": "function", "function": call}
+
+
+def _tool_calls(value: Any) -> list[dict[str, Any]]:
+    """Calls of tools; OpenAI has their arguments as JSON, most templates take objects."""
+    calls = _from_json(value)
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise BadRecord(f"`tool_calls` of a turn is a list of objects, got {value!r:.60}")
+    return [_with_arguments(call, as_json=False) for call in calls]
+
+
+def _with_arguments(call: dict[str, Any], as_json: bool) -> dict[str, Any]:
+    """A call with its arguments as an object or as JSON, in its field `function` or in itself."""
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _with_arguments(call["function"], as_json)}
+    arguments = _from_json(call.get("arguments"))
+    if not isinstance(arguments, dict):
+        return call
+    text = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "arguments": text if as_json else arguments}
+
+
+def _arguments_as_json(message: Message) -> Message:
+    """A message for templates that take the arguments of calls as text, as DeepSeek's do."""
+    calls = [_with_arguments(call, as_json=True) for call in message.get("tool_calls", [])]
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def _content(content: Any) -> str:

@@ -22,7 +22,7 @@ from selfspec.config import StrictConfig
 from selfspec.records import Form, Record, read_records, without_nulls
 
 from ..loop.parallel import processes
-from .chats import BadRecord, Document, chat_documents, is_chat_record, read_chat
+from .chats import BadRecord, Document, chat_documents, is_chat_record, is_word, read_chat
 
 ItemT = TypeVar("ItemT")
 
@@ -243,7 +243,7 @@ def _fill(source: SourceConfig, fields: Mapping[str, Any]) -> str:
                 f"the template of {source.name} names {name!r}, a record has {sorted(fields)}; "
                 "`template` takes field names in braces"
             )
-        if isinstance(fields[name], bool) or not isinstance(fields[name], str | int | float):
+        if not is_word(fields[name]):
             value = "null" if fields[name] is None else f"a {type(fields[name]).__name__}"
             raise BadRecord(f"the field {name!r} is {value}, where a string or number is expected")
     try:
@@ -256,13 +256,17 @@ def _fill(source: SourceConfig, fields: Mapping[str, Any]) -> str:
 
 
 def _records(source: SourceConfig) -> Iterator[Record]:
+    if source.dataset and _is_saved_dataset(Path(source.dataset)):
+        yield from _saved_rows(Path(source.dataset), source.split)
+        return
     if source.dataset:
-        yield from _rows(source.dataset, _load(source))
+        rows = _datasets().load_dataset(source.dataset, source.subset, split=source.split)
+        yield from _rows(source.dataset, rows)
         return
     form: Form = "records" if source.format in ("jsonl", "chat") else source.format
     for path in find_files(source):
         if path.is_dir():
-            yield from _rows(str(path), _load_folder(path, source.split))
+            yield from _saved_rows(path, source.split)
         else:
             yield from read_records(path, form)
 
@@ -272,22 +276,24 @@ def _rows(name: str, rows: Iterable[Any]) -> Iterator[Record]:
         yield Record(f"{name}, row {number}", without_nulls(dict(row)))
 
 
-def _load(source: SourceConfig) -> Iterable[Any]:
-    """The rows of a data set by name."""
-    assert source.dataset is not None
-    if _is_saved_dataset(Path(source.dataset)):
-        return _load_folder(Path(source.dataset), source.split)
-    return _datasets().load_dataset(source.dataset, source.subset, split=source.split)
-
-
-def _load_folder(folder: Path, split: str) -> Iterable[Any]:
+def _saved_rows(folder: Path, split: str) -> Iterator[Record]:
     """The rows of a folder that `datasets` saved: a data set, or one of several splits."""
-    found = _datasets().load_from_disk(str(folder))
-    if not isinstance(found, dict):
-        return found
-    if split not in found:
-        raise ValueError(f"{folder} has the splits {sorted(found)}, not `split` {split!r}")
-    return found[split]
+    load = _datasets().load_from_disk
+    row = "its first row"
+    try:
+        found = load(str(folder))
+        splits = sorted(found) if isinstance(found, dict) else []
+        if not splits or split in splits:
+            for record in _rows(str(folder), found[split] if splits else found):
+                yield record
+                row = f"what is behind {record.place.rpartition(', ')[2]}"
+            return
+    except Exception as error:  # every library below has its own errors for a damaged file
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(
+            f"{folder} is a damaged data set: {row} cannot be read ({text})"
+        ) from error
+    raise ValueError(f"{folder} has the splits {splits}, not `split` {split!r}")
 
 
 def _datasets() -> Any:
@@ -300,7 +306,8 @@ def _datasets() -> Any:
 
 def _is_saved_dataset(path: Path) -> bool:
     """Whether a path is a folder that `save_to_disk` of `datasets` wrote."""
-    return any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
+    written = {"dataset_dict.json"}, {"dataset_info.json", "state.json"}
+    return any(all((path / name).is_file() for name in names) for names in written)
 
 
 def find_files(source: SourceConfig) -> list[Path]:
@@ -312,11 +319,13 @@ def find_files(source: SourceConfig) -> list[Path]:
     stdlib = sysconfig.get_paths()["stdlib"]
     found: set[str] = set()
     for pattern in source.files:
-        expanded = str(Path(pattern.replace("{stdlib}", stdlib)).expanduser())
-        paths = [Path(p) for p in glob.glob(expanded, recursive=True)]  # noqa: PTH207
+        expanded = Path(pattern.replace("{stdlib}", stdlib)).expanduser()
+        paths = [Path(p) for p in glob.glob(str(expanded), recursive=True)]  # noqa: PTH207
+        if expanded.exists():  # names may have brackets, which are no pattern then
+            paths = [expanded]
         matches = [str(path) for path in paths if path.is_file() or _is_saved_dataset(path)]
         if not matches:
-            raise FileNotFoundError(f"no file matches {expanded}; `files` takes paths and globs")
+            raise FileNotFoundError(_no_match(expanded))
         found.update(matches)
     excluded = [pattern.replace("{stdlib}", stdlib) for pattern in source.exclude]
     folders = {path for path in found if Path(path).is_dir()}
@@ -329,3 +338,12 @@ def find_files(source: SourceConfig) -> list[Path]:
     if not kept:
         raise FileNotFoundError(f"`exclude` leaves none of the files that {source.name} matches")
     return kept
+
+
+def _no_match(pattern: Path) -> str:
+    if pattern.is_dir():
+        return (
+            f"{pattern} is a folder, and not one that `save_to_disk` of `datasets` wrote; "
+            f"`files` takes the files in it, as {pattern / '*'} or {pattern / '**' / '*'}"
+        )
+    return f"no file matches {pattern}; `files` takes paths and globs"

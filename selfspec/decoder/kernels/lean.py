@@ -27,6 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from selfspec.decoder.cache import WIDEST, SlotCache
 from selfspec.decoder.direct import direct, is_watched
 from selfspec.decoder.kernels.prepacked import HALF, PackedWeight, joined
+from selfspec.decoder.passes import cache_name
 
 _MODELS = "transformers.models.{0}.modeling_{0}"
 
@@ -187,6 +188,7 @@ class _Attention:
 
     def __init__(self, module: Any, rotary: _Rotary, masks: _Masks):
         self._own, self._rotary, self._masks = module.forward, rotary, masks
+        self._cache = cache_name(type(module).forward)
         self._qkv = joined([getattr(module, f"{name}_proj").forward for name in "qkv"])
         self._out, self._index = direct(module.o_proj), module.layer_idx
         self._size, self._scale = module.head_dim, module.scaling
@@ -199,22 +201,21 @@ class _Attention:
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """What the attention returns."""
         (rows, width, _), size = hidden_states.shape, self._size
+        cache = kwargs.get(self._cache)
         few = width == 1 or (width <= WIDEST and attention_mask is not None)
-        if not few or torch.is_grad_enabled() or not isinstance(past_key_values, SlotCache):
+        if not few or torch.is_grad_enabled() or not isinstance(cache, SlotCache):
             return self._own(
                 hidden_states=hidden_states,
                 position_embeddings=position_embeddings,
                 attention_mask=attention_mask,
-                past_key_values=past_key_values,
                 **kwargs,
             )
         query, key, value = self._project(hidden_states, position_embeddings)
-        key, value = past_key_values.update(key.transpose(1, 2), value.transpose(1, 2), self._index)
+        key, value = cache.update(key.transpose(1, 2), value.transpose(1, 2), self._index)
         group = self._group
         query = query.transpose(1, 2).reshape(rows, self._keys, group * width, size)
         if attention_mask is not None and width > 1:
