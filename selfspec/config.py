@@ -233,6 +233,11 @@ class DraftConfig(StrictConfig):
 
     @model_validator(mode="before")
     @classmethod
+    def _read_a_name(cls, data: Any) -> Any:
+        return {"drafter": data} if isinstance(data, str) else data
+
+    @model_validator(mode="before")
+    @classmethod
     def _name_what_replaced_a_key(cls, data: Any) -> Any:
         if isinstance(data, Mapping) and "times" in data:
             raise ValueError(

@@ -4,6 +4,7 @@ import pytest
 from pydantic import Field, ValidationError
 
 from selfspec import DraftConfig
+from selfspec.apps.cli.options import draft_config
 from selfspec.config import StrictConfig, load_config, parse, unknown_name
 
 
@@ -16,6 +17,7 @@ class Experiment(StrictConfig):
     name: str = "run"
     section: Section = Section()
     layers: tuple[int, ...] = ()
+    draft: DraftConfig = DraftConfig()
 
 
 def write(folder, text):
@@ -116,6 +118,10 @@ def test_every_form_of_a_draft():
     assert DraftConfig.of(config) is config
     assert DraftConfig.of({"exit_layer": 3, "num_draft_tokens": 2}) == config
     assert DraftConfig.of("none") == DraftConfig(drafter="none")
+    assert parse(Experiment, {"draft": "none"}, "file").draft == DraftConfig.of("none")
+    assert draft_config(None, ["cascade", "num_draft_tokens=2"]) == DraftConfig(
+        drafter="cascade", num_draft_tokens=2
+    )
     assert DraftConfig.of(None) == DraftConfig.of({}) == DraftConfig()
 
 

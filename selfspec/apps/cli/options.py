@@ -128,8 +128,9 @@ Draft = Annotated[
     typer.Option(
         "--draft",
         "-d",
-        metavar="KEY=VALUE",
-        help="A field of the draft, such as exit_layer=4 or drafter=none; may be repeated.",
+        metavar="NAME|KEY=VALUE",
+        help="A drafter, such as none, or a field of the draft, such as exit_layer=4; "
+        "may be repeated.",
         rich_help_panel=_DRAFT,
     ),
 ]
@@ -149,7 +150,10 @@ TopP = Annotated[
 
 
 def draft_config(file: Path | None, fields: Sequence[str] | None) -> DraftConfig | None:
-    """The draft of a file's `draft` section and of `KEY=VALUE` fields; `None` without both."""
+    """The draft of a file's `draft` section, a drafter's name and `KEY=VALUE` fields.
+
+    `None` without any of them.
+    """
     if file is None and not fields:
         return None
     from selfspec.config import DraftConfig, StrictConfig, load_config
@@ -157,7 +161,10 @@ def draft_config(file: Path | None, fields: Sequence[str] | None) -> DraftConfig
     class Sections(StrictConfig):
         draft: DraftConfig = DraftConfig()
 
-    return load_config(Sections, file, [f"draft.{field}" for field in fields or ()]).draft
+    overrides = [
+        f"draft.{field}" if "=" in field else f"draft.drafter={field}" for field in fields or ()
+    ]
+    return load_config(Sections, file, overrides).draft
 
 
 def sampling(temperature: float | None, top_k: int | None, top_p: float | None) -> dict[str, Any]:
