@@ -99,6 +99,25 @@ def test_a_head_that_is_always_wrong_costs_next_to_nothing(clock, times):
     assert write(rounds, clock, 400, 0.0, seed=1, **times)[0] > 0.98
 
 
+@pytest.mark.parametrize("expected", [0.3, 0.5, 0.7, 0.85])
+def test_wrong_drafts_of_a_cheap_head_are_given_up_within_a_few_rounds(clock, expected):
+    """Whatever its calibrator expected, and again in every call."""
+    first, later, cheap = [], [], {"overhead": 0.02, "draft": 0.1, "verify": 0.02}
+    for seed in range(8):
+        rounds = Rounds(0.1, (expected, expected), clock)
+        first.append(write(rounds, clock, 128, 0.0, seed=seed, **cheap)[0])
+        later += [write(rounds, clock, 128, 0.0, seed=10 + n, **cheap)[0] for n in range(4)]
+    assert sum(first) / len(first) >= 0.96
+    assert sum(later) / len(later) >= 0.98
+
+
+def test_a_first_time_that_was_disturbed_is_soon_corrected(clock):
+    """The first chain of a process took ten times as long as the next."""
+    rounds = Rounds(0.15, (0.5, 0.5), clock)
+    _, made = write(rounds, clock, 60, 0.8, warm=[10.0])
+    assert sum(drafts > 0 for drafts, _ in made[20:]) > 30
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("copied", [0.98, 0.0])
 def test_it_is_looked_up_where_that_was_right(clock, copied, seed):

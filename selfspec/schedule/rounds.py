@@ -19,10 +19,10 @@ from selfspec.decoder import Decoder
 from selfspec.heads import ExitHead
 
 MEMORY = 32  # observations that are remembered: enough to tell apart rates that differ by a tenth
-NEUTRAL = 0.5  # expected acceptance, and cost of a draft in plain steps, where nothing is known
+NEUTRAL = 0.5  # acceptance, cost of a draft, copies per token of the match, where nothing is known
+_APPROXIMATE = 0.9  # acceptance of the whole model with fewer bits or keys, as was measured
 _PRIOR = 3  # observed drafts that an expectation weighs as much as: a wrong one is soon given up
-_GROWTH = 0.03  # expected time of verifying one more token, in plain steps: .02 to .05 on devices
-_COPIED = 0.25  # copies that are expected to be accepted, per token of the match
+_GROWTH = 0.03  # time of verifying one more token, in plain steps: .02 to .05 on devices
 _TRIALS = 0.01  # fraction of the tokens that may be lost by trying again what lost
 
 
@@ -51,9 +51,7 @@ class Seconds:
     @property
     def value(self) -> float:
         """The expected seconds."""
-        if self.seen:
-            return self._median
-        return self.share * (self._unit.value if self._unit else 1.0)
+        return self._median if self.seen else self.share * (self._unit.value if self._unit else 1)
 
     def learn(self, value: float) -> None:
         """Take in an observation."""
@@ -121,18 +119,16 @@ class Way:
         """Tokens per second and row."""
         return self.tokens.value / max(self.seconds.value, 1e-9)
 
-    def wait(self, best: float) -> float:
-        """Rounds for which it is not tried if the best way has that rate.
+    def is_due(self, best: float) -> bool:
+        """Whether it is tried again, though another way has a better rate.
 
-        They double with every try, until so many tokens are lost by trying as `_TRIALS` allows.
+        Waits double with every try, until so few tokens are lost by trying as `_TRIALS` allows.
         """
-        return min(2 ** len(self.seconds.seen), (best / max(self.rate, 1e-9) - 1) / _TRIALS)
+        lost = best / max(self.rate, 1e-9) - 1
+        return self.waited > min(2 ** len(self.seconds.seen), lost / _TRIALS)
 
     def learn(self, drafts: int, tokens: float, seconds: float, made: Sequence[float]) -> None:
-        """Learn from a round of so many drafts, of which each was `made` so long after its begin.
-
-        Nothing is known of when drafts were made if a device does not tell.
-        """
+        """Learn from a round, whose drafts were `made` at these seconds, if the device tells."""
         self.tokens.learn(tokens)
         self.seconds.learn(seconds)
 
@@ -201,19 +197,17 @@ class Batch:
     def copying(self, match: int) -> Way:
         """The way to copy after a match of that length; the longer, the more is expected of it."""
         size = 1 << match.bit_length() >> 1
-        seconds = Seconds(1 + _GROWTH * size, self._step)
-        return self.copies.setdefault(size, Way(1 + _COPIED * size, seconds))
+        new = Way(1 + NEUTRAL * size, Seconds(1 + _GROWTH * size, self._step))
+        return self.copies.setdefault(size, new)
 
     def choose(self, ways: Sequence[Way]) -> Way:
-        """The best of these ways, or one that has lost for so long that it is tried again."""
-        rates = {way: way.rate for way in ways}
-        best = max(rates.values())
+        """The best of these ways, or one that is due to be tried again."""
+        best = max(ways, key=lambda way: way.rate)
         for way in ways:
             way.waited += 1
-        due = [way for way in ways if rates[way] == best or way.waited > way.wait(best)]
-        chosen = min(due, key=lambda way: rates[way])
+        chosen = next((way for way in ways if way is not best and way.is_due(best.rate)), best)
         chosen.waited = 0
-        if chosen is self.chain and rates[chosen] < best:
+        if chosen is self.chain is not best:
             self.chain.acceptance.doubt()
         return chosen
 
@@ -243,7 +237,7 @@ class Rounds:
     def of_head(cls, decoder: Decoder, head: ExitHead, clock: Callable[[], float]) -> Rounds:
         """Expectations of an exit head: its fraction of the weights, its calibrators' mean."""
         if head.exit_layer == decoder.depth:  # it drafts by approximate passes
-            return cls(clock=clock)
+            return cls(NEUTRAL, (_APPROXIMATE, _APPROXIMATE), clock)
         layer, own = _size(decoder.layers[0]), _size(head.layer) if head.layer is not None else 0
         shallow = head.exit_layer * layer + own + _size(head.lm_head or decoder.lm_head)
         cost = shallow / (decoder.depth * layer + _size(decoder.lm_head))

@@ -36,11 +36,7 @@ class Schedule:
 
 
 class ConfidenceStop(Schedule):
-    """Stops once the draft is unsure of its own token in every row (Kangaroo, Liu et al. 2024).
-
-    Args:
-        threshold: the probability below which a row is unsure.
-    """
+    """Stops once the draft is unsure of its own token in every row (Kangaroo, Liu et al. 2024)."""
 
     def __init__(self, threshold: float):
         self.threshold = threshold
@@ -55,13 +51,10 @@ class ConfidenceStop(Schedule):
 class OptimalStop(Schedule):
     """Stops once another draft is expected to bring less than its time is worth.
 
-    A draft brings a token if it and all drafts before it are accepted. Time is worth the tokens per
-    second of the better of plain steps and chains (the marginal value theorem, Charnov 1976).
-    Tokens are averaged over rows. The head's confidence in a draft is read only on a CPU: elsewhere
-    it would wait for the device.
-
-    Args:
-        rounds: what is known of rounds, which outlives the call.
+    A draft brings a token if it and all drafts before it are accepted, on average over rows. Time
+    is worth the tokens per second of the better of plain steps and chains (the marginal value
+    theorem, Charnov 1976). The head's confidence in a draft is read only on a CPU: elsewhere it
+    would wait for the device. What is known of `rounds` outlives the call.
     """
 
     def __init__(self, rounds: Rounds):
@@ -123,12 +116,7 @@ def is_at_hand(tensor: Tensor) -> bool:
 
 
 def make_schedule(config: DraftConfig, rounds: Rounds) -> Schedule:
-    """The schedule that a config names.
-
-    Args:
-        config: the draft config.
-        rounds: what is known of rounds with the drafter, which outlives the call.
-    """
+    """The schedule that a config names, for a drafter of whose rounds that is known."""
     if config.schedule == "confidence":
         return ConfidenceStop(config.confidence)
     if config.schedule == "optimal":
