@@ -24,8 +24,8 @@ KVCacheDtype = Literal["auto", "int8"]
 Precision = Literal["int8", "int4"]
 
 # Default numbers of drafts: of the `optimal` schedule (the most), and of single drafters.
-_LONGEST = 12
-_LENGTHS = {"prompt_lookup": 40, "auto": _LONGEST}
+LONGEST = 12
+_LENGTHS = {"prompt_lookup": 40, "auto": LONGEST}
 _SINKS = 4  # first keys that a window keeps, as StreamingLLM does
 
 
@@ -209,7 +209,7 @@ class DraftConfig(StrictConfig):
         """The most tokens drafted in a round; for `cascade`, by its exit head."""
         if self.num_draft_tokens is not None:
             return self.num_draft_tokens
-        return _LONGEST if self.schedule == "optimal" else _LENGTHS.get(self.drafter, 4)
+        return LONGEST if self.schedule == "optimal" else _LENGTHS.get(self.drafter, 4)
 
     @property
     def approximates(self) -> bool:
