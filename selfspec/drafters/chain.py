@@ -102,7 +102,7 @@ class ExitDrafter(Drafter):
             state,
             longest,
             self.schedule,
-            self.reader.confidence(),
+            self.reader.confidence,
             lambda token, step: self.reader.read(state, token, step),
             self.reader.depth,
             not self.reader.head.drafts_all,
