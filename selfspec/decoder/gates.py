@@ -39,8 +39,14 @@ from selfspec.decoder.kernels.lean import lean_forwards
 from selfspec.decoder.kernels.low_precision import LowPrecisionLinears, Part
 from selfspec.decoder.kernels.prepacked import PrepackedLinears, joins_heads
 from selfspec.decoder.mixers import Mixers
-from selfspec.decoder.passes import MASK, Approximation, LayerCall
-from selfspec.decoder.recording import ActivePass, BodyDone, BodyError
+from selfspec.decoder.passes import (
+    MASK,
+    ActivePass,
+    Approximation,
+    BodyDone,
+    BodyError,
+    LayerCall,
+)
 
 
 def at_ends(states: Tensor, ends: Tensor) -> Tensor:
