@@ -249,8 +249,9 @@ class Gates:
             for module, forward in self.prepacked.forwards(*text_parts(self.model), *self.others):
                 self.shadow(module.__dict__, "forward", forward)
             self.masks_one = joins_heads(self.model)
-        for module, forward in self.low_precision.forwards(self.parts()):
-            self.shadow(module.__dict__, "forward", forward)
+        if self.low_precision.wanted:
+            for module, forward in self.low_precision.forwards(self.parts()):
+                self.shadow(module.__dict__, "forward", forward)
         if self.prepacked is not None:
             for module, forward in lean_forwards([*text_parts(self.model), *self.others]):
                 self.shadow(module.__dict__, "forward", forward)
