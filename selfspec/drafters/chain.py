@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -104,7 +105,7 @@ class ExitDrafter(Drafter):
             longest,
             self.schedule,
             self.reader.confidence,
-            lambda token, step: self.reader.read(state, token, step),
+            partial(self.reader.read, state),
             self.reader.depth,
             not self.reader.head.drafts_all,
         )
