@@ -186,6 +186,9 @@ class DraftConfig(StrictConfig):
             distribution, and is for chains only.
     """
 
+    # The defaults are valid; validating all sections again takes time in every call.
+    model_config = ConfigDict(validate_default=False)
+
     drafter: str = "early_exit"
     exit_layer: int | None = Field(default=None, ge=0)
     head: str | None = None
@@ -225,11 +228,8 @@ class DraftConfig(StrictConfig):
     @property
     def approximated(self) -> tuple[Any, ...]:
         """What tells approximate drafts from one another; empty for exact ones."""
-        return (
-            (self.precision, self.lm_head_precision, self.window, self.approximate)
-            if self.approximates
-            else ()
-        )
+        chosen = self.precision, self.lm_head_precision, self.window, self.approximate
+        return chosen if self.approximates else ()
 
     @model_validator(mode="before")
     @classmethod
