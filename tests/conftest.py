@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ torch.set_num_threads(1)
 # A profile that the developer made must not change what the tests draft with.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="selfspec-tests-")
 
+ROOT = Path(__file__).parents[1]
 VOCAB = 64
 EXIT = 2
 # What the layers above the exit add, scaled: all of it, a little, nothing.
