@@ -197,7 +197,7 @@ def test_arrays_in_lines_are_refused(tmp_path):
         read(tmp_path / "a.json", b'[{"role": "user"}]\n[{"role": "user"}]\n')
     nested = json.dumps([[{"role": "user"}], [{"role": "user"}]])
     faults = [record.fault for record in read(tmp_path / "a.json", nested.encode())]
-    assert len(faults) == 2 and all("no JSON object: '[{" in fault for fault in faults)
+    assert len(faults) == 2 and all("not a JSON object: '[{" in fault for fault in faults)
 
 
 @within

@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 from .data import Mixture
+from .exits.drafts import HeldOutDrafts
 from .exits.features import open_features, streams_of
-from .exits.fitting import FitConfig, go_on_from, heads_of, write_heads
+from .exits.fitting import FitConfig, write_heads
+from .exits.heads import build_heads, go_on_from, heads_with, trim_heads
 from .exits.measure import open_held_out
-from .exits.task import ExitTask, HeldOutDrafts, build_heads, trim_heads
+from .exits.task import ExitTask
 from .loop.checkpoint import Checkpoints, digest, target_facts
 from .loop.loop import Loop
 from .loop.parallel import processes, whole
@@ -52,7 +54,10 @@ def _fit(config: FitConfig, output: Path) -> Path:
     if loop.main:
         if config.loop.fsdp:  # a target in shards is of no use to one process
             spec = config.load_target()[0]
-        write_heads(config, heads_of(config, spec, weights), spec, output / CONFIG_NAME)
+        fitted = heads_with(weights, spec.decoder, config.heads)
+        for head in fitted:
+            head.facts["data"] = config.text_summary
+        write_heads(config, fitted, spec, output / CONFIG_NAME)
         if config.features and not config.features.keep:
             shutil.rmtree(config.features.folder, ignore_errors=True)
         measure_saved(config, spec, held_out)

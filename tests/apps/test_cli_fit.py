@@ -16,7 +16,7 @@ from selfspec.apps.bench.forecast import Advice, DeviceSpeed
 from selfspec.apps.cli.fit import _training
 from training.data import Mixture
 from training.exits import defaults
-from training.exits.task import build_heads
+from training.exits.heads import build_heads
 
 # Of a device on which a head at the embeddings pays: seconds of a target of four layers.
 FAST = DeviceSpeed(4, 1.0, {1: 0.24, 2: 0.25, 4: 0.27}, {20: {1: 1.1, 3: 1.3}}, 1e-3, 1e-6)

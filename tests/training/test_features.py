@@ -13,6 +13,7 @@ from selfspec.decoder import Decoder
 from selfspec.heads import head_class
 from training.data import Blocks, Mixture, collate
 from training.exits import features
+from training.exits.drafts import HeldOutDrafts
 from training.exits.features import (
     FeaturesConfig,
     Manifest,
@@ -20,7 +21,7 @@ from training.exits.features import (
     streams_of,
     target_reader,
 )
-from training.exits.task import DraftLossConfig, ExitTask, HeldOutDrafts
+from training.exits.task import DraftLossConfig, ExitTask
 from training.loop.loop import Loop, LoopConfig
 from training.loop.optim import OptimizerConfig
 

@@ -19,9 +19,11 @@ from training import fit_heads as fit_module
 from training.data import Mixture
 from training.exits import fitting, report
 from training.exits import measure as measure_module
+from training.exits.drafts import HeldOutDrafts
 from training.exits.fitting import FitConfig
+from training.exits.heads import build_heads, trim_heads
 from training.exits.measure import expected_tokens
-from training.exits.task import DraftLossConfig, ExitTask, HeldOutDrafts, build_heads, trim_heads
+from training.exits.task import DraftLossConfig, ExitTask
 from training.fit_heads import fit
 from training.loop.checkpoint import Checkpoints
 from training.measure_heads import measure_heads

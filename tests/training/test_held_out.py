@@ -11,8 +11,9 @@ from selfspec.decoder import Decoder
 from selfspec.heads import BlockHead, FusedHead, SharedHead
 from selfspec.heads.teacher_forcing import draft_states, target_states
 from training.data import Blocks, collate
+from training.exits.drafts import HeldOutDrafts
 from training.exits.losses import LossSchedule, draft_losses
-from training.exits.task import DraftLossConfig, ExitTask, HeldOutDrafts
+from training.exits.task import DraftLossConfig, ExitTask
 from training.loop.optim import OptimizerConfig, make_optimizers
 
 BLOCK = 12

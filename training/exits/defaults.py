@@ -23,7 +23,7 @@ from selfspec.heads.hub import DEMO
 from ..data import tokenize
 from ..loop.script import CONFIG_NAME
 from .fitting import FitConfig, stored_dtype
-from .task import new_head
+from .heads import new_head
 
 OUTPUT = "outputs/fit"
 TEXT = Path(__file__).parents[1] / "text"

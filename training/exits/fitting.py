@@ -1,21 +1,19 @@
-"""The config of a fit, its target, heads and data."""
+"""The config of a fit, its target and text, and the files of its heads."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import Field, field_validator
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from selfspec import DEMO_MODEL, SelfSpecModel
 from selfspec.config import StrictConfig
-from selfspec.decoder import Decoder
 from selfspec.decoder.checkpoints import load_causal_lm, load_config, load_tokenizer
-from selfspec.heads import CARD_NAME, ExitHead, heads_card, load_heads, save_heads
+from selfspec.heads import CARD_NAME, ExitHead, heads_card, save_heads
 from selfspec.heads.hub import DEMO
 
 from ..data import Blocks, Mixture, SourceConfig, pack, tokenize
@@ -23,8 +21,9 @@ from ..loop.checkpoint import name_of, write_folder
 from ..loop.loop import LoopConfig
 from ..loop.optim import OptimizerConfig
 from .features import FeaturesConfig
+from .heads import HeadConfig
 from .measure import MeasureConfig
-from .task import DraftLossConfig, HeadConfig, new_head
+from .task import DraftLossConfig
 
 FIT_NAME = "fit.yaml"
 
@@ -132,35 +131,6 @@ class FitConfig(StrictConfig):
         }
 
 
-def go_on_from(heads: Sequence[ExitHead], decoder: Decoder, folder: str) -> None:
-    """Start heads from the weights of heads of the same kind and exit layer in `folder`.
-
-    A trimmed head keeps its vocabulary.
-
-    Raises:
-        FileNotFoundError: there are no heads.
-        ValueError: they were fitted to another target, none of them is among `heads`, or one has
-            other options; a mask and a confidence output may be new.
-    """
-    saved = {(head.kind, head.exit_layer): head for head in load_heads(decoder, folder)}
-    known = [head for head in heads if (head.kind, head.exit_layer) in saved]
-    if not known:
-        raise ValueError(f"start: none of the heads to fit is among {sorted(saved)} in {folder}")
-    for head in known:
-        before = saved[head.kind, head.exit_layer]
-        new = {name: v for name, v in head.options.items() if name not in before.options}
-        if before.options | new != head.options:
-            raise ValueError(
-                f"start: {folder} has {head.kind}@{head.exit_layer} with options {before.options}; "
-                f"a fit goes on from the same options, got {head.options}"
-            )
-        if before.vocab_ids is not None:  # the head learned to choose among these tokens
-            head.trim(decoder, before.vocab_ids)
-        known_weights = before.state_dict()
-        weights = {name: known_weights.get(name, own) for name, own in head.state_dict().items()}
-        head.load_state_dict(weights)
-
-
 def write_heads(
     config: FitConfig, heads: Sequence[ExitHead], spec: SelfSpecModel, fitted_by: Path
 ) -> Path:
@@ -187,18 +157,3 @@ def stored_dtype(config: FitConfig) -> torch.dtype | None:
     """The dtype in which the target's weights are stored; heads get the same."""
     dtype = load_config(config.source).dtype
     return dtype if isinstance(dtype, torch.dtype) else None
-
-
-def heads_of(
-    config: FitConfig, spec: SelfSpecModel, weights: Sequence[Mapping[str, Tensor]]
-) -> list[ExitHead]:
-    """Heads with the fitted weights, gathered from shards."""
-    heads: list[ExitHead] = []
-    for each, state in zip(config.heads, weights, strict=True):
-        head = new_head(spec.decoder, each)
-        if "vocab_ids" in state:
-            head.trim(spec.decoder, state["vocab_ids"])
-        head.load_state_dict(state)
-        head.facts["data"] = config.text_summary
-        heads.append(head.eval().requires_grad_(False))
-    return heads

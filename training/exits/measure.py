@@ -17,8 +17,8 @@ from selfspec.schedule.stats import Stats
 
 from ..data import Blocks
 from .calibrate import Bin, expected_calibration_error, fit_calibrator, reliability
+from .drafts import Drafts, HeldOutDrafts
 from .report import ExitFigures
-from .task import Drafts, HeldOutDrafts
 
 
 def take_prompts(blocks: Blocks, count: int, tokens: int) -> list[Tensor]:
