@@ -52,9 +52,12 @@ def exact(model, options):
     return joint
 
 
-def draws(model, options, draft, total=DRAWS, seed=0, heads=(), store=None):
-    """Counts of the continuations that speculation writes, and its acceptance rate."""
-    spec = SelfSpecModel(model, heads, store=store)
+def draws(model, options, draft, total=DRAWS, seed=0, **parts):
+    """Counts of the continuations that speculation writes, and its acceptance rate.
+
+    What a `SelfSpecModel` has beside its model stands among the parts.
+    """
+    spec = SelfSpecModel(model, **parts)
     generator = torch.Generator().manual_seed(seed)
     counts, rates = torch.zeros(VOCAB**HORIZON), []
     for _ in range(total // BATCH):
@@ -84,3 +87,13 @@ def p_values(counts, probs):
     others = [tuple({*range(HORIZON)} - {*kept}) for kept in (*alone, *together[:-1])]
     marginals = [(counts.sum(dim=rest), probs.sum(dim=rest)) for rest in others]
     return [p_value(*pair) for pair in (*marginals, (counts, probs))]
+
+
+def follows(model, options, draft, between=(0.05, 0.95), exactly=None, **more):
+    """Assert that what is drawn follows the model, by drafts of which some are kept and some not.
+
+    `exactly`: the probabilities of all continuations, if they are known.
+    """
+    counts, acceptance = draws(model, options, draft, **more)
+    assert between[0] < acceptance < between[1]
+    assert min(p_values(counts, exact(model, options) if exactly is None else exactly)) > 1e-3

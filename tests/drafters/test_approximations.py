@@ -4,7 +4,8 @@ from functools import cache
 
 import pytest
 import torch
-from conftest import EXIT, greedy, prompt, tiny_llama
+from conftest import EXIT, equal_to_generate, greedy, prompt, requests_equal_to_generate, tiny_llama
+from drafter_tools import draft as draft_of
 from drafter_tools import drawn_text
 from families import ALL_ROWS, CASES_BY_FAMILY, HYBRIDS, LONG_ROW, model_of, own_text, prompts
 from families import build as build_family
@@ -12,7 +13,7 @@ from head_tools import KINDS, own_head
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from selfspec import DEMO_MODEL, DraftConfig, SelfSpecModel
+from selfspec import DEMO_MODEL, SelfSpecModel
 from selfspec.decoder import Approximation, Decoder, Span
 from selfspec.decoder.cache import SlotCache
 from selfspec.decoder.kernels.low_precision import KINDS as ROUNDED
@@ -35,8 +36,7 @@ IDS, MASK = prompt(4, 19, 12)
 
 
 def drafts(drafter, **more):
-    skip = {"attention": [2], "mlp": [1, 3]}
-    return DraftConfig.of({"drafter": drafter, "skip": skip, "num_draft_tokens": 3, **more})
+    return draft_of(drafter, num_draft_tokens=3, **more)
 
 
 @cache
@@ -82,34 +82,25 @@ def test_greedy_text_is_the_models_own(name, drafter, how, rows):
 @pytest.mark.parametrize("drafter", ["early_exit", "tree", "cascade"])
 @pytest.mark.parametrize("agreement", ["seldom", "always"])
 def test_the_whole_model_drafts_for_itself(agreement, drafter, how):
-    model = tiny_llama(agreement)
-    expected = greedy(model, IDS, MASK, max_new_tokens=24)
-    spec = SelfSpecModel(model)
+    spec = SelfSpecModel(tiny_llama(agreement))
     draft = drafts(drafter, exit_layer=DEPTH, **HOW[how])
-    options = {"attention_mask": MASK, "max_new_tokens": 24}
-    assert torch.equal(spec.generate(IDS, draft=draft, **options), expected)
+    equal_to_generate(spec, IDS, MASK, draft=draft, max_new_tokens=24)
     assert spec.last_stats.drafted > 0
 
 
 @pytest.mark.parametrize("how", ["int8", "both"])
 @pytest.mark.parametrize("drafter", MODEL_DRAFTERS)
 def test_rows_that_come_and_go(drafter, how):
-    model = tiny_llama("sometimes")
     texts = [row[real.bool()].tolist() for row, real in zip(IDS, MASK, strict=True)]
     draft = drafts(drafter, approximate="all", **HOW[how])
-    spec = spec_of(model, drafter)
-    outputs = spec.generate_batch(texts, batch_size=2, draft=draft, max_new_tokens=12)
-    for prompt_ids, output in zip(texts, outputs.values(), strict=True):
-        own = greedy(model, torch.tensor([prompt_ids]), max_new_tokens=12)[0, len(prompt_ids) :]
-        assert output.generated_tokens == own.tolist()
+    requests_equal_to_generate(spec_of(tiny_llama("sometimes"), drafter), texts, draft=draft)
 
 
 @pytest.mark.parametrize("how", HOW)
 def test_layers_that_are_chosen_while_generating(how):
     model, skip = tiny_llama("sometimes"), {"search": "clasp", "layers": 1, "every": 4}
     draft = {"drafter": "skip_sublayers", "skip": skip, "approximate": "all", **HOW[how]}
-    out = SelfSpecModel(model).generate(IDS[1:2], draft=draft, max_new_tokens=24)
-    assert torch.equal(out, greedy(model, IDS[1:2], max_new_tokens=24))
+    equal_to_generate(SelfSpecModel(model), IDS[1:2], draft=draft, max_new_tokens=24)
 
 
 @pytest.mark.parametrize("where", WHERE)
@@ -127,7 +118,7 @@ def test_every_kind_of_head(kind, how, where):
         with pytest.raises(ValueError, match="window=3 limits the keys of layers that draft"):
             spec.generate(IDS, **call)
         return
-    assert torch.equal(spec.generate(IDS, **call), greedy(model, IDS, MASK, max_new_tokens=16))
+    equal_to_generate(spec, IDS, MASK, max_new_tokens=16, draft=draft)
     assert spec.last_stats.drafted > 0
 
 
@@ -412,12 +403,6 @@ def test_layers_without_copies_are_refused_and_their_lm_head_is_not(model, messa
     with pytest.raises(ValueError, match=message):
         decoder.check_approximation(Approximation("int4", layers=True))
     decoder.check_approximation(Approximation("int4", "int4"))
-
-
-def test_a_window_needs_attention_that_does_not_count_keys():
-    model = model_of("bloom", CASES_BY_FAMILY["bloom"])
-    with pytest.raises(ValueError, match="biases attention by the index of a key"):
-        SelfSpecModel(model).generate(prompts("left")[0], draft={"exit_layer": 2, "window": 3})
 
 
 def test_compiled_layers_have_no_copies():

@@ -1,64 +1,19 @@
 """The law of every drafter: greedy text is the model's own, on any family, under any schedule."""
 
-from functools import cache
-
 import pytest
 import torch
 from conftest import VOCAB, greedy, prompt, tiny_llama
-from drafter_tools import CHAINS, FAMILIES, TREES, draft
-from families import ALL_ROWS, CASES_BY_FAMILY, LONG_ROW, model_of, own_text, prompts
+from drafter_tools import CHAINS, draft
+from families import build
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from selfspec import DEMO_MODEL, SelfSpecModel
 from selfspec.drafters import DRAFTERS, Drafter, register_drafter
 from selfspec.sampling import Draft
 
-SCHEDULES = ("fixed", "confidence", "optimal")
-
 
 def test_every_way_to_draft_is_here():
     assert set(DRAFTERS) >= {*CHAINS, "auto", "lookahead", "none", "prompt_lookup", "tree"}
-
-
-@cache
-def family(name):
-    model = model_of(name, CASES_BY_FAMILY[name])
-    return model, own_text(model, *prompts("left"))
-
-
-@pytest.mark.parametrize("rows", [LONG_ROW, ALL_ROWS], ids=["one row", "ragged"])
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("drafter", sorted(DRAFTERS))
-def test_on_any_family(drafter, name, rows):
-    model, expected = family(name)
-    spec = SelfSpecModel(model, draft_model=model if drafter == "two_model" else None)
-    if name == "bloom" and drafter in TREES - {"auto"}:
-        with pytest.raises(ValueError, match="index of a key"):
-            spec.decoder.check_trees()
-        return
-    tokens, mask = prompts("left")
-    count = expected.shape[1]
-    out = spec.generate(
-        tokens[rows],
-        attention_mask=mask[rows],
-        max_new_tokens=count,
-        do_sample=False,
-        draft=draft(drafter, schedule="optimal" if drafter in CHAINS else "fixed"),
-    )
-    assert torch.equal(out[:, -count:], expected[rows])
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("drafter", CHAINS)
-@pytest.mark.parametrize("agreement", ["seldom", "sometimes"])
-def test_under_any_schedule(drafter, schedule, agreement):
-    model = tiny_llama(agreement)
-    ids, mask = prompt(4, 9, 6)
-    spec = SelfSpecModel(model, draft_model=tiny_llama(agreement, seed=1))
-    out = spec.generate(
-        ids, attention_mask=mask, max_new_tokens=24, draft=draft(drafter, schedule=schedule)
-    )
-    assert torch.equal(out, greedy(model, ids, mask, max_new_tokens=24))
 
 
 @pytest.mark.parametrize("drafter", sorted(set(DRAFTERS) - {*CHAINS, "none"}))
@@ -74,6 +29,22 @@ def test_a_draft_model_that_would_not_draft_is_refused(drafter):
     spec = SelfSpecModel(tiny_llama())
     with pytest.raises(ValueError, match=f"'small' is for .*, got drafter='{drafter}'"):
         spec.generate(prompt(4)[0], draft=draft(drafter, draft_model="small"))
+
+
+@pytest.mark.parametrize("family", ["bloom", "mpt", "falcon_alibi"])
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ("lookahead", "siblings cannot have one position; use a drafter"),
+        ("tree", "cannot have one position; use a drafter that makes"),
+        ("skip_sublayers", "name the sublayers to skip"),
+        ({"exit_layer": 2, "window": 3}, "biases attention by the index of a key"),
+    ],
+)
+def test_families_whose_bias_counts_keys_refuse_trees_and_windows(family, options, match):
+    spec = SelfSpecModel(build(family, "eager"))
+    with pytest.raises(ValueError, match=match):
+        spec.generate(prompt(4)[0], draft=options, max_new_tokens=2)
 
 
 @pytest.fixture(scope="module")

@@ -3,16 +3,14 @@
 import distribution_tools as distribution
 import pytest
 import torch
-from conftest import gates, greedy, prompt, tiny_llama
-from distribution_tools import draws, exact, p_values, target  # noqa: F401 - a fixture
-from families import ALL_ROWS, CASES_BY_FAMILY, LONG_ROW, build, model_of, own_text, prompts
-from lookup_tools import collect
+from conftest import greedy, prompt, tiny_llama
+from distribution_tools import exact, follows
+from distribution_tools import target as target
+from lookup_tools import collect, foresee_ngrams
 
 from selfspec import DraftConfig, SelfSpecModel
 from selfspec.drafters.lookahead import Lookahead, NgramPool, Row
 
-FAMILIES = ["llama", "gpt2", "qwen3", "gemma3_text", "mistral", "mixtral", "gpt_neox"]
-COUNTING_KEYS = ["bloom", "mpt", "falcon_alibi"]
 IDS, MASK = prompt(3, 8, 5)
 SIZES = {"window": 3, "ngram": 3, "guesses": 3}
 DRAFT = {"drafter": "lookahead", "lookahead": SIZES}
@@ -21,48 +19,6 @@ DRAFT = {"drafter": "lookahead", "lookahead": SIZES}
 @pytest.fixture(scope="module")
 def model():
     return tiny_llama("sometimes")
-
-
-def foresee(monkeypatch, texts, wrong=6):
-    """From now on every pool holds the n-grams of `texts`, every `wrong`-th token falsified."""
-    made = Row.of
-
-    def knowing(text, config, source):
-        row = made(text, config, source)
-        for seen in texts:
-            seen = list(seen)
-            seen[wrong - 1 :: wrong] = [token % 7 + 1 for token in seen[wrong - 1 :: wrong]]
-            row.read_on(seen)
-            row.read = 0
-        return row
-
-    monkeypatch.setattr(Row, "of", knowing)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_text_is_the_models_own(family, monkeypatch):
-    model = model_of(family, CASES_BY_FAMILY[family])
-    spec, (tokens, mask) = SelfSpecModel(model), prompts("left")
-    expected = own_text(model, tokens, mask)
-    foresee(monkeypatch, expected.tolist())
-    for part in (ALL_ROWS, LONG_ROW):
-        for sizes in (SIZES, {"window": 5, "ngram": 2, "guesses": 1}):
-            text = spec.generate(
-                tokens[part],
-                attention_mask=mask[part],
-                max_new_tokens=expected.shape[1],
-                do_sample=False,
-                draft=DRAFT | {"lookahead": sizes},
-            )
-            assert torch.equal(text[:, tokens.shape[1] :], expected[part])
-            assert 0 < spec.last_stats.accepted < spec.last_stats.proposed
-
-
-@pytest.mark.parametrize("family", COUNTING_KEYS)
-def test_models_that_count_keys_are_refused(family):
-    spec = SelfSpecModel(build(family, "eager"))
-    with pytest.raises(ValueError, match="siblings cannot have one position; use a drafter"):
-        spec.generate(IDS, attention_mask=MASK, draft="lookahead")
 
 
 def test_guesses_that_are_right_are_kept(model, monkeypatch):
@@ -119,7 +75,7 @@ def test_trees_are_in_order_and_no_deeper_than_the_limit(model, monkeypatch):
         return propose(self, state, limit)
 
     monkeypatch.setattr(Lookahead, "propose", noting)
-    foresee(monkeypatch, greedy(model, IDS, MASK, max_new_tokens=14).tolist(), wrong=9)
+    foresee_ngrams(monkeypatch, greedy(model, IDS, MASK, max_new_tokens=14).tolist(), wrong=9)
     SelfSpecModel(model).generate(IDS, attention_mask=MASK, max_new_tokens=14, draft=DRAFT)
     trees = [draft.tree for draft in drafts if draft.tree is not None]
     assert len({(row < 0).sum() for tree in trees for row in tree.parents.unbind()}) > 1
@@ -136,37 +92,6 @@ def test_trees_are_in_order_and_no_deeper_than_the_limit(model, monkeypatch):
             ]
             real = [[pair for pair in row if pair[0] >= 0] for row in ends]
             assert all(len(set(row)) == len(row) for row in real), "twice the same draft"
-
-
-def test_stops_streams_and_processors(model, monkeypatch):
-    free = greedy(model, IDS, MASK, max_new_tokens=24)
-    foresee(monkeypatch, free.tolist(), wrong=7)
-    spec, drafts = SelfSpecModel(model), collect(monkeypatch)
-    for place in (2, 3, 4):  # of the first row; the others stop elsewhere, or not at all
-        eos = int(free[0, IDS.shape[1] + place])
-        options = {"max_new_tokens": 24, "eos_token_id": eos, "pad_token_id": 0}
-        text = spec.generate(IDS, attention_mask=MASK, draft=DRAFT, **options)
-        assert torch.equal(text, greedy(model, IDS, MASK, **options))
-    assert {draft.tokens.shape[0] for draft in drafts} > {3}, "rows should leave apart"
-    options = {"max_new_tokens": 20, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
-    text = spec.generate(IDS, attention_mask=MASK, draft=DRAFT, **options)
-    assert torch.equal(text, greedy(model, IDS, MASK, **options))
-    assert gates(model) == []
-
-
-def test_streaming(model):
-    heard = []
-
-    class Heard:
-        def put(self, value):
-            heard.extend(value.flatten().tolist())
-
-        def end(self):
-            heard.append("end")
-
-    options = {"max_new_tokens": 20, "draft": DRAFT, "streamer": Heard()}
-    text = SelfSpecModel(model).generate(IDS[1:2], **options)
-    assert heard == [*text[0].tolist(), "end"]
 
 
 def test_a_text_that_repeats_itself_is_foreseen():
@@ -204,15 +129,13 @@ def test_a_long_text_does_not_outgrow_the_pool(model, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "total"), [(distribution.POINTWISE, 6_000), (distribution.WARPED, 1_500)], ids=str
 )
-def test_sampled_text_follows_the_target(target, options, total, monkeypatch):  # noqa: F811
+def test_sampled_text_follows_the_target(target, options, total, monkeypatch):
     if options is distribution.WARPED:
         monkeypatch.setattr(distribution, "BATCH", 50)  # every place is processed alone
     likely = exact(target, options)
     starts = likely.flatten().topk(12).indices
     cells = torch.stack(torch.unravel_index(starts, likely.shape), dim=1)
-    foresee(monkeypatch, cells.tolist(), wrong=99)
+    foresee_ngrams(monkeypatch, cells.tolist(), wrong=99)
     sizes = {"window": 1, "ngram": 3, "guesses": 4}
     draft = DraftConfig(drafter="lookahead", lookahead=sizes)
-    counts, acceptance = draws(target, options, draft, total=total)
-    assert 0.05 < acceptance < 0.95
-    assert min(p_values(counts, likely)) > 1e-3
+    follows(target, options, draft, exactly=likely, total=total)

@@ -2,23 +2,19 @@
 
 import pytest
 import torch
-from conftest import EXIT, gates, greedy, prompt, tiny_llama
-from distribution_tools import POINTWISE, WARPED, draws, exact, p_values
+from conftest import EXIT, equal_to_generate, gates, greedy, prompt, tiny_llama
 from distribution_tools import target as target
-from families import ALL_ROWS, CASES_BY_FAMILY, LONG_ROW, model_of, own_text, prompts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lookup_tools import collect, foresee
-from transformers import DynamicCache
 
-from selfspec import DraftConfig, SelfSpecModel
+from selfspec import SelfSpecModel
 from selfspec.config import LookupConfig
 from selfspec.drafters import Cascade, PromptLookup
 from selfspec.drafters.suffix_lookup import Lookup, NgramIndex, SuffixIndex
 from selfspec.sampling.sampler import Context
 
 TEXTS = st.integers(1, 4).flatmap(lambda n: st.lists(st.integers(0, n - 1), max_size=40))
-FAMILIES = ["llama", "gpt2", "qwen3", "gemma3_text", "mistral", "mixtral", "bloom", "gpt_neox"]
 DRAFTERS = pytest.mark.parametrize("drafter", ["prompt_lookup", "cascade"])
 SUFFIX = {"shortest": 2, "confident": 2}
 NGRAM = {"index": "ngram", **SUFFIX}
@@ -139,33 +135,6 @@ def configured(drafter, lookup=SUFFIX, k=4, **options):
     return {"drafter": drafter, "lookup": lookup, "num_draft_tokens": k, **options}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_text_is_the_models_own(family, monkeypatch):
-    model = model_of(family, CASES_BY_FAMILY[family])
-    spec, (tokens, mask) = SelfSpecModel(model), prompts("left")
-    expected = own_text(model, tokens, mask)
-    rows = torch.cat([tokens, expected], dim=1).tolist()
-    foresee(monkeypatch, [row[-14:] for row in rows], wrong=6)
-    stats = []
-    for drafter, lookup, part in (
-        ("prompt_lookup", SUFFIX, ALL_ROWS),
-        ("prompt_lookup", NGRAM, LONG_ROW),
-        ("cascade", NGRAM, ALL_ROWS),
-        ("cascade", SUFFIX, LONG_ROW),
-    ):
-        draft = configured(drafter, lookup)
-        text = spec.generate(
-            tokens[part],
-            attention_mask=mask[part],
-            max_new_tokens=expected.shape[1],
-            do_sample=False,
-            draft=draft,
-        )
-        assert torch.equal(text[:, tokens.shape[1] :], expected[part]), draft
-        stats.append(spec.last_stats)
-    assert 0 < sum(s.accepted for s in stats) < sum(s.drafted for s in stats)
-
-
 @pytest.fixture(scope="module")
 def model():
     return tiny_llama("sometimes")
@@ -200,87 +169,10 @@ def test_rounds_keep_their_invariants_and_the_model_is_left_alone(
 
 
 @DRAFTERS
-def test_stops_inside_a_block(model, foreseen, drafter, monkeypatch):
-    spec, drafts = SelfSpecModel(model), collect(monkeypatch)
-    for place in (2, 3, 4):  # of the first row; the others stop elsewhere, or not at all
-        options = {"max_new_tokens": 24, "eos_token_id": int(foreseen[0, place]), "pad_token_id": 0}
-        own = greedy(model, IDS, MASK, **options)
-        text = spec.generate(IDS, attention_mask=MASK, draft=configured(drafter), **options)
-        assert torch.equal(text, own)
-    assert {draft.tokens.shape[0] for draft in drafts} > {3}, "rows should leave apart"
-
-
-@DRAFTERS
-def test_stop_strings_and_streaming(model, foreseen, drafter, tokenizer):
-    class Heard:
-        def __init__(self):
-            self.tokens = []
-
-        def put(self, value):
-            self.tokens += value.flatten().tolist()
-
-        def end(self):
-            self.tokens.append("end")
-
-    spec, heard = SelfSpecModel(model), Heard()
-    alone, string = IDS[1:2], tokenizer.decode(foreseen[1, 4:6])
-    options = {"max_new_tokens": 24, "stop_strings": [string], "tokenizer": tokenizer}
-    own = greedy(model, alone, **options)
-    assert own.shape[1] < alone.shape[1] + 24
-    draft = configured(drafter)
-    text = spec.generate(alone, draft=draft, streamer=heard, **options)
-    assert torch.equal(text, own)
-    assert heard.tokens == [*text[0].tolist(), "end"]
-
-
-@DRAFTERS
-def test_processors_that_read_the_prefix(model, drafter, monkeypatch):
-    options = {"max_new_tokens": 20, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
-    own = greedy(model, IDS, MASK, **options)
-    foresee(monkeypatch, own.tolist(), wrong=7)
-    spec = SelfSpecModel(model)
-    text = spec.generate(IDS, attention_mask=MASK, draft=configured(drafter), **options)
-    assert torch.equal(text, own)
-    assert 0 < spec.last_stats.acceptance_rate < 1
-
-
-@DRAFTERS
-@pytest.mark.parametrize("form", ["whole text", "new text only", "transformers' cache"])
-def test_a_second_turn(model, drafter, form):
-    spec, draft = SelfSpecModel(model), configured(drafter)
-    ids, mask = (IDS[1:2], MASK[1:2]) if form == "transformers' cache" else (IDS, MASK)
-    cache = DynamicCache(config=model.config) if form == "transformers' cache" else None
-    first = spec.generate(
-        ids,
-        attention_mask=mask,
-        max_new_tokens=9,
-        draft=draft,
-        past_key_values=cache,
-        return_dict_in_generate=True,
-    )
-    more = torch.cat([first.sequences, first.sequences[:, -3:]], dim=1)
-    wide = torch.cat([mask, torch.ones(len(ids), 12, dtype=torch.long)], dim=1)
-    own = greedy(model, more, wide, max_new_tokens=10)
-    given = more[:, -5:] if form == "new text only" else more
-    text = spec.generate(
-        given,
-        attention_mask=wide,
-        max_new_tokens=10,
-        draft=draft,
-        past_key_values=first.past_key_values,
-    )
-    assert torch.equal(text[:, -10:], own[:, -10:])
-
-
-@DRAFTERS
 def test_a_text_that_repeats_itself_is_foreseen(drafter):
     model = tiny_llama("always", spread=0.02)
-    own = greedy(model, IDS, MASK, max_new_tokens=60)
     spec = SelfSpecModel(model)
-    text = spec.generate(
-        IDS, attention_mask=MASK, max_new_tokens=60, draft=configured(drafter, k=None)
-    )
-    assert torch.equal(text, own)
+    equal_to_generate(spec, IDS, MASK, max_new_tokens=60, draft=configured(drafter, k=None))
     assert spec.last_stats.acceptance_rate > 0.8
 
 
@@ -289,8 +181,7 @@ def test_with_nothing_to_look_up_it_is_plain_decoding(model, watch):
     ledger = watch(spec)
     lookup = {"shortest": 50}
     draft = {"drafter": "prompt_lookup", "lookup": lookup}
-    text = spec.generate(IDS, attention_mask=MASK, max_new_tokens=15, draft=draft)
-    assert torch.equal(text, greedy(model, IDS, MASK, max_new_tokens=15))
+    equal_to_generate(spec, IDS, MASK, max_new_tokens=15, draft=draft)
     assert spec.last_stats.drafted == 0 and ledger.rounds == 14
 
 
@@ -316,11 +207,3 @@ def test_nothing_is_drafted_beyond_the_limit(model, foreseen, drafter, k, monkey
 def limit_of(drafter, k):
     """The most tokens of a draft; a cascade's number is of its exit."""
     return k if k is not None and drafter == "prompt_lookup" else 40
-
-
-@pytest.mark.parametrize(("options", "rule"), [(POINTWISE, "token"), (WARPED, "block")])
-def test_sampled_text_follows_the_target(target, options, rule):
-    draft = DraftConfig(**configured("prompt_lookup", {"shortest": 1}, k=2, rule=rule))
-    counts, acceptance = draws(target, options, draft, total=8_000)
-    assert 0.05 < acceptance < 0.95
-    assert min(p_values(counts, exact(target, options))) > 1e-3

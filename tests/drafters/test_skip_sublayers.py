@@ -12,14 +12,10 @@ from families import (
     CASES_BY_FAMILY,
     FAMILIES,
     LAYERS,
-    NEW_TOKENS,
     build,
     model_of,
-    own_text,
-    prompts,
 )
 from torch import nn
-from transformers import TextStreamer
 
 from selfspec import DraftConfig, SelfSpecModel
 from selfspec.decoder import Decoder, Skips, Span
@@ -79,13 +75,7 @@ def test_the_last_layer_can_be_skipped() -> None:
 
 # The drafter
 
-DRAFTING = ("llama", "gpt2", "qwen3", "gemma3_text", "mistral", "mixtral", "bloom", "gpt_neox")
 HALVES = {"attention": (1, 3), "mlp": (2, 3)}
-SETS: dict[str, dict[str, Any]] = {
-    "halves": HALVES,
-    "from the first": {"attention": (0, 2)},
-    "clasp": {"search": "clasp", "every": 4, "layers": 2},
-}
 
 
 def drafting(skip: dict[str, Any], num_draft_tokens: int = 3, **others: Any) -> DraftConfig:
@@ -97,65 +87,6 @@ def drafting(skip: dict[str, Any], num_draft_tokens: int = 3, **others: Any) -> 
             **others,
         }
     )
-
-
-@pytest.mark.parametrize("family", DRAFTING)
-def test_greedy_text_is_the_models_own(family: str) -> None:
-    model = model_of(family, CASES_BY_FAMILY[family], agreement=0.3)
-    spec = SelfSpecModel(model)
-    tokens, mask = prompts("left")
-    expected = own_text(model, tokens, mask)
-    rates = []
-    for name, skip in SETS.items():
-        if name == "clasp" and spec.decoder.counts_keys:
-            continue
-        for rows in (slice(0, 3), slice(1, 2)):
-            out = spec.generate(
-                tokens[rows],
-                attention_mask=mask[rows],
-                max_new_tokens=NEW_TOKENS,
-                draft=drafting(skip),
-            )
-            assert torch.equal(out[:, -NEW_TOKENS:], expected[rows]), name
-            rates.append(spec.last_stats.acceptance_rate)
-    assert max(rates) > 0, "nothing was ever kept"
-    assert gates(model) == []
-
-
-def test_penalties_stops_streams_and_schedules() -> None:
-    model = tiny_llama()
-    spec = SelfSpecModel(model)
-    ids, mask = prompt(5, 9, 3)
-    penal = {"repetition_penalty": 1.4, "max_new_tokens": 20}
-    expected = greedy(model, ids, mask, **penal)
-    end = expected[0, 16].item()  # inside a block of drafts
-    expected = greedy(model, ids, mask, eos_token_id=end, **penal)
-    for skip in ({"attention": (2,)}, {"search": "clasp", "every": 3, "layers": 1}):
-        for schedule in ("fixed", "confidence", "optimal"):
-            draft = drafting(skip, 5, schedule=schedule)
-            out = spec.generate(ids, attention_mask=mask, eos_token_id=end, draft=draft, **penal)
-            assert torch.equal(out, expected)
-
-
-def test_streamed_text_is_the_whole_text(tokenizer: Any) -> None:
-    pieces: list[str] = []
-
-    class Noting(TextStreamer):
-        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-            pieces.append(text)
-
-    spec = SelfSpecModel(tiny_llama())
-    ids, _ = prompt(5)
-    streamer = Noting(tokenizer, skip_prompt=True)
-    out = spec.generate(ids, max_new_tokens=20, streamer=streamer, draft=drafting(HALVES))
-    assert "".join(pieces) == tokenizer.decode(out[0, 5:])
-
-
-@pytest.mark.parametrize("skip", [{"mlp": (1,)}, {"search": "clasp", "layers": 1, "every": 1}])
-def test_sampled_text_follows_the_target(target, skip: dict[str, Any]) -> None:  # noqa: F811
-    counts, acceptance = draws(target, WARPED, drafting(skip, 2), total=6000)
-    assert 0.1 < acceptance < 0.99
-    assert min(p_values(counts, exact(target, WARPED))) > 1e-3
 
 
 def test_skipping_nothing_is_always_accepted() -> None:
@@ -303,12 +234,6 @@ def test_impossible_skips_are_refused_before_any_pass(
     monkeypatch.setattr(Engine, "prefill", None)
     with pytest.raises(ValueError, match=message):
         spec.generate(prompt(5)[0], draft={"drafter": "skip_sublayers", "skip": skip})
-
-
-def test_clasp_is_refused_where_siblings_cannot_stand_at_one_position() -> None:
-    spec = SelfSpecModel(build("bloom", "eager"))
-    with pytest.raises(ValueError, match=r"Bloom.*name the sublayers to skip"):
-        spec.generate(TOKENS, draft="skip_sublayers")
 
 
 def test_a_family_whose_sublayers_are_strange_skips_whole_layers() -> None:

@@ -7,14 +7,13 @@ import tracemalloc
 
 import pytest
 import torch
-from conftest import EXIT, greedy, prompt, tiny_llama
-from distribution_tools import POINTWISE, draws, exact, p_values
+from conftest import EXIT, greedy, prompt, requests_equal_to_generate, tiny_llama
 from distribution_tools import target as target
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from selfspec import DraftConfig, SelfSpecModel, TextStore
+from selfspec import SelfSpecModel, TextStore
 from selfspec.drafters.text_store import SIZES
 
 TOKENS = st.lists(st.integers(0, 2), max_size=30)
@@ -223,18 +222,13 @@ def test_a_store_never_changes_an_output(model, draft, options, rows):
 def test_requests_of_a_batch_find_what_others_wrote(model, draft):
     spec = SelfSpecModel(model, store=TextStore())
     prompts = [row[mask.bool()].tolist() for row, mask in zip(IDS, MASK, strict=True)] * 3
-    expected = [
-        greedy(model, torch.tensor([ids]), max_new_tokens=NEW)[0] for ids in prompts[:3]
-    ] * 3
-    found = spec.generate_batch(prompts, batch_size=2, max_new_tokens=NEW, draft=draft)
-    for ids, own, output in zip(prompts, expected, found.values(), strict=True):
-        assert ids + output.generated_tokens == own.tolist()
+    found = requests_equal_to_generate(spec, prompts, NEW, draft=draft)
     first, *_, last = (output.trace.rows[0] for output in found.values())
     if draft.get("drafter") == "prompt_lookup":
         assert len(last) < len(first)
     assert spec.store is not None
-    for ids, own in zip(prompts, expected, strict=True):
-        assert continued(spec.store, own[: len(ids) + 4].tolist(), 3) is not None
+    for ids, output in zip(prompts, found.values(), strict=True):
+        assert continued(spec.store, ids + output.generated_tokens[:4], 3) is not None
 
 
 def test_nothing_is_kept_between_calls_by_default(model):
@@ -260,12 +254,3 @@ def test_a_file_is_a_store(model, tmp_path):
     stored([1, 2, 3]).save(tmp_path / "texts")
     store = SelfSpecModel(model, store=tmp_path / "texts").store
     assert store is not None and continued(store, [1, 2]) == [3]
-
-
-@pytest.mark.parametrize("rule", ["token", "block"])
-def test_sampled_text_follows_the_target_with_a_store(target, rule):
-    config = {"drafter": "prompt_lookup", "lookup": {"shortest": 1}, "num_draft_tokens": 2}
-    draft = DraftConfig(**config, rule=rule)
-    counts, acceptance = draws(target, POINTWISE, draft, total=8_000, store=TextStore(4000))
-    assert 0.05 < acceptance < 0.95
-    assert min(p_values(counts, exact(target, POINTWISE))) > 1e-3

@@ -8,8 +8,9 @@ import functools
 import distribution_tools as distribution
 import pytest
 import torch
-from conftest import greedy, prompt, tiny_llama
-from distribution_tools import draws, exact, p_values, target  # noqa: F401 - a fixture
+from conftest import equal_to_generate, greedy, prompt, requests_equal_to_generate, tiny_llama
+from distribution_tools import follows
+from distribution_tools import target as target
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -123,8 +124,7 @@ def test_greedy_text_is_the_targets_own(folders, draft, options):
         folders / "target", draft_model=folders / "near", dtype=torch.float64
     )
     options = {"max_new_tokens": 30, **options}
-    text = spec.generate(IDS, attention_mask=MASK, draft=DRAFT | draft, **options)
-    assert torch.equal(text, greedy(spec.causal_lm, IDS, MASK, **options))
+    equal_to_generate(spec, IDS, MASK, draft=DRAFT | draft, **options)
     assert 0 < spec.last_stats.acceptance_rate < 1
 
 
@@ -133,10 +133,7 @@ def test_batches_and_seeds(folders):
         folders / "target", draft_model=folders / "near", dtype=torch.float64
     )
     prompts = [row[mask > 0].tolist() for row, mask in zip(IDS, MASK, strict=True)]
-    outputs = spec.generate_batch(prompts, batch_size=2, max_new_tokens=10, draft=DRAFT)
-    for given, output in zip(prompts, outputs.values(), strict=True):
-        own = greedy(spec.causal_lm, torch.tensor([given]), max_new_tokens=10)[0, len(given) :]
-        assert output.generated_tokens == own.tolist()
+    requests_equal_to_generate(spec, prompts, 10, draft=DRAFT)
     texts = []
     for drafter in ("two_model", "none"):
         seeded = torch.Generator().manual_seed(3)
@@ -147,7 +144,7 @@ def test_batches_and_seeds(folders):
 
 
 @pytest.mark.parametrize("rule", ["block", "token", "coupled"])
-def test_sampled_text_follows_the_target(target, tmp_path, rule):  # noqa: F811
+def test_sampled_text_follows_the_target(target, tmp_path, rule):
     tokenizers = letters("abcdefghijkl"), letters("xlkjihgfeyzab")
     both = target, near_model(target, *tokenizers, 1)
     for name, tokenizer, model in zip(("target", "near"), tokenizers, both, strict=True):
@@ -157,21 +154,18 @@ def test_sampled_text_follows_the_target(target, tmp_path, rule):  # noqa: F811
     draft = DraftConfig.of(
         DRAFT | {"draft_model": str(tmp_path / "near"), "num_draft_tokens": 2, "rule": rule}
     )
-    counts, acceptance = draws(loaded, distribution.WARPED, draft, total=8_000)
-    assert 0.2 < acceptance < 0.95
-    assert min(p_values(counts, exact(target, distribution.WARPED))) > 1e-3
+    follows(loaded, distribution.WARPED, draft, (0.2, 0.95), total=8_000)
 
 
 def test_an_assistant_brings_its_tokenizer_as_in_transformers(folders, tokenizer):
     """Models that were made in memory have no folder to find it in."""
-    model = tiny_llama("sometimes")
     backend = sentencepiece()
     assistant = tiny_llama(vocab_size=backend.get_vocab_size())
     own = PreTrainedTokenizerFast(tokenizer_object=backend)
-    spec, options = SelfSpecModel(model), {"attention_mask": MASK, "max_new_tokens": 12}
+    spec, options = SelfSpecModel(tiny_llama("sometimes")), {"max_new_tokens": 12}
     given = {"assistant_model": assistant, "tokenizer": tokenizer, "assistant_tokenizer": own}
-    text = spec.generate(IDS, **given, **options)
-    assert torch.equal(text, greedy(model, IDS, MASK, max_new_tokens=12))
+    text = spec.generate(IDS, attention_mask=MASK, **given, **options)
+    assert torch.equal(text, greedy(spec.model, IDS, MASK, **options))
     assert spec.last_stats.drafted > 0
     with pytest.raises(ValueError, match=r"vocabulary of .* pass tokenizer and"):
         spec.generate(IDS, assistant_model=assistant, assistant_tokenizer=own, **options)
@@ -189,5 +183,4 @@ def test_a_text_that_outgrows_the_draft_model_is_still_the_targets_own(folders):
     )
     small = spec.engine.draft_models.chosen(DraftConfig.of(DRAFT)).decoder
     small.causal_lm.config.max_position_embeddings = 24
-    text = spec.generate(IDS, attention_mask=MASK, draft=DRAFT, max_new_tokens=40)
-    assert torch.equal(text, greedy(spec.causal_lm, IDS, MASK, max_new_tokens=40))
+    equal_to_generate(spec, IDS, MASK, draft=DRAFT, max_new_tokens=40)

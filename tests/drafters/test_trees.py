@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from conftest import EXIT, VOCAB, greedy, prompt, tiny_llama
-from families import LAYERS, WINDOW, build
-from head_tools import KINDS, PARALLEL, assert_reads_as_forced, close_in_double, own_head, record
+from conftest import EXIT, VOCAB, equal_to_generate, greedy, prompt, tiny_llama
+from head_tools import PARALLEL, assert_reads_as_forced, close_in_double, own_head, record
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,7 +12,6 @@ from selfspec.decoder import Decoder
 from selfspec.heads import Calibrator
 from selfspec.sampling.draft import Tree
 
-FAMILIES = ["llama", "gpt2", "qwen3", "gemma3_text", "mistral", "mixtral", "gpt_neox"]
 IDS, MASK = prompt(4, 9, 6)
 NEW = 14
 
@@ -78,47 +76,6 @@ def test_a_tree_is_what_a_walk_finds(rows):
 # The text
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_text_is_the_models_own(family):
-    model = build(family, "eager", agreement=0.3)
-    model = model if family == "mixtral" else model.double()
-    lengths = (5, 2 * WINDOW + 3, WINDOW + 1)
-    ids, mask = prompt(*lengths, vocab=model.config.vocab_size)
-    rows = [row[real.bool()][None] for row, real in zip(ids, mask, strict=True)]
-    own = torch.cat([greedy(model, row, max_new_tokens=NEW)[:, -NEW:] for row in rows])
-    spec = SelfSpecModel(model)
-    for nodes, some in ((4, slice(0, 3)), (9, slice(1, 2)), (9, slice(0, 3)), (16, slice(0, 3))):
-        text = spec.generate(
-            ids[some],
-            attention_mask=mask[some],
-            max_new_tokens=NEW,
-            draft=tree_of(nodes, exit_layer=LAYERS // 2),
-        )
-        assert torch.equal(text[:, -NEW:], own[some]), (nodes, some)
-    stats = spec.last_stats
-    assert 0 < stats.accepted < stats.drafted
-
-
-@pytest.mark.parametrize("family", ["bloom", "mpt", "falcon_alibi"])
-def test_families_whose_bias_counts_keys_refuse_trees(family):
-    spec = SelfSpecModel(build(family, "eager"))
-    with pytest.raises(ValueError, match=r"cannot have one position; use a drafter that makes"):
-        spec.generate(IDS[:1], draft=tree_of(4), max_new_tokens=2)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("trimmed", [False, True], ids=["whole", "trimmed"])
-def test_any_head_grows_trees(watch, kind, trimmed):
-    model = tiny_llama("sometimes")
-    head = own_head(Decoder(model), kind, EXIT, trimmed=trimmed)
-    spec = SelfSpecModel(model, heads=[head])
-    own = greedy(model, IDS, MASK, max_new_tokens=NEW)
-    options = {"attention_mask": MASK, "max_new_tokens": NEW}
-    for nodes in (9, 16):
-        text = spec.generate(IDS, draft=tree_of(nodes, head=head.kind), **options)
-        assert torch.equal(text, own), nodes
-
-
 def test_the_laws_of_every_round(watch):
     spec = SelfSpecModel(tiny_llama("sometimes"))
     ledger = watch(spec)
@@ -150,37 +107,6 @@ def test_a_layer_reads_along_each_branch_what_it_was_fitted_on(monkeypatch, kind
     assert {0, 1, 3} - ({3} if kind in PARALLEL else set()) <= outcomes
     assert {reading.step for reading in seen} == {0, 1, 2}
     assert_reads_as_forced(decoder, head, seen[::3], close_in_double)
-
-
-@pytest.mark.parametrize("place", [0, 4, 6])
-def test_rows_that_end_apart(place):
-    model = tiny_llama("sometimes")
-    own = greedy(model, IDS, MASK, max_new_tokens=NEW)
-    ends = {"eos_token_id": own[place % 3, IDS.shape[1] + place].item(), "pad_token_id": 0}
-    expected = greedy(model, IDS, MASK, max_new_tokens=NEW, **ends)
-    options = {"attention_mask": MASK, "max_new_tokens": NEW, "draft": tree_of(9), **ends}
-    assert torch.equal(SelfSpecModel(model).generate(IDS, **options), expected)
-
-
-@pytest.mark.parametrize("penalty", [1.0, 1.4], ids=["pointwise", "prefix"])
-@pytest.mark.parametrize("rows", [slice(1, 2), slice(0, 3)], ids=["one row", "ragged"])
-def test_scores_and_logits_are_those_of_plain_decoding(penalty, rows):
-    model = tiny_llama("sometimes")
-    options = {
-        "attention_mask": MASK[rows],
-        "max_new_tokens": NEW,
-        "repetition_penalty": penalty,
-        "return_dict_in_generate": True,
-        "output_scores": True,
-        "output_logits": True,
-    }
-    plain = model.generate(IDS[rows], do_sample=False, **options)
-    spec = SelfSpecModel(model)
-    out = spec.generate(IDS[rows], draft=tree_of(9, exit_layer=EXIT), **options)
-    assert torch.equal(out.sequences, plain.sequences)
-    assert spec.last_stats.accepted > 0
-    for ours, theirs in ((out.scores, plain.scores), (out.logits, plain.logits)):
-        torch.testing.assert_close(torch.stack(ours), torch.stack(theirs), rtol=1e-4, atol=1e-4)
 
 
 # The shape
@@ -256,8 +182,7 @@ def test_a_level_is_no_wider_than_the_vocabulary(watch):
     spec = SelfSpecModel(model)
     ledger = watch(spec)
     draft = tree_of(2 * VOCAB, levels=1, exit_layer=EXIT)
-    text = spec.generate(IDS, attention_mask=MASK, max_new_tokens=5, draft=draft)
-    assert torch.equal(text, greedy(model, IDS, MASK, max_new_tokens=5))
+    equal_to_generate(spec, IDS, MASK, max_new_tokens=5, draft=draft)
     assert ledger.drafts[0].length == VOCAB
     assert spec.last_stats.acceptance_rate == 1.0
 

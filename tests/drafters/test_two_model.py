@@ -7,9 +7,16 @@ import threading
 import distribution_tools as distribution
 import pytest
 import torch
-from conftest import VOCAB, gates, greedy, prompt, tiny_llama
-from distribution_tools import draws, exact, p_values, target  # noqa: F401 - a fixture
-from families import ALL_ROWS, CASES_BY_FAMILY, LONG_ROW, model_of, own_text, prompts
+from conftest import (
+    VOCAB,
+    equal_to_generate,
+    greedy,
+    prompt,
+    requests_equal_to_generate,
+    tiny_llama,
+)
+from distribution_tools import follows
+from distribution_tools import target as target
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
@@ -23,7 +30,6 @@ from selfspec import DraftConfig, SelfSpecModel
 from selfspec.drafters import draft_models
 from selfspec.drafters.token_map import SharedTokens
 
-FAMILIES = ["llama", "gpt2", "qwen3", "gemma3_text", "mistral", "mixtral", "bloom", "gpt_neox"]
 IDS, MASK = prompt(3, 8, 5)
 DRAFT = {"drafter": "two_model", "num_draft_tokens": 4}
 
@@ -39,26 +45,6 @@ def small(model):
     made = tiny_llama(num_hidden_layers=2)
     made.load_state_dict(model.state_dict(), strict=False)
     return made
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_text_is_the_targets_own(family):
-    model = model_of(family, CASES_BY_FAMILY[family])
-    near = model_of(family, CASES_BY_FAMILY[family], agreement=0.6)
-    spec, (tokens, mask) = SelfSpecModel(model), prompts("left")
-    expected = own_text(model, tokens, mask)
-    for part in (ALL_ROWS, LONG_ROW):
-        for drafting, rates in ((near, (0.01, 1)), (model, (1, 1))):
-            text = spec.generate(
-                tokens[part],
-                attention_mask=mask[part],
-                max_new_tokens=expected.shape[1],
-                do_sample=False,
-                draft=DRAFT,
-                assistant_model=drafting,
-            )
-            assert torch.equal(text[:, tokens.shape[1] :], expected[part])
-            assert rates[0] <= spec.last_stats.acceptance_rate <= rates[1]
 
 
 @pytest.mark.parametrize("rule", ["block", "token"])
@@ -77,69 +63,10 @@ def test_the_target_itself_is_always_accepted(model, rule):
         assert spec.last_stats.acceptance_rate == 1
 
 
-@pytest.mark.parametrize("itself", [True, False])
-def test_rows_that_stop_inside_a_block(model, small, itself):
-    spec = SelfSpecModel(model, draft_model=model if itself else small)
-    free = greedy(model, IDS, MASK, max_new_tokens=24)[:, IDS.shape[1] :]
-    for place in (2, 4, 7):  # of the first row; the others stop elsewhere, or not at all
-        options = {"max_new_tokens": 24, "eos_token_id": int(free[0, place]), "pad_token_id": 0}
-        own = greedy(model, IDS, MASK, **options)
-        text = spec.generate(IDS, attention_mask=MASK, draft=DRAFT, **options)
-        assert torch.equal(text, own)
-        assert spec.last_stats.acceptance_rate == 1 or not itself
-
-
-class Heard:
-    def __init__(self):
-        self.tokens = []
-
-    def put(self, value):
-        self.tokens += value.flatten().tolist()
-
-    def end(self):
-        self.tokens.append("end")
-
-
-def test_streaming_and_processors_that_read_the_prefix(model, small):
-    spec, heard, before = SelfSpecModel(model, draft_model=small), Heard(), gates(model)
-    options = {"max_new_tokens": 20, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
-    text = spec.generate(IDS, attention_mask=MASK, draft="two_model", **options)
-    assert torch.equal(text, greedy(model, IDS, MASK, **options))
-    assert 0 < spec.last_stats.acceptance_rate < 1
-    alone = spec.generate(IDS[1:2], draft="two_model", streamer=heard, **options)
-    assert heard.tokens == [*alone[0].tolist(), "end"]
-    assert torch.equal(alone, greedy(model, IDS[1:2], **options))
-    assert gates(model) == gates(small) == before == []
-
-
-@pytest.mark.parametrize("schedule", ["confidence", "optimal"])
-def test_schedules_stop_it(model, small, schedule):
-    spec = SelfSpecModel(model, draft_model=small)
-    draft = {"drafter": "two_model", "schedule": schedule, "confidence": 0.9}
-    text = spec.generate(IDS, attention_mask=MASK, max_new_tokens=20, draft=draft)
-    assert torch.equal(text, greedy(model, IDS, MASK, max_new_tokens=20))
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_second_turn(model, whole):
-    """The draft model has no cache of the first, but reads its text, as far as it is given."""
-    spec = SelfSpecModel(model, draft_model=model)
-    options = {"draft": DRAFT, "return_dict_in_generate": True}
-    first = spec.generate(IDS, attention_mask=MASK, max_new_tokens=9, **options)
-    more = torch.cat([first.sequences, first.sequences[:, -3:]], dim=1)
-    wide = torch.cat([MASK, torch.ones(3, 12, dtype=torch.long)], dim=1)
-    options |= {"past_key_values": first.past_key_values, "attention_mask": wide}
-    out = spec.generate(more if whole else more[:, -5:], max_new_tokens=10, **options)
-    own = greedy(model, more, wide, max_new_tokens=10)
-    assert torch.equal(out.sequences[:, -10:], own[:, -10:])
-    assert out.stats.acceptance_rate == 1 or not whole
-
-
 def test_a_long_text_is_read_in_pieces(model, monkeypatch):
     monkeypatch.setattr("selfspec.drafters.two_model._CHUNK", 3)
     spec = SelfSpecModel(model, draft_model=model)
-    text = spec.generate(IDS, attention_mask=MASK, max_new_tokens=20, draft=DRAFT)
-    assert torch.equal(text, greedy(model, IDS, MASK, max_new_tokens=20))
+    equal_to_generate(spec, IDS, MASK, max_new_tokens=20, draft=DRAFT)
     assert spec.last_stats.acceptance_rate == 1
 
 
@@ -147,21 +74,8 @@ def test_a_long_text_is_read_in_pieces(model, monkeypatch):
 def test_a_text_that_outgrows_the_smaller_model(model, positions):
     shape = GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2, n_positions=positions)
     spec = SelfSpecModel(model, draft_model=GPT2LMHeadModel(shape).double().eval())
-    out = spec.generate(IDS, attention_mask=MASK, max_new_tokens=20, draft=DRAFT)
-    assert torch.equal(out, greedy(model, IDS, MASK, max_new_tokens=20))
+    equal_to_generate(spec, IDS, MASK, max_new_tokens=20, draft=DRAFT)
     assert bool(spec.last_stats.drafted) == (positions > IDS.shape[1])
-
-
-@pytest.mark.parametrize("options", [distribution.POINTWISE, distribution.WARPED], ids=str)
-def test_sampled_text_follows_the_target(target, options, tmp_path):  # noqa: F811
-    shape = {"vocab_size": distribution.VOCAB, "hidden_size": 16, "intermediate_size": 16}
-    other = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
-    near = tiny_llama(dtype=torch.float32, spread=0.4, seed=20, **shape, **other)
-    near.save_pretrained(tmp_path)
-    draft = DraftConfig(drafter="two_model", draft_model=str(tmp_path), num_draft_tokens=2)
-    counts, acceptance = draws(target, options, draft, total=8_000)
-    assert 0.1 < acceptance < 0.95
-    assert min(p_values(counts, exact(target, options))) > 1e-3
 
 
 # Where the smaller model comes from
@@ -357,8 +271,7 @@ def test_other_padding_drafts_the_tokens_that_both_have(folders, padded, rows, d
     )
     # The last token is forced, and only the target has it.
     options = {"max_new_tokens": 24, "forced_eos_token_id": 70}
-    text = spec.generate(WIDE_IDS, attention_mask=MASK, draft=DRAFT | draft, **options)
-    assert torch.equal(text, greedy(padded[80], WIDE_IDS, MASK, **options))
+    text = equal_to_generate(spec, WIDE_IDS, MASK, draft=DRAFT | draft, **options)
     drafted = [t for row in spec.last_trace.rows for step in row for t in step.drafted]
     assert drafted and {*drafted} <= {*range(min(rows, 80)), 70}
     assert max(text[0, IDS.shape[1] :]) >= 64, "the target writes tokens of its padding"
@@ -367,15 +280,12 @@ def test_other_padding_drafts_the_tokens_that_both_have(folders, padded, rows, d
 
 
 @pytest.mark.parametrize("rows", [64, 96])
-def test_other_padding_in_batches_and_with_a_seed(folders, padded, rows):
+def test_other_padding_in_batches_and_with_a_seed(folders, rows):
     spec = SelfSpecModel.from_pretrained(
         folders / "80", draft_model=folders / str(rows), dtype=torch.float64
     )
     prompts = [row[mask > 0].tolist() for row, mask in zip(WIDE_IDS, MASK, strict=True)]
-    outputs = spec.generate_batch(prompts, batch_size=2, max_new_tokens=10, draft=DRAFT)
-    for given, output in zip(prompts, outputs.values(), strict=True):
-        own = greedy(padded[80], torch.tensor([given]), max_new_tokens=10)[0, len(given) :]
-        assert output.generated_tokens == own.tolist()
+    requests_equal_to_generate(spec, prompts, 10, draft=DRAFT)
     coupled = {"rule": "coupled", "num_draft_tokens": 3}
     texts = [
         spec.generate(
@@ -391,7 +301,7 @@ def test_other_padding_in_batches_and_with_a_seed(folders, padded, rows):
 
 
 @pytest.mark.parametrize("rows", [distribution.VOCAB - 4, distribution.VOCAB + 4])
-def test_sampled_text_of_other_padding_follows_the_target(target, tmp_path, rows):  # noqa: F811
+def test_sampled_text_of_other_padding_follows_the_target(target, tmp_path, rows):
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     other = {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": rows}
     near = tiny_llama(dtype=torch.float32, spread=0.4, seed=20, **shape, **other)
@@ -400,9 +310,7 @@ def test_sampled_text_of_other_padding_follows_the_target(target, tmp_path, rows
         (tmp_path / name / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
     draft = DraftConfig(drafter="two_model", draft_model=str(tmp_path / "near"), num_draft_tokens=2)
-    counts, acceptance = draws(loaded, distribution.WARPED, draft, total=8_000)
-    assert 0.05 < acceptance < 0.95
-    assert min(p_values(counts, exact(target, distribution.WARPED))) > 1e-3
+    follows(loaded, distribution.WARPED, draft, total=8_000)
 
 
 def test_other_padding_needs_tokenizers_to_compare(folders):

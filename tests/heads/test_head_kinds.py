@@ -1,17 +1,14 @@
 """Every kind of head, over all tokens or some: the text is the target's, whatever it drafts."""
 
-import threading
-
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from conftest import EXIT, VOCAB, gates, greedy, prompt, tiny_llama
+from conftest import EXIT, VOCAB, equal_to_generate, gates, greedy, paused, prompt, tiny_llama
 from head_tools import COPIES, KINDS, WITH_LAYER, build, class_of, exit_of, own_head
 from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
-    DynamicCache,
     Gemma2Config,
     GPT2Config,
     GraniteConfig,
@@ -94,55 +91,6 @@ def test_every_combination_gives_the_targets_own_text(target, kind, trimmed):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_prompt_in_chunks(target, kind):
-    """Drafts too are what they would be."""
-    spec = with_head(target, kind)
-    options = {"attention_mask": MASK, "max_new_tokens": NEW, "draft": drafting(spec.heads[0])}
-    texts, traces = [greedy(target, IDS, MASK, max_new_tokens=NEW)], []
-    for chunk in (None, 1, 4):
-        texts.append(spec.generate(IDS, prefill_chunk_size=chunk, **options))
-        traces.append(spec.last_trace)
-    assert all(torch.equal(text, texts[0]) for text in texts)
-    assert traces[0] == traces[1] == traces[2]
-
-
-@every_head
-@pytest.mark.parametrize("place", [0, 4])
-def test_rows_that_end_apart(target, kind, trimmed, place):
-    """Each row's end is some token of the block, the first of the text among them."""
-    own = greedy(target, IDS, MASK, max_new_tokens=NEW)
-    ends = {"eos_token_id": own[place % 3, IDS.shape[1] + place].item(), "pad_token_id": 0}
-    spec = with_head(target, kind, trimmed=trimmed)
-    draft = drafting(spec.heads[0])
-    expected = greedy(target, IDS, MASK, max_new_tokens=NEW, **ends)
-    text = spec.generate(IDS, attention_mask=MASK, max_new_tokens=NEW, draft=draft, **ends)
-    assert torch.equal(text, expected)
-
-
-class Shown(BaseStreamer):
-    def __init__(self):
-        self.tokens, self.ended = [], False
-
-    def put(self, value):
-        self.tokens += value.flatten().tolist()
-
-    def end(self):
-        self.ended = True
-
-
-@every_head
-def test_a_stop_string_inside_a_block_and_a_streamer(target, kind, trimmed, tokenizer):
-    own = greedy(target, ONE, max_new_tokens=NEW)[0, ONE.shape[1] :]
-    options = {"stop_strings": [tokenizer.decode(own[5:7])], "tokenizer": tokenizer}
-    expected = greedy(target, ONE, max_new_tokens=NEW, **options)
-    spec, shown = with_head(target, kind, trimmed=trimmed), Shown()
-    draft = drafting(spec.heads[0])
-    text = spec.generate(ONE, max_new_tokens=NEW, draft=draft, streamer=shown, **options)
-    assert torch.equal(text, expected) and text.shape[1] < ONE.shape[1] + NEW
-    assert shown.ended and shown.tokens == text[0].tolist()
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_the_target_may_be_wrapped_by_peft(kind):
     torch.manual_seed(1)
     config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
@@ -158,15 +106,13 @@ def test_the_target_may_be_wrapped_by_peft(kind):
 def test_the_target_may_have_device_hooks_on_every_module(kind):
     """Copies of its modules get hooks of their own."""
     model = tiny_llama("sometimes")
-    own = greedy(model, IDS, MASK, max_new_tokens=NEW)
     expected = with_head(model, kind, 3)
     draft = drafting(expected.heads[0])
     expected.generate(IDS, attention_mask=MASK, max_new_tokens=NEW, draft=draft)
     for module in model.modules():
         add_hook_to_module(module, AlignDevicesHook(execution_device="cpu", io_same_device=True))
     spec = with_head(model, kind, 3)
-    text = spec.generate(IDS, attention_mask=MASK, max_new_tokens=NEW, draft=draft)
-    assert torch.equal(text, own)
+    equal_to_generate(spec, IDS, MASK, max_new_tokens=NEW, draft=draft)
     assert spec.last_trace == expected.last_trace
 
 
@@ -183,38 +129,6 @@ def test_a_target_in_half_precision(kind):
 # Caches of earlier turns
 
 
-def turns(spec, drafts, ids, mask, cache):
-    """Several turns, each drafted in another way, new tokens in between."""
-    for number, draft in enumerate(drafts):
-        out = spec.generate(
-            ids,
-            attention_mask=mask,
-            max_new_tokens=6,
-            draft=draft,
-            past_key_values=cache,
-            return_dict_in_generate=True,
-        )
-        expected = greedy(spec.model, ids, mask, max_new_tokens=6)
-        assert torch.equal(out.sequences, expected), number
-        cache = out.past_key_values
-        more = prompt(*[3] * len(ids), seed=number)[0]
-        ids = torch.cat([out.sequences, more], dim=1)
-        mask = torch.cat([mask, mask.new_ones(len(ids), ids.shape[1] - mask.shape[1])], dim=1)
-
-
-@every_head
-@pytest.mark.parametrize("cache", ["SlotCache", "DynamicCache"])
-def test_a_cache_goes_from_one_drafter_to_the_next(target, kind, trimmed, cache):
-    """A head that has not seen the earlier turn starts in the middle of the text."""
-    spec = with_head(target, kind, trimmed=trimmed)
-    own = drafting(spec.heads[0])
-    drafts = [own, DraftConfig(exit_layer=1, head="shared"), own, own]
-    if cache == "DynamicCache":
-        turns(spec, drafts, ONE, torch.ones_like(ONE), DynamicCache(config=target.config))
-    else:
-        turns(spec, drafts, IDS, MASK, None)
-
-
 @pytest.mark.parametrize("kind", WITH_LAYER)
 def test_rows_that_leave_a_cache_that_was_handed_in(target, kind):
     """Also with a drafter that knows nothing of the layer that another one added."""
@@ -229,10 +143,9 @@ def test_rows_that_leave_a_cache_that_was_handed_in(target, kind):
         plain = greedy(target, more, mask, max_new_tokens=8)
         ends = {"eos_token_id": plain[:, more.shape[1] + 2].tolist(), "pad_token_id": 0}
         before = list(cache.lengths)
-        cut = spec.generate(
-            more, attention_mask=mask, max_new_tokens=8, past_key_values=cache, draft=draft, **ends
+        equal_to_generate(
+            spec, more, mask, max_new_tokens=8, past_key_values=cache, draft=draft, **ends
         )
-        assert torch.equal(cut, greedy(target, more, mask, max_new_tokens=8, **ends))
         assert len(cache.layers) == spec.decoder.depth
         assert cache.rows == len(cache.added_from) == 3
         # The next turn goes on from what this one began with.
@@ -492,23 +405,8 @@ def test_building_a_head_without_new_weights_draws_nothing(target, kind):
 def test_another_thread_gets_all_logits_while_a_trimmed_head_reads(target):
     spec = with_head(target, "lens", trimmed=True)
     alone = target(IDS, attention_mask=MASK).logits
-    inside, done = threading.Event(), threading.Event()
-
-    def pause(*_):
-        if not inside.is_set():
-            inside.set()
-            done.wait(30)
-
-    spec.heads[0].lm_head.register_forward_hook(pause)
-    options = {"max_new_tokens": 6, "draft": drafting(spec.heads[0])}
-    worker = threading.Thread(target=spec.generate, args=(ONE,), kwargs=options)
-    worker.start()
-    assert inside.wait(30)
-    try:
+    with paused(spec.heads[0].lm_head, spec.generate, ONE, draft=drafting(spec.heads[0])):
         meanwhile = target(IDS, attention_mask=MASK).logits
-    finally:
-        done.set()
-        worker.join(30)
     assert torch.equal(meanwhile, alone)
     assert gates(target) == []
 
@@ -573,8 +471,7 @@ def test_a_head_for_more_layers_or_tokens_is_refused(target):
 def test_a_layer_made_for_another_depth_leaves_the_targets_kv_alone(target, kind):
     shallower = Decoder(tiny_llama(num_hidden_layers=3))
     spec = SelfSpecModel(target, heads=[own_head(shallower, kind, 2)])
-    text = spec.generate(IDS, attention_mask=MASK, max_new_tokens=NEW)
-    assert torch.equal(text, greedy(target, IDS, MASK, max_new_tokens=NEW))
+    equal_to_generate(spec, IDS, MASK, max_new_tokens=NEW)
 
 
 def test_heads_are_not_copied_out_of_a_pass(target):

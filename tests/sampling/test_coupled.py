@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import prompt, tiny_llama
-from distribution_tools import POINTWISE, PROMPT, WARPED, draws, exact, target  # noqa: F401
+from distribution_tools import POINTWISE, WARPED, draws, exact
+from distribution_tools import target as target
 from drafter_tools import COUNT, SEED, draft, drawn_text
 from families import ALL_ROWS, CASES_BY_FAMILY, LONG_ROW, model_of, prompts
 from law_tools import p_value
@@ -118,14 +119,14 @@ def test_places_have_the_same_noise_however_many_are_asked_for():
 
 @pytest.mark.parametrize("options", [POINTWISE, WARPED], ids=["pointwise", "prefix"])
 @pytest.mark.parametrize("drafter", ["early_exit", "tree"])
-def test_texts_of_many_seeds_follow_the_target(target, options, drafter):  # noqa: F811
+def test_texts_of_many_seeds_follow_the_target(target, options, drafter):
     how = draft(drafter, exit_layer=1, num_draft_tokens=2, rule="coupled")
     counts, acceptance = draws(target, options, how, total=6_000)
     assert 0.05 < acceptance < 0.99
     assert p_value(counts, exact(target, options)) > 1e-3
 
 
-def test_noise_that_two_places_share_would_be_seen(target, monkeypatch):  # noqa: F811
+def test_noise_that_two_places_share_would_be_seen(target, monkeypatch):
     ahead = Noise.ahead
 
     def shared(self, rows, lengths, width, vocab):

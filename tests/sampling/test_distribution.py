@@ -5,12 +5,16 @@ processors that `generate` prepares. A chi-square test then compares draws with 
 planted faults show that it would catch what goes wrong in practice.
 """
 
+from functools import cache, partial
+
 import pytest
 import torch
-from distribution_tools import POINTWISE, WARPED, draws, exact, p_values
+from conftest import tiny_llama
+from distribution_tools import DRAWS, POINTWISE, VOCAB, WARPED, draws, exact, follows, p_values
+from distribution_tools import target as target
 from head_tools import own_head
 
-from selfspec import DraftConfig
+from selfspec import DraftConfig, TextStore
 from selfspec.config import TreeConfig
 from selfspec.decoder import Decoder
 from selfspec.drafters.tree import TreeExpansion
@@ -25,25 +29,50 @@ TREE, DEEP = (
 PROCESSORS = pytest.mark.parametrize("options", [POINTWISE, WARPED], ids=["pointwise", "prefix"])
 
 
-@PROCESSORS
-def test_sampled_text_follows_the_target(target, options):
-    counts, acceptance = draws(target, options, TWO)
-    assert 0.5 < acceptance < 0.8  # both ways of writing a token are taken
-    assert min(p_values(counts, exact(target, options))) > 1e-3
+@cache
+def near():
+    """The target's first layer, or one like it."""
+    shape = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    return tiny_llama(dtype=torch.float32, spread=0.4, seed=20, **shape, **heads)
 
 
-@pytest.mark.parametrize("draft", [TOKENWISE, TREE, DEEP], ids=["token", "tree", "deep tree"])
-@PROCESSORS
-def test_any_rule_and_any_tree_follow_the_target(target, options, draft):
-    counts, acceptance = draws(target, options, draft, total=8000)
-    assert 0.4 < acceptance < 0.95
-    assert min(p_values(counts, exact(target, options))) > 1e-3
+LOOKUP, SKIPPING = (
+    partial(DraftConfig, drafter=name, num_draft_tokens=2)
+    for name in ("prompt_lookup", "skip_sublayers")
+)
+SHORT = {"shortest": 1}
+CLASP = {"search": "clasp", "layers": 1, "every": 1}
+# A draft, with which processors, how many drafts are kept, how many texts are drawn, and the store.
+FOLLOW = [
+    # Both ways of writing a token are taken.
+    *((TWO, options, (0.5, 0.8), DRAWS) for options in (POINTWISE, WARPED)),
+    *(
+        (draft, options, (0.4, 0.95), 8000)
+        for draft in (TOKENWISE, TREE, DEEP)
+        for options in (POINTWISE, WARPED)
+    ),
+    (ONE, WARPED, (0.4, 0.95), 10_000),
+    ("none", WARPED, (-1, 1), 10_000),
+    (LOOKUP(lookup=SHORT, rule="token"), POINTWISE, (0.05, 0.95), 8000),
+    (LOOKUP(lookup=SHORT, rule="block"), WARPED, (0.05, 0.95), 8000),
+    *((SKIPPING(skip=skip), WARPED, (0.1, 0.99), 6000) for skip in ({"mlp": (1,)}, CLASP)),
+    *(
+        (DraftConfig(drafter="two_model", num_draft_tokens=2), options, (0.1, 0.95), 8000)
+        for options in (POINTWISE, WARPED)
+    ),
+]
 
 
-@pytest.mark.parametrize("draft", [ONE, "none"], ids=["one draft", "no drafts"])
-def test_sampled_text_follows_the_target_whatever_the_draft(target, draft):
-    counts, _ = draws(target, WARPED, draft, total=10_000)
-    assert min(p_values(counts, exact(target, WARPED))) > 1e-3
+@pytest.mark.parametrize(("draft", "options", "between", "total"), FOLLOW, ids=str)
+def test_sampled_text_follows_the_target(target, draft, options, between, total):
+    follows(target, options, draft, between, total=total, draft_model=near())
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_sampled_text_follows_the_target_with_a_store(target, rule):
+    draft = LOOKUP(lookup=SHORT, rule=rule)
+    follows(target, POINTWISE, draft, total=8000, store=TextStore(4000))
 
 
 @pytest.mark.parametrize(
@@ -63,9 +92,7 @@ def test_sampled_text_follows_the_target_with_a_head_of_its_own(
 ):
     head = own_head(Decoder(target), kind, 1, trimmed=trimmed, noise=0.1, **options)
     draft = draft.model_copy(update={"exit_layer": head.exit_layer})
-    counts, acceptance = draws(target, WARPED, draft, total=10_000, heads=[head])
-    assert 0.1 < acceptance < 0.9
-    assert min(p_values(counts, exact(target, WARPED))) > 1e-3
+    follows(target, WARPED, draft, (0.1, 0.9), total=10_000, heads=[head])
 
 
 @PROCESSORS
