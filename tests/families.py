@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -263,12 +264,12 @@ def model_of(family: str, attention: str, agreement: float = 1.0) -> Any:
     return model if family in FLOAT32 else model.double()
 
 
-def prompts(side: str) -> tuple[Tensor, Tensor]:
+def prompts(side: str = "left", lengths: Sequence[int] = LENGTHS) -> tuple[Tensor, Tensor]:
     """Three rows of different lengths, one longer than two sliding windows."""
-    width = max(LENGTHS)
+    width = max(lengths)
     texts = torch.randint(2, VOCAB, (3, width), generator=torch.Generator().manual_seed(3))
     tokens, mask = torch.zeros_like(texts), torch.zeros_like(texts)
-    for row, length in enumerate(LENGTHS):
+    for row, length in enumerate(lengths):
         place = slice(width - length, None) if side == "left" else slice(length)
         tokens[row, place], mask[row, place] = texts[row, :length], 1
     return tokens, mask

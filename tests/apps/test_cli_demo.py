@@ -131,20 +131,8 @@ def test_texts_that_differ_are_an_error_where_they_must_be_equal(
     folder, monkeypatch, dtype, code, temperature
 ):
     monkeypatch.setattr(Comparison, "plain", altered(Comparison.plain))
-    options = (
-        "--prompt",
-        PROMPT,
-        "-n",
-        TOKENS,
-        "--repeats",
-        1,
-        "--draft",
-        f"exit_layer={EXIT}",
-        "--dtype",
-        dtype,
-        "--temperature",
-        temperature,
-    )
+    options = ["--prompt", PROMPT, "-n", TOKENS, "--repeats", 1, "--draft", f"exit_layer={EXIT}"]
+    options += ["--dtype", dtype, "--temperature", temperature]
     result = call("demo", "--model", folder, *options, "--json", code=code)
     found = one_object(result)["texts"][""]
     assert found["equal"] is False

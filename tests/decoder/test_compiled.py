@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 from cli_tools import PROMPT, call
-from conftest import greedy, prompt, tiny_llama
+from conftest import equal_to_generate, prompt, tiny_llama
 from families import VOCAB, build
 from head_tools import own_head
 from peft import LoraConfig, get_peft_model
@@ -42,13 +42,8 @@ def programs(monkeypatch) -> CompileCounter:
 
 
 def writes_the_same(spec, *lengths, drafts=DRAFTS, vocab=VOCAB, new_tokens=14):
-    ids, mask = prompt(*lengths, vocab=vocab)
-    own = greedy(spec.model, ids, mask, max_new_tokens=new_tokens)
-    for draft in drafts:
-        out = spec.generate(
-            ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, draft=draft
-        )
-        assert torch.equal(out, own), draft
+    ids, mask = (part.to(spec.decoder.device) for part in prompt(*lengths, vocab=vocab))
+    equal_to_generate(spec, ids, mask, drafts, max_new_tokens=new_tokens)
 
 
 def is_compiled(spec):

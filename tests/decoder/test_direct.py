@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import prompt, tiny_llama
+from conftest import equal_to_generate, greedy, prompt, tiny_llama
 from families import CASES_BY_FAMILY, FAMILIES, build
-from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from selfspec import SelfSpecModel
@@ -33,19 +32,7 @@ DYNAMIC = {
 
 def dynamic_llama(kind):
     """A tiny Llama whose frequencies depend on how long the text is."""
-    config = LlamaConfig(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        max_position_embeddings=16,
-        rope_parameters=DYNAMIC[kind],
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    torch.manual_seed(0)
-    return LlamaForCausalLM(config).double().eval()
+    return tiny_llama(max_position_embeddings=16, rope_parameters=DYNAMIC[kind])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -70,7 +57,7 @@ def test_frequencies_that_follow_the_length_have_no_tables(kind):
     model = dynamic_llama(kind)
     assert not is_static(model.model.rotary_emb)
     tokens = torch.tensor([[5, 17, 3, 44, 29, 8, 51, 2, 33, 12]])
-    own = dynamic_llama(kind).generate(tokens, max_new_tokens=5, do_sample=False)
+    own = greedy(dynamic_llama(kind), tokens, max_new_tokens=5)
     draft = {"exit_layer": 2, "num_draft_tokens": 1}
     ours = SelfSpecModel(model).generate(tokens, max_new_tokens=5, do_sample=False, draft=draft)
     assert torch.equal(ours, own)
@@ -216,13 +203,12 @@ def test_a_module_called_directly_is_what_it_is_called_whole(kind):
 
 
 def test_a_model_that_is_cast_between_calls_gets_new_tables():
-    tokens, text = torch.tensor([[5, 17, 3, 44]]), {"max_new_tokens": 8, "do_sample": False}
+    tokens = torch.tensor([[5, 17, 3, 44]])
     model = build("llama", "sdpa")
     spec = SelfSpecModel(model)
     for cast in (torch.float32, torch.float64):
         model.to(cast)
-        own = model.generate(tokens, **text)
-        assert torch.equal(spec.generate(tokens, draft={"exit_layer": 2}, **text), own)
+        equal_to_generate(spec, tokens, max_new_tokens=8, draft={"exit_layer": 2})
 
 
 def test_a_lean_forward_leaves_the_models_module_as_it_was():
@@ -239,9 +225,7 @@ def test_a_lean_forward_leaves_the_models_module_as_it_was():
 
 
 def writes_its_own(spec: SelfSpecModel) -> None:
-    ids, mask = prompt(6)
-    options = {"attention_mask": mask, "max_new_tokens": 9, "do_sample": False}
-    assert torch.equal(spec.generate(ids, **options), spec.causal_lm.generate(ids, **options))
+    equal_to_generate(spec, *prompt(6), max_new_tokens=9)
 
 
 @pytest.mark.parametrize("part", ["embed_tokens", "norm", "layers.2", "layers.2.mlp"])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cli_tools import call, one_object
-from conftest import greedy
+from conftest import equal_to_generate
 from transformers import AutoTokenizer
 
 from benchmarks.real.gguf_file import write_gguf
@@ -47,8 +47,7 @@ def test_the_file_and_its_folder_are_wrapped_with_the_heads_beside_them(stored):
         spec = SelfSpecModel.from_pretrained(name, dtype=model.dtype)
         assert [head.kind for head in spec.heads] == [head.kind for head in heads.heads]
         if model.dtype == torch.float32:
-            expected = greedy(model, ids, max_new_tokens=12)
-            assert torch.equal(spec.generate(ids, max_new_tokens=12), expected)
+            equal_to_generate(spec, ids, max_new_tokens=12)
 
 
 def test_the_command_line_takes_a_file(stored):

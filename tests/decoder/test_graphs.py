@@ -12,7 +12,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from conftest import greedy, prompt, tiny_llama
+from conftest import equal_to_generate, greedy, prompt, requests_equal_to_generate, tiny_llama
 from families import VOCAB, build
 from graph_tools import CpuTape, Meddling
 from head_tools import own_head
@@ -66,14 +66,8 @@ def recorded(monkeypatch) -> list[int]:
 
 
 def writes_the_same(spec, *lengths, drafts=DRAFTS, vocab=VOCAB, new_tokens=40):
-    device = spec.decoder.device
-    ids, mask = (part.to(device) for part in prompt(*lengths, vocab=vocab))
-    own = greedy(spec.model, ids, mask, max_new_tokens=new_tokens)
-    for draft in drafts:
-        out = spec.generate(
-            ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, draft=draft
-        )
-        assert torch.equal(out, own), draft
+    ids, mask = (part.to(spec.decoder.device) for part in prompt(*lengths, vocab=vocab))
+    equal_to_generate(spec, ids, mask, drafts, max_new_tokens=new_tokens)
 
 
 def is_recorded(spec) -> bool:
@@ -179,13 +173,7 @@ def test_what_reads_keys_that_are_gone_makes_room(recorded, monkeypatch):
 def test_recordings_outlive_rows_that_leave_and_join(recorded):
     target = tiny_llama(dtype=torch.float32)
     spec, texts = SelfSpecModel(target, kernels="graphs"), prompt(*[6] * 24)[0]
-    lengths = [9, 13] * 12
-    done = spec.generate_batch(
-        texts.tolist(), batch_size=2, max_new_tokens=lengths, do_sample=False, draft="none"
-    )
-    for number, (text, length) in enumerate(zip(texts, lengths, strict=True)):
-        own = greedy(target, text[None], max_new_tokens=length)[0, 6:]
-        assert done[f"req_{number}"].generated_tokens == own.tolist()
+    requests_equal_to_generate(spec, texts.tolist(), [9, 13] * 12, draft="none")
     # One or two rows in two pages, and the prefill of two prompts.
     assert is_recorded(spec) and len(recorded) <= 5
 
@@ -300,36 +288,30 @@ def test_recordings_are_used_from_turn_to_turn_and_see_exchanged_weights(recorde
 # The way back
 
 
-def test_a_recording_that_says_something_else_is_not_used(monkeypatch):
-    class Worn(CpuTape):
-        def replay(self):
-            super().replay()
-            self.outputs[-1].mul_(1.001)
-
-    monkeypatch.setitem(RECORDERS, "cpu", lambda device: Worn)
-    spec = SelfSpecModel(build("llama", "sdpa"), kernels="graphs")
-    with pytest.warns(UserWarning, match=r"LlamaForCausalLM are not recorded .*differs") as told:
-        writes_the_same(spec, 6)
-        writes_the_same(spec, 9, 5)
-    assert len(told) == 1
+class Worn(CpuTape):
+    def replay(self):
+        super().replay()
+        self.outputs[-1].mul_(1.001)
 
 
-def test_an_error_while_recording_is_told_once(monkeypatch):
-    def broken(run):
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setitem(RECORDERS, "cpu", lambda device: broken)
-    spec = SelfSpecModel(build("llama", "sdpa"), kernels="graphs")
-    with pytest.warns(UserWarning, match="RuntimeError: out of memory") as told:
-        writes_the_same(spec, 6)
-        writes_the_same(spec, 9, 5)
-    assert len(told) == 1
+def broken(run):
+    raise RuntimeError("out of memory")
 
 
-def test_a_device_without_graphs_is_told_once(monkeypatch):
+@pytest.mark.parametrize(
+    ("recorders", "message"),
+    [
+        ({"cpu": lambda device: Worn}, r"LlamaForCausalLM are not recorded .*differs"),
+        ({"cpu": lambda device: broken}, "RuntimeError: out of memory"),
+        ({}, "a device of the kind cpu has none"),
+    ],
+)
+def test_what_cannot_be_recorded_is_told_once(monkeypatch, recorders, message):
     monkeypatch.delitem(RECORDERS, "cpu")
+    for kind, recorder in recorders.items():
+        monkeypatch.setitem(RECORDERS, kind, recorder)
     spec = SelfSpecModel(build("llama", "sdpa"), kernels="graphs")
-    with pytest.warns(UserWarning, match="a device of the kind cpu has none") as told:
+    with pytest.warns(UserWarning, match=message) as told:
         writes_the_same(spec, 6)
         writes_the_same(spec, 9, 5)
     assert len(told) == 1

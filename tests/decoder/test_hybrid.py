@@ -34,17 +34,7 @@ LENGTHS = (5, 11, 8)
 LAYERS_OWN = ("block", "fused")
 EXITS = (1, LAYERS // 2, LAYERS - 1)
 DRAFTS = (1, 4, 8)
-
-
-def prompts(side: str = "left") -> tuple[Tensor, Tensor]:
-    """Three rows of different lengths."""
-    width = max(LENGTHS)
-    texts = torch.randint(2, VOCAB, (3, width), generator=torch.Generator().manual_seed(3))
-    tokens, mask = torch.zeros_like(texts), torch.zeros_like(texts)
-    for row, length in enumerate(LENGTHS):
-        place = slice(width - length, None) if side == "left" else slice(length)
-        tokens[row, place], mask[row, place] = texts[row, :length], 1
-    return tokens, mask
+prompts = partial(families.prompts, lengths=LENGTHS)
 
 
 def row(index: int) -> Tensor:
@@ -487,29 +477,3 @@ def test_info_says_how_large_states_are(family):
     assert facts["state_bytes"] == own
     assert 0 < facts["state_bytes_per_draft"]
     assert facts["recurrent_layers"] == len(spec.decoder.recurrent_layers)
-
-
-# Rows that join
-
-
-@pytest.mark.parametrize("family", RECURRENT)
-def test_a_request_is_as_alone_whatever_joins_it(family):
-    model = build(family, "sdpa", 0.1)
-    prompts = [row(index)[0].tolist() for index in (0, 1, 2, 1, 0)]
-    lengths = [3, 10, 6, 4, 9]
-    expected = [
-        model.generate(torch.tensor([prompt]), max_new_tokens=length, do_sample=False)[
-            0, len(prompt) :
-        ].tolist()
-        for prompt, length in zip(prompts, lengths, strict=True)
-    ]
-    for rows in (1, 2):
-        outputs = SelfSpecModel(model).generate_batch(
-            prompts,
-            draft={"exit_layer": 2, "num_draft_tokens": 4},
-            batch_size=rows,
-            max_new_tokens=lengths,
-            do_sample=False,
-        )
-        assert [output.error for output in outputs.values()] == [None] * len(prompts)
-        assert [output.generated_tokens for output in outputs.values()] == expected

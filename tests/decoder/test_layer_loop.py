@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import greedy, prompt, tiny_llama
+from conftest import equal_to_generate, greedy, prompt, tiny_llama
 from graph_tools import CpuTape, Meddling
 from head_tools import own_head
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -35,11 +35,7 @@ DRAFTS = (
 
 
 def writes_the_same(spec, ids, drafts=DRAFTS, new_tokens=24):
-    own = greedy(spec.model, ids, max_new_tokens=new_tokens)
-    for draft in drafts:
-        out = spec.generate(ids, max_new_tokens=new_tokens, do_sample=False, draft=draft)
-        assert torch.equal(out, own), draft
-    return own
+    return equal_to_generate(spec, ids, drafts=drafts, max_new_tokens=new_tokens)
 
 
 # Bodies that do more than hand hidden states from layer to layer

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import prompt, quieten, tiny_llama
+from conftest import TINY, prompt, quieten, tiny_llama
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Phi3Config, PhimoeConfig
 
 from selfspec import SelfSpecModel
@@ -16,12 +16,8 @@ from selfspec.decoder import CACHE
 SWITCH = 16
 VOCAB = 64
 _SHAPE: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
+    **TINY,
     "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "max_position_embeddings": 128,
     "initializer_range": 0.4,
     "bos_token_id": None,

@@ -50,6 +50,11 @@ def logits(spec, *lengths, draft="none", vocab=VOCAB, new_tokens=14):
     return torch.stack(out.logits)
 
 
+def eager(model, *lengths, heads=(), **options):
+    """The same logits by the model's own linear maps."""
+    return logits(SelfSpecModel(model, heads=heads, kernels="eager"), *lengths, **options)
+
+
 def packed(spec):
     """What of the model is held packed: of maps that are one product, the first."""
     return [m for m in spec.model.modules() if m in prepacked._PACKED]
@@ -61,11 +66,10 @@ def packed(spec):
 @pytest.mark.parametrize("lengths", [(6,), (9, 5, 2)])
 def test_logits_are_the_same_to_the_bit(family, lengths):
     model = build(family, "sdpa").to(HALF)
-    eager, spec = SelfSpecModel(model, kernels="eager"), SelfSpecModel(model, kernels="prepacked")
+    spec = SelfSpecModel(model, kernels="prepacked")
     for draft in DRAFTS:
-        assert torch.equal(
-            logits(spec, *lengths, draft=draft), logits(eager, *lengths, draft=draft)
-        )
+        made = logits(spec, *lengths, draft=draft)
+        assert torch.equal(made, eager(model, *lengths, draft=draft))
     assert packed(spec)
 
 
@@ -73,8 +77,8 @@ def test_logits_are_the_same_to_the_bit(family, lengths):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_computes_the_same(family):
     model = build(family, "eager").to(HALF)
-    eager, spec = SelfSpecModel(model, kernels="eager"), SelfSpecModel(model, kernels="prepacked")
-    expected, made = (logits(one, 9, 5, 2, new_tokens=1) for one in (eager, spec))
+    spec = SelfSpecModel(model, kernels="prepacked")
+    expected, made = eager(model, 9, 5, 2, new_tokens=1), logits(spec, 9, 5, 2, new_tokens=1)
     assert packed(spec)
     torch.testing.assert_close(made, expected, rtol=2**-5, atol=2**-5 * expected.abs().max().item())
 
@@ -117,10 +121,7 @@ def test_heads_are_packed_too():
     draft = {"head": "fused", "exit_layer": 0, "num_draft_tokens": 3}
     written = logits(spec, 6, draft=draft, vocab=64)
     drafted = spec.last_trace
-    assert torch.equal(
-        written,
-        logits(SelfSpecModel(model, heads=[head], kernels="eager"), 6, draft=draft, vocab=64),
-    )
+    assert torch.equal(written, eager(model, 6, heads=[head], draft=draft, vocab=64))
     assert head.entry in prepacked._PACKED and head.layer.mlp.gate_proj in prepacked._PACKED
     assert drafted is not None and spec.last_stats.drafted
 
@@ -172,7 +173,7 @@ def test_weights_that_change_between_calls_are_packed_anew(change):
         change(model.model.layers[1].mlp.up_proj.weight)
     after = logits(spec, 6, vocab=64)
     assert not torch.equal(before, after)
-    assert torch.equal(after, logits(SelfSpecModel(model, kernels="eager"), 6, vocab=64))
+    assert torch.equal(after, eager(model, 6, vocab=64))
 
 
 def test_an_interrupt_while_packing_leaves_the_model_as_it_was(monkeypatch):
@@ -190,21 +191,16 @@ def test_an_interrupt_while_packing_leaves_the_model_as_it_was(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         logits(spec, 6, vocab=64)
     assert [set(vars(module)) for module in model.modules()] == names
-    assert torch.equal(
-        logits(spec, 6, vocab=64), logits(SelfSpecModel(model, kernels="eager"), 6, vocab=64)
-    )
+    assert torch.equal(logits(spec, 6, vocab=64), eager(model, 6, vocab=64))
 
 
 def test_adapters_are_merged_and_taken_out():
     config = LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
     adapted = get_peft_model(tiny_llama("sometimes", dtype=HALF), config).eval()
-    spec, eager = (
-        SelfSpecModel(adapted, kernels="prepacked"),
-        SelfSpecModel(adapted, kernels="eager"),
-    )
+    spec = SelfSpecModel(adapted, kernels="prepacked")
     for step in (lambda: None, adapted.merge_adapter, adapted.unmerge_adapter):
         step()
-        assert torch.equal(logits(spec, 6, vocab=64), logits(eager, 6, vocab=64))
+        assert torch.equal(logits(spec, 6, vocab=64), eager(adapted, 6, vocab=64))
 
 
 def test_nothing_stays_on_the_model():
@@ -240,7 +236,7 @@ def test_what_cannot_be_packed_runs_as_it_is_and_says_so_once(dtype):
     with pytest.warns(UserWarning, match="nothing of LlamaForCausalLM can be prepacked") as told:
         written = [logits(spec, 6, vocab=64) for _ in range(2)]
     assert len(told) == 1 and not packed(spec)
-    assert torch.equal(written[0], logits(SelfSpecModel(model, kernels="eager"), 6, vocab=64))
+    assert torch.equal(written[0], eager(model, 6, vocab=64))
 
 
 def test_other_kernels_are_refused():
@@ -262,7 +258,7 @@ def test_the_command_line_packs(folder):
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "mixtral", "phi3"])
 def test_heads_that_share_keys_attend_to_them_together(family, monkeypatch):
     model, calls = build(family, "sdpa").to(HALF), []
-    expected = logits(SelfSpecModel(model, kernels="eager"), 6)
+    expected = eager(model, 6)
     attend = torch.nn.functional.scaled_dot_product_attention
 
     def counted(query, key, value, **options):

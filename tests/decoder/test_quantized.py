@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import EXIT, greedy, prompt, tiny_llama
+from conftest import EXIT, equal_to_generate, greedy, prompt, tiny_llama
 from head_tools import own_head
 
 from selfspec import DEMO_MODEL, SelfSpecModel
@@ -31,8 +31,7 @@ def test_heads_of_the_full_target_draft_for_the_quantized_one(kind, tmp_path):
     loaded = spec.heads[0].state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in head.state_dict().items())
     draft = {"head": kind, "exit_layer": EXIT, "num_draft_tokens": 3}
-    out = spec.generate(IDS, attention_mask=MASK, max_new_tokens=12, draft=draft)
-    assert torch.equal(out, greedy(target, IDS, MASK, max_new_tokens=12))
+    equal_to_generate(spec, IDS, MASK, max_new_tokens=12, draft=draft)
     assert spec.last_stats.drafted > 0
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from conftest import EXIT, VOCAB, greedy, prompt, tiny_llama
+from conftest import EXIT, TINY, VOCAB, greedy, prompt, tiny_llama
+from drafter_tools import DRAFTS
 from head_tools import own_head
 from transformers import (
     AutoTokenizer,
@@ -33,20 +34,8 @@ BATCHES = pytest.mark.parametrize("lengths", [(1,), (6,), (4, 1, 9)], ids=str)
 @pytest.fixture(scope="module")
 def windowed():
     torch.manual_seed(0)
-    config = MistralConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        sliding_window=7,
-        max_position_embeddings=128,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
+    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    config = MistralConfig(**TINY, **ends, sliding_window=7, initializer_range=0.3)
     return MistralForCausalLM(config).double().eval()
 
 
@@ -59,19 +48,22 @@ def ours(ids, mask=None, model=spec, **options):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("how", ["early_exit", "tree"])
+@pytest.mark.parametrize("penalty", [1.0, 1.3], ids=["pointwise", "prefix"])
 @BATCHES
-def test_scores_and_logits_are_those_of_plain_decoding(lengths, dtype):
+def test_scores_and_logits_are_those_of_plain_decoding(lengths, dtype, how, penalty):
     model = tiny_llama("sometimes", dtype=dtype)
     ids, mask = prompt(*lengths)
     options = {
         "max_new_tokens": 12,
-        "repetition_penalty": 1.3,
+        "repetition_penalty": penalty,
         "return_dict_in_generate": True,
         "output_scores": True,
         "output_logits": True,
     }
     own = greedy(model, ids, mask, **options)
-    out = ours(ids, mask, SelfSpecModel(model), **options)
+    out = SelfSpecModel(model).generate(ids, attention_mask=mask, draft=DRAFTS[how], **options)
+    assert out.stats.accepted > 0
     assert torch.equal(own.sequences, out.sequences)
     assert len(out.scores) == len(out.logits) == 12
     tolerance = {"rtol": 1e-6, "atol": 1e-6 if dtype == torch.float64 else 1e-3}
@@ -131,58 +123,10 @@ def test_rows_that_ended_early_get_their_cache_back_too():
 # What goes in
 
 
-@pytest.mark.parametrize("lengths", [(1,), (6,), (4, 1, 9), (5, 5, 5)], ids=str)
-@pytest.mark.parametrize("k", [1, 4, 8])
-def test_greedy_output_is_the_models_own(lengths, k):
-    ids, mask = prompt(*lengths)
-    own = greedy(target, ids, mask, max_new_tokens=15)
-    draft = {"exit_layer": EXIT, "num_draft_tokens": k}
-    out = spec.generate(ids, attention_mask=mask, draft=draft, max_new_tokens=15)
-    assert torch.equal(own, out)
-
-
 def test_both_names_of_the_prompt():
     ids, mask = prompt(4, 6)
     options = {"attention_mask": mask, "max_new_tokens": 6, "draft": DRAFT}
     assert torch.equal(spec.generate(ids, **options), spec.generate(input_ids=ids, **options))
-
-
-def test_right_padding_is_as_good_as_left():
-    ids, mask = prompt(4, 1, 9)
-    shift = [9 - length for length in (4, 1, 9)]
-    right = torch.stack([row.roll(-by) for row, by in zip(ids, shift, strict=True)])
-    right_mask = torch.stack([row.roll(-by) for row, by in zip(mask, shift, strict=True)])
-    given = right.clone()
-    out = ours(right, right_mask, max_new_tokens=10)
-    assert torch.equal(out[:, 9:], greedy(target, ids, mask, max_new_tokens=10)[:, 9:])
-    assert torch.equal(out[:, :9], given) and torch.equal(right, given)
-
-
-def test_a_missing_mask_means_what_it_means_to_transformers():
-    """All tokens are real, unless padding stands in the prompt."""
-    ids, _ = prompt(4, 7)
-    own = target.generate(ids, do_sample=False, max_new_tokens=8)
-    assert torch.equal(spec.generate(ids, draft=DRAFT, max_new_tokens=8), own)
-
-
-def test_generation_config_and_keywords_say_the_same():
-    ids, mask = prompt(4, 6)
-    settings = {"max_new_tokens": 12, "repetition_penalty": 1.4, "no_repeat_ngram_size": 2}
-    config = GenerationConfig(**settings, do_sample=False)
-    own = greedy(target, ids, mask, **settings)
-    assert torch.equal(ours(ids, mask, **settings), own)
-    assert torch.equal(ours(ids, mask, generation_config=config), own)
-    shorter = ours(ids, mask, generation_config=config, max_new_tokens=5)
-    assert torch.equal(shorter, own[:, :11])
-
-
-def test_the_models_own_generation_config_is_the_default(monkeypatch):
-    ids, mask = prompt(4, 6)
-    monkeypatch.setattr(target.generation_config, "repetition_penalty", 1.5)
-    own = greedy(target, ids, mask, max_new_tokens=12)
-    assert torch.equal(ours(ids, mask, max_new_tokens=12), own)
-    monkeypatch.setattr(target.generation_config, "repetition_penalty", 1.0)
-    assert not torch.equal(ours(ids, mask, max_new_tokens=12), own)
 
 
 PROCESSORS = [
@@ -197,6 +141,7 @@ PROCESSORS = [
     {"prefix_allowed_tokens_fn": lambda row, text: [(3 * int(text[-1]) + i) % 64 for i in (1, 5)]},
     {"encoder_repetition_penalty": 1.3},
     {"renormalize_logits": True, "remove_invalid_values": True},
+    {"logits_processor": LogitsProcessorList([TemperatureLogitsWarper(0.5)])},
 ]
 
 
@@ -206,19 +151,6 @@ def test_every_processor_keeps_its_meaning(options, lengths):
     ids, mask = prompt(*lengths)
     options = {"max_new_tokens": 14, **options}
     assert torch.equal(ours(ids, mask, **options), greedy(target, ids, mask, **options))
-
-
-def test_use_cache_false_does_not_change_the_text():
-    ids, mask = prompt(4, 6)
-    own = greedy(target, ids, mask, max_new_tokens=8, use_cache=False)
-    assert torch.equal(ours(ids, mask, max_new_tokens=8, use_cache=False), own)
-
-
-@pytest.mark.parametrize("chunk", [1, 3, 4])
-def test_chunked_prefill_changes_nothing(chunk):
-    ids, mask = prompt(4, 2, 11)
-    own = greedy(target, ids, mask, max_new_tokens=8)
-    assert torch.equal(ours(ids, mask, max_new_tokens=8, prefill_chunk_size=chunk), own)
 
 
 # Sampling
@@ -263,15 +195,6 @@ def test_right_padding_with_several_sequences_a_row():
     assert torch.equal(out[:, :6], right.repeat_interleave(2, dim=0))
 
 
-def test_num_return_sequences_may_come_from_the_config():
-    ids, mask = prompt(4, 6)
-    right, right_mask = ids.clone(), mask.clone()
-    right[0], right_mask[0] = ids[0].roll(-2), mask[0].roll(-2)
-    config = GenerationConfig(do_sample=True, num_return_sequences=3, max_new_tokens=4)
-    out = ours(right, right_mask, generation_config=config)
-    assert torch.equal(out[:, :6], right.repeat_interleave(3, dim=0))
-
-
 # Turns of a conversation
 
 
@@ -299,26 +222,16 @@ def conversation(model, cache_of, turns=3, lengths=(5,)):
     return cache
 
 
+@pytest.mark.parametrize("far", [False, True], ids=["", "beyond a sliding window"])
+@pytest.mark.parametrize("kind", [SlotCache, DynamicCache])
 @pytest.mark.parametrize("lengths", [(5,), (1,), (4, 1, 9)], ids=str)
-def test_turns_with_a_slot_cache(lengths):
-    conversation(target, lambda turn, cache: cache, lengths=lengths)
-
-
-@pytest.mark.parametrize("lengths", [(5,), (4, 1, 9)], ids=str)
-def test_turns_with_a_slot_cache_beyond_a_sliding_window(windowed, lengths):
-    conversation(windowed, lambda turn, cache: cache, lengths=lengths)
-
-
-def test_turns_with_a_dynamic_cache():
-    cache = conversation(target, lambda turn, cache: cache or DynamicCache(config=target.config))
-    assert type(cache) is DynamicCache
-
-
-def test_turns_with_a_dynamic_cache_beyond_a_sliding_window(windowed):
-    def fresh(turn, cache):
-        return cache or DynamicCache(config=windowed.config)
-
-    conversation(windowed, fresh)
+def test_turns_with_a_cache(windowed, kind, far, lengths):
+    model = windowed if far else target
+    if kind is SlotCache:
+        conversation(model, lambda turn, cache: cache, lengths=lengths)
+    elif len(lengths) == 1:
+        own = conversation(model, lambda turn, cache: cache or DynamicCache(config=model.config))
+        assert type(own) is DynamicCache
 
 
 def test_plain_decoding_goes_on_from_our_dynamic_cache_and_we_from_its():
@@ -343,17 +256,6 @@ def test_cached_tokens_are_not_run_again(watch, name):
     mask = torch.cat([mask, torch.ones(2, 8, dtype=torch.long)], dim=1)
     again = ours(text, mask, max_new_tokens=6, **{name: out.past_key_values})
     assert torch.equal(again, greedy(target, text, mask, max_new_tokens=6))
-
-
-def test_only_the_new_tokens_may_be_given_with_a_mask_over_all():
-    ids, _ = prompt(6)
-    first = ours(ids, max_new_tokens=5, return_dict_in_generate=True)
-    added = torch.tensor([[11, 12, 13]])
-    text = torch.cat([first.sequences, added], dim=1)
-    # The last token of the first turn has no KV yet: it is among the new ones.
-    new = text[:, 10:]
-    out = ours(new, torch.ones_like(text), max_new_tokens=5, past_key_values=first.past_key_values)
-    assert torch.equal(out[:, 4:], greedy(target, text, max_new_tokens=5)[:, 14:])
 
 
 def test_turns_close_to_the_last_learned_position():
@@ -421,11 +323,6 @@ UNCOVERED = [
 ]
 
 
-@pytest.mark.parametrize(("options", "match"), UNCOVERED, ids=lambda o: next(iter(o), ""))
-def test_modes_that_are_not_covered(passes, options, match):
-    refused(passes, match, **options)
-
-
 BAD_DRAFTS = [
     ({"exit_layer": 0}, r"exit_layer must be in \[1, 3\], got 0"),
     ({"exit_layer": 4}, r"exit_layer must be in \[1, 3\], got 4; the model has 4 layers"),
@@ -440,57 +337,39 @@ BAD_DRAFTS = [
 ]
 
 
-@pytest.mark.parametrize(("draft", "match"), BAD_DRAFTS, ids=str)
-def test_drafts_that_cannot_be_made(passes, draft, match):
-    refused(passes, match, draft=draft)
+ONES = torch.ones(2, 6, dtype=torch.long)
+BAD_PROMPTS = [
+    *(({"input_ids": torch.zeros(s, dtype=torch.long)}, "empty prompt") for s in ((1, 0), (0, 5))),
+    ({"attention_mask": ONES * torch.tensor([[1], [0]])}, "empty prompt"),
+    ({"input_ids": ONES[0], "attention_mask": None}, "shape"),
+    ({"input_ids": ONES[None], "attention_mask": None}, "shape"),
+    *(({"input_ids": ONES * token}, r"in \[0, 63\]") for token in (-1, VOCAB, VOCAB + 100)),
+    (dict(zip(("input_ids", "attention_mask"), prompt(129, 3), strict=True)), "the model 128 pos"),
+    *(
+        ({"attention_mask": (torch.arange(shape[1]) >= padding).long().expand(shape)}, "mask")
+        for shape in ((2, 4), (2, 9), (1, 6), (3, 6), (2, 6, 6))
+        for padding in (0, 1)
+        if len(shape) == 2 or not padding
+    ),
+    *(
+        ({"attention_mask": torch.tensor([row, [1] * 6])}, "one side")
+        for row in ([1, 1, 0, 1, 1, 1], [0, 1, 0, 1, 1, 1], [1, 0, 1, 1, 0, 0])
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [*UNCOVERED, *(({"draft": draft}, match) for draft, match in BAD_DRAFTS), *BAD_PROMPTS],
+    ids=lambda o: next(iter(o), ""),
+)
+def test_what_cannot_be_run(passes, options, match):
+    refused(passes, match, **options)
 
 
 @pytest.mark.parametrize("draft", [3, ["early_exit"], 2.5])
 def test_drafts_of_a_wrong_type(passes, draft):
     refused(passes, "DraftConfig, a dict or a drafter's name", error=TypeError, draft=draft)
-
-
-def test_no_prompt_to_continue(passes):
-    for shape in ((1, 0), (0, 5)):
-        refused(passes, "empty prompt", input_ids=torch.zeros(shape, dtype=torch.long))
-    mask = torch.tensor([[1] * 6, [0] * 6])
-    refused(passes, "empty prompt", attention_mask=mask)
-
-
-@pytest.mark.parametrize("shape", [(6,), (1, 2, 6)])
-def test_prompts_that_are_no_batch_of_rows(passes, shape):
-    ids = torch.ones(shape, dtype=torch.long)
-    refused(passes, "shape", input_ids=ids, attention_mask=None)
-
-
-@pytest.mark.parametrize("padding", [0, 1], ids=["full", "padded"])
-@pytest.mark.parametrize("shape", [(2, 4), (2, 9), (1, 6), (3, 6)], ids=str)
-def test_masks_of_another_shape(passes, shape, padding):
-    mask = torch.ones(shape, dtype=torch.long)
-    mask[0, :padding] = 0
-    refused(passes, "attention_mask", attention_mask=mask)
-
-
-def test_masks_of_three_dimensions(passes):
-    refused(passes, "attention_mask", attention_mask=torch.ones(2, 6, 6, dtype=torch.long))
-
-
-def test_masks_with_holes(passes):
-    for row in ([1, 1, 0, 1, 1, 1], [0, 1, 0, 1, 1, 1], [1, 0, 1, 1, 0, 0]):
-        mask = torch.tensor([row, [1] * 6])
-        refused(passes, "one side", attention_mask=mask)
-
-
-@pytest.mark.parametrize("token", [-1, VOCAB, VOCAB + 100])
-def test_tokens_outside_the_vocabulary(passes, token):
-    ids, _ = prompt(4, 6)
-    ids[1, 2] = token
-    refused(passes, r"token ids must be in \[0, 63\]", input_ids=ids)
-
-
-def test_prompts_beyond_the_models_positions(passes):
-    ids, mask = prompt(129, 3)
-    refused(passes, "129 tokens, the model 128 positions", input_ids=ids, attention_mask=mask)
 
 
 def test_caches_that_do_not_fit(passes):
@@ -564,13 +443,6 @@ def test_infinite_logits_cannot_be_sampled(draft):
         SelfSpecModel(model).generate(
             ids, attention_mask=mask, draft=draft, do_sample=True, max_new_tokens=5
         )
-
-
-def test_a_processor_of_the_caller_comes_first_where_transformers_puts_it():
-    ids, mask = prompt(4, 6)
-    options = {"logits_processor": LogitsProcessorList([TemperatureLogitsWarper(0.5)])}
-    own = greedy(target, ids, mask, max_new_tokens=8, **options)
-    assert torch.equal(ours(ids, mask, max_new_tokens=8, **options), own)
 
 
 def test_the_clocks_of_all_parts_run():

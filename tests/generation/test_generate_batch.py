@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 import torch
-from conftest import AGREEMENT, EXIT, VOCAB, greedy, tiny_llama
+from conftest import AGREEMENT, EXIT, VOCAB, greedy, requests_equal_to_generate, tiny_llama
 from drafter_tools import FAMILIES, SKIP, TREES
 from families import CASES_BY_FAMILY, RECURRENT, build, model_of
 from families import VOCAB as FAMILY_VOCAB
@@ -61,13 +61,9 @@ def texts(outputs):
 
 def assert_as_alone(model, prompts, lengths, draft, rows, **options):
     spec = SelfSpecModel(model, draft_model=model)
-    outputs = spec.generate_batch(
-        prompts, draft=draft, batch_size=rows, max_new_tokens=lengths, do_sample=False, **options
-    )
+    outputs = requests_equal_to_generate(spec, prompts, lengths, rows, draft=draft, **options)
     assert list(outputs) == [f"req_{number}" for number in range(len(prompts))]
     assert [output.prompt_ids for output in outputs.values()] == prompts
-    pairs = zip(prompts, lengths, strict=True)
-    assert texts(outputs) == [own_text(model, prompt, length) for prompt, length in pairs]
     assert spec.last_stats.emitted == sum(lengths)
     assert spec.last_stats.prefilled == len(prompts)
 
@@ -91,7 +87,7 @@ def test_every_request_is_as_alone_on_any_family(draft, name, rows):
 @pytest.mark.parametrize("name", RECURRENT)
 @pytest.mark.parametrize("draft", ["early_exit", "prompt_lookup", "none"])
 def test_every_request_is_as_alone_with_recurrent_layers(draft, name):
-    model = build(name, "sdpa")
+    model = build(name, "sdpa", 0.1)
     prompts, lengths = some_prompts(6, vocab=FAMILY_VOCAB), some_lengths(6, high=8)
     assert_as_alone(model, prompts, lengths, draft, 3)
 
@@ -104,11 +100,7 @@ def test_every_head_goes_on_with_rows_that_join(kind, drafter, monkeypatch):
     spec, prompts, lengths = SelfSpecModel(model, [head]), some_prompts(9), some_lengths(9)
     readings = record(monkeypatch)
     draft = {"drafter": drafter, "head": head.kind, "exit_layer": head.exit_layer}
-    outputs = spec.generate_batch(
-        prompts, draft=draft, batch_size=3, max_new_tokens=lengths, do_sample=False
-    )
-    pairs = zip(prompts, lengths, strict=True)
-    assert texts(outputs) == [own_text(model, prompt, length) for prompt, length in pairs]
+    requests_equal_to_generate(spec, prompts, lengths, 3, draft=draft)
     if kind in WITH_LAYER and drafter != "auto":  # which may have decoded plainly
         assert_reads_as_forced(spec.decoder, head, readings, close_in_double)
 
@@ -191,12 +183,9 @@ class Forbid(LogitsProcessor):
     ids=lambda options: next(iter(options)),
 )
 def test_processors_see_one_request(draft, options):
-    model, prompts, lengths = tiny_llama(), some_prompts(9), some_lengths(9, low=9, high=20)
-    outputs = SelfSpecModel(model).generate_batch(
-        prompts, draft=draft, batch_size=4, max_new_tokens=lengths, do_sample=False, **options
-    )
-    pairs = zip(prompts, lengths, strict=True)
-    assert texts(outputs) == [own_text(model, prompt, n, **options) for prompt, n in pairs]
+    prompts, lengths = some_prompts(9), some_lengths(9, low=9, high=20)
+    spec = SelfSpecModel(tiny_llama())
+    requests_equal_to_generate(spec, prompts, lengths, 4, draft=draft, **options)
 
 
 class EndsAt(StoppingCriteria):
@@ -219,29 +208,21 @@ def test_processors_of_all_requests_are_applied_at_once(draft, criteria, monkeyp
         return run(processors, before, logits)
 
     monkeypatch.setattr(sampler, "process", counted)
-    model, prompts, lengths = tiny_llama(), some_prompts(10), [12, 20] * 5
+    spec, prompts, lengths = SelfSpecModel(tiny_llama()), some_prompts(10), [12, 20] * 5
     options = {"repetition_penalty": 1.2, "min_new_tokens": 8, "eos_token_id": [5, 13, 21]}
     options["stopping_criteria"] = criteria
     # All requests share it, and the first call fills it in.
     bias = SequenceBiasLogitsProcessor([[[7], -3.0], [[8, 9], 2.0]])
     options["logits_processor"] = LogitsProcessorList([bias])
-    outputs = SelfSpecModel(model).generate_batch(
-        prompts, draft=draft, batch_size=5, max_new_tokens=lengths, do_sample=False, **options
-    )
+    requests_equal_to_generate(spec, prompts, lengths, 5, draft=draft, **options)
     assert max(rows) == 5 and sum(rows) > 3 * len(rows)
-    pairs = zip(prompts, lengths, strict=True)
-    assert texts(outputs) == [own_text(model, prompt, n, **options) for prompt, n in pairs]
 
 
 def test_stop_strings_and_end_tokens(tokenizer):
-    model, prompts = tiny_llama(), some_prompts(12)
     options = {"stop_strings": ["a", "be"], "tokenizer": tokenizer, "eos_token_id": [9, 10, 11]}
-    outputs = SelfSpecModel(model).generate_batch(
-        prompts, batch_size=4, max_new_tokens=30, do_sample=False, **options
-    )
-    found = texts(outputs)
-    assert found == [own_text(model, prompt, 30, **options) for prompt in prompts]
-    assert len({*map(len, found)}) > 2
+    spec, prompts = SelfSpecModel(tiny_llama()), some_prompts(12)
+    outputs = requests_equal_to_generate(spec, prompts, 30, 4, **options)
+    assert len({*map(len, texts(outputs))}) > 2
 
 
 def test_results_come_as_they_finish_and_prompts_are_read_when_rows_are_free():
@@ -339,27 +320,14 @@ def test_a_text_that_reaches_the_last_position_fails_alone(draft):
     assert texts(outputs) == [own_text(model, prompt, 20) for prompt in others]
 
 
-def test_broken_logits_end_their_request():
-    model, prompts = tiny_llama(), distinct(6)
-    embedding = model.get_input_embeddings()
-    with torch.no_grad():
-        embedding.weight[60] = torch.nan
-    prompts = [[token % 50 + 1 for token in prompt] for prompt in prompts]
-    prompts[2][1] = 60
-    outputs = SelfSpecModel(model).generate_batch(
-        prompts, batch_size=3, max_new_tokens=5, do_sample=False, suppress_tokens=[60]
-    )
-    assert "logits are NaN" in outputs.pop("req_2").error
-    alone = [own_text(model, p, 5, suppress_tokens=[60]) for p in (*prompts[:2], *prompts[3:])]
-    assert texts(outputs) == alone
-
-
-def test_a_row_with_nan_leaves_nothing_to_the_row_that_takes_its_place():
+@pytest.mark.parametrize("lengths", [(5,) * 6, (6, 40, 30, 4, 5)], ids=["alike", "places change"])
+def test_broken_logits_end_their_request(lengths):
+    """And leave nothing to the row that takes its place, a shorter one beside a longer one."""
     model, source = tiny_llama(), random.Random(2)
     with torch.no_grad():
         model.get_input_embeddings().weight[60] = torch.nan
-    prompts = [[source.randrange(1, 50) for _ in range(n)] for n in (6, 40, 30, 4, 5)]
-    prompts[2][-1] = 60  # in the last row, whose place a shorter one takes beside a longer one
+    prompts = [[source.randrange(1, 50) for _ in range(n)] for n in lengths]
+    prompts[2][-1] = 60
     outputs = SelfSpecModel(model).generate_batch(
         prompts, batch_size=3, max_new_tokens=8, do_sample=False, suppress_tokens=[60]
     )
@@ -547,13 +515,8 @@ def test_a_long_prompt_is_prefilled_between_rounds(draft, monkeypatch):
     monkeypatch.setattr(Session, "step", noting_step)
     monkeypatch.setattr(Decoder, "run", noting_run)
     model, prompts = tiny_llama(), [*fixed(3, 4), *fixed(1, 40), *fixed(2, 4)]
-    options = {"prefill_chunk_size": 8, "max_new_tokens": [30, 2, 30, 8, 8, 8]}
-    outputs = SelfSpecModel(model, draft_model=model).generate_batch(
-        prompts, draft=draft, batch_size=3, do_sample=False, **options
-    )
-    lengths = options["max_new_tokens"]
-    pairs = zip(prompts, lengths, strict=True)
-    assert texts(outputs) == [own_text(model, prompt, length) for prompt, length in pairs]
+    spec, lengths = SelfSpecModel(model, draft_model=model), [30, 2, 30, 8, 8, 8]
+    requests_equal_to_generate(spec, prompts, lengths, 3, draft=draft, prefill_chunk_size=8)
     if draft != "two_model":  # whose own prefill is not in pieces of this size
         chunks = [at for at, event in enumerate(events) if event == 8][:5]
         assert len(chunks) == 5

@@ -131,14 +131,6 @@ def test_a_hybrid_cache_counts_as_unset_and_without_a_cache_its_kind_means_nothi
         assert torch.equal(out, own)
 
 
-def test_a_mode_that_other_options_switch_off_is_not_refused(target):
-    """As in transformers, contrastive search needs greedy decoding and more than one candidate."""
-    ids, _ = prompt(6)
-    options = {"penalty_alpha": 0.6, "top_k": 1, "max_new_tokens": 5}
-    out = SelfSpecModel(target).generate(ids, do_sample=False, **options)
-    assert torch.equal(out, greedy(target, ids, **options))
-
-
 # Arguments
 
 
@@ -151,24 +143,31 @@ def test_arguments_stand_where_transformers_has_them():
     assert all(mine.kind in (mine.KEYWORD_ONLY, mine.VAR_KEYWORD) for mine in rest)
 
 
-@DRAFTS
-@BATCHES
-def test_every_default_may_be_passed(target, lengths, draft):
-    ids, mask = prompt(*lengths)
-    defaults = {
-        name: parameter.default
-        for name, parameter in inspect.signature(GenerationMixin.generate).parameters.items()
-        if parameter.default is not parameter.empty and name != "inputs"
-    }
+def every_default():
+    signature = inspect.signature(GenerationMixin.generate).parameters
+    defaults = {name: p.default for name, p in signature.items() if p.default is not p.empty}
     tokenizers = {"tokenizer": None, "assistant_tokenizer": None, "trust_remote_code": None}
     inputs = {"inputs_embeds": None, "position_ids": None, "past_key_values": None}
-    unset = GenerationConfig().to_diff_dict()
-    given = {**defaults, **tokenizers, **inputs, **unset, "synced_gpus": False}
-    given.pop("transformers_version", None)
+    given = {**defaults, **tokenizers, **inputs, **GenerationConfig().to_diff_dict()}
+    return {n: given[n] for n in given if n not in ("inputs", "transformers_version")}
+
+
+NEUTRAL = {
+    "every default": {**every_default(), "synced_gpus": False},
+    "what a collator adds": {"labels": torch.zeros(1, dtype=torch.long)},
+    # As in transformers, contrastive search needs more than one candidate.
+    "a mode that is switched off": {"penalty_alpha": 0.6, "top_k": 1},
+}
+
+
+@DRAFTS
+@BATCHES
+@pytest.mark.parametrize("given", NEUTRAL.values(), ids=NEUTRAL)
+def test_what_says_nothing_may_be_passed(target, lengths, given, draft):
+    ids, mask = prompt(*lengths)
     own = greedy(target, ids, mask, max_new_tokens=6)
-    options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
-    spec = SelfSpecModel(target)
-    assert torch.equal(spec.generate(ids, draft=draft, **options, **given), own)
+    options = {**given, "attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(SelfSpecModel(target).generate(ids, draft=draft, **options), own)
 
 
 @BATCHES
@@ -192,16 +191,6 @@ def test_a_prompt_is_a_tensor_of_integers(target, given):
         SelfSpecModel(target).generate(given, max_new_tokens=2)
     with pytest.raises(TypeError, match="attention_mask must be a tensor"):
         SelfSpecModel(target).generate(prompt(3)[0], attention_mask=[[1, 1, 1]])
-
-
-@DRAFTS
-@BATCHES
-def test_what_a_collator_adds_is_ignored_as_the_model_ignores_it(target, lengths, draft):
-    ids, mask = prompt(*lengths)
-    options = {"attention_mask": mask, "labels": ids.clone(), "max_new_tokens": 6}
-    own = target.generate(ids, do_sample=False, **options)
-    spec = SelfSpecModel(target)
-    assert torch.equal(spec.generate(ids, do_sample=False, draft=draft, **options), own)
 
 
 # Padding, caches and healing

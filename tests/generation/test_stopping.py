@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch
-from conftest import EXIT, VOCAB, contrary, greedy, prompt, tiny_llama
+from conftest import EXIT, VOCAB, equal_to_generate, greedy, prompt, tiny_llama
 from transformers import (
     GenerationConfig,
     MaxLengthCriteria,
@@ -21,24 +21,6 @@ always = tiny_llama("always")
 sometimes = tiny_llama("sometimes")
 TARGETS = pytest.mark.parametrize("target", [always, sometimes], ids=["always", "sometimes"])
 BATCHES = pytest.mark.parametrize("lengths", [(5,), (3, 9, 6)], ids=["one", "three"])
-
-
-class Recorder(BaseStreamer):
-    """Keeps what it is given."""
-
-    def __init__(self):
-        self.puts, self.ended = [], 0
-
-    def put(self, value):
-        self.puts.append(value.clone())
-
-    def end(self):
-        self.ended += 1
-
-    @property
-    def shown(self):
-        """Tokens behind the prompt, for one row."""
-        return [int(token) for value in self.puts[1:] for token in value.reshape(-1)]
 
 
 class StopAt(StoppingCriteria):
@@ -72,14 +54,6 @@ def written(target, lengths):
     return greedy(target, ids, mask, max_new_tokens=LENGTH)[:, max(lengths) :]
 
 
-def unused(text):
-    """A token that no row writes: with it as end of sequence, plain decoding pads ended rows too.
-
-    Without any, it goes on writing them until all have ended.
-    """
-    return min(set(range(1, VOCAB)) - set(text.flatten().tolist()))
-
-
 def only_kept(spec, lengths, sequences):
     """Counters and trace say what the output says, row by row."""
     stats, trace = spec.last_stats, spec.last_trace
@@ -100,27 +74,74 @@ def only_kept(spec, lengths, sequences):
     assert stats.emitted == stats.accepted + sum(step.target is not None for step in rounds)
 
 
+def criteria(*given):
+    return {"stopping_criteria": StoppingCriteriaList(given)}
+
+
+def unused(text):
+    """A token that no row writes: with it as end of sequence, plain decoding pads ended rows too.
+
+    Without any, it goes on writing them until all have ended.
+    """
+    return {"eos_token_id": min(set(range(1, VOCAB)) - set(text.flatten().tolist()))}
+
+
+def strings(text, place):
+    """Stop strings inside a block: one of the first row, one of the last."""
+    ends = text[0, place : place + 2], text[-1, place + 1 : place + 3]
+    return {"stop_strings": ends, **unused(text)}
+
+
+# What stops a text, by what is written when nothing does.
+STOPS = {
+    **{f"eos at {n}": lambda t, n=n: {"eos_token_id": int(t[0, n])} for n in (0, 3, 6, 7, 12)},
+    "several eos": lambda t: {"eos_token_id": [int(t[-1, 8]), int(t[0, 4]), int(t[0, 10])]},
+    **{f"{n} new tokens": lambda t, n=n: {"max_new_tokens": n} for n in (1, 2, 7, 8, 15)},
+    "max_length": lambda t: {"max_new_tokens": None, "max_length": 17},
+    **{
+        f"a length of {n} by the caller": lambda t, n=n: {
+            "max_new_tokens": None,
+            "generation_config": GenerationConfig(max_length=60),
+            **criteria(MaxLengthCriteria(n)),
+        }
+        for n in (12, 15)
+    },
+    "the shorter of two lengths": lambda t: {
+        "max_new_tokens": None,
+        "max_length": 40,
+        **criteria(MaxLengthCriteria(30), MaxLengthCriteria(14)),
+    },
+    **{f"strings at {n}": lambda t, n=n: strings(t, n) for n in (1, 5, 6)},
+    "strings of a config": lambda t: {
+        "generation_config": GenerationConfig(max_new_tokens=LENGTH),
+        **strings(t, 7),
+    },
+    **{f"a criterion at {n}": lambda t, n=n: criteria(StopAt(n)) for n in (10, 13, 20)},
+    **{f"rows apart by {n}": lambda t, n=n: criteria(StopAt(sums=n)) | unused(t) for n in (3, 7)},
+}
+
+
+@TARGETS
+@BATCHES
+@pytest.mark.parametrize("stop", STOPS)
+def test_a_text_ends_where_plain_decoding_ends_it(target, lengths, stop, tokenizer):
+    options = STOPS[stop](written(target, lengths))
+    if "stop_strings" in options:
+        texts = [tokenizer.decode(tokens) for tokens in options["stop_strings"]]
+        options |= {"stop_strings": texts, "tokenizer": tokenizer}
+        if "generation_config" in options:
+            options["generation_config"].stop_strings = options.pop("stop_strings")
+    own, ours, spec = both(target, lengths, **options)
+    assert torch.equal(own, ours)
+    only_kept(spec, lengths, ours)
+    shortest = min(len(spec.last_trace.tokens(row)) for row in range(len(lengths)))
+    assert shortest < LENGTH
+    # An exit that is always right has acceptance 1, wherever the text ends.
+    stats = spec.last_stats
+    assert target is sometimes or not stats.drafted or stats.acceptance_rate == 1
+
+
 # End of sequence
-
-
-@TARGETS
-@BATCHES
-@pytest.mark.parametrize("place", [0, 3, 6, 7, 12])
-def test_eos_at_any_place_of_a_block(target, lengths, place):
-    eos = int(written(target, lengths)[0, place])
-    own, ours, spec = both(target, lengths, eos_token_id=eos)
-    assert torch.equal(own, ours)
-    only_kept(spec, lengths, ours)
-
-
-@TARGETS
-@BATCHES
-def test_several_eos_ids(target, lengths):
-    text = written(target, lengths)
-    eos = [int(text[-1, 8]), int(text[0, 4]), int(text[0, 10])]
-    own, ours, spec = both(target, lengths, eos_token_id=eos)
-    assert torch.equal(own, ours)
-    only_kept(spec, lengths, ours)
 
 
 def test_token_zero_is_an_end_like_any_other():
@@ -136,83 +157,7 @@ def test_token_zero_is_an_end_like_any_other():
     assert torch.equal(own, ours) and ours.shape[1] < 4 + LENGTH
 
 
-@BATCHES
-def test_drafts_behind_the_end_do_not_count(lengths):
-    """An exit that is always right has acceptance 1, wherever the text ends."""
-    eos = int(written(always, lengths)[0, 3])
-    *_, spec = both(always, lengths, eos_token_id=eos)
-    assert spec.last_stats.acceptance_rate == 1
-
-
-# Lengths
-
-
-@TARGETS
-@BATCHES
-@pytest.mark.parametrize("count", [1, 2, 7, 8, 15])
-def test_max_new_tokens(target, lengths, count):
-    own, ours, spec = both(target, lengths, max_new_tokens=count)
-    assert torch.equal(own, ours)
-    only_kept(spec, lengths, ours)
-
-
-@TARGETS
-@BATCHES
-def test_max_length(target, lengths):
-    own, ours, spec = both(target, lengths, max_new_tokens=None, max_length=17)
-    assert torch.equal(own, ours) and ours.shape[1] == 17
-    only_kept(spec, lengths, ours)
-
-
-@BATCHES
-@pytest.mark.parametrize("length", [12, 15])
-def test_a_length_criterion_of_the_caller(lengths, length):
-    criteria = StoppingCriteriaList([MaxLengthCriteria(length)])
-    config = GenerationConfig(max_length=60)
-    own, ours, _ = both(
-        sometimes,
-        lengths,
-        max_new_tokens=None,
-        generation_config=config,
-        stopping_criteria=criteria,
-    )
-    assert torch.equal(own, ours)
-
-
-@BATCHES
-def test_the_shorter_of_two_length_criteria_wins(lengths):
-    criteria = StoppingCriteriaList([MaxLengthCriteria(30), MaxLengthCriteria(14)])
-    own, ours, _ = both(
-        sometimes, lengths, max_new_tokens=None, max_length=40, stopping_criteria=criteria
-    )
-    assert torch.equal(own, ours)
-
-
 # Stop strings
-
-
-@TARGETS
-@BATCHES
-@pytest.mark.parametrize("place", [1, 5, 6])
-def test_stop_strings(target, lengths, place, tokenizer):
-    text = written(target, lengths)
-    first = tokenizer.decode(text[0, place : place + 2])
-    last = tokenizer.decode(text[-1, place + 1 : place + 3])
-    strings = [first, last]
-    options = {"stop_strings": strings, "tokenizer": tokenizer, "eos_token_id": unused(text)}
-    own, ours, spec = both(target, lengths, **options)
-    assert torch.equal(own, ours)
-    assert min(map(len, map(spec.last_trace.tokens, range(len(lengths))))) < LENGTH
-    only_kept(spec, lengths, ours)
-
-
-def test_stop_strings_of_a_generation_config(tokenizer):
-    string = tokenizer.decode(written(sometimes, (5,))[0, 7:9])
-    config = GenerationConfig(stop_strings=string, max_new_tokens=LENGTH)
-    options = {"generation_config": config, "tokenizer": tokenizer, "max_new_tokens": LENGTH}
-    own, ours, _ = both(sometimes, (5,), **options)
-    assert torch.equal(own, ours) and ours.shape[1] < 5 + LENGTH
-    assert config.stop_strings == string
 
 
 def test_stop_strings_of_the_model(tokenizer, monkeypatch):
@@ -256,40 +201,10 @@ def test_stop_strings_need_the_tokenizer():
 
 
 @TARGETS
-@BATCHES
-@pytest.mark.parametrize("length", [10, 13, 20])
-def test_a_user_criterion(target, lengths, length):
-    options = [StoppingCriteriaList([StopAt(length)]) for _ in range(2)]
-    ids, mask = prompt(*lengths)
-    own = greedy(target, ids, mask, max_new_tokens=LENGTH, stopping_criteria=options[0])
-    spec = SelfSpecModel(target)
-    ours = spec.generate(
-        ids,
-        attention_mask=mask,
-        max_new_tokens=LENGTH,
-        draft=DRAFT,
-        stopping_criteria=options[1],
-    )
-    assert torch.equal(own, ours)
-    only_kept(spec, lengths, ours)
-
-
-@TARGETS
-@pytest.mark.parametrize("sums", [3, 7])
-def test_a_user_criterion_that_stops_rows_apart(target, sums):
-    lengths = (3, 9, 6)
-    criteria = StoppingCriteriaList([StopAt(sums=sums)])
-    eos = unused(written(target, lengths))
-    own, ours, spec = both(target, lengths, stopping_criteria=criteria, eos_token_id=eos)
-    assert torch.equal(own, ours)
-    only_kept(spec, lengths, ours)
-
-
-@TARGETS
 def test_rows_that_a_criterion_ended_stay_ended_without_an_eos(target):
     """Plain decoding writes such rows on until all have ended; up to there the texts agree."""
-    lengths, criteria = (3, 9, 6), StoppingCriteriaList([StopAt(sums=3)])
-    own, ours, spec = both(target, lengths, stopping_criteria=criteria)
+    lengths = (3, 9, 6)
+    own, ours, spec = both(target, lengths, **criteria(StopAt(sums=3)))
     assert ours.shape == own.shape
     for row in range(3):
         tokens = spec.last_trace.tokens(row)
@@ -314,7 +229,7 @@ def test_a_user_criterion_is_asked_what_plain_decoding_asks(target):
             max_new_tokens=LENGTH,
             return_dict_in_generate=True,
             output_scores=True,
-            stopping_criteria=StoppingCriteriaList([criterion]),
+            **criteria(criterion),
             **options,
         )
         notes.append(criterion.calls)
@@ -334,10 +249,8 @@ def test_every_criterion_is_asked_at_every_token():
         (SelfSpecModel(sometimes).generate, {"draft": DRAFT}),
     ):
         behind = StopAt(999)
-        criteria = StoppingCriteriaList([StopAt(12), behind])
-        generate(
-            ids, attention_mask=mask, max_new_tokens=LENGTH, stopping_criteria=criteria, **extra
-        )
+        stops = criteria(StopAt(12), behind)
+        generate(ids, attention_mask=mask, max_new_tokens=LENGTH, **stops, **extra)
         calls.append([text.tolist() for text, _ in behind.calls])
     assert calls[0] == calls[1]
 
@@ -355,7 +268,7 @@ def test_the_earliest_of_many_stops_wins(lengths, tokenizer):
             tokenizer=tokenizer,
             max_new_tokens=None,
             max_length=length,
-            stopping_criteria=StoppingCriteriaList([StopAt(max(lengths) + 20)]),
+            **criteria(StopAt(max(lengths) + 20)),
         )
         assert torch.equal(own, ours)
         only_kept(spec, lengths, ours)
@@ -393,44 +306,11 @@ def test_max_time_ends_after_the_round_in_which_it_passes(lengths, monkeypatch):
 # Streaming and drafters
 
 
-@pytest.mark.parametrize("place", [0, 2, 5, 6, 9])
-def test_the_streamer_never_shows_a_token_behind_the_stop(place):
-    eos = int(written(always, (5,))[0, place])
-    recorder = Recorder()
-    ids, mask = prompt(5)
-    spec = SelfSpecModel(always)
-    ours = spec.generate(
-        ids,
-        attention_mask=mask,
-        max_new_tokens=LENGTH,
-        eos_token_id=eos,
-        draft=DRAFT,
-        streamer=recorder,
-    )
-    assert torch.equal(recorder.puts[0], ids)
-    assert recorder.shown == ours[0, 5:].tolist()
-    assert recorder.ended == 1
-
-
-@BATCHES
-def test_a_drafter_that_is_never_right_changes_nothing(lengths):
-    ids, mask = prompt(*lengths)
-    spec = contrary(sometimes, EXIT)
-    eos = int(written(sometimes, lengths)[0, 11])
-    options = {"max_new_tokens": LENGTH, "eos_token_id": eos}
-    ours = spec.generate(ids, attention_mask=mask, draft="early_exit", **options)
-    assert torch.equal(ours, greedy(sometimes, ids, mask, **options))
-    assert spec.last_stats.acceptance_rate == 0
-    assert spec.last_stats.mean_accepted_length == 1
-    only_kept(spec, lengths, ours)
-
-
 @BATCHES
 def test_without_drafts_every_token_is_plain(lengths):
     ids, mask = prompt(*lengths)
     spec = SelfSpecModel(sometimes)
-    ours = spec.generate(ids, attention_mask=mask, max_new_tokens=9, draft="none")
-    assert torch.equal(ours, greedy(sometimes, ids, mask, max_new_tokens=9))
+    equal_to_generate(spec, ids, mask, max_new_tokens=9, draft="none")
     for row in range(len(lengths)):
         assert spec.last_trace.origins(row) == ["plain"] * 9
     assert spec.last_stats.drafted == 0 and spec.last_stats.acceptance_rate == 0

@@ -111,15 +111,6 @@ def test_a_row_that_was_padded_on_the_right_shows_the_same_steps():
     assert ours.puts[1:] == plain.puts[1:]
 
 
-def test_a_streamer_sees_no_draft_that_was_not_kept():
-    target = TARGETS["sometimes"]
-    columns = Columns()
-    text = stream(target, columns)
-    own = greedy(target, IDS, MASK, max_new_tokens=20)
-    assert torch.equal(text, own)
-    assert [token for put in columns.puts[1:] for token in put] == own[0, 5:].tolist()
-
-
 def test_streaming_while_sampling_shows_what_is_returned():
     columns = Columns()
     text = SelfSpecModel(TARGETS["sometimes"]).generate(

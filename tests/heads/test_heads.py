@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import EXIT, VOCAB, greedy, prompt, tiny_llama
+from conftest import EXIT, TINY, VOCAB, equal_to_generate, prompt, tiny_llama
 from head_tools import KINDS, PARALLEL, class_of, exit_of, own_head
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -81,15 +81,7 @@ def test_an_untrained_lens_is_the_shared_head(exit_layer, dtype):
     "config",
     [
         GPT2Config(n_embd=32, n_head=4, n_layer=4, vocab_size=VOCAB),
-        Gemma2Config(
-            vocab_size=VOCAB,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-        ),
+        Gemma2Config(**TINY, head_dim=8),
     ],
     ids=["layer norm", "offset norm and soft cap"],
 )
@@ -98,30 +90,6 @@ def test_an_untrained_lens_is_the_shared_head_for_every_norm(config):
     decoder = Decoder(AutoModelForCausalLM.from_config(config).double().eval())
     shared, untrained = (kind.build(decoder, 2) for kind in (SharedHead, LensHead))
     torch.testing.assert_close(*exits(decoder, shared, untrained), rtol=1e-12, atol=1e-12)
-
-
-def test_an_untrained_lens_drafts_what_the_shared_head_drafts(target):
-    spec = SelfSpecModel(target)
-    spec.engine.heads.append(LensHead.build(spec.decoder, EXIT))
-    traces = []
-    for kind in ("shared", "lens"):
-        draft = DraftConfig(exit_layer=EXIT, head=kind, num_draft_tokens=5)
-        spec.generate(IDS, attention_mask=MASK, max_new_tokens=20, draft=draft)
-        traces.append(spec.last_trace)
-    assert traces[0] == traces[1]
-
-
-def test_a_lens_of_its_own_changes_drafts_and_no_text(target):
-    spec = SelfSpecModel(target)
-    spec.engine.heads.append(lens(spec.decoder))
-    own = greedy(target, IDS, MASK, max_new_tokens=20)
-    drafted = []
-    for kind in ("shared", "lens"):
-        draft = DraftConfig(exit_layer=EXIT, head=kind)
-        text = spec.generate(IDS, attention_mask=MASK, max_new_tokens=20, draft=draft)
-        assert torch.equal(text, own)
-        drafted.append([step.drafted for step in spec.last_trace.rows[0]])
-    assert drafted[0] != drafted[1]
 
 
 def test_a_lens_starts_with_a_copy_of_the_norm(target):
@@ -145,11 +113,9 @@ def test_heads_at_two_exits(target):
     assert pick(exit_layer=1, head="shared") is heads[2]
     made = pick(exit_layer=2)
     assert (made.kind, made.exit_layer) == ("shared", 2)
-    own = greedy(target, IDS, MASK, max_new_tokens=12)
     for exit_layer in (1, 2, 3):
         draft = DraftConfig(exit_layer=exit_layer)
-        text = spec.generate(IDS, attention_mask=MASK, max_new_tokens=12, draft=draft)
-        assert torch.equal(text, own)
+        equal_to_generate(spec, IDS, MASK, max_new_tokens=12, draft=draft)
 
 
 def test_without_heads_a_quarter_of_the_layers_drafts(target):
@@ -171,30 +137,6 @@ def test_a_head_beyond_the_model_is_refused(target, exit_layer):
 
 
 # On disk
-
-
-def test_heads_come_back_as_they_were_saved(target, tmp_path):
-    decoder = Decoder(target)
-    heads = [lens(decoder, 3, rank=5), SharedHead.build(decoder, 2), lens(decoder, 1, seed=1)]
-    save_heads(heads, decoder, tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [WEIGHTS, CONFIG]
-    loaded = SelfSpecModel(target, heads=tmp_path).heads
-    same(loaded, heads)
-    assert all(not p.requires_grad for head in loaded for p in head.parameters())
-    assert all(not head.training for head in loaded)
-
-
-def test_heads_and_model_are_saved_and_loaded_together(target, tmp_path):
-    spec = SelfSpecModel(target)
-    spec.engine.heads.append(lens(spec.decoder))
-    spec.save_pretrained(tmp_path)
-    again = SelfSpecModel.from_pretrained(tmp_path, dtype=torch.float64)
-    same(again.heads, spec.heads)
-    # The default draft goes by the clock, so its rounds differ from call to call.
-    draft = DraftConfig(exit_layer=EXIT, head="lens", num_draft_tokens=3)
-    options = {"attention_mask": MASK, "max_new_tokens": 12, "draft": draft}
-    assert torch.equal(again.generate(IDS, **options), spec.generate(IDS, **options))
-    assert again.last_trace == spec.last_trace
 
 
 def test_heads_beside_a_target_are_not_taken_for_its_weights(target, tmp_path):
@@ -243,6 +185,7 @@ def test_heads_of_every_kind_come_back_as_they_were_saved(target, tmp_path):
     heads = every_kind(spec.decoder)
     spec.engine.heads.extend(heads)
     save_heads(heads, spec.decoder, tmp_path / "heads")
+    assert sorted(path.name for path in (tmp_path / "heads").iterdir()) == [WEIGHTS, CONFIG]
     spec.save_pretrained(tmp_path / "all")
     again = [
         SelfSpecModel(target, heads=tmp_path / "heads"),
@@ -255,7 +198,7 @@ def test_heads_of_every_kind_come_back_as_they_were_saved(target, tmp_path):
                 weight = loaded.lm_head.weight
                 assert torch.equal(weight, target.lm_head.weight[head.vocab_ids])
             assert list(head.calibrators) == list(loaded.calibrators)
-            assert not any(p.requires_grad for p in loaded.parameters())
+            assert not loaded.training and not any(p.requires_grad for p in loaded.parameters())
             options = {"attention_mask": MASK, "max_new_tokens": 9}
             options["draft"] = DraftConfig(exit_layer=head.exit_layer, head=head.kind)
             assert torch.equal(spec.generate(IDS, **options), other.generate(IDS, **options))
@@ -359,11 +302,9 @@ def test_a_registered_kind_is_saved_loaded_and_drafts(target, doubled, trimmed, 
     spec = SelfSpecModel(target, heads=tmp_path)
     assert type(spec.heads[0]) is doubled
     same(spec.heads, [head])
-    own = greedy(target, IDS, MASK, max_new_tokens=12)
     for drafter in ("early_exit", "tree"):
         draft = DraftConfig(drafter=drafter, head="doubled", exit_layer=EXIT)
-        text = spec.generate(IDS, attention_mask=MASK, max_new_tokens=12, draft=draft)
-        assert torch.equal(text, own)
+        equal_to_generate(spec, IDS, MASK, max_new_tokens=12, draft=draft)
         assert spec.last_stats.drafted > 0
 
 
@@ -387,36 +328,29 @@ def test_a_kind_that_is_not_registered_is_named(target, doubled, monkeypatch, tm
 # Files that are not whole
 
 
-@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
-def test_a_missing_file_is_named(saved, name):
+def shortened(share):
+    return lambda path: path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "match"),
+    [
+        *((name, Path.unlink, f"no {name} in ") for name in (CONFIG, WEIGHTS)),
+        *(
+            (name, shortened(share), f"{name}.*may be truncated")
+            for name in (CONFIG, WEIGHTS)
+            for share in (0, 0.1, 0.5, 0.99)
+        ),
+        *(
+            (CONFIG, lambda path, text=text: path.write_bytes(text), r"selfspec\.json")
+            for text in (b"[1]", b"3", b"null", b'"text"', b"[]", b"\xff\xfe\x00")
+        ),
+    ],
+)
+def test_a_file_that_is_not_whole_is_named(saved, name, damage, match):
     target, _, _, folder = saved
-    (folder / name).unlink()
-    with pytest.raises(FileNotFoundError, match=f"no {name} in "):
-        SelfSpecModel(target, heads=folder)
-
-
-@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
-@pytest.mark.parametrize("share", [0, 0.1, 0.5, 0.99])
-def test_a_truncated_file_is_named(saved, name, share):
-    target, _, _, folder = saved
-    path = folder / name
-    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
-    with pytest.raises(ValueError, match=f"{name}.*may be truncated"):
-        SelfSpecModel(target, heads=folder)
-
-
-@pytest.mark.parametrize("text", ["[1]", "3", "null", '"text"', "[]"])
-def test_json_that_is_no_heads_file_is_named(saved, text):
-    target, _, _, folder = saved
-    (folder / CONFIG).write_text(text)
-    with pytest.raises(ValueError, match=r"selfspec\.json"):
-        SelfSpecModel(target, heads=folder)
-
-
-def test_a_binary_file_is_named(saved):
-    target, _, _, folder = saved
-    (folder / CONFIG).write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match=r"selfspec\.json"):
+    damage(folder / name)
+    with pytest.raises((ValueError, FileNotFoundError), match=match):
         SelfSpecModel(target, heads=folder)
 
 
@@ -495,15 +429,7 @@ def test_another_target_is_refused_with_what_differs(saved, other, differs):
 
 def test_another_family_is_refused(saved):
     _, _, _, folder = saved
-    config = Qwen2Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    other = AutoModelForCausalLM.from_config(config)
+    other = AutoModelForCausalLM.from_config(Qwen2Config(**TINY))
     with pytest.raises(ValueError, match="model_type is 'qwen2' here and 'llama' there"):
         SelfSpecModel(other, heads=folder)
 
@@ -533,8 +459,7 @@ def test_slightly_other_weights_give_a_warning(saved, change):
         spec = SelfSpecModel(target, heads=folder)
     ids = torch.randint(VOCAB, (1, 6))
     draft = DraftConfig(exit_layer=EXIT, num_draft_tokens=3)
-    wanted = target.generate(ids, max_new_tokens=12, do_sample=False)
-    assert torch.equal(spec.generate(ids, max_new_tokens=12, do_sample=False, draft=draft), wanted)
+    equal_to_generate(spec, ids, max_new_tokens=12, draft=draft)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -556,15 +481,8 @@ def test_a_target_is_known_under_lora(family, tmp_path):
     if family == "llama":
         model, modules = tiny_llama("sometimes", dtype=torch.float32), ["q_proj", "down_proj"]
     elif family == "qwen2":
-        config = Qwen2Config(
-            vocab_size=VOCAB,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-        )
-        model, modules = AutoModelForCausalLM.from_config(config), ["q_proj", "down_proj"]
+        model = AutoModelForCausalLM.from_config(Qwen2Config(**TINY))
+        modules = ["q_proj", "down_proj"]
     else:
         config = GPT2Config(n_embd=32, n_head=4, n_layer=4, vocab_size=VOCAB)
         model, modules = AutoModelForCausalLM.from_config(config), ["c_proj"]

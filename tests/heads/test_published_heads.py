@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from cli_tools import call, one_object
-from conftest import VOCAB, greedy, prompt, tiny_llama
+from conftest import VOCAB, equal_to_generate, prompt, tiny_llama
 from head_tools import own_head, record
 from published import (
     DRAFTS,
@@ -68,13 +68,15 @@ def target():
     return tiny_llama("sometimes", rms_norm_eps=EPS)
 
 
+def streams_before(target, reading, layers):
+    """Residual streams at what verification had read before the draft."""
+    return residual_streams(target, reading.text[: len(reading.text) - reading.step - 1], layers)
+
+
 def check_reads(monkeypatch, target, folder, expected, trimmed=True, close=1e-5, **draft):
     """Greedy text is the target's own; each reading has the logits that `expected` says."""
     spec, seen = SelfSpecModel(target, heads=folder), record(monkeypatch)
-    text = spec.generate(
-        IDS, attention_mask=MASK, max_new_tokens=NEW, draft={"num_draft_tokens": 3, **draft}
-    )
-    assert torch.equal(text, greedy(target, IDS, MASK, max_new_tokens=NEW))
+    equal_to_generate(spec, IDS, MASK, max_new_tokens=NEW, draft={"num_draft_tokens": 3, **draft})
     assert {reading.step for reading in seen} == {0, 1, 2}
     (head,) = spec.heads
     for reading in seen[::5]:
@@ -95,8 +97,7 @@ def test_an_eagle3_head_drafts_what_its_paper_says(
     folder = layout(tmp_path / "head", tensors, **options, **layers)
 
     def expected(reading):
-        before = reading.text[: len(reading.text) - reading.step - 1]
-        streams, _ = residual_streams(target, before, (2, 4))
+        streams, _ = streams_before(target, reading, (2, 4))
         return eagle3_logits(tensors, reading.text, streams, reading.step, **options)[-1][0]
 
     check_reads(monkeypatch, target, folder, expected, drafter=drafter)
@@ -113,26 +114,34 @@ def test_a_layer_is_what_its_tensors_say(monkeypatch, tmp_path, target, options,
     share = options.get("partial_rotary_factor", 1)
 
     def expected(reading):
-        before = reading.text[: len(reading.text) - reading.step - 1]
-        streams, _ = residual_streams(target, before, (2, 4))
+        streams, _ = streams_before(target, reading, (2, 4))
         return eagle3_logits(tensors, reading.text, streams, reading.step, share)[-1][0]
 
     check_reads(monkeypatch, target, folder, expected)
 
 
-@pytest.mark.parametrize("maps", BIASES, ids=str)
-def test_an_eagle_head_has_the_biases_of_its_file(monkeypatch, tmp_path, target, maps):
-    tensors = write_eagle(tmp_path / "head", biases=maps, attention_bias=maps == BIASES[1])
+@pytest.mark.parametrize(
+    ("options", "close"),
+    [
+        # Without a norm before its attention, rotary embeddings in float32 count for more.
+        *(({"biases": maps, "attention_bias": maps == BIASES[1]}, 1e-4) for maps in BIASES),
+        *(
+            ({"bias": bias, "prefix": root}, 1e-5)
+            for bias in (True, False)
+            for root in ("", "model.")
+        ),
+    ],
+    ids=str,
+)
+def test_an_eagle_head_drafts_what_its_paper_says(monkeypatch, tmp_path, target, options, close):
+    tensors = write_eagle(tmp_path / "head", **options)
 
     def expected(reading):
-        before = reading.text[: len(reading.text) - reading.step - 1]
-        _, last = residual_streams(target, before, (1,))
+        _, last = streams_before(target, reading, (1,))
         lm_head = target.lm_head.weight
         return eagle_logits(tensors, reading.text, last, lm_head, reading.step)[-1][0]
 
-    # Without a norm before its attention, rotary embeddings in float32 count for more.
-    folder = tmp_path / "head"
-    check_reads(monkeypatch, target, folder, expected, trimmed=False, close=1e-4)
+    check_reads(monkeypatch, target, tmp_path / "head", expected, trimmed=False, close=close)
 
 
 @pytest.mark.parametrize("layout", ["original", "speculators"])
@@ -198,20 +207,6 @@ def test_ids_inside_eagle_config_are_indices_if_the_first_is_one(tmp_path, targe
     assert head.feature_layers == layers
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("prefix", ["", "model."])
-def test_an_eagle_head_drafts_what_its_paper_says(monkeypatch, tmp_path, target, bias, prefix):
-    tensors = write_eagle(tmp_path / "head", bias=bias, prefix=prefix)
-
-    def expected(reading):
-        before = reading.text[: len(reading.text) - reading.step - 1]
-        _, last = residual_streams(target, before, (1,))
-        lm_head = target.lm_head.weight
-        return eagle_logits(tensors, reading.text, last, lm_head, reading.step)[-1][0]
-
-    check_reads(monkeypatch, target, tmp_path / "head", expected, trimmed=False)
-
-
 @pytest.mark.parametrize("drafter", ["early_exit", "tree", "cascade", "auto"])
 def test_a_medusa_head_drafts_every_position_from_one_state(tmp_path, target, drafter):
     tensors = write_medusa(tmp_path / "head", heads=3, layers=2)
@@ -226,8 +221,7 @@ def test_a_medusa_head_drafts_every_position_from_one_state(tmp_path, target, dr
         torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
     assert depth == 2, "a head for each of three positions"
     draft = {"drafter": drafter, "num_draft_tokens": 5}
-    text = spec.generate(IDS, attention_mask=MASK, max_new_tokens=NEW, draft=draft)
-    assert torch.equal(text, greedy(target, IDS, MASK, max_new_tokens=NEW))
+    text = equal_to_generate(spec, IDS, MASK, max_new_tokens=NEW, draft=draft)
     if drafter == "early_exit":
         assert max(len(r.drafted) for row in spec.last_trace.rows for r in row) == 3
 

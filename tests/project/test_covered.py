@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import EXIT, ROOT, VOCAB, greedy, prompt, tiny_llama
+from conftest import EXIT, ROOT, TINY, VOCAB, greedy, prompt, tiny_llama
 from families import build as build_family
 from peft import LoraConfig, PolyConfig, PromptTuningConfig, get_peft_model
 from transformers import (
@@ -296,15 +296,6 @@ def test_arguments_of_batches_do_what_the_page_says(target, name):
 
 # Kinds of models
 
-SHAPE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-
 
 def of_config(config):
     return AutoModelForCausalLM.from_config(config)
@@ -317,7 +308,7 @@ def with_flash():
 
 
 def llama4():
-    config = Llama4TextConfig(**SHAPE, intermediate_size_mlp=48, num_local_experts=2, head_dim=8)
+    config = Llama4TextConfig(**TINY, intermediate_size_mlp=48, num_local_experts=2, head_dim=8)
     return Llama4ForCausalLM(config)
 
 
@@ -337,9 +328,9 @@ def encoder_decoder():
 
 
 MAMBA = MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2)
-GRIFFIN = RecurrentGemmaConfig(**SHAPE, lru_width=32, attention_window_size=8)
+GRIFFIN = RecurrentGemmaConfig(**TINY, lru_width=32, attention_window_size=8)
 KIMI = KimiLinearConfig(
-    **SHAPE, pad_token_id=0, layer_types=["linear_attention", "full_attention"] * 2
+    **TINY, pad_token_id=0, layer_types=["linear_attention", "full_attention"] * 2
 )
 family = partial(partial, build_family, attention="sdpa")
 MODELS = {  # how the kinds of the page begin

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import signal
-import time
 
 import pytest
 import torch
@@ -267,27 +265,6 @@ def test_a_stopped_fit_goes_on_as_if_it_had_not_been(folder, monkeypatch):
     assert metrics(folder / "run") == metrics(folder / "whole")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("after", [3, 21])
-def test_a_killed_fit_goes_on_as_if_it_had_not_been(folder, after):
-    """`kill -9` once `after` steps are written, wherever the process then is."""
-    changes = {"heads": EVERY_KIND, "loss": {"depths": 2}, "loop": {"steps": 40, "save_every": 4}}
-    run, config = folder / "run", fit_config(folder, **changes)
-    process = start(command(config, folder, script="training.fit_heads"))
-    log = run / "metrics.jsonl"
-    while process.poll() is None and not (log.exists() and log.read_text().count("\n") >= after):
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL, "the run ended before it was killed"
-    assert max(Checkpoints(run).steps(), default=0) >= after - 4
-    runs = [fit(settings(folder, **changes, output=str(folder / run))) for run in ("run", "whole")]
-    files = [(run / "exit_heads.safetensors").read_bytes() for run in runs]
-    assert files[0] == files[1]
-    assert metrics(folder / "run") == metrics(folder / "whole")
-    assert not list(run.rglob("*.tmp"))
-
-
 def test_a_fit_that_is_killed_while_it_measures_has_saved_its_heads(folder, monkeypatch):
     def broken(*_):
         raise KeyboardInterrupt
@@ -417,16 +394,6 @@ def test_a_fit_goes_on_with_the_same_text_and_target_alone(folder, monkeypatch):
         fit(config)
 
 
-def test_a_loss_that_is_no_number_stops_and_keeps_what_was_good(folder):
-    changes = {"optimizer": {"lr": 1e30, "warmup": 0.0}, "loop": {"steps": 4, "save_every": 1}}
-    with pytest.raises(
-        FloatingPointError, match=r"of step [123] is .*last good checkpoint is step"
-    ):
-        fit(settings(folder, **changes))
-    assert Checkpoints(folder / "run").steps()
-    assert not (folder / "run" / "heads").exists()
-
-
 def test_a_full_disk_leaves_the_heads_that_were_there(folder, monkeypatch):
     def full(*_):
         raise OSError("no space left on device")
@@ -473,22 +440,6 @@ def test_chats_are_fitted_and_measured_on(folder):
 
 
 # The command line
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("changes", "match", "code"),
-    [
-        (lens(kind="lems"), "config.yaml: heads.0.kind: unknown head kind: 'lems'", 2),
-        (lens(options={"rnak": 3}), "error: unknown option of a lens head: 'rnak'", 1),
-    ],
-)
-def test_a_mistake_ends_in_one_line(folder, changes, match, code):
-    config = fit_config(folder, **changes)
-    process = start(command(config, folder, script="training.fit_heads"))
-    _, errors = process.communicate(timeout=240)
-    assert process.returncode == code
-    assert match in errors and "Traceback" not in errors
 
 
 @pytest.mark.slow

@@ -27,8 +27,7 @@ from training.language.layerskip import (
     exits_in_use,
 )
 from training.language.task import LanguageModelling, Windows, model_inputs
-from training.loop.loop import Loop, LoopConfig
-from training.loop.optim import OptimizerConfig
+from training.loop.loop import LoopConfig
 
 FAMILIES = ("llama", "gpt2", "falcon")  # falcon's layers return tuples
 WIDTH = 12
@@ -285,37 +284,6 @@ def test_models_it_cannot_train_are_refused(config, message):
 
 
 # Runs
-
-
-class Killed(Exception):
-    pass
-
-
-@pytest.mark.parametrize("curriculum", ["rotational", "gradual"])
-def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path, curriculum):
-    recipe = {"p_max": 0.5, "dropout": "rising", "curriculum": curriculum, "e_scale": 1.0}
-
-    def run(name, killed_at=None):
-        skip = task(tiny_llama(dtype=torch.float32), **recipe)
-        data = Mixture([some_blocks()], [1.0], 0)
-        (tmp_path / name).mkdir(exist_ok=True)
-        loop = Loop(skip, data, CHECKED, OptimizerConfig(lr=1e-2), tmp_path / name, {})
-        step = loop._step
-
-        def mortal(number):
-            if number == killed_at:
-                raise Killed
-            return step(number)
-
-        loop._step = mortal
-        loop.run()
-        return skip.model.state_dict()
-
-    whole = run("whole")
-    with pytest.raises(Killed):
-        run("killed", killed_at=5)
-    resumed = run("killed")
-    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
 @pytest.fixture
