@@ -24,8 +24,8 @@ KVCacheDtype = Literal["auto", "int8"]
 Precision = Literal["int8", "int4"]
 
 # Default numbers of drafts: of the `optimal` schedule (the most), and of single drafters.
-_LONGEST = 12
-_LENGTHS = {"prompt_lookup": 40, "auto": _LONGEST}
+LONGEST = 12
+_LENGTHS = {"prompt_lookup": 40, "auto": LONGEST}
 _SINKS = 4  # first keys that a window keeps, as StreamingLLM does
 
 
@@ -186,6 +186,9 @@ class DraftConfig(StrictConfig):
             distribution, and is for chains only.
     """
 
+    # The defaults are valid; validating all sections again takes time in every call.
+    model_config = ConfigDict(validate_default=False)
+
     drafter: str = "early_exit"
     exit_layer: int | None = Field(default=None, ge=0)
     head: str | None = None
@@ -209,7 +212,7 @@ class DraftConfig(StrictConfig):
         """The most tokens drafted in a round; for `cascade`, by its exit head."""
         if self.num_draft_tokens is not None:
             return self.num_draft_tokens
-        return _LONGEST if self.schedule == "optimal" else _LENGTHS.get(self.drafter, 4)
+        return LONGEST if self.schedule == "optimal" else _LENGTHS.get(self.drafter, 4)
 
     @property
     def approximates(self) -> bool:
@@ -225,11 +228,8 @@ class DraftConfig(StrictConfig):
     @property
     def approximated(self) -> tuple[Any, ...]:
         """What tells approximate drafts from one another; empty for exact ones."""
-        return (
-            (self.precision, self.lm_head_precision, self.window, self.approximate)
-            if self.approximates
-            else ()
-        )
+        chosen = self.precision, self.lm_head_precision, self.window, self.approximate
+        return chosen if self.approximates else ()
 
     @model_validator(mode="before")
     @classmethod

@@ -14,10 +14,18 @@ This package alone knows transformers' layer API.
 from selfspec.decoder.decoder import Decoder, entered
 from selfspec.decoder.devices import Ranks, at_hand, bare_copy, device_of, weight_of, weights
 from selfspec.decoder.families import find_layers
-from selfspec.decoder.masks import Packing
 from selfspec.decoder.mixers import is_mixer
-from selfspec.decoder.own_layer import OwnLayer, StandaloneLayer
-from selfspec.decoder.passes import CACHE, Approximation, Pass, Skips, Span, cache_name
+from selfspec.decoder.packing import Packing
+from selfspec.decoder.passes import (
+    CACHE,
+    Approximation,
+    OwnLayer,
+    Pass,
+    Skips,
+    Span,
+    StandaloneLayer,
+    cache_name,
+)
 from selfspec.decoder.quantized import is_quantized
 
 __all__ = [

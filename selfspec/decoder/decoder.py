@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from selfspec.config import Kernels, KVCacheDtype, Precision
-from selfspec.decoder.cache import RoundedCache, SlotCache, StepCache
+from selfspec.decoder.cache import RoundedCache, SlotCache, StepCache, Window
 from selfspec.decoder.devices import bare_copy, device_of, weight_of
 from selfspec.decoder.families import (
     attention_layers,
@@ -29,11 +29,18 @@ from selfspec.decoder.families import (
 )
 from selfspec.decoder.kernels.low_precision import Part, copy_bytes, refuse_copies
 from selfspec.decoder.kernels.prepacked import choose_kernels, packed_bytes
-from selfspec.decoder.masks import Masks, Packing
-from selfspec.decoder.own_layer import OwnLayer
-from selfspec.decoder.passes import MASK, Approximation, Pass, Skips, Span, cache_name
+from selfspec.decoder.packing import Packing
+from selfspec.decoder.passes import (
+    MASK,
+    ActivePass,
+    Approximation,
+    OwnLayer,
+    Pass,
+    Skips,
+    Span,
+    cache_name,
+)
 from selfspec.decoder.quantized import trainable
-from selfspec.decoder.recording import ActivePass
 from selfspec.decoder.run import Runner
 from selfspec.sampling.draft import Tree
 
@@ -153,7 +160,7 @@ class Decoder:
         # The KV cache of the last call, and dtype and devices of its layers then.
         self._spare: tuple[SlotCache | None, tuple[Any, ...] | None] = (None, None)
         self.is_multimodal = is_multimodal(self.causal_lm)
-        self._masks = Masks(self.gates, self.windows)
+        self._kinds = {None, *self.windows}  # of masks: one for each sliding window
         kind = self.config.model_type
         # These size their position bias from a 2-D mask and refuse a 4-D one.
         self._alibi = kind == "bloom" or getattr(self.config, "alibi", False)
@@ -408,8 +415,9 @@ class Decoder:
         outer = slots.set_window(window, {} if own is None else own.kv_layers(span.stop - 1))
         try:
             masks: dict[int | None, Tensor] = {}
-            if prompt is None:  # else the model makes them
-                masks = self._masks.of_slots(slots, window, hidden, added=own is not None)
+            if prompt is None and self._needs_masks(slots, window, added=own is not None):
+                dtype = gates.dtype if hidden is None else hidden.dtype
+                masks = {kind: slots.mask(kind, dtype, own is not None) for kind in self._kinds}
             given = span, window, hidden, masks, self._alibi, tuple(keep), own
             active = ActivePass(*given, skips=skips, approximation=otherwise, ends=ends)
             if own is not None and own.is_standalone:
@@ -422,6 +430,21 @@ class Decoder:
             return self._runner.run(active, inputs, unembed or ends is not None)
         finally:
             slots.set_window(*outer)
+
+    def _needs_masks(self, slots: SlotCache, window: Window, added: bool) -> bool:
+        """Whether the family's own masks are wrong for a pass over slots, or slower.
+
+        They are right for a prefill into an empty cache, and for one token in rows of equal length,
+        which sees everything. A model with images makes the masks of its prompt.
+
+        Args:
+            slots: the KV cache.
+            window: the slots that the pass writes.
+            added: whether a head's own layer runs, which lacks KV of earlier turns.
+        """
+        widths = (window.end,) if self.gates.masks_one else (1, window.end)
+        simple = window.even and window.tight and window.width in widths and window.view is None
+        return not simple or bool(self.gates.own_masks) or (added and any(slots.added_from))
 
     def prompt_inputs(
         self, tokens: Tensor, real: Tensor, given: Mapping[str, Any]
@@ -464,7 +487,12 @@ class Decoder:
             embeds: `[rows, width, hidden]` what `embed` returns, or replaces it.
         """
         with self:
-            masks = self._masks.of_packing(packing, hidden, step, bool(own and own.skips_first))
+            masks: dict[int | None, Tensor] = {}
+            skips_first = bool(own and own.skips_first)
+            if not packing.whole or step or self.gates.own_masks or skips_first:
+                dtype = self.gates.dtype if hidden is None else hidden.dtype
+                rest = dtype, step, skips_first
+                masks = {kind: packing.mask(kind, *rest) for kind in self._kinds}
             documents = packing.lengths if self.recurrent_layers else None
             given = span, None, hidden, masks, self._alibi, tuple(keep), own
             active = ActivePass(*given, documents=documents)

@@ -39,8 +39,14 @@ from selfspec.decoder.kernels.lean import lean_forwards
 from selfspec.decoder.kernels.low_precision import LowPrecisionLinears, Part
 from selfspec.decoder.kernels.prepacked import PrepackedLinears, joins_heads
 from selfspec.decoder.mixers import Mixers
-from selfspec.decoder.passes import MASK, Approximation, LayerCall
-from selfspec.decoder.recording import ActivePass, BodyDone, BodyError
+from selfspec.decoder.passes import (
+    MASK,
+    ActivePass,
+    Approximation,
+    BodyDone,
+    BodyError,
+    LayerCall,
+)
 
 
 def at_ends(states: Tensor, ends: Tensor) -> Tensor:
@@ -243,8 +249,9 @@ class Gates:
             for module, forward in self.prepacked.forwards(*text_parts(self.model), *self.others):
                 self.shadow(module.__dict__, "forward", forward)
             self.masks_one = joins_heads(self.model)
-        for module, forward in self.low_precision.forwards(self.parts()):
-            self.shadow(module.__dict__, "forward", forward)
+        if self.low_precision.wanted:
+            for module, forward in self.low_precision.forwards(self.parts()):
+                self.shadow(module.__dict__, "forward", forward)
         if self.prepacked is not None:
             for module, forward in lean_forwards([*text_parts(self.model), *self.others]):
                 self.shadow(module.__dict__, "forward", forward)

@@ -21,8 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from selfspec.decoder.cache import Inputs, KernelCall, RecurrentLayer
 from selfspec.decoder.direct import with_globals
-from selfspec.decoder.passes import CACHES, MASK
-from selfspec.decoder.recording import ActivePass
+from selfspec.decoder.passes import CACHES, MASK, ActivePass
 
 Forward = Callable[..., Any]
 

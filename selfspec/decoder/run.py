@@ -24,9 +24,17 @@ from selfspec.config import Kernels
 from selfspec.decoder.devices import device_of
 from selfspec.decoder.direct import StandIn, parents_of
 from selfspec.decoder.gates import Gates
-from selfspec.decoder.own_layer import OwnLayer
-from selfspec.decoder.passes import LayerCall, Pass, Skips, cache_name
-from selfspec.decoder.recording import ActivePass, BodyDone, BodyError, BodyWatch
+from selfspec.decoder.passes import (
+    ActivePass,
+    BodyDone,
+    BodyError,
+    BodyWatch,
+    LayerCall,
+    OwnLayer,
+    Pass,
+    Skips,
+    cache_name,
+)
 
 CallLayer = Callable[[nn.Module, int, Tensor, tuple[Any, ...], dict[str, Any]], Any]
 

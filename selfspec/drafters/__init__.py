@@ -7,7 +7,7 @@ from selfspec.decoder import Approximation
 from selfspec.drafters.auto import Auto
 from selfspec.drafters.base import Drafter
 from selfspec.drafters.cascade import Cascade
-from selfspec.drafters.early_exit import EarlyExit
+from selfspec.drafters.chain import EarlyExit
 from selfspec.drafters.engine import Engine
 from selfspec.drafters.lookahead import Lookahead
 from selfspec.drafters.plain import Plain

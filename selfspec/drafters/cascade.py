@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from selfspec.config import DraftConfig
@@ -42,7 +42,6 @@ class Cascade(ExitDrafter):
     ):
         super().__init__(reader, longest, schedule)
         self.lookup, self.confident = lookup, confident
-        self._copies = False  # whether the round's drafts are looked up
 
     @classmethod
     def from_config(cls, engine: Engine, config: DraftConfig) -> Cascade:
@@ -69,17 +68,26 @@ class Cascade(ExitDrafter):
         super().prefilled(state, block, offset, counts)
 
     def propose(self, state: State, limit: int) -> Draft:
-        """Copy what followed each row's match, or draft token by token."""
-        indexes = self.lookup.read(state.context)
-        self._copies = min(index.match.length for index in indexes) >= self.confident
-        if not self._copies:
-            return super().propose(state, limit)
+        """Draft in the way that is chosen for the round."""
+        match = min(index.match.length for index in self.lookup.read(state.context))
+        return self.choose(state, match)(state, limit)
+
+    def choose(self, state: State, match: int) -> Callable[[State, int], Draft]:
+        """How to draft if every row has a match of at least that length."""
+        return self.copy if match >= self.confident else self.chain
+
+    def copy(self, state: State, limit: int) -> Draft:
+        """Copy what followed each row's match."""
         self.schedule.pause()
         return self.lookup.draft(state.context, limit)
 
+    def chain(self, state: State, limit: int) -> Draft:
+        """Draft token by token."""
+        return super().propose(state, limit)
+
     def commit(self, state: State, draft: Draft, verified: Verified, verdict: Verdict) -> None:
         """Show the head what was accepted, also of looked-up drafts."""
-        if self._copies:
+        if draft.counts is not None:  # copies
             self.reader.verified(state, 0, verified)
         else:
             super().commit(state, draft, verified, verdict)

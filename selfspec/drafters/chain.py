@@ -1,21 +1,23 @@
-"""Drafting a chain token by token: the loop that all chain drafters share."""
+"""Drafting a chain token by token: the loop of all chain drafters, and those with an exit head."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from selfspec.config import DraftConfig
 from selfspec.decoder import Pass
 from selfspec.drafters.base import Drafter
-from selfspec.drafters.engine import State, Verified
-from selfspec.drafters.readers import ExitReader
+from selfspec.drafters.engine import Engine, State, Verified
+from selfspec.drafters.readers import ExitReader, make_reader
 from selfspec.heads import Confidence
 from selfspec.sampling.draft import Draft, Verdict
-from selfspec.schedule import Schedule
+from selfspec.schedule import Schedule, make_schedule
 
 # Maps the next token `[rows, 1]` of each row and its index in the draft to logits
 # `[rows, 1, vocab]` and the hidden states `[rows, 1, hidden]` that verification may resume from.
@@ -102,8 +104,8 @@ class ExitDrafter(Drafter):
             state,
             longest,
             self.schedule,
-            self.reader.confidence(),
-            lambda token, step: self.reader.read(state, token, step),
+            self.reader.confidence,
+            partial(self.reader.read, state),
             self.reader.depth,
             not self.reader.head.drafts_all,
         )
@@ -125,3 +127,20 @@ class ExitDrafter(Drafter):
     def pause(self) -> None:
         """End the timing of the last round."""
         self.schedule.pause()
+
+
+class EarlyExit(ExitDrafter):
+    """Self-speculation through an early exit (LayerSkip, Elhoushi et al. 2024).
+
+    k drafts cost k shallow passes; verification resumes from their hidden states.
+    """
+
+    name = "early_exit"
+    takes_schedule = True
+
+    @classmethod
+    def from_config(cls, engine: Engine, config: DraftConfig) -> EarlyExit:
+        """Take the head that the config names."""
+        head = engine.head(config)
+        schedule = make_schedule(config, engine.rounds(*config.approximated, head=head))
+        return cls(make_reader(engine, head), config.most_tokens, schedule)

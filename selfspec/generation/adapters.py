@@ -7,7 +7,7 @@ to the rows of the pass in progress, so that rows may leave and join.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import nn
 
 from selfspec.drafters.engine import State
 
-_OPTIONS = ("adapter_names", "alora_offsets")
+ADAPTER_OPTIONS = ("adapter_names", "alora_offsets")
 
 
 class OfRows(Sequence[Any]):
@@ -63,6 +63,14 @@ class RowAdapters:
         if names is not None:
             with self.hooked():  # PEFT checks the names
                 pass
+
+    def check_rows(self, rows: int) -> None:
+        """Raise ValueError unless there is one adapter per row."""
+        for name, values in zip(ADAPTER_OPTIONS, (self.names, self._offsets), strict=True):
+            if values is not None and len(values) != rows:
+                raise ValueError(
+                    f"{name} has {len(values)} entries for {rows} rows; give one per row"
+                )
 
     def hooked(self) -> AbstractContextManager[None]:
         """While active, PEFT's layers get what belongs to the rows of each pass."""
@@ -117,7 +125,7 @@ def take_adapters(model: nn.Module, options: MutableMapping[str, Any]) -> RowAda
     Raises:
         ValueError: there is no PEFT model, or its adapters cannot differ from row to row.
     """
-    names, offsets = (options.pop(name, None) for name in _OPTIONS)
+    names, offsets = (options.pop(name, None) for name in ADAPTER_OPTIONS)
     tuner: Any = getattr(model, "base_model", None)
     if names is None and offsets is None:
         plain = not hasattr(model, "_enable_peft_forward_hooks") or not is_activated(model, None)
@@ -131,16 +139,3 @@ def take_adapters(model: nn.Module, options: MutableMapping[str, Any]) -> RowAda
             "all rows with set_adapter"
         )
     return RowAdapters(model, names, offsets)
-
-
-def check_rows(adapters: RowAdapters | None, rows: int) -> None:
-    """Raise ValueError unless there is one adapter per row."""
-    for name, values in _of(adapters).items():
-        if values is not None and len(values) != rows:
-            raise ValueError(f"{name} has {len(values)} entries for {rows} rows; give one per row")
-
-
-def _of(adapters: RowAdapters | None) -> Mapping[str, Sequence[Any] | None]:
-    if adapters is None:
-        return {}
-    return dict(zip(_OPTIONS, (adapters.names, adapters._offsets), strict=True))

@@ -28,7 +28,6 @@ from selfspec.generation.loop import AT_LAST_POSITION, Session, room_of
 from selfspec.generation.prompts import Prompt
 from selfspec.generation.rounds import RowRound, StepRecord, read_rounds
 from selfspec.generation.stopping import Stops
-from selfspec.generation.streaming import Stream
 from selfspec.sampling.coupled_noise import Noise
 from selfspec.sampling.draft import Draft, Tree, Verdict
 from selfspec.sampling.processors import joined, signature
@@ -330,8 +329,8 @@ class Group(Session):
             request.output.begin()
         prompt = _joined([request.output.prompt_ids for request in requests.values()], one)
         sampler = JoinedSampler(requests, one.sampler, generator)
-        stops, stream = JoinedStops(requests, one.stops), Stream(None, 0, 0)
-        options = one.config, stream, one.adapters
+        stops = JoinedStops(requests, one.stops)
+        options = one.config, None, one.adapters
         super().__init__(one.engine, drafter, prompt, sampler, stops, *options)
         self.requests, self.stats, self.done = requests, stats, done
         self.chunk = self.chunk or PREFILL

@@ -28,7 +28,7 @@ from selfspec.decoder.cache import WIDEST
 from selfspec.drafters import Drafter
 from selfspec.drafters.engine import Engine, State
 from selfspec.drafters.text_store import BEGINNING
-from selfspec.generation.adapters import RowAdapters, check_rows
+from selfspec.generation.adapters import RowAdapters
 from selfspec.generation.prompts import Prompt
 from selfspec.generation.rounds import RowRound, StepRecord, broken_positions, read_rounds
 from selfspec.generation.stopping import Stops
@@ -69,7 +69,7 @@ class Session:
         sampler: turns scores into tokens.
         stops: the stopping criteria.
         config: the call's generation config.
-        stream: feeds the caller's streamer.
+        stream: feeds the caller's streamer, if there is one.
         adapters: the adapters of rows that do not all use the active one.
     """
 
@@ -81,7 +81,7 @@ class Session:
         sampler: Sampler,
         stops: Stops,
         config: GenerationConfig,
-        stream: Stream,
+        stream: Stream | None = None,
         adapters: RowAdapters | None = None,
     ):
         self.adapters = adapters
@@ -108,7 +108,8 @@ class Session:
             state = self.start()
             while state.rows:
                 self.step(state)
-        self.stream.end()
+        if self.stream is not None:
+            self.stream.end()
         return state
 
     def start(self) -> State:
@@ -283,7 +284,8 @@ class Session:
         self.logits.keep(rows, kept)
         state.slots.commit(kept)
         state.commit(verdict)
-        self.stream.put(context, [rows[i] for i, stop in enumerate(ended) if stop], steps)
+        if self.stream is not None:
+            self.stream.put(context, [rows[i] for i, stop in enumerate(ended) if stop], steps)
         if any(ended):
             self._leave(state, [index for index, stop in enumerate(ended) if not stop])
 
@@ -361,14 +363,17 @@ def open_session(
     call.engine.ranks.check_alike(input_ids)
     stops = Stops(stopping_criteria, call.engine.ranks)
     sampler = call.sampler(logits_processor, bool(generation_config.do_sample), prompt, stops)
-    stream = Stream(call.streamer, prompt.width, padding_id(generation_config))
+    stream, streamer = None, call.streamer
+    if streamer is not None:
+        stream = Stream(streamer, prompt.width, padding_id(generation_config))
     options = generation_config, stream, call.adapters
     return Session(call.engine, call.drafter, prompt, sampler, stops, *options)
 
 
 def speculate(*prepared: Any, call: Call, **options: Any) -> Tensor | SpecOutput:
     """Generate: the callable of `generate(custom_generate=...)`; see `open_session`."""
-    check_rows(call.adapters, prepared[1].shape[0])
+    if call.adapters is not None:
+        call.adapters.check_rows(prepared[1].shape[0])
     session = open_session(*prepared, call=call, **options)
     if call.opened is not None:
         call.opened(session)

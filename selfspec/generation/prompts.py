@@ -253,8 +253,10 @@ def _known_lengths(cache: Cache | None, rows: int, padded: bool) -> list[int]:
 
 def _check_layers(cache: Cache | None, decoder: Decoder) -> None:
     """Raise ValueError if the cache belongs to a model with other layers."""
+    if cache is None:
+        return
     depth, recurrent = decoder.depth, decoder.recurrent_layers
-    held = cache.depth if isinstance(cache, SlotCache) else len(cache.layers) if cache else 0
+    held = cache.depth if isinstance(cache, SlotCache) else len(cache.layers)
     if held not in (0, depth):
         raise ValueError(
             f"the cache holds {held} layers, the model has {depth}; past_key_values must come from "

@@ -20,19 +20,19 @@ class RoundStreamer(BaseStreamer):
 
 
 class Stream:
-    """Feeds the caller's streamer, if there is one.
+    """Feeds the caller's streamer.
 
     With one row, all tokens of a round are one `put`. Several rows advance at different speeds:
     each step is one `put` of `[batch]` tokens, as in plain decoding, once every row has reached it;
     finished rows get padding.
 
     Args:
-        streamer: sync, iterator or async streamer of transformers, or `None`.
+        streamer: sync, iterator or async streamer of transformers.
         start: length of the prompt as given by the caller, padding included.
         padding: token for finished rows.
     """
 
-    def __init__(self, streamer: BaseStreamer | None, start: int, padding: int):
+    def __init__(self, streamer: BaseStreamer, start: int, padding: int):
         self.streamer = streamer
         self.shown = start
         self.padding = padding
@@ -45,8 +45,6 @@ class Stream:
             finished: rows that stopped in this round.
             rounds: the round of each row that took part.
         """
-        if self.streamer is None:
-            return
         if isinstance(self.streamer, RoundStreamer):
             self.streamer.put_round(rounds)
             return
@@ -65,5 +63,4 @@ class Stream:
 
     def end(self) -> None:
         """End the stream."""
-        if self.streamer is not None:
-            self.streamer.end()
+        self.streamer.end()

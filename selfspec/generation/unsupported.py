@@ -154,8 +154,10 @@ def refuse_media(
         config: the merged generation config.
         options: the call's options.
     """
-    covered = _IMAGES if model.config.model_type in IMAGE_FAMILIES else set()
     given = [name for name, value in options.items() if name in _MEDIA and not _is_empty(value)]
+    if not given:
+        return
+    covered = _IMAGES if model.config.model_type in IMAGE_FAMILIES else set()
     unknown = [name for name in given if name not in covered]
     unknown += _other_media(options.get("mm_encoder_outputs"))
     if unknown:
@@ -163,13 +165,13 @@ def refuse_media(
             f"{', '.join(unknown)}: not covered by speculation, with which {type(model).__name__} "
             f"takes {'text and images' if covered else 'text'}; use the model's own generate for it"
         )
-    if given and config.token_healing:
+    if config.token_healing:
         raise ValueError(
             f"token_healing: it reads a prompt as text, which has no place for {', '.join(given)}; "
             "leave it unset"
         )
     cache = options.get(CACHE)
-    if given and cache is not None and cache.get_seq_length() > 0:
+    if cache is not None and cache.get_seq_length() > 0:
         raise ValueError(
             f"{', '.join(given)}: images come with the first prompt; pass the whole prompt without "
             "past_key_values"
@@ -194,6 +196,8 @@ def split_media(
     if model.config.model_type in IMAGE_FAMILIES:
         names = names | _IMAGES
     media = {name: inputs[name] for name in names if not _is_empty(inputs.get(name))}
+    if not media:
+        return {}, dict(inputs)
     cache = inputs.get(CACHE)
     cached = cache is not None and cache.get_seq_length() > 0
     if _IMAGES.isdisjoint(media) and (cached or not any(bool(v.any()) for v in media.values())):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from selfspec.schedule.rounds import Rounds, Way
+from selfspec.schedule.rounds import MEMORY, Rounds, Way
 from selfspec.schedule.stopping import (
     ConfidenceStop,
     OptimalStop,
@@ -12,6 +12,7 @@ from selfspec.schedule.stopping import (
 )
 
 __all__ = [
+    "MEMORY",
     "ConfidenceStop",
     "OptimalStop",
     "Rounds",

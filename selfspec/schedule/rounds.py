@@ -1,102 +1,76 @@
-"""What rounds have brought: moving averages of tokens and seconds of each way to make one.
+"""What rounds have brought, and what the next one is expected to bring.
 
-`auto` takes the way that brings the most tokens per second, and the schedule `optimal` ends a chain
-when another draft is worth less than its time. What is learned outlives the call.
+A plain step, a chain of drafts and copies after a match of some length are the ways to make a
+round. Of each the median of its seconds is kept, and a moving average of its tokens; for chains,
+the acceptance of each position, the seconds of a draft, and of verifying one more token.
 """
 
 from __future__ import annotations
 
-import copy
-import math
-import operator
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from torch import nn
 
+from selfspec.config import LONGEST
 from selfspec.decoder import Decoder
 from selfspec.heads import ExitHead
 
-_MEMORY = 32  # observations over which an average forgets two thirds of what it saw before
-_PRIOR = 8  # observed drafts that an expected acceptance weighs as much as
-_PATIENCE = 4, 64  # rounds after which a way that lost is tried again, first and at most
-_WARM_UP = 8  # rounds of a way of which only the shortest counts: a process warms up
-_OUTLIER = 1.5  # times of the average at which the seconds of disturbed rounds are cut
-_GROWTH = 0.03  # expected time of verifying one more token, in plain steps: .02 to .05 on devices
-# Expected cost and acceptance of drafts of the whole model with fewer bits or keys: what `int4` and
-# `int8` copies took and brought of models from 135 M to 1 B parameters.
-_APPROXIMATE = 0.6, (0.9, 0.9)
-NEUTRAL = 0.5  # expected acceptance, and cost of a draft in plain steps, where nothing is known
+MEMORY = 32  # observations that are remembered: enough to tell apart rates that differ by a tenth
+NEUTRAL = 0.5  # acceptance, cost of a draft, copies per token of the match, where nothing is known
+_APPROXIMATE = 0.9  # acceptance of the whole model with fewer bits or keys, as was measured
+_PRIOR = 3  # observed drafts that an expectation weighs as much as: a wrong one is soon given up
+_GROWTH = 0.03  # time of verifying one more token, in plain steps: .02 to .05 on devices
+_TRIALS = 0.01  # fraction of the tokens that may be lost by trying again what lost
 
 
 class Average:
-    """An exponential moving average; at first the plain mean of an expectation and what is seen.
+    """A moving average, which begins with an expectation that weighs so many observations."""
 
-    Args:
-        value: the expectation.
-        weight: the number of observations that it weighs as much as.
-    """
-
-    __slots__ = ("value", "weight")
-
-    def __init__(self, value: float, weight: float = 0.0):
+    def __init__(self, value: float, weight: float = 1.0):
         self.value, self.weight = value, weight
 
     def learn(self, value: float) -> None:
         """Take in an observation."""
-        self.weight = min(self.weight + 1, _MEMORY)
+        self.weight = min(self.weight + 1, MEMORY)
         self.value += (value - self.value) / self.weight
 
 
-class Seconds(Average):
-    """An average of seconds: of the first rounds the shortest counts, and outliers are cut.
+class Seconds:
+    """The median of the latest times, because a process warms up and some rounds are disturbed.
 
-    Args:
-        share: the expectation, in plain steps.
+    Before the first, `value` is what is expected: `share`, in plain steps (`unit`).
     """
 
-    __slots__ = ("share",)
+    def __init__(self, share: float, unit: Seconds | None = None):
+        self.share, self._unit = share, unit
+        self.seen, self._median = deque[float](maxlen=MEMORY), 0.0
 
-    def __init__(self, share: float):
-        super().__init__(0.0)
-        self.share = share
-
-    def within(self, step: float) -> float:
-        """What was seen, or else is expected if a plain step takes `step` seconds."""
-        return self.value if self.weight else self.share * step
+    @property
+    def value(self) -> float:
+        """The expected seconds."""
+        return self._median if self.seen else self.share * (self._unit.value if self._unit else 1)
 
     def learn(self, value: float) -> None:
         """Take in an observation."""
-        if self.weight < _WARM_UP:
-            self.weight += 1
-            self.value = value if self.weight == 1 else min(self.value, value)
-        else:
-            super().learn(self.cut(value))
-
-    def cut(self, value: float) -> float:
-        """The seconds of a round without what disturbed it."""
-        return min(value, _OUTLIER * self.value)
-
-    def forget(self, step: float) -> None:
-        """Keep only the proportion to a plain step."""
-        self.share, self.weight = self.within(step) / step, 0.0
+        self.seen.append(value)
+        self._median = statistics.median_low(self.seen)
 
 
 class Acceptance:
     """How often drafts are accepted, by position, given that all before them are.
 
-    A position that was not seen for long is believed to be like all.
-
-    Args:
-        expected: the rate before any draft was seen.
+    A position that was not seen for long is believed to be like all. The confidence of the head
+    counts by regression: at first it is taken at its word, and what is learned of it is not
+    forgotten, because it depends on the head and not on the text.
     """
 
     def __init__(self, expected: float):
         self._all, self._rates = Average(expected, _PRIOR), list[Average]()
-        # A regression of acceptance on confidence, which at first is taken at its word: the sums of
-        # squares and products are those of a few uniformly distributed confidences.
-        self._confidence = Average(expected)
-        self._squares = self._products = _PRIOR / 12
+        self._confidence = Average(expected, 0.0)
+        self._squares = self._products = _PRIOR / 12  # of uniformly distributed confidences
 
     def rate(self, position: int) -> float:
         """The expected rate."""
@@ -104,15 +78,6 @@ class Acceptance:
             return self._all.value
         here = self._rates[position]
         return (here.weight * here.value + _PRIOR * self._all.value) / (here.weight + _PRIOR)
-
-    def fade(self) -> None:
-        """Another round is over."""
-        for rate in self._rates:
-            rate.weight *= 1 - 1 / _MEMORY
-
-    def doubt(self) -> None:
-        """Judge the drafts anew: the text may have changed."""
-        self._all.weight, self._rates = min(self._all.weight, _PRIOR / 2), []
 
     def chance(self, position: int, confidence: float) -> float:
         """The chance of a draft in which the head has that confidence."""
@@ -122,175 +87,129 @@ class Acceptance:
 
     def learn(self, position: int, accepted: float) -> None:
         """Count a token whose predecessors were all accepted: 1, 0, or its chance of acceptance."""
-        self._rates += [Average(0.0) for _ in range(len(self._rates), position + 1)]
+        self._rates += [Average(0.0, 0.0) for _ in range(len(self._rates), position + 1)]
         for average in (self._all, self._rates[position]):
             average.learn(accepted)
 
     def learn_confidence(self, position: int, confidence: float, accepted: bool) -> None:
-        """Compare what a head said of a draft with what became of it.
-
-        Nothing is forgotten: the relation depends on the head, not on the text.
-        """
+        """Compare what a head said of a draft with what became of it."""
         self._confidence.learn(confidence)
         far = confidence - self._confidence.value
         self._squares += far * far
         self._products += far * (accepted - self.rate(position))
 
+    def fade(self) -> None:
+        """Another round is over."""
+        for rate in self._rates:
+            rate.weight *= 1 - 1 / MEMORY
+
+    def doubt(self) -> None:
+        """Judge the drafts anew: the text may have changed."""
+        self._all.weight, self._rates = min(self._all.weight, _PRIOR), []
+
 
 class Way:
-    """A way to make a round: a plain step, or copies after a match of some length.
+    """A way to make a round, with the tokens per row and the seconds that are expected of it."""
 
-    Args:
-        tokens: tokens per row that are expected of a round.
-        share: its expected time, in plain steps.
-    """
+    def __init__(self, tokens: float, seconds: Seconds):
+        self.tokens, self.seconds, self.waited = Average(tokens), seconds, 0
 
-    def __init__(self, tokens: float, share: float):
-        self.tokens, self.seconds = Average(tokens, 1.0), Seconds(share)
-        self._waited, self._patience = 0, _PATIENCE[0]
+    @property
+    def rate(self) -> float:
+        """Tokens per second and row."""
+        return self.tokens.value / max(self.seconds.value, 1e-9)
 
-    def rate(self, step: float) -> float:
-        """Tokens per second and row, if a plain step takes `step` seconds."""
-        return self.tokens.value / max(self.seconds.within(step), 1e-9)
+    def is_due(self, best: float) -> bool:
+        """Whether it is tried again, though another way has a better rate.
+
+        Waits double with every try, until so few tokens are lost by trying as `_TRIALS` allows.
+        """
+        lost = best / max(self.rate, 1e-9) - 1
+        return self.waited > min(2 ** len(self.seconds.seen), lost / _TRIALS)
 
     def learn(self, drafts: int, tokens: float, seconds: float, made: Sequence[float]) -> None:
-        """Learn from a round.
-
-        Args:
-            drafts: tokens that it drafted or copied.
-            tokens: tokens per row that it brought.
-            seconds: its time.
-            made: seconds after its begin at which each draft was made, if the device tells.
-        """
+        """Learn from a round, whose drafts were `made` at these seconds, if the device tells."""
         self.tokens.learn(tokens)
         self.seconds.learn(seconds)
-
-    def forget(self, step: float) -> None:
-        """Keep only the proportions of times to a plain step."""
-        self.seconds.forget(step)
-
-    def won(self) -> None:
-        """It was the best: if it loses, it is soon tried again."""
-        self._waited, self._patience = 0, _PATIENCE[0]
-
-    def is_due(self) -> bool:
-        """Whether it has lost for so long that it is tried again, each time after a longer wait."""
-        self._waited += 1
-        if self._waited <= self._patience:
-            return False
-        self._waited, self._patience = 0, min(2 * self._patience, _PATIENCE[1])
-        return True
 
 
 class Chain(Way):
     """Chains of drafts: what they bring follows from the acceptance of each draft.
 
-    `seconds` is the time of a round with `usual` drafts, without making them.
-
-    Args:
-        draft: expected time of one more draft, in plain steps.
-        acceptance: of the drafts.
-        longest: the most drafts of a round.
+    `seconds` are those of a round with `usual` drafts, without making them. A draft that is
+    expected to cost nothing is one of a pass that makes all.
     """
 
-    def __init__(self, draft: float, acceptance: Acceptance, longest: int):
-        super().__init__(1.0, 1.0)
-        self.draft, self.usual = Seconds(draft), Average(1.0, 1.0)
-        self._growth = _GROWTH  # time of verifying one more draft, in rounds without drafting
-        self.acceptance, self.longest = acceptance, longest
+    def __init__(self, acceptance: Acceptance, draft_cost: float, step: Seconds):
+        super().__init__(1.0, Seconds(1.0, step))
+        self.acceptance, self.usual, self._step = acceptance, Average(1.0), step
+        self.draft, self._growth = Seconds(draft_cost, step), _GROWTH
 
-    def marginal(self, step: float) -> float:
+    @property
+    def marginal(self) -> float:
         """Seconds by which one more draft makes a round longer."""
-        return self.draft.within(step) + self._growth * self.seconds.within(step)
+        return self.draft.value + self._growth * self.seconds.value
 
-    def rate(self, step: float) -> float:
+    @property
+    def rate(self) -> float:
         """Tokens per second and row of chains of the best length."""
-        tokens, reach, best, marginal = 1.0, 1.0, 0.0, self.marginal(step)
-        seconds = self.seconds.within(step) * (1 - self._growth * self.usual.value)
-        for position in range(self.longest):
+        tokens, reach, best, marginal = 1.0, 1.0, 0.0, self.marginal
+        seconds = self.seconds.value * (1 - self._growth * self.usual.value)
+        for position in range(LONGEST):
             reach *= self.acceptance.rate(position)
             tokens, seconds = tokens + reach, max(seconds + marginal, 1e-9)
-            if tokens < best * seconds:
-                break
-            best = tokens / seconds
+            best = max(best, tokens / seconds)
         return best
 
     def learn(self, drafts: int, tokens: float, seconds: float, made: Sequence[float]) -> None:
-        """Learn from a round; see `Way.learn`."""
-        spent = drafts * self.draft.within(seconds)
-        if made:  # the first draft also does what the round before it left
-            steps = sorted(map(operator.sub, made[1:], made))
-            self.draft.learn(steps[len(steps) // 2] if steps else made[0])
-            spent = made[-1]
-        rest, far = seconds - spent, drafts - self.usual.value
-        if self.seconds.weight >= _WARM_UP:  # a step of least mean squares (Widrow, Hoff 1960)
-            error = self.seconds.cut(rest) / self.seconds.value - 1 - far * self._growth
-            self._growth = max(0.0, self._growth + error * far / (1 + far * far) / _MEMORY)
+        """See `Way.learn`."""
+        rest = seconds / (1 + drafts * self.draft.share)
+        if made and self.draft.share:
+            first, last = made[0], made[-1]  # the first also does what the round before it left
+            self.draft.learn((last - first) / (drafts - 1) if drafts > 1 else first)
+            rest = seconds - last
+        if self.seconds.seen:  # a step of least mean squares (Widrow, Hoff 1960)
+            far = drafts - self.usual.value
+            error = min(1.0, rest / self.seconds.value - 1) - far * self._growth
+            self._growth = max(0.0, self._growth + error * far / (1 + far * far) / MEMORY)
         self.usual.learn(drafts)
         self.seconds.learn(rest)
-
-    def is_due(self) -> bool:
-        """See `Way.is_due`."""
-        due = super().is_due()
-        if due:
-            self.acceptance.doubt()
-        return due
-
-    def forget(self, step: float) -> None:
-        """Keep only the proportions of times to a plain step."""
-        super().forget(step)
-        self.draft.forget(step)
+        if not self._step.seen:
+            self._step.share = self.seconds.value
 
 
 class Batch:
-    """What rounds of about one number of rows have brought, greedy or sampled.
+    """What is known of rounds with about one number of rows, greedy or sampled.
 
-    Attributes:
-        plain: plain steps.
-        chain: chains of drafts.
-        copies: copies, by the power of two up to which the rows' shortest match reaches.
+    `copies` are told apart by the power of two up to which the rows' shortest match reaches.
     """
 
-    def __init__(self, chain: Chain):
-        self.plain, self.chain = Way(1.0, 1.0), chain
-        self.copies: dict[int, Way] = {}
-
-    def like(self) -> Batch:
-        """What is expected of another number of rows: the same proportions."""
-        acceptance = self.chain.acceptance
-        other = copy.deepcopy(self, {id(acceptance): acceptance})
-        for way in (other.chain, *other.copies.values(), other.plain):
-            way.forget(self.step)
-        return other
-
-    @property
-    def step(self) -> float:
-        """Seconds of a plain step, or of what is known and takes about as long."""
-        known = [way.seconds.value for way in (self.plain, self.chain) if way.seconds.weight]
-        return known[0] if known else 1.0
+    def __init__(self, acceptance: Acceptance, draft_cost: float):
+        self._step = Seconds(1.0)
+        self.plain, self.copies = Way(1.0, self._step), dict[int, Way]()
+        self.chain = Chain(acceptance, draft_cost, self._step)
 
     @property
     def price(self) -> float:
         """Tokens that the time of one more draft is worth."""
-        step = self.step
-        return max(self.plain.rate(step), self.chain.rate(step)) * self.chain.marginal(step)
-
-    @property
-    def speedup(self) -> float:
-        """Tokens per second of chains over those of plain steps."""
-        return self.chain.rate(self.step) / self.plain.rate(self.step)
+        return max(self.plain.rate, self.chain.rate) * self.chain.marginal
 
     def copying(self, match: int) -> Way:
         """The way to copy after a match of that length; the longer, the more is expected of it."""
-        bucket = 1 << match.bit_length() >> 1
-        return self.copies.setdefault(bucket, Way(1 + bucket / 4, 1 + _GROWTH * bucket))
+        size = 1 << match.bit_length() >> 1
+        new = Way(1 + NEUTRAL * size, Seconds(1 + _GROWTH * size, self._step))
+        return self.copies.setdefault(size, new)
 
     def choose(self, ways: Sequence[Way]) -> Way:
         """The best of these ways, or one that is due to be tried again."""
-        step = self.step
-        best = max(ways, key=lambda way: way.rate(step))
-        best.won()
-        return next((way for way in ways if way is not best and way.is_due()), best)
+        best = max(ways, key=lambda way: way.rate)
+        for way in ways:
+            way.waited += 1
+        chosen = next((way for way in ways if way is not best and way.is_due(best.rate)), best)
+        chosen.waited = 0
+        if chosen is self.chain is not best:
+            self.chain.acceptance.doubt()
+        return chosen
 
 
 class Rounds:
@@ -301,10 +220,6 @@ class Rounds:
         acceptance: expected acceptance of greedy and of sampled drafts.
         clock: returns seconds, the same in all processes of one model.
         one_pass: whether one pass makes all drafts of a round.
-        longest: the most drafts of a round.
-
-    Attributes:
-        acceptance: of greedy (`False`) and of sampled (`True`) drafts.
     """
 
     def __init__(
@@ -313,85 +228,37 @@ class Rounds:
         acceptance: tuple[float, float] = (NEUTRAL, NEUTRAL),
         clock: Callable[[], float] = time.perf_counter,
         one_pass: bool = False,
-        longest: int = 12,
     ):
-        self.clock = clock
+        self.clock, self._draft_cost = clock, 0.0 if one_pass else draft_cost
         self.acceptance = {sampled: Acceptance(acceptance[sampled]) for sampled in (False, True)}
-        self._draft_cost, self._longest = 0.0 if one_pass else draft_cost, longest
         self._batches: dict[tuple[bool, int], Batch] = {}
 
     @classmethod
     def of_head(cls, decoder: Decoder, head: ExitHead, clock: Callable[[], float]) -> Rounds:
-        """Expectations of an exit head: its fraction of the weights, its calibrators' mean.
-
-        With all layers below it, the head drafts by approximate passes.
-        """
-        if head.exit_layer == decoder.depth:
-            return cls(*_APPROXIMATE, clock)
-        layer = _size(decoder.layers[0])
-        readout = _size(head.lm_head or decoder.lm_head)
-        own = _size(head.layer) if head.layer is not None else 0
-        shallow = head.exit_layer * layer + own + readout
+        """Expectations of an exit head: its fraction of the weights, its calibrators' mean."""
+        if head.exit_layer == decoder.depth:  # it drafts by approximate passes
+            return cls(NEUTRAL, (_APPROXIMATE, _APPROXIMATE), clock)
+        layer, own = _size(decoder.layers[0]), _size(head.layer) if head.layer is not None else 0
+        shallow = head.exit_layer * layer + own + _size(head.lm_head or decoder.lm_head)
         cost = shallow / (decoder.depth * layer + _size(decoder.lm_head))
         known = head.calibrators
-        acceptance = [
+        greedy, sampled = (
             float(known[name].bias.float().sigmoid()) if name in known else NEUTRAL  # pyright: ignore
             for name in ("greedy", "sampled")
-        ]
-        return cls(cost, (acceptance[0], acceptance[1]), clock, head.drafts_at_once)
+        )
+        return cls(cost, (greedy, sampled), clock, head.drafts_at_once)
 
     def batch(self, rows: int, sampled: bool) -> Batch:
-        """What is known of about that many rows; at first what is known of the nearest number."""
+        """What is known of about that many rows."""
         key = sampled, rows.bit_length()
         if key not in self._batches:
-            known = [other for other in self._batches if other[0] is sampled]
-            nearest = min(known, key=lambda other: abs(other[1] - key[1]), default=None)
-            chain = Chain(self._draft_cost, self.acceptance[sampled], self._longest)
-            self._batches[key] = Batch(chain) if nearest is None else self._batches[nearest].like()
+            self._batches[key] = Batch(self.acceptance[sampled], self._draft_cost)
         return self._batches[key]
 
-    def speedup(self) -> float:
-        """Tokens per second of chains over those of plain steps, for one row.
-
-        It is the mean over greedy and sampled decoding.
-        """
-        batches = [self.batch(1, sampled) for sampled in (False, True)]
-        return sum(batch.speedup for batch in batches) / len(batches)
-
-
-class RoundTimer:
-    """Times the rounds of a call: a round lasts until the next one begins.
-
-    Args:
-        clock: returns seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float]):
-        self._clock, self._began = clock, 0.0
-        self._made: list[float] = []
-        self._done: tuple[Way, int, float] | None = None
-
-    def begin(self) -> None:
-        """A round begins; the one before it, if it belongs to this drafter, is over."""
-        now = self._clock()
-        if self._done is not None:
-            way, drafts, tokens = self._done
-            made = [mark - self._began for mark in self._made]
-            way.learn(drafts, tokens, now - self._began, made)
-        self._began, self._done, self._made = now, None, []
-
-    def mark(self) -> None:
-        """Another draft has been made, on a device that runs synchronously."""
-        self._made.append(self._clock())
-
-    def end(self, way: Way, drafts: int, accepted: Sequence[int]) -> None:
-        """The round has verified so many drafts, of which each row accepted so many.
-
-        Rows count by their geometric mean: a batch is done when its slowest row is, so that drafts
-        for a few rows alone bring little.
-        """
-        tokens = math.exp(sum(math.log(count + 1) for count in accepted) / len(accepted))
-        self._done = way, drafts, tokens
+    def speedup(self, rows: int, sampled: bool) -> float:
+        """Tokens per second of chains over those of plain steps."""
+        batch = self.batch(rows, sampled)
+        return batch.chain.rate / batch.plain.rate
 
 
 def _size(module: nn.Module) -> int:

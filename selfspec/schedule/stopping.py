@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import geometric_mean
 
 from torch import Tensor
 
 from selfspec.config import DraftConfig
 from selfspec.heads import Calibrator, Confidence
-from selfspec.schedule.rounds import Rounds, RoundTimer
-
-_CLEAR = 2.0  # what a draft is worth decides alone if it is so far above or below its price
+from selfspec.schedule.rounds import Rounds, Way
 
 
 class Schedule:
@@ -37,11 +36,7 @@ class Schedule:
 
 
 class ConfidenceStop(Schedule):
-    """Stops once the draft is unsure of its own token in every row (Kangaroo, Liu et al. 2024).
-
-    Args:
-        threshold: the probability below which a row is unsure.
-    """
+    """Stops once the draft is unsure of its own token in every row (Kangaroo, Liu et al. 2024)."""
 
     def __init__(self, threshold: float):
         self.threshold = threshold
@@ -56,65 +51,63 @@ class ConfidenceStop(Schedule):
 class OptimalStop(Schedule):
     """Stops once another draft is expected to bring less than its time is worth.
 
-    A draft brings a token if it and all drafts before it are accepted. Time is worth the tokens per
-    second of the better of plain steps and chains (the marginal value theorem, Charnov 1976).
-    Tokens are averaged over rows. The head's confidence in a draft is read only where what is
-    known of its position does not decide, because reading takes time; and only on a CPU, because
-    elsewhere it would wait for the device.
-
-    Args:
-        rounds: what is known of rounds, which outlives the call.
+    A draft brings a token if it and all drafts before it are accepted, on average over rows. Time
+    is worth the tokens per second of the better of plain steps and chains (the marginal value
+    theorem, Charnov 1976). The head's confidence in a draft is read only on a CPU: elsewhere it
+    would wait for the device. What is known of `rounds` outlives the call.
     """
 
     def __init__(self, rounds: Rounds):
-        self.rounds, self.timer = rounds, RoundTimer(rounds.clock)
-        self._confidence = uncalibrated()
-        self._batch, self._acceptance = rounds.batch(1, False), rounds.acceptance[False]
-        self._made, self._price, self._reach = 0, 0.0, [1.0]
-        self._read: dict[int, list[float]] = {}  # confidences by position, of each row
+        self.rounds, self._began, self._made = rounds, 0.0, list[float]()
+        self._done: tuple[Way, int, float] | None = None
 
     def begin(self, confidence: Confidence, rows: int, sampled: bool) -> None:
         """Time the round from here."""
-        self.timer.begin()
-        self._batch = self.rounds.batch(rows, sampled)
-        self._acceptance, self._price = self.rounds.acceptance[sampled], self._batch.price
-        self._confidence, self._made, self._reach, self._read = confidence, 0, [1.0], {}
+        self.pause()
+        self._batch, self._confidence = self.rounds.batch(rows, sampled), confidence
+        self._price, self._reach, self._drafted = self._batch.price, [1.0] * rows, 0
+        self._read: list[list[float]] = []  # confidences of each draft, of each row
 
     def pause(self) -> None:
-        """End the timing of the last round."""
-        self.timer.begin()
+        """The last round is over, and another one begins."""
+        now = self.rounds.clock()
+        if self._done is not None:
+            way, drafts, tokens = self._done
+            way.learn(drafts, tokens, now - self._began, [at - self._began for at in self._made])
+        self._began, self._made, self._done = now, [], None
 
     def goes_on(self, scores: Tensor, tokens: Tensor, probs: Tensor | None) -> bool:
         """Whether the next draft is worth its time."""
-        at_hand = is_at_hand(scores)
-        if at_hand:
-            self.timer.mark()
-        position, self._made = self._made, self._made + 1
-        following = self._acceptance.rate(position + 1)
-        chances = [self._acceptance.rate(position)]
-        worth = self._mean_reach() * chances[0] * following
-        if at_hand and self._price / _CLEAR < worth < self._price * _CLEAR:
-            self._read[position] = self._confidence(scores, probs, position)
-            chances = [self._acceptance.chance(position, read) for read in self._read[position]]
-        reach = self._reach * len(chances) if len(self._reach) == 1 else self._reach
-        chances = chances * len(reach) if len(chances) == 1 else chances
-        self._reach = [so_far * chance for so_far, chance in zip(reach, chances, strict=True)]
-        return self._mean_reach() * following > self._price
-
-    def _mean_reach(self) -> float:
-        """Chance that all drafts so far are accepted, on average over rows."""
-        return sum(self._reach) / len(self._reach)
+        acceptance, position = self._batch.chain.acceptance, self._drafted
+        self._drafted += 1
+        chances = [acceptance.rate(position)] * len(self._reach)
+        if is_at_hand(scores):
+            self._made.append(self.rounds.clock())
+            self._read.append(self._confidence(scores, probs, position))
+            chances = [acceptance.chance(position, read) for read in self._read[-1]]
+        self._reach = [reach * chance for reach, chance in zip(self._reach, chances, strict=True)]
+        reach = sum(self._reach) / len(self._reach)
+        return reach * acceptance.rate(position + 1) > self._price
 
     def end(self, drafted: int, accepted: Sequence[int]) -> None:
         """Learn from the round: `accepted` of the `drafted` tokens in each row."""
-        self.timer.end(self._batch.chain, drafted, accepted)
-        self._acceptance.fade()
+        chain = self._batch.chain
+        self.time(chain, drafted, accepted)
+        chain.acceptance.fade()
         for row, count in enumerate(accepted):
             for position in range(min(drafted, count + 1)):
-                self._acceptance.learn(position, position < count)
-                if position in self._read:
+                chain.acceptance.learn(position, position < count)
+                if self._read:
                     read = self._read[position][row]
-                    self._acceptance.learn_confidence(position, read, position < count)
+                    chain.acceptance.learn_confidence(position, read, position < count)
+
+    def time(self, way: Way, drafts: int, accepted: Sequence[int]) -> None:
+        """The round, which lasts until the next one begins, is one of that way.
+
+        Rows count by their geometric mean: a batch is done when its slowest row is, so that drafts
+        for a few rows alone bring little.
+        """
+        self._done = way, drafts, geometric_mean([count + 1 for count in accepted])
 
 
 def is_at_hand(tensor: Tensor) -> bool:
@@ -123,12 +116,7 @@ def is_at_hand(tensor: Tensor) -> bool:
 
 
 def make_schedule(config: DraftConfig, rounds: Rounds) -> Schedule:
-    """The schedule that a config names.
-
-    Args:
-        config: the draft config.
-        rounds: what is known of rounds with the drafter, which outlives the call.
-    """
+    """The schedule that a config names, for a drafter of whose rounds that is known."""
     if config.schedule == "confidence":
         return ConfidenceStop(config.confidence)
     if config.schedule == "optimal":

@@ -86,8 +86,8 @@ def test_what_is_learned_outlives_the_call(monkeypatch, sampled):
         spec.generate(IDS, attention_mask=MASK, max_new_tokens=20, draft="auto", do_sample=sampled)
     assert spec.engine.rounds(head=spec.heads[0]) is known
     batch = known.batch(3, sampled)
-    assert all(way.seconds.weight for way in (batch.plain, batch.chain, batch.copying(1)))
-    assert not known.batch(3, not sampled).plain.seconds.weight
+    assert all(way.seconds.seen for way in (batch.plain, batch.chain, batch.copying(1)))
+    assert not known.batch(3, not sampled).plain.seconds.seen
 
 
 def test_a_head_that_is_always_wrong_is_hardly_asked():
@@ -130,7 +130,7 @@ def test_priors_follow_from_the_head():
     far.calibrators["greedy"].bias.fill_(2.0)
     spec = SelfSpecModel(model, [near, far])
     known = [spec.engine.rounds(head=head) for head in (near, far)]
-    costs = [rounds.batch(1, False).chain.marginal(1.0) for rounds in known]
+    costs = [rounds.batch(1, False).chain.marginal for rounds in known]
     assert 0 < costs[0] < costs[1] < 1.1
     assert known[0].acceptance[False].rate(0) == known[1].acceptance[True].rate(0) == 0.5
     assert known[1].acceptance[False].rate(0) == pytest.approx(0.88, abs=0.01)

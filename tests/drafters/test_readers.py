@@ -12,8 +12,7 @@ import random
 import pytest
 import torch
 
-from selfspec.drafters.readers.features import VerifiedStates, accepted_indices
-from selfspec.drafters.readers.own_kv import OwnKV
+from selfspec.drafters.readers.by_row import OwnKV, VerifiedStates, accepted_indices
 
 _GARBAGE = -1.0
 

@@ -26,8 +26,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from selfspec.decoder.cache import WIDEST, LayerKV, SlotCache
 from selfspec.decoder.direct import hooked_part
 from selfspec.decoder.kernels.fallback import FallbackKernel, summarize
-from selfspec.decoder.passes import LayerCall
-from selfspec.decoder.recording import ActivePass
+from selfspec.decoder.passes import ActivePass, LayerCall
 
 
 class Tape(Protocol):

@@ -1,11 +1,8 @@
-"""How a head is read while it drafts: one reader per way of drafting, one per file."""
+"""How a head is read while it drafts: token by token, or all drafts in one pass."""
 
 from selfspec.drafters.engine import Engine
-from selfspec.drafters.readers.base import ExitReader
-from selfspec.drafters.readers.context import ContextReader
-from selfspec.drafters.readers.layer import LayerReader
-from selfspec.drafters.readers.one_pass import OnePassReader
-from selfspec.drafters.readers.parallel import ParallelReader
+from selfspec.drafters.readers.one_pass import ContextReader, OnePassReader, ParallelReader
+from selfspec.drafters.readers.token_by_token import ExitReader, LayerReader
 from selfspec.heads import DFlashHead, ExitHead
 
 

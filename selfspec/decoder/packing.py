@@ -1,16 +1,12 @@
-"""Additive attention masks of passes, over KV slots and over packed documents."""
+"""Packed documents: which tokens belong together, and the attention masks that keep them apart."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from selfspec.decoder.cache import SlotCache, Window
-from selfspec.decoder.gates import Gates
 
 
 class Packing(NamedTuple):
@@ -75,58 +71,3 @@ class Packing(NamedTuple):
             visible = torch.where(lost, itself, visible)
         mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
         return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
-
-
-class Masks:
-    """Additive masks of passes, one for each sliding window.
-
-    Args:
-        gates: the model's gates, put in when masks are made.
-        windows: per layer, the sliding window in tokens, or `None`.
-    """
-
-    def __init__(self, gates: Gates, windows: Sequence[int | None]):
-        self._gates = gates
-        self._kinds = {None, *windows}
-
-    def of_slots(
-        self, slots: SlotCache, window: Window, hidden: Tensor | None, added: bool
-    ) -> dict[int | None, Tensor]:
-        """Masks of a pass over slots; none if the family's own are right.
-
-        Args:
-            slots: the KV cache.
-            window: the slots that the pass writes.
-            hidden: hidden states that it resumes from, if any.
-            added: whether a head's own layer runs, which lacks KV of earlier turns.
-        """
-        # The family's own mask is right for a prefill into an empty cache, and for one token in
-        # rows of equal length, which sees everything. Otherwise masks come from the rows' lengths.
-        # So they do for one token where a mask makes attention faster.
-        gates = self._gates
-        widths = (window.end,) if gates.masks_one else (1, window.end)
-        simple = window.even and window.tight and window.width in widths
-        simple = simple and window.view is None
-        if simple and not gates.own_masks and not (added and any(slots.added_from)):
-            return {}
-        dtype = self._dtype(hidden)
-        return {kind: slots.mask(kind, dtype, added) for kind in self._kinds}
-
-    def of_packing(
-        self, packing: Packing, hidden: Tensor | None, step: int, skips_first: bool
-    ) -> dict[int | None, Tensor]:
-        """Masks of a pass over packed documents; none if the family's own are right.
-
-        Args:
-            packing: the documents.
-            hidden: hidden states that the pass resumes from, if any.
-            step: number of earlier draft steps.
-            skips_first: whether the first token of a document has no key.
-        """
-        if packing.whole and step == 0 and not self._gates.own_masks and not skips_first:
-            return {}
-        dtype = self._dtype(hidden)
-        return {window: packing.mask(window, dtype, step, skips_first) for window in self._kinds}
-
-    def _dtype(self, hidden: Tensor | None) -> torch.dtype:
-        return self._gates.dtype if hidden is None else hidden.dtype
