@@ -45,12 +45,14 @@ DRAFTS = {
     "n-gram cascade": draft("cascade", exit_layer=2, lookup=NGRAM, schedule="optimal"),
     "lookahead": draft("lookahead", lookahead=GUESSES),
     "wide lookahead": draft("lookahead", lookahead={"window": 5, "ngram": 2, "guesses": 1}),
-    "halves": skipping("optimal", attention=(1, 3), mlp=(2, 3)),
-    "from the first": skipping(attention=(0, 2)),
+    "halves": skipping(attention=(1, 3), mlp=(2, 3)),
+    "from the first": skipping("optimal", attention=(0, 2)),
     "clasp": skipping("confidence", search="clasp", every=4, layers=2),
-    "two_model": draft("two_model", num_draft_tokens=4, schedule="optimal"),
-    "itself": draft("two_model", num_draft_tokens=4),
+    "two_model": draft("two_model", num_draft_tokens=4),
+    "itself": draft("two_model", num_draft_tokens=4, schedule="optimal"),
 }
+# Others choose by the clock with what to draft, or how long.
+STEADY = [name for name in DRAFTS if name != "auto" and DRAFTS[name].schedule != "optimal"]
 BRANCHING = TREES - {"auto"} | {"clasp", "narrow tree", "wide tree", "wide lookahead"}
 
 

@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 import torch
 from conftest import EXIT, VOCAB, ContraryHead, equal_to_generate, gates, greedy, prompt, tiny_llama
-from drafter_tools import BRANCHING, CHAINS, DRAFTS, FAMILIES, draft, tree
+from drafter_tools import BRANCHING, CHAINS, DRAFTS, FAMILIES, STEADY, draft, tree
 from families import ALL_ROWS, CASES_BY_FAMILY, LONG_ROW, model_of, own_text, prompts
 from head_tools import KINDS, own_head
 from lookup_tools import foresee, foresee_ngrams
@@ -148,15 +148,11 @@ def test_with_any_processor(drafting, own_texts, how, batch, tokenizer, monkeypa
         rates += [spec.last_stats.acceptance_rate] if spec.last_stats.drafted else []
     assert gates(model()) == []
     assert batch == "one row" or 0 in expected[:, width:], "rows should end apart"
-    assert how != "itself" or set(rates) == {1}
+    assert how != "itself" or set(rates) <= {1}
     assert how != "contrary" or (set(rates) == {0} and spec.last_stats.mean_accepted_length == 1)
 
 
-# Others choose by the clock how long to draft, or with what.
-STEADY = [how for how in HOW if how not in DRAFTS or DRAFTS[how].schedule != "optimal"]
-
-
-@pytest.mark.parametrize("how", [how for how in STEADY if how != "auto"])
+@pytest.mark.parametrize("how", [*STEADY, *HEADS, "contrary"])
 def test_a_prompt_in_chunks(drafting, how):
     """Drafts, too, are what they would be."""
     (spec, draft), traces = drafting(how), []
@@ -236,4 +232,4 @@ def test_on_any_family(how, name, monkeypatch):
         drafted += spec.last_stats.drafted
     assert gates(target) == []
     assert how != "itself" or accepted == drafted
-    assert how == "none" or (0 < accepted and (how == "itself" or accepted < drafted))
+    assert how == "none" or how not in STEADY or 0 < accepted < drafted
