@@ -86,7 +86,7 @@ real: $(READY) ## SmolLM2-135M-Instruct against generate and llama.cpp, and exac
 	$(BIN)/python -m benchmarks.real $(REAL) $(if $(DATA),--data $(DATA))
 
 notebooks: $(READY) $(RELEASE) ## execute every notebook
-	$(PYTEST) -m "" tests/test_notebooks.py
+	$(PYTEST) -m "" tests/project/test_notebooks.py
 
 docs: $(DOCS_READY) ## the documentation site, in site/; a warning is an error
 	$(TEST_ENV) NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -116,7 +116,7 @@ test-engines: $(ENGINES_READY) ## exits and heads in vLLM and SGLang, in one pro
 # system's own: Chromium or Chrome, with chromedriver on the path; without them those tests skip.
 # Event loops that Gradio's server leaves are found behind the last test, where no test's mark holds.
 test-app: $(APP_READY) ## the page of `selfspec app`, served to a client and shown in a browser
-	$(TEST_ENV) $(APP)/bin/python -m pytest -rs -W default -m app tests/app
+	$(TEST_ENV) $(APP)/bin/python -m pytest -rs -W default -m app tests/apps/page
 
 # Apart from `make test`: four libraries that `dev` does not need.
 test-processors: $(PROCESSORS_READY) ## texts that grammars of xgrammar, outlines and llguidance constrain

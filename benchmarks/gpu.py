@@ -153,7 +153,7 @@ def device_tests(setup: Setup) -> Found:
     """The tests that need a device; they are skipped on a CPU."""
     if not _TESTS.is_dir() or importlib.util.find_spec("pytest") is None:
         return Found({"left out": "there is no checkout with tests, or no pytest"})
-    files = [str(path) for path in _TESTS.glob("test_*.py") if "mark.gpu" in path.read_text()]
+    files = [str(path) for path in _TESTS.rglob("test_*.py") if "mark.gpu" in path.read_text()]
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *files]
     done = subprocess.run(command, cwd=_TESTS.parent, capture_output=True, text=True, check=False)
     lines = done.stdout.strip().splitlines()

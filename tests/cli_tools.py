@@ -36,3 +36,14 @@ def own_text(folder, prompt=PROMPT):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     ids = tokenizer(prompt, return_tensors="pt").input_ids
     return tokenizer.decode(greedy(model, ids, max_new_tokens=TOKENS)[0, ids.shape[1] :])
+
+
+def altered(plain):
+    """The model's own `generate`, with another token in place of the sixth."""
+
+    def write(self, count=None):
+        run = plain(self, count)
+        tokens = [*run.tokens[:5], (run.tokens[5] + 1) % 64, *run.tokens[6:]]
+        return run._replace(tokens=tokens if len(run.tokens) > 5 else run.tokens)
+
+    return write

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,8 +25,13 @@ torch.set_num_threads(1)
 # A profile that the developer made must not change what the tests draft with.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="selfspec-tests-")
 
+ROOT = Path(__file__).parents[1]
 VOCAB = 64
 EXIT = 2
+TINY: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48}
+TINY |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+# Options that change how a text is written and not what it is.
+OURS = {"draft", "prefill_chunk_size", "past_key_values", "assistant_model", "assistant_tokenizer"}
 # What the layers above the exit add, scaled: all of it, a little, nothing.
 AGREEMENT = {"seldom": 1.0, "sometimes": 0.1, "always": 0.0}
 
@@ -38,12 +46,7 @@ def tiny_llama(
 ) -> LlamaForCausalLM:
     """A random Llama whose exit at layer `EXIT` agrees with it seldom, sometimes or always."""
     shape = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        **TINY,
         "max_position_embeddings": 128,
         # A small spread makes greedy text of a random model one token, again and again.
         "initializer_range": spread,
@@ -80,6 +83,33 @@ def greedy(model: PreTrainedModel, ids: Tensor, mask: Tensor | None = None, **op
     return model.generate(ids, attention_mask=mask, do_sample=False, **options)
 
 
+def equal_to_generate(spec: SelfSpecModel, ids: Tensor, mask=None, drafts=(), **options) -> Tensor:
+    """Greedy text of `spec`, which must be what the model's own `generate` writes.
+
+    A draft, or several in `drafts`, and what else only `spec` takes stand among the options.
+    """
+    mask = torch.ones_like(ids) if mask is None else mask
+    own = {name: value for name, value in options.items() if name not in OURS}
+    text = expected = greedy(spec.model, ids, mask, **own)
+    for draft in drafts or [options.pop("draft", None)]:
+        text = spec.generate(ids, attention_mask=mask, do_sample=False, draft=draft, **options)
+        assert torch.equal(text, expected), draft
+    return text
+
+
+def requests_equal_to_generate(spec: SelfSpecModel, prompts, lengths=12, rows: int = 2, **options):
+    """Greedy text of requests, `rows` of them at once, must be that of each prompt alone."""
+    lengths = [lengths] * len(prompts) if isinstance(lengths, int) else lengths
+    mine = {"batch_size": rows, "max_new_tokens": lengths, "do_sample": False}
+    outputs = spec.generate_batch(prompts, **mine, **options)
+    own = {name: value for name, value in options.items() if name not in OURS}
+    assert [output.error for output in outputs.values()] == [None] * len(prompts)
+    for ids, length, output in zip(prompts, lengths, outputs.values(), strict=True):
+        text = greedy(spec.model, torch.tensor([ids]), max_new_tokens=length, **own)
+        assert output.generated_tokens == text[0, len(ids) :].tolist()
+    return outputs
+
+
 class ContraryHead(SharedHead):
     """An exit that always proposes what it finds least likely: a drafter that is never right."""
 
@@ -94,6 +124,29 @@ def contrary(model: PreTrainedModel, exit_layer: int) -> SelfSpecModel:
     """`model`, with a head that is never right."""
     head = ContraryHead.build(SelfSpecModel(model).decoder, exit_layer)
     return SelfSpecModel(model, heads=[head])
+
+
+@contextmanager
+def paused(module: torch.nn.Module, generate: Callable, *args, **options) -> Iterator[None]:
+    """Meanwhile another thread generates, and stands still where it has called `module`."""
+    inside, done, this = threading.Event(), threading.Event(), threading.current_thread()
+
+    def pause(*_):
+        if threading.current_thread() is not this and not inside.is_set():
+            inside.set()
+            done.wait(30)
+
+    handle = module.register_forward_hook(pause)
+    options = {"max_new_tokens": 6, **options}
+    worker = threading.Thread(target=generate, args=args, kwargs=options)
+    worker.start()
+    assert inside.wait(30)
+    try:
+        yield
+    finally:
+        done.set()
+        worker.join(30)
+        handle.remove()
 
 
 def gates(model: torch.nn.Module) -> list[str]:

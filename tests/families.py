@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from selfspec.decoder import Decoder
@@ -189,6 +191,9 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "minimax": {**_MOE, "block_size": 8, "layer_types": _LINEAR},
 }
 
+# One family of each kind of recurrence: gated delta rule, Mamba-2, convolution, Mamba, lightning.
+RECURRENT = ("qwen3_next", "falcon_h1", "lfm2", "jamba", "minimax")
+
 
 def build(family: str, attention: str, agreement: float = 1.0, seed: int = 0) -> PreTrainedModel:
     """A random model of `family`.
@@ -231,3 +236,47 @@ def _damp(model: PreTrainedModel, factor: float) -> None:
     if factor != 1.0:
         for layer in Decoder(model).layers[LAYERS // 2 :]:
             layer.register_forward_hook(damped, with_kwargs=True)
+
+
+# Their expert kernels, or constants, have no double precision.
+FLOAT32 = {"mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "granitemoe", "olmoe", "phimoe"} | {
+    "deepseek_v3",
+    "xglm",
+}
+# These families' own code offers eager attention only.
+EAGER_ONLY = {"gemma2", "gpt_neo", "bloom", "mpt", "gptj", "codegen", "gpt_oss", "xglm"}
+CASES = [
+    (family, attention)
+    for family in FAMILIES
+    for attention in ("eager", "sdpa")
+    if attention == "eager" or family not in EAGER_ONLY
+]
+NEW_TOKENS = 12
+LENGTHS = (5, 2 * WINDOW + 3, WINDOW + 1)
+ALL_ROWS, LONG_ROW = slice(0, 3), slice(1, 2)
+# The attention that a family uses by default.
+CASES_BY_FAMILY = dict(CASES)
+
+
+def model_of(family: str, attention: str, agreement: float = 1.0) -> Any:
+    """A model in the most precise dtype that the family allows."""
+    model = build(family, attention, agreement)
+    return model if family in FLOAT32 else model.double()
+
+
+def prompts(side: str = "left", lengths: Sequence[int] = LENGTHS) -> tuple[Tensor, Tensor]:
+    """Three rows of different lengths, one longer than two sliding windows."""
+    width = max(lengths)
+    texts = torch.randint(2, VOCAB, (3, width), generator=torch.Generator().manual_seed(3))
+    tokens, mask = torch.zeros_like(texts), torch.zeros_like(texts)
+    for row, length in enumerate(lengths):
+        place = slice(width - length, None) if side == "left" else slice(length)
+        tokens[row, place], mask[row, place] = texts[row, :length], 1
+    return tokens, mask
+
+
+def own_text(model: Any, tokens: Tensor, mask: Tensor) -> Tensor:
+    """What the model's own generate writes behind each row, one row at a time, unpadded."""
+    rows = [row[real.bool()][None] for row, real in zip(tokens, mask, strict=True)]
+    texts = [model.generate(row, max_new_tokens=NEW_TOKENS, do_sample=False) for row in rows]
+    return torch.cat([text[:, -NEW_TOKENS:] for text in texts])

@@ -340,3 +340,21 @@ def medusa_logits(tensors: dict[str, Tensor], last: Tensor, head: int, layers: i
         weight = tensors[f"{head}.{layer}.linear.weight"]
         last = last + silu(linear(last, weight, tensors[f"{head}.{layer}.linear.bias"]))
     return linear(last, tensors[f"{head}.{layers}.weight"])
+
+
+def residual_streams(target, tokens, layers):
+    """The target's residual streams at `tokens` `[n]`, by the number of layers below."""
+    seen = {}
+    hooks = [
+        target.model.layers[layer - 1].register_forward_hook(
+            lambda module, args, output, layer=layer: seen.__setitem__(layer, output[0])
+        )
+        for layer in layers
+    ]
+    try:
+        with torch.no_grad():
+            last = target.model(tokens[None]).last_hidden_state[0]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [seen[layer] for layer in layers], last

@@ -55,12 +55,6 @@ def test_a_key_like_no_other_gets_the_list():
     assert all(key in str(refusal.value) for key in DraftConfig.model_fields)
 
 
-def test_an_unknown_key_of_a_section_says_which_section(tmp_path):
-    path = write(tmp_path, "section:\n  step: 3\n")
-    with pytest.raises(ValueError, match=r"section: unknown key of Section: 'step'.*'steps'"):
-        load_config(Experiment, path)
-
-
 def test_unknown_name():
     assert "did you mean 'lens'?" in unknown_name("head kind", "len", ["shared", "lens"])
     assert unknown_name("x", "q", ["aa", "bb"]) == "unknown x: 'q'; known: aa, bb"
@@ -152,51 +146,37 @@ def test_an_empty_file_means_the_defaults(tmp_path):
     assert load_config(Experiment, write(tmp_path, "# nothing\n")) == Experiment()
 
 
-@pytest.mark.parametrize("override", ["section.steps", "=3", ""])
-def test_an_override_has_a_key_and_a_value(override):
-    with pytest.raises(ValueError, match=r"section\.field=value"):
-        load_config(Experiment, None, [override])
-
-
-def test_an_override_into_a_value_is_refused():
-    with pytest.raises(ValueError, match="'name' is a value, not a section"):
-        load_config(Experiment, None, ["name=x", "name.first=y"])
-
-
-def test_an_override_is_checked_like_the_file():
-    with pytest.raises(ValueError, match="did you mean 'section'"):
-        load_config(Experiment, None, ["sections.steps=4"])
-    with pytest.raises(ValueError, match=r"section\.steps: .*greater than or equal to 1"):
-        load_config(Experiment, None, ["section.steps=0"])
-
-
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no config file at .*absent\.yaml"):
         load_config(Experiment, tmp_path / "absent.yaml")
 
 
-@pytest.mark.parametrize("text", ["- 1\n- 2\n", "just words\n", "3\n"])
-def test_a_file_that_is_no_mapping_is_named(tmp_path, text):
-    path = write(tmp_path, text)
-    with pytest.raises(ValueError, match=r"config\.yaml must hold a YAML mapping"):
-        load_config(Experiment, path)
-
-
-@pytest.mark.parametrize("text", ["a: [1, 2\n", "a: b: c\n", "\tname: x\n"])
-def test_a_file_that_is_no_yaml_is_named(tmp_path, text):
-    path = write(tmp_path, text)
-    with pytest.raises(ValueError, match=r"config\.yaml"):
-        load_config(Experiment, path)
-
-
-def test_an_override_that_is_no_yaml_is_named():
-    with pytest.raises(ValueError, match=r"layers=\[1, "):
-        load_config(Experiment, None, ["layers=[1, "])
-
-
-def test_an_error_says_where_it_comes_from(tmp_path):
-    path = write(tmp_path, "section: {steps: 0}\n")
-    with pytest.raises(ValueError, match=r"config\.yaml: section\.steps: "):
-        load_config(Experiment, path)
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        *((text, "must hold a YAML mapping") for text in ("- 1\n- 2\n", "just words\n", "3\n")),
+        *((text, "") for text in ("a: [1, 2\n", "a: b: c\n", "\tname: x\n")),
+        ("section: {steps: 0}\n", r"section\.steps: "),
+        ("section: {step: 3}\n", r"section: unknown key of Section: 'step'.*'steps'"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named_with_the_file(tmp_path, text, match):
+    with pytest.raises(ValueError, match=rf"config\.yaml.*{match}"):
+        load_config(Experiment, write(tmp_path, text))
     with pytest.raises(ValueError, match=r"^here: name: "):
         parse(Experiment, {"name": 3}, "here")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "match"),
+    [
+        *(([override], r"section\.field=value") for override in ("section.steps", "=3", "")),
+        (["name=x", "name.first=y"], "'name' is a value, not a section"),
+        (["sections.steps=4"], "did you mean 'section'"),
+        (["section.steps=0"], r"section\.steps: .*greater than or equal to 1"),
+        (["layers=[1, "], r"layers=\[1, "),
+    ],
+)
+def test_overrides_are_checked_like_the_file(overrides, match):
+    with pytest.raises(ValueError, match=match):
+        load_config(Experiment, None, overrides)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from conftest import EXIT, VOCAB, gates, greedy, prompt, tiny_llama
+from conftest import EXIT, TINY, VOCAB, equal_to_generate, gates, greedy, paused, prompt, tiny_llama
 from peft import (
     LoraConfig,
     PrefixTuningConfig,
@@ -194,11 +194,9 @@ def test_the_models_own_forward_works_inside_a_call(model):
             seen.append(torch.equal(model(IDS, attention_mask=MASK).logits, alone))
             return scores
 
-    spec = SelfSpecModel(model)
-    processors = LogitsProcessorList([Asking()])
-    text = spec.generate(IDS, attention_mask=MASK, max_new_tokens=6, logits_processor=processors)
+    asking = LogitsProcessorList([Asking()])
+    equal_to_generate(SelfSpecModel(model), IDS, MASK, max_new_tokens=6, logits_processor=asking)
     assert seen and all(seen)
-    assert torch.equal(text, greedy(model, IDS, MASK, max_new_tokens=6))
 
 
 def test_a_call_inside_a_call(model):
@@ -260,59 +258,17 @@ def test_two_wrappers_of_one_model_in_threads(model):
 
 def test_plain_decoding_in_another_thread_is_not_gated(model):
     """A pass over some layers, interrupted at any place, is invisible to other threads."""
-    spec = SelfSpecModel(model)
-    alone = model(IDS, attention_mask=MASK).logits
-    inside, done = threading.Event(), threading.Event()
-    this = threading.current_thread()
-
-    def pause(*_):
-        if threading.current_thread() is not this and not inside.is_set():
-            inside.set()
-            done.wait(30)
-
-    handle = model.model.layers[1].mlp.register_forward_hook(pause)
-    worker = threading.Thread(
-        target=spec.generate,
-        args=(IDS[1:, -1:],),
-        kwargs={"max_new_tokens": 6, "draft": DRAFT},
-    )
-    worker.start()
-    assert inside.wait(30)
-    try:
+    spec, alone = SelfSpecModel(model), model(IDS, attention_mask=MASK).logits
+    with paused(model.model.layers[1].mlp, spec.generate, IDS[1:, -1:], draft=DRAFT):
         meanwhile = model(IDS, attention_mask=MASK).logits
-    finally:
-        done.set()
-        worker.join(30)
-        handle.remove()
     assert torch.equal(meanwhile, alone)
 
 
 def test_a_model_may_be_wrapped_while_another_thread_is_inside_a_pass(model):
     """What a wrapper learns of the model is not what a pass has put in its place."""
-    inside, done = threading.Event(), threading.Event()
-    this = threading.current_thread()
-
-    def pause(*_):
-        if threading.current_thread() is not this and not inside.is_set():
-            inside.set()
-            done.wait(30)
-
-    handle = model.lm_head.register_forward_hook(pause)
-    worker = threading.Thread(
-        target=SelfSpecModel(model).generate,
-        args=(IDS[1:],),
-        kwargs={"max_new_tokens": 6, "draft": DRAFT},
-    )
-    worker.start()
-    assert inside.wait(30)
-    try:
+    with paused(model.lm_head, SelfSpecModel(model).generate, IDS[1:], draft=DRAFT):
         spec = SelfSpecModel(model)
-    finally:
-        done.set()
-        worker.join(30)
-        handle.remove()
-    text = spec.generate(IDS, attention_mask=MASK, max_new_tokens=20, draft=DRAFT)
-    assert torch.equal(text, greedy(model, IDS, MASK, max_new_tokens=20))
+    equal_to_generate(spec, IDS, MASK, max_new_tokens=20, draft=DRAFT)
 
 
 # A drafter equal to the target
@@ -382,12 +338,10 @@ def test_a_lora_model_writes_what_its_own_generate_writes(options):
 
 def test_a_model_with_device_hooks_on_every_module_keeps_them(model):
     # What `device_map` leaves behind: a forward of its own on each module.
-    own = greedy(model, IDS, MASK, max_new_tokens=12)
     for module in model.modules():
         add_hook_to_module(module, AlignDevicesHook(execution_device="cpu", io_same_device=True))
     before = {name: module.forward for name, module in model.named_modules()}
-    out = SelfSpecModel(model).generate(IDS, attention_mask=MASK, max_new_tokens=12, draft=DRAFT)
-    assert torch.equal(out, own)
+    equal_to_generate(SelfSpecModel(model), IDS, MASK, max_new_tokens=12, draft=DRAFT)
     assert all(module.forward == before[name] for name, module in model.named_modules())
 
 
@@ -407,8 +361,7 @@ def test_quantized_linear_layers_are_run_as_they_are(model):
     for layer in model.model.layers:
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             setattr(layer.self_attn, name, Int8Linear(getattr(layer.self_attn, name)))
-    out = SelfSpecModel(model).generate(IDS, attention_mask=MASK, max_new_tokens=12, draft=DRAFT)
-    assert torch.equal(out, greedy(model, IDS, MASK, max_new_tokens=12))
+    equal_to_generate(SelfSpecModel(model), IDS, MASK, max_new_tokens=12, draft=DRAFT)
 
 
 @pytest.mark.parametrize("config", [PromptTuningConfig, PrefixTuningConfig])
@@ -421,15 +374,6 @@ def test_virtual_tokens_are_refused(config):
 
 
 # Models that cannot draft for themselves
-
-SHAPE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 
 
 def build(config):
@@ -453,12 +397,12 @@ def test_an_encoder_decoder_is_refused():
             "recurrent state",
         ),
         (
-            RecurrentGemmaConfig(**SHAPE, lru_width=32, attention_window_size=8),
+            RecurrentGemmaConfig(**TINY, lru_width=32, attention_window_size=8),
             "outside transformers' cache",
         ),
         (
             KimiLinearConfig(
-                **SHAPE, pad_token_id=0, layer_types=["linear_attention", "full_attention"] * 2
+                **TINY, pad_token_id=0, layer_types=["linear_attention", "full_attention"] * 2
             ),
             "KimiLinearDeltaAttention, whose kernel selfspec does not know",
         ),

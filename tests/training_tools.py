@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import yaml
-from conftest import VOCAB, tiny_llama
+from conftest import ROOT, VOCAB, tiny_llama
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -20,7 +20,6 @@ from training.language.task import LanguageModelling, Windows
 from training.loop.loop import Loop, LoopConfig, Task
 from training.loop.optim import OptimizerConfig
 
-ROOT = Path(__file__).parents[1]
 BLOCK = 12
 
 

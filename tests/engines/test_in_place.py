@@ -17,10 +17,10 @@ from urllib.request import Request, urlopen
 import pytest
 import torch
 from conftest import tiny_llama
+from distribution_tools import exact, p_values
 from engine_tools import DRAFTS, NEW_TOKENS, VLLM, asked, counted_as_vllm_does, serving
 from head_tools import own_head
 from law_tools import p_value
-from test_distribution import exact, p_values
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from selfspec import DEMO_MODEL, SelfSpecModel

@@ -6,10 +6,10 @@ is gigabytes and decides itself which transformers it takes.
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT
 from engine_tools import (
     DRAFTS,
     NEW_TOKENS,
@@ -36,7 +36,7 @@ pytestmark = VLLM
 pytest_plugins = ["engine_fixtures"]
 
 EXIT = 4
-PAGE = Path(__file__).parents[2] / "docs/serving.md"
+PAGE = ROOT / "docs/serving.md"
 
 
 @pytest.fixture(scope="module")

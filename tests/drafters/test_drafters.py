@@ -1,0 +1,140 @@
+"""The law of every drafter: greedy text is the model's own, on any family, under any schedule."""
+
+import pytest
+import torch
+from conftest import VOCAB, greedy, prompt, tiny_llama
+from drafter_tools import CHAINS, draft
+from families import build
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from selfspec import DEMO_MODEL, SelfSpecModel
+from selfspec.drafters import DRAFTERS, Drafter, register_drafter
+from selfspec.sampling import Draft
+
+
+def test_every_way_to_draft_is_here():
+    assert set(DRAFTERS) >= {*CHAINS, "auto", "lookahead", "none", "prompt_lookup", "tree"}
+
+
+@pytest.mark.parametrize("drafter", sorted(set(DRAFTERS) - {*CHAINS, "none"}))
+@pytest.mark.parametrize("schedule", ["confidence", "optimal"])
+def test_a_schedule_that_is_not_asked_is_refused(drafter, schedule):
+    spec = SelfSpecModel(tiny_llama())
+    with pytest.raises(ValueError, match=f"'{drafter}' does not use it; leave it out, or"):
+        spec.generate(prompt(4)[0], draft=draft(drafter, schedule=schedule))
+
+
+@pytest.mark.parametrize("drafter", sorted(set(DRAFTERS) - {"two_model", "none"}))
+def test_a_draft_model_that_would_not_draft_is_refused(drafter):
+    spec = SelfSpecModel(tiny_llama())
+    with pytest.raises(ValueError, match=f"'small' is for .*, got drafter='{drafter}'"):
+        spec.generate(prompt(4)[0], draft=draft(drafter, draft_model="small"))
+
+
+@pytest.mark.parametrize("family", ["bloom", "mpt", "falcon_alibi"])
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ("lookahead", "siblings cannot have one position; use a drafter"),
+        ("tree", "cannot have one position; use a drafter that makes"),
+        ("skip_sublayers", "name the sublayers to skip"),
+        ({"exit_layer": 2, "window": 3}, "biases attention by the index of a key"),
+    ],
+)
+def test_families_whose_bias_counts_keys_refuse_trees_and_windows(family, options, match):
+    spec = SelfSpecModel(build(family, "eager"))
+    with pytest.raises(ValueError, match=match):
+        spec.generate(prompt(4)[0], draft=options, max_new_tokens=2)
+
+
+@pytest.fixture(scope="module")
+def demo():
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    ids = tokenizer("The old man looked out of the window, and", return_tensors="pt").input_ids
+    return model, ids, greedy(model, ids, max_new_tokens=32, pad_token_id=0)
+
+
+@pytest.mark.parametrize("drafter", sorted(DRAFTERS))
+def test_on_the_demo_target(drafter, demo):
+    model, ids, expected = demo
+    spec = SelfSpecModel(model, DEMO_MODEL, draft_model=model if drafter == "two_model" else None)
+    options = {"max_new_tokens": 32, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(spec.generate(ids, draft=draft(drafter), **options), expected)
+
+
+def test_a_renamed_drafter_is_refused_with_its_new_name():
+    spec = SelfSpecModel(tiny_llama())
+    with pytest.raises(ValueError, match="'layer_skip' was renamed: 'skip_sublayers'"):
+        spec.generate(prompt(4)[0], draft="layer_skip", max_new_tokens=2)
+
+
+# Drafters of one's own
+
+
+def made(monkeypatch, answer):
+    """A registered drafter that answers `propose(state, limit)`, and a model to draft for."""
+
+    class Own(Drafter):
+        name = "own"
+
+        @classmethod
+        def from_config(cls, engine, config):
+            return cls()
+
+        def propose(self, state, limit):
+            return answer(state, limit)
+
+    monkeypatch.setitem(DRAFTERS, "own", Own)
+    return SelfSpecModel(tiny_llama())
+
+
+def ones(*shape):
+    return torch.ones(shape, dtype=torch.long)
+
+
+FAULTY = {
+    "a tensor": (lambda state, limit: ones(2, 3), "returned Tensor, expected a Draft"),
+    "one row": (lambda state, limit: Draft(ones(3)), r"of shape \(3,\), expected \[rows, n\]"),
+    "other rows": (lambda state, limit: Draft(ones(1, 3)), r"\(1, 3\), .* with rows = 2"),
+    "floats": (lambda state, limit: Draft(ones(2, 3).float()), "of dtype torch.float32"),
+    "too many": (lambda state, limit: Draft(ones(2, limit + 1)), "returned 5 .* limit = 4"),
+    "other probs": (
+        lambda state, limit: Draft(ones(2, 3), probs=torch.ones(2, VOCAB)),
+        r"probs of shape \(2, 64\), expected \[rows, n, vocab\]",
+    ),
+    "no states": (lambda state, limit: Draft(ones(2, 3), depth=1), "depth=1 and no hidden states"),
+    "unknown": (lambda state, limit: Draft(ones(2, 3) * VOCAB), r"token 64, .* ids in \[0, 63\]"),
+    "negative": (lambda state, limit: Draft(-ones(2, 3)), r"token -1, expected token ids"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTY)
+def test_what_is_wrong_with_a_draft_is_said_by_the_drafters_name(monkeypatch, fault):
+    answer, message = FAULTY[fault]
+    spec = made(monkeypatch, answer)
+    ids, mask = prompt(4, 4)
+    with pytest.raises(ValueError, match=r"the drafter 'own' \(.*Own\) .*" + message):
+        spec.generate(ids, attention_mask=mask, draft="own", max_new_tokens=6)
+
+
+def test_a_drafter_that_is_defined_again_replaces_itself_and_no_other(monkeypatch):
+    monkeypatch.setitem(DRAFTERS, "again", None)
+    monkeypatch.delitem(DRAFTERS, "again")
+    first, second = (type("Again", (Drafter,), {"name": "again"}) for _ in range(2))
+    register_drafter(first)
+    assert register_drafter(second) is DRAFTERS["again"]
+    other = type("Other", (Drafter,), {"name": "again"})
+    with pytest.raises(ValueError, match=r"already registered by .*Again; give Other"):
+        register_drafter(other)
+
+
+def test_watching_sees_a_pass_too_many(monkeypatch, watch):
+    def answer(state, limit):
+        spec.engine.shallow(state, state.pending, 1, 0)
+        return Draft(ones(1, 2))
+
+    spec = made(monkeypatch, answer)
+    watch(spec)
+    with pytest.raises(AssertionError, match=r"layer 0 ran over \[1, 3\] tokens, expected \[3\]"):
+        spec.generate(prompt(4)[0], draft="own", max_new_tokens=6)
