@@ -181,11 +181,11 @@ def test_an_interrupt_while_packing_leaves_the_model_as_it_was(monkeypatch):
     names = [set(vars(module)) for module in model.modules()]
     spec, pack = SelfSpecModel(model, kernels="prepacked"), prepacked._pack
 
-    def interrupted(modules):
+    def interrupted(modules, few):
         seen.append(modules)
         if len(seen) == 5:
             raise KeyboardInterrupt
-        return pack(modules)
+        return pack(modules, few)
 
     monkeypatch.setattr(prepacked, "_pack", interrupted)
     with pytest.raises(KeyboardInterrupt):

@@ -2,9 +2,10 @@
 
 A linear map in half precision brings its weights into blocks before it multiplies, in every call.
 In a pass over few tokens that takes as long as the product. Done once and kept, it costs the
-weights' memory a second time. Maps that read the same states become one product. Outputs are the
-same to the bit where torch's own product is oneDNN's, too; in a few shapes it is not, and rounds
-differently, as it does for another batch size. So does attention of one token by `joins_heads`.
+weights' memory a second time, and a third time where `few_tokens` is faster and memory allows. Maps
+that read the same states become one product. Outputs are the same to the bit where torch's own
+product is oneDNN's, too; in a few shapes it is not, and rounds differently, as it does for another
+batch size. So do products by `few_tokens`, and attention of one token by `joins_heads`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from selfspec.config import Kernels
+from selfspec.decoder.kernels import few_tokens
 
 _OPS: Any = torch.ops.mkldnn
 
@@ -46,12 +48,16 @@ class _Packed(NamedTuple):
     Attributes:
         weight: `[out, in]` of all, concatenated, in oneDNN's layout.
         bias: `[out]`, or `None`.
+        few: the product of a few tokens, if it has another layout.
+        wants_few: whether that was wanted.
         sums: sums of each weight by rows and by columns, which reveal changes. Torch's own version
             counter misses those of fused optimizers and of merged adapters.
     """
 
     weight: Tensor
     bias: Tensor | None
+    few: Forward | None
+    wants_few: bool
     sums: list[Tensor]
 
 
@@ -71,14 +77,17 @@ class PrepackedLinears:
     def __init__(self, name: str):
         self._name = name
         self._warned = False
+        self._few: bool | None = None  # decided once: packing takes the memory that it needs
 
     def forwards(self, *roots: nn.Module) -> Iterator[tuple[nn.Module, Forward]]:
         """The linear layers in these modules that can be packed, each with its replacement."""
         found = False
+        if self._few is None:
+            self._few = _fits(_bytes_of(roots, _is_packable, few=True))
         for root in roots:
             for modules in bundles(root, _is_packable):
                 found = True
-                bundle = _bundle(modules)
+                bundle = _bundle(modules, self._few)
                 for index, module in enumerate(modules):
                     yield module, bundle.forward(index, module.forward)
         if not found and not self._warned and not _half_on_cpu(roots):
@@ -91,12 +100,8 @@ class PrepackedLinears:
 
 
 def choose_kernels(*roots: nn.Module) -> Kernels:
-    """`"prepacked"` for modules in half precision on a CPU if packed copies fit, else `"eager"`.
-
-    A quarter of the memory that is free stays so.
-    """
-    copies = _bytes_of(roots, _is_packable)
-    fits = 4 * copies <= 3 * psutil.virtual_memory().available
+    """`"prepacked"` for modules in half precision on a CPU if packed copies fit, else `"eager"`."""
+    fits = _fits(_bytes_of(roots, _is_packable, few=False))
     return "prepacked" if _half_on_cpu(roots) and fits else "eager"
 
 
@@ -105,12 +110,19 @@ def packed_bytes(*roots: nn.Module) -> int:
 
     0 if it computes in no such dtype. Weights may be on the meta device.
     """
-    return _bytes_of(roots, _has_kernels)
+    both = _bytes_of(roots, _has_kernels, few=True)
+    return both if _fits(both) else _bytes_of(roots, _has_kernels, few=False)
 
 
-def _bytes_of(roots: Iterable[nn.Module], takes: Callable[[Any], bool]) -> int:
-    found = (module for root in roots for bundle in bundles(root, takes) for module in bundle)
-    return sum(out_by_in(module).nbytes for module in found)
+def _bytes_of(roots: Iterable[nn.Module], takes: Callable[[Any], bool], few: bool) -> int:
+    """Bytes of packed copies; with `few`, of those for a few tokens, too."""
+    found = [out_by_in(m) for root in roots for each in bundles(root, takes) for m in each]
+    return sum(w.nbytes * (2 if few and few_tokens.takes(w) else 1) for w in found)
+
+
+def _fits(copies: int) -> bool:
+    """Whether copies of so many bytes leave a quarter of the free memory."""
+    return 4 * copies <= 3 * psutil.virtual_memory().available
 
 
 class Bundle:
@@ -167,19 +179,28 @@ def joined(forwards: Sequence[Forward]) -> Forward:
     return lambda input: product(input) if takes(input) else plain(input)
 
 
-def _bundle(modules: Sequence[Any]) -> Bundle:
-    weight, bias, _ = _pack(modules)
-    dtype = weight.dtype
+def _bundle(modules: Sequence[Any], few: bool) -> Bundle:
+    packed = _pack(modules, few)
+    dtype = packed.weight.dtype
 
     def takes(input: Tensor) -> bool:
         return not torch.is_grad_enabled() and input.dtype == dtype
 
-    return Bundle(modules, _product(weight, bias), takes)
+    return Bundle(modules, _product(packed), takes)
 
 
-def _product(weight: Tensor, bias: Tensor | None) -> Forward:
-    linear = _OPS._linear_pointwise
-    return lambda input: linear(input, weight, bias, "none", [], "")
+def _product(packed: _Packed) -> Forward:
+    linear, weight, bias, few = _OPS._linear_pointwise, packed.weight, packed.bias, packed.few
+    if few is None:
+        return lambda input: linear(input, weight, bias, "none", [], "")
+    most = few_tokens.MOST_TOKENS * weight.shape[1]
+
+    def product(input: Tensor) -> Tensor:
+        if input.numel() <= most:
+            return few(input)
+        return linear(input, weight, bias, "none", [], "")
+
+    return product
 
 
 # In place
@@ -276,7 +297,8 @@ def _refuse(*call: Any) -> NoReturn:
 
 def _pack_in_place(modules: Sequence[Any]) -> None:
     """Have the layers compute with packed weights for good, and drop the others."""
-    weight, bias, _ = _pack(modules)
+    packed = _pack(modules, few=False)  # it is asked for to save memory
+    dtype = packed.weight.dtype
     del _PACKED[modules[0]]
     held: list[tuple[dict[str, Any], str, PackedWeight]] = []
 
@@ -284,9 +306,9 @@ def _pack_in_place(modules: Sequence[Any]) -> None:
         for parameters, name, stand_in in held:
             if parameters[name] is not stand_in:  # somebody has put in another weight
                 return False
-        return not torch.is_grad_enabled() and input.dtype == weight.dtype
+        return not torch.is_grad_enabled() and input.dtype == dtype
 
-    bundle = Bundle(modules, _product(weight, bias), takes)
+    bundle = Bundle(modules, _product(packed), takes)
     for index, module in enumerate(modules):
         for name, parameter in [*module.named_parameters(recurse=False)]:
             stand_in = PackedWeight(parameter)
@@ -366,16 +388,17 @@ def out_by_in(module: Any) -> Tensor:
     return module.weight.detach() if type(module) is nn.Linear else module.weight.detach().t()
 
 
-def _pack(modules: Sequence[Any]) -> _Packed:
+def _pack(modules: Sequence[Any], few: bool) -> _Packed:
     parts = [p.detach() for m in modules for p in (m.weight, m.bias) if p is not None]
     sums = [total for part in parts for total in sums_of(part)]
     held = _PACKED.get(modules[0])
-    if held is None or not all(map(torch.equal, held.sums, sums)):
+    if held is None or held.wants_few != few or not all(map(torch.equal, held.sums, sums)):
         weight = torch.cat([out_by_in(module) for module in modules])
-        weight = _OPS._reorder_linear_weight(weight, _EXPECTED)
         biased = modules[0].bias is not None
         bias = torch.cat([module.bias.detach() for module in modules]) if biased else None
-        held = _PACKED[modules[0]] = _Packed(weight, bias, sums)
+        fewer = few_tokens.product(weight, bias) if few else None
+        weight = _OPS._reorder_linear_weight(weight, _EXPECTED)
+        held = _PACKED[modules[0]] = _Packed(weight, bias, fewer, few, sums)
     return held
 
 

@@ -1,0 +1,78 @@
+"""Products of a few tokens by FBGEMM: as exact as others, and only of weights that it holds."""
+
+import pytest
+import torch
+from conftest import tiny_llama
+
+from selfspec import SelfSpecModel
+from selfspec.decoder.kernels import few_tokens, prepacked
+
+HALF = torch.bfloat16
+pytestmark = pytest.mark.skipif(
+    not few_tokens.takes(torch.empty(1 << 20)) or not prepacked.computes(HALF),
+    reason="this CPU has AMX, or no kernels of FBGEMM for half precision",
+)
+
+
+@pytest.fixture(autouse=True)
+def of_any_size(monkeypatch):
+    monkeypatch.setattr(few_tokens, "_LARGE", 0)
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("tokens", [1, 2, 4])
+def test_products_are_rounded_once(tokens, biased):
+    weight, bias = torch.randn(96, 64).to(HALF), torch.randn(96).to(HALF) if biased else None
+    states = torch.randn(1, tokens, 64).to(HALF)
+    made = few_tokens.product(weight, bias)(states)
+    right = torch.nn.functional.linear(
+        states.double(), weight.double(), None if bias is None else bias.double()
+    )
+    assert made.dtype == HALF and made.shape == right.shape
+    # Half a unit in the last of the 8 bits, and what float32 sums lose.
+    torch.testing.assert_close(made.double(), right, rtol=2**-8 * 1.01, atol=1e-4)
+
+
+def test_a_product_does_not_depend_on_the_tokens_beside_it():
+    weight, states = torch.randn(96, 64).to(HALF), torch.randn(4, 64).to(HALF)
+    product = few_tokens.product(weight, None)
+    assert torch.equal(product(states), torch.cat([product(one[None]) for one in states]))
+
+
+@pytest.mark.parametrize("value", [1e6, 1e-7, float("nan")])
+def test_weights_that_float16_cannot_hold_are_not_taken(value):
+    weight = torch.randn(96, 64).to(HALF)
+    assert few_tokens.product(weight, None) is not None
+    weight[3, 5] = value
+    assert few_tokens.product(weight, None) is None
+
+
+def test_only_passes_of_a_few_tokens_are_computed_by_it(monkeypatch):
+    model, seen, make = tiny_llama("sometimes", dtype=HALF), [], few_tokens.product
+
+    def product(weight, bias):
+        made = make(weight, bias)
+        return lambda input: seen.append(input.numel() // input.shape[-1]) or made(input)
+
+    monkeypatch.setattr(few_tokens, "product", product)
+    prompt = torch.randint(1, 64, (1, 9))
+    told = {}
+    for kernels in ("prepacked", "eager"):
+        spec = SelfSpecModel(model, kernels=kernels)
+        told[kernels] = spec.generate(
+            prompt, max_new_tokens=6, return_dict_in_generate=True, output_logits=True
+        ).logits
+    assert seen and max(seen) <= few_tokens.MOST_TOKENS
+    torch.testing.assert_close(told["prepacked"][0], told["eager"][0], rtol=0.05, atol=0.05)
+
+
+def test_where_two_copies_do_not_fit_there_is_one(monkeypatch):
+    model = tiny_llama("sometimes", dtype=HALF)
+    size = prepacked.packed_bytes(model)
+    memory = type("Memory", (), {"available": size})
+    monkeypatch.setattr(prepacked.psutil, "virtual_memory", lambda: memory)
+    assert prepacked.packed_bytes(model) == size // 2
+    spec = SelfSpecModel(model, kernels="prepacked")
+    spec.generate(torch.randint(1, 64, (1, 9)), max_new_tokens=2)
+    held = [prepacked._PACKED[m] for m in model.modules() if m in prepacked._PACKED]
+    assert held and not any(packed.few for packed in held)
