@@ -1,4 +1,4 @@
-"""Products of a few tokens by FBGEMM: as exact as others, and only of weights that it holds."""
+"""Products of a few tokens by FBGEMM are as exact as others."""
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def of_any_size(monkeypatch):
     monkeypatch.setattr(few_tokens, "_LARGE", 0)
+    torch.manual_seed(0)
 
 
 @pytest.mark.parametrize("biased", [True, False])
@@ -39,12 +40,24 @@ def test_a_product_does_not_depend_on_the_tokens_beside_it():
     assert torch.equal(product(states), torch.cat([product(one[None]) for one in states]))
 
 
-@pytest.mark.parametrize("value", [1e6, 1e-7, float("nan")])
-def test_weights_that_float16_cannot_hold_are_not_taken(value):
+@pytest.mark.parametrize("dtype", [HALF, torch.float16])
+@pytest.mark.parametrize("scale", [1e-6, 0.02, 3e4])
+def test_float16_holds_weights_of_any_size(scale, dtype):
+    """Each output is the sum of a large and of a small product."""
+    weight = torch.zeros(64, 32, dtype=dtype)
+    weight[:, 0], weight[:, 1] = scale, torch.randn(64) * scale / 1000
+    states = torch.zeros(1, 32, dtype=dtype)
+    for column in (0, 1):
+        states.zero_()[0, column] = 1.0
+        assert torch.equal(few_tokens.product(weight, None)(states)[0], weight[:, column])
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_weights_that_are_no_numbers_are_left_to_others(value):
     weight = torch.randn(96, 64).to(HALF)
-    assert few_tokens.product(weight, None) is not None
     weight[3, 5] = value
     assert few_tokens.product(weight, None) is None
+    assert few_tokens.product(torch.zeros(96, 64, dtype=HALF), None) is not None
 
 
 def test_only_passes_of_a_few_tokens_are_computed_by_it(monkeypatch):

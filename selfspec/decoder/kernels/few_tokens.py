@@ -1,13 +1,15 @@
 """Products of a few tokens by FBGEMM, which reads weights in half precision as fast as they come.
 
 On CPUs with AVX-512 but no AMX, oneDNN's product of a few tokens takes up to twice as long as its
-weights take to be read. FBGEMM keeps them as float16 and multiplies in float32. So a weight is
-taken only if float16 holds all of its values, as it does those of most checkpoints in bfloat16;
-the products are then as exact as oneDNN's, and a token's do not depend on the tokens beside it.
+weights take to be read. FBGEMM keeps weights as float16 and multiplies in float32. Scaled by a
+power of two, which the states are divided by, a weight in bfloat16 fits into float16 without loss,
+but for numbers so small beside the largest that float32 sums lose them, too. So the products are
+as exact as oneDNN's, and a token's do not depend on the tokens beside it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -28,14 +30,20 @@ def takes(weight: Tensor) -> bool:
 
 
 def product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
-    """Maps `[..., in]` to `[..., out]`; `None` if it would not be faster, or not be exact.
+    """Maps `[..., in]` to `[..., out]`; `None` if it would not be faster, or a weight is no number.
 
     Args:
         weight: `[out, in]` in half precision.
         bias: `[out]`, or `None`.
     """
-    if not takes(weight) or not torch.equal(weight.half().to(weight.dtype), weight):
+    if not takes(weight):
         return None
-    packed = _OPS.linear_prepack_fp16(weight.float(), None if bias is None else bias.float())
-    linear = _OPS.linear_dynamic_fp16
-    return lambda input: linear(input.float(), packed).to(input.dtype)
+    largest = float(weight.abs().max())
+    if not math.isfinite(largest):
+        return None
+    power = 15 - math.frexp(largest)[1]  # the largest is then in [2^14, 2^15)
+    packed = _OPS.linear_prepack_fp16(
+        weight.float() * 2.0**power, None if bias is None else bias.float()
+    )
+    share, linear = torch.tensor([2.0**-power]), _OPS.linear_dynamic_fp16  # float32 times half
+    return lambda input: linear(input * share, packed).to(input.dtype)
