@@ -64,9 +64,9 @@ KernelsOption = Annotated[
     typer.Option(
         "--kernels",
         help="How layers are computed. auto: prepacked where it pays and fits, else eager. "
-        "eager: as transformers does. prepacked: with linear maps "
-        "packed once for a CPU in half precision (two or three times the weights' memory) and fewer "
-        "small operations. compiled: through torch.compile. graphs: as CUDA graphs on a CUDA device.",
+        "eager: as transformers does. prepacked: with linear maps packed once for a CPU in half "
+        "precision (two or three times the weights' memory) and fewer small operations. compiled: "
+        "through torch.compile. graphs: as CUDA graphs on a CUDA device.",
         rich_help_panel=_TARGET,
     ),
 ]
