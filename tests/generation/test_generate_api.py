@@ -195,6 +195,15 @@ def test_right_padding_with_several_sequences_a_row():
     assert torch.equal(out[:, :6], right.repeat_interleave(2, dim=0))
 
 
+def test_num_return_sequences_may_come_from_the_config():
+    ids, mask = prompt(4, 6)
+    right, right_mask = ids.clone(), mask.clone()
+    right[0], right_mask[0] = ids[0].roll(-2), mask[0].roll(-2)
+    config = GenerationConfig(do_sample=True, num_return_sequences=3, max_new_tokens=4)
+    out = ours(right, right_mask, generation_config=config)
+    assert torch.equal(out[:, :6], right.repeat_interleave(3, dim=0))
+
+
 # Turns of a conversation
 
 
