@@ -64,6 +64,7 @@ def test_greedy_text_is_the_models_own(family: str, attention: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("family", "attention"), CASES)
 def test_every_combination_gives_the_models_own_text(family: str, attention: str) -> None:
     check_equality(family, attention, list(product(EXITS, DRAFTS, SIDES, (ALL_ROWS, LONG_ROW))))
