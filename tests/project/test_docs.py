@@ -211,7 +211,7 @@ def publish(decoder, folder):
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
 
 
-@pytest.mark.timeout(900)  # pages fit and measure; beside other work that takes several times longer
+@pytest.mark.timeout(900)  # they fit and measure; longer beside other work
 @pytest.mark.parametrize("page", with_steps(slow=True))
 def test_a_page_runs_as_printed(page, desk):
     if name_of(page) in NEEDS:
