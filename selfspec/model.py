@@ -28,7 +28,7 @@ from selfspec.decoder.wrapping_check import check_itself, check_passes
 from selfspec.drafters import make_drafter
 from selfspec.drafters.engine import Engine
 from selfspec.drafters.text_store import TextStore
-from selfspec.generation.adapters import ADAPTER_OPTIONS, RowAdapters, take_adapters
+from selfspec.generation.adapters import take_adapters
 from selfspec.generation.batch import Batch, RequestOutput
 from selfspec.generation.loop import Call, Session, SpecOutput, open_session, speculate
 from selfspec.generation.prompts import healed, inferred_mask, left_padded, with_cache_renamed
@@ -429,7 +429,7 @@ class SelfSpecModel:
             tokens, restore = healed(self.causal_lm, tokens, kwargs)
         generation_config = without_tokenizer(generation_config, self.generation_config, kwargs)
         cache, mask = kwargs.get(CACHE), kwargs.get("attention_mask")
-        adapters = self._row_adapters(kwargs)
+        adapters = take_adapters(self.model, kwargs)
         given = cache, mask, streamer, generator, adapters
         call = Call(engine, drafter, drafting.rule, *given, opened=self._note)
         run: Any = self.causal_lm.generate
@@ -546,7 +546,7 @@ class SelfSpecModel:
         tokenizer = kwargs.get("tokenizer")
         criteria = with_stop_strings(stopping_criteria, config.stop_strings, tokenizer)
         generation_config = without_tokenizer(generation_config, self.generation_config, kwargs)
-        adapters = self._row_adapters(kwargs)
+        adapters = take_adapters(self.model, kwargs)
         drafter = partial(make_drafter, engine, drafting)
         any_drafter = drafter()  # requests are not run by themselves
         prompts: Iterable[Sequence[int]] = map(_token_ids, inputs)
@@ -591,12 +591,6 @@ class SelfSpecModel:
             custom_generate=partial(open_session, call=call),
             **options,
         )
-
-    def _row_adapters(self, options: dict[str, Any]) -> RowAdapters | None:
-        """What PEFT gives to single rows of a call; nothing of a model without PEFT."""
-        if isinstance(self.model, PreTrainedModel) and options.keys().isdisjoint(ADAPTER_OPTIONS):
-            return None
-        return take_adapters(self.model, options)
 
     def _merged(
         self, config: GenerationConfig | None, options: Mapping[str, Any]

@@ -11,7 +11,7 @@ from selfspec.decoder import Pass
 from selfspec.drafters.cascade import Cascade
 from selfspec.drafters.engine import Engine, State, Verified
 from selfspec.drafters.readers import ExitReader, make_reader
-from selfspec.drafters.readers.by_row import pick
+from selfspec.drafters.readers.verified import pick
 from selfspec.drafters.suffix_lookup import Lookup
 from selfspec.heads import ExitHead
 from selfspec.sampling.draft import Draft, Verdict

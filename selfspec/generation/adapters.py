@@ -18,7 +18,7 @@ from torch import nn
 
 from selfspec.drafters.engine import State
 
-ADAPTER_OPTIONS = ("adapter_names", "alora_offsets")
+_OPTIONS = ("adapter_names", "alora_offsets")
 
 
 class OfRows(Sequence[Any]):
@@ -66,7 +66,7 @@ class RowAdapters:
 
     def check_rows(self, rows: int) -> None:
         """Raise ValueError unless there is one adapter per row."""
-        for name, values in zip(ADAPTER_OPTIONS, (self.names, self._offsets), strict=True):
+        for name, values in zip(_OPTIONS, (self.names, self._offsets), strict=True):
             if values is not None and len(values) != rows:
                 raise ValueError(
                     f"{name} has {len(values)} entries for {rows} rows; give one per row"
@@ -125,7 +125,7 @@ def take_adapters(model: nn.Module, options: MutableMapping[str, Any]) -> RowAda
     Raises:
         ValueError: there is no PEFT model, or its adapters cannot differ from row to row.
     """
-    names, offsets = (options.pop(name, None) for name in ADAPTER_OPTIONS)
+    names, offsets = (options.pop(name, None) for name in _OPTIONS)
     tuner: Any = getattr(model, "base_model", None)
     if names is None and offsets is None:
         plain = not hasattr(model, "_enable_peft_forward_hooks") or not is_activated(model, None)

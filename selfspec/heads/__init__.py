@@ -10,13 +10,14 @@ from selfspec.heads.base import (
     move_to_exit,
     register_head,
 )
-from selfspec.heads.block import BlockHead, FusedHead
+from selfspec.heads.block import BlockHead
 from selfspec.heads.calibrator import Calibrator, Confidence
 from selfspec.heads.dflash import DFlashHead
 from selfspec.heads.eagle import EagleHead
 from selfspec.heads.eagle3 import Eagle3Head
 from selfspec.heads.files import CheckpointFiles, replacing
 from selfspec.heads.formats import load_shipped, ships_head
+from selfspec.heads.fused import FusedHead
 from selfspec.heads.hub import CARD_NAME, find_heads, heads_card, push_heads
 from selfspec.heads.lens import LensHead
 from selfspec.heads.lora import LoraHead

@@ -60,13 +60,17 @@ class OptimalStop(Schedule):
     def __init__(self, rounds: Rounds):
         self.rounds, self._began, self._made = rounds, 0.0, list[float]()
         self._done: tuple[Way, int, float] | None = None
+        # Of the round in progress:
+        self._batch, self._confidence = rounds.batch(1, sampled=False), uncalibrated()
+        self._price, self._reach, self._drafted = 0.0, [1.0], 0
+        self._read: list[list[float]] = []  # confidences of each draft, of each row
 
     def begin(self, confidence: Confidence, rows: int, sampled: bool) -> None:
         """Time the round from here."""
         self.pause()
         self._batch, self._confidence = self.rounds.batch(rows, sampled), confidence
         self._price, self._reach, self._drafted = self._batch.price, [1.0] * rows, 0
-        self._read: list[list[float]] = []  # confidences of each draft, of each row
+        self._read = []
 
     def pause(self) -> None:
         """The last round is over, and another one begins."""

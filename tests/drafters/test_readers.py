@@ -12,7 +12,7 @@ import random
 import pytest
 import torch
 
-from selfspec.drafters.readers.by_row import OwnKV, VerifiedStates, accepted_indices
+from selfspec.drafters.readers.verified import OwnKV, VerifiedStates, accepted_indices
 
 _GARBAGE = -1.0
 

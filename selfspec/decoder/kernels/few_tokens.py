@@ -1,10 +1,10 @@
-"""Products of a few tokens by FBGEMM, which reads weights in half precision as fast as they come.
+"""Products of a few tokens by FBGEMM, for large weights in half precision on a CPU without AMX.
 
-On CPUs with AVX-512 but no AMX, oneDNN's product of a few tokens takes up to twice as long as its
-weights take to be read. FBGEMM keeps weights as float16 and multiplies in float32. Scaled by a
-power of two, which the states are divided by, a weight in bfloat16 fits into float16 without loss,
-but for numbers so small beside the largest that float32 sums lose them, too. So the products are
-as exact as oneDNN's, and a token's do not depend on the tokens beside it.
+There oneDNN's product of one token takes about twice as long as reading its weights, and FBGEMM's
+1.4 times as long (`benchmarks/products.py`). FBGEMM keeps weights as float16 and multiplies in
+float32. Weights are multiplied by a power of two, and states divided by it, so that bfloat16 fits
+into float16 without loss; only numbers that a float32 sum would lose beside the largest are lost.
+So products are as exact as oneDNN's, and those of a token do not depend on the tokens beside it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def takes(weight: Tensor) -> bool:
 
 
 def product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
-    """Maps `[..., in]` to `[..., out]`; `None` if it would not be faster, or a weight is no number.
+    """Maps `[..., in]` to `[..., out]`; `None` where FBGEMM is not faster, or cannot hold a weight.
 
     Args:
         weight: `[out, in]` in half precision.
@@ -39,11 +39,12 @@ def product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] |
     if not takes(weight):
         return None
     largest = float(weight.abs().max())
-    if not math.isfinite(largest):
+    if not 2.0**-64 < largest < 2.0**64:  # zero, infinite, NaN, or its scale leaves float32
         return None
     power = 15 - math.frexp(largest)[1]  # the largest is then in [2^14, 2^15)
     packed = _OPS.linear_prepack_fp16(
         weight.float() * 2.0**power, None if bias is None else bias.float()
     )
-    share, linear = torch.tensor([2.0**-power]), _OPS.linear_dynamic_fp16  # float32 times half
+    linear = _OPS.linear_dynamic_fp16
+    share = torch.tensor([2.0**-power])  # in float32, and with a dimension: states become float32
     return lambda input: linear(input * share, packed).to(input.dtype)

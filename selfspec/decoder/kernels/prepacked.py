@@ -49,7 +49,6 @@ class _Packed(NamedTuple):
         weight: `[out, in]` of all, concatenated, in oneDNN's layout.
         bias: `[out]`, or `None`.
         few: the product of a few tokens, if it has another layout.
-        wants_few: whether that was wanted.
         sums: sums of each weight by rows and by columns, which reveal changes. Torch's own version
             counter misses those of fused optimizers and of merged adapters.
     """
@@ -57,7 +56,6 @@ class _Packed(NamedTuple):
     weight: Tensor
     bias: Tensor | None
     few: Forward | None
-    wants_few: bool
     sums: list[Tensor]
 
 
@@ -297,7 +295,7 @@ def _refuse(*call: Any) -> NoReturn:
 
 def _pack_in_place(modules: Sequence[Any]) -> None:
     """Have the layers compute with packed weights for good, and drop the others."""
-    packed = _pack(modules, few=False)  # it is asked for to save memory
+    packed = _pack(modules, few=False)._replace(few=None)  # it is asked for to save memory
     dtype = packed.weight.dtype
     del _PACKED[modules[0]]
     held: list[tuple[dict[str, Any], str, PackedWeight]] = []
@@ -392,13 +390,13 @@ def _pack(modules: Sequence[Any], few: bool) -> _Packed:
     parts = [p.detach() for m in modules for p in (m.weight, m.bias) if p is not None]
     sums = [total for part in parts for total in sums_of(part)]
     held = _PACKED.get(modules[0])
-    if held is None or held.wants_few != few or not all(map(torch.equal, held.sums, sums)):
+    if held is None or not all(map(torch.equal, held.sums, sums)):
         weight = torch.cat([out_by_in(module) for module in modules])
         biased = modules[0].bias is not None
         bias = torch.cat([module.bias.detach() for module in modules]) if biased else None
-        fewer = few_tokens.product(weight, bias) if few else None
+        of_few = few_tokens.product(weight, bias) if few else None
         weight = _OPS._reorder_linear_weight(weight, _EXPECTED)
-        held = _PACKED[modules[0]] = _Packed(weight, bias, fewer, few, sums)
+        held = _PACKED[modules[0]] = _Packed(weight, bias, of_few, sums)
     return held
 
 

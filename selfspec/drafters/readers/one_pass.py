@@ -11,8 +11,8 @@ from torch.nn.functional import embedding
 
 from selfspec.decoder import Pass
 from selfspec.drafters.engine import Engine, State, Verified
-from selfspec.drafters.readers.by_row import append_rows, column, pick, pick_from
 from selfspec.drafters.readers.token_by_token import ExitReader, LayerReader, chances
+from selfspec.drafters.readers.verified import append_rows, column, pick, pick_from
 from selfspec.heads import DFlashHead, ExitHead
 from selfspec.heads.mask import MaskToken
 from selfspec.sampling.draft import Tree

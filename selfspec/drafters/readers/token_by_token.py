@@ -11,7 +11,7 @@ from torch import Tensor
 
 from selfspec.decoder import OwnLayer, Pass, Span
 from selfspec.drafters.engine import Engine, State, Verified
-from selfspec.drafters.readers.by_row import OwnKV, VerifiedStates, column, pick, pick_from, put
+from selfspec.drafters.readers.verified import OwnKV, VerifiedStates, column, pick, pick_from, put
 from selfspec.heads import Calibrator, Confidence, ExitHead
 from selfspec.sampling.draft import Tree
 
