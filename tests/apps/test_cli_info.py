@@ -2,6 +2,7 @@
 
 import shutil
 
+import pytest
 import torch
 import transformers
 from cli_tools import call, one_object
@@ -68,12 +69,15 @@ def test_info_shows_the_profile_that_generate_takes(folder, tmp_path):
     assert "prompt_lookup: 5 tokens a round" in call("info", "--model", target).stdout
 
 
-def test_info_says_what_packed_weights_would_take(folder, monkeypatch):
+@pytest.mark.parametrize("copies", [1, 2])
+def test_info_says_what_packed_weights_would_take(folder, copies, monkeypatch):
+    faster = "selfspec.decoder.kernels.few_tokens.is_faster"
+    monkeypatch.setattr(faster, lambda: copies == 2)
     monkeypatch.setattr("selfspec.decoder.kernels.prepacked.computes", lambda dtype: True)
     found = one_object(call("info", "--model", folder, "--json"))
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     linear = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)]
-    assert found["packed_bytes"] == sum(weight.nbytes for weight in linear)
+    assert found["packed_bytes"] == copies * sum(weight.nbytes for weight in linear)
     assert "more with the kernels" in call("info", "--model", folder).stdout
     monkeypatch.setattr("selfspec.decoder.kernels.prepacked.computes", lambda dtype: False)
     assert one_object(call("info", "--model", folder, "--json"))["packed_bytes"] == 0

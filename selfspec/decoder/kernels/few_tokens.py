@@ -1,10 +1,10 @@
-"""Products of a few tokens by FBGEMM, for large weights in half precision on a CPU without AMX.
+"""Products of a few tokens by FBGEMM, for weights in half precision on a CPU without AMX.
 
-There oneDNN's product of one token takes about twice as long as reading its weights, and FBGEMM's
-1.4 times as long (`benchmarks/products.py`). FBGEMM keeps weights as float16 and multiplies in
-float32. Weights are multiplied by a power of two, and states divided by it, so that bfloat16 fits
-into float16 without loss; only numbers that a float32 sum would lose beside the largest are lost.
-So products are as exact as oneDNN's, and those of a token do not depend on the tokens beside it.
+They take less time there than oneDNN's (`benchmarks/products.py`). FBGEMM keeps weights as float16
+and multiplies in float32. Weights are multiplied by a power of two and states divided by it, so
+that bfloat16 fits into float16 without loss; only numbers that a float32 sum would lose beside the
+largest are lost. So products are as exact as oneDNN's, and those of a token do not depend on the
+tokens beside it.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ import torch
 from torch import Tensor
 
 MOST_TOKENS = 4  # with more of them oneDNN is as fast
-_LARGE = 1 << 18  # numbers of a weight; smaller ones stay in the caches between two passes
 
 _OPS: Any = torch.ops.quantized
 
 
-def takes(weight: Tensor) -> bool:
-    """Whether FBGEMM is expected to be faster for a few tokens here; values are not looked at."""
+def is_faster() -> bool:
+    """Whether FBGEMM is there, and expected to be faster for a few tokens."""
     engines: Any = torch.backends.quantized
     has_kernels = engines.engine in ("x86", "fbgemm") and "fbgemm" in engines.supported_engines
-    return has_kernels and not torch.cpu._is_amx_tile_supported() and weight.numel() >= _LARGE
+    return has_kernels and not torch.cpu._is_amx_tile_supported()
 
 
 def product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
@@ -36,7 +35,7 @@ def product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] |
         weight: `[out, in]` in half precision.
         bias: `[out]`, or `None`.
     """
-    if not takes(weight):
+    if not is_faster():
         return None
     largest = float(weight.abs().max())
     if not 2.0**-64 < largest < 2.0**64:  # zero, infinite, NaN, or its scale leaves float32

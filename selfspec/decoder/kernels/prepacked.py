@@ -115,7 +115,7 @@ def packed_bytes(*roots: nn.Module) -> int:
 def _bytes_of(roots: Iterable[nn.Module], takes: Callable[[Any], bool], few: bool) -> int:
     """Bytes of packed copies; with `few`, of those for a few tokens, too."""
     found = [out_by_in(m) for root in roots for each in bundles(root, takes) for m in each]
-    return sum(w.nbytes * (2 if few and few_tokens.takes(w) else 1) for w in found)
+    return sum(weight.nbytes for weight in found) * (2 if few and few_tokens.is_faster() else 1)
 
 
 def _fits(copies: int) -> bool:
