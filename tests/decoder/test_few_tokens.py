@@ -20,10 +20,11 @@ def seeded():
 
 
 @pytest.mark.parametrize("biased", [True, False])
-@pytest.mark.parametrize("tokens", [1, 2, 4])
-def test_products_are_rounded_once(tokens, biased):
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (1, 1), (1, 2), (4, 1), (1, 0)])
+def test_products_are_rounded_once(shape, biased):
+    """Of one state alone, of none, of rows and of a batch."""
     weight, bias = torch.randn(96, 64).to(HALF), torch.randn(96).to(HALF) if biased else None
-    states = torch.randn(1, tokens, 64).to(HALF)
+    states = torch.randn(*shape, 64).to(HALF)
     made = few_tokens.product(weight, bias)(states)
     right = torch.nn.functional.linear(
         states.double(), weight.double(), None if bias is None else bias.double()

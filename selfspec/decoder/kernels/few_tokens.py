@@ -46,4 +46,10 @@ def product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] |
     )
     linear = _OPS.linear_dynamic_fp16
     share = torch.tensor([2.0**-power])  # in float32, and with a dimension: states become float32
-    return lambda input: linear(input * share, packed).to(input.dtype)
+
+    def few(input: Tensor) -> Tensor:
+        if input.dim() == 1:  # FBGEMM wants rows
+            return few(input[None])[0]
+        return linear(input * share, packed).to(input.dtype)
+
+    return few
