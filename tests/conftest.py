@@ -36,6 +36,12 @@ OURS = {"draft", "prefill_chunk_size", "past_key_values", "assistant_model", "as
 AGREEMENT = {"seldom": 1.0, "sometimes": 0.1, "always": 0.0}
 
 
+@pytest.fixture(autouse=True)
+def short_measurements(monkeypatch):
+    """`selfspec info` and `fit` time every device some turns, and not for seconds."""
+    monkeypatch.setattr("selfspec.apps.bench.forecast._SECONDS", 0.0)
+
+
 def tiny_llama(
     agreement: str = "sometimes",
     *,
