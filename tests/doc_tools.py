@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from pydoc import locate
 from typing import Any, Literal
 
 from conftest import ROOT
@@ -19,6 +20,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _INLINE = re.compile(r"`((?:selfspec|python -m training\.\w+|make) [^`]*)`")
 _LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)")
+_ANCHOR = re.compile(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)")
+_HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
 
 def name_of(page: Path) -> str:
@@ -59,6 +62,23 @@ def inline_commands(page: Path) -> list[list[str]]:
 def links(page: Path) -> list[str]:
     """Files that a page leads to."""
     return _LINK.findall(page.read_text(encoding="utf-8"))
+
+
+def lost_anchors(page: Path) -> list[str]:
+    """Links of a page to headings, or to objects of the reference, that are not there."""
+    found = _ANCHOR.findall(page.read_text(encoding="utf-8"))
+    return [
+        f"{name}#{anchor}"
+        for name, anchor in found
+        if anchor not in _anchors(page.parent / name if name else page) and not locate(anchor)
+    ]
+
+
+def _anchors(page: Path) -> set[str]:
+    """Names that the site gives to the headings of a page."""
+    headings = _HEADING.findall(page.read_text(encoding="utf-8"))
+    bare = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", text).strip()) for text in bare}
 
 
 def parse(words: list[str]) -> None:

@@ -6,6 +6,7 @@ and used again until the notebook or the code changes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -24,6 +25,11 @@ def on_files(files: Any, config: Any) -> Any:
         for name, content in page(executed(path), path.stem):
             files.append(File.generated(config, f"{FOLDER}/{name}", content=content))
     return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """MkDocs' event: links to notebooks of the repository lead to their pages."""
+    return re.sub(rf"\]\(\.\./((?:\.\./)*{FOLDER}/\w+)\.ipynb\)", r"](\1.md)", markdown)
 
 
 def executed(path: Path) -> Any:

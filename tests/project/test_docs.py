@@ -12,7 +12,16 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT, tiny_llama
-from doc_tools import PAGES, inline_commands, links, name_of, parse, steps, unknown_words
+from doc_tools import (
+    PAGES,
+    inline_commands,
+    links,
+    lost_anchors,
+    name_of,
+    parse,
+    steps,
+    unknown_words,
+)
 from families import FAMILIES, HYBRIDS
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
@@ -241,6 +250,17 @@ def run_small(words):
 @pages
 def test_links_lead_somewhere(page):
     assert [link for link in links(page) if not (page.parent / link).exists()] == []
+    assert lost_anchors(page) == []
+
+
+@pages
+def test_pages_of_the_site_lead_to_pages_of_it(page):
+    """And to notebooks, which get a page there."""
+    docs = ROOT / "docs"
+    if page.is_relative_to(docs):
+        text = hook("notebooks").on_page_markdown("".join(f"]({link})" for link in links(page)))
+        inside = [(page.parent / link).resolve() for link in re.findall(r"\]\((.*?)\)", text)]
+        assert [path for path in inside if not path.is_relative_to(docs)] == []
 
 
 def test_the_readme_names_the_families_that_are_tested():
