@@ -166,7 +166,7 @@ class Session:
             self.drafter.pause()
             draft = forced
         elif limit > 0:
-            draft = self.drafter.draft(state, limit)
+            draft = self.drafter.draft(state, limit, self.engine.decoder)
         try:
             verified = self.engine.verify(state, draft)
         except IndexError as error:
