@@ -150,7 +150,7 @@ class Session:
         self.drafter.prefilled(state, block, offset, counts)
 
     def _run_next(self, state: State) -> None:
-        """Say whose rows the next passes run."""
+        """Tell the adapters of rows which rows the next passes run."""
         if self.adapters is not None:
             self.adapters.run_next(state)
 
