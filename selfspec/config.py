@@ -52,6 +52,10 @@ def unknown_name(what: str, name: str, known: Sequence[str]) -> str:
     return f"unknown {what}: {name!r}; {hint}known: {', '.join(known)}"
 
 
+# Ends the message for an unknown name where users can register names of their own.
+OWN_NAME = "; if it is your own, import the module that registers it"
+
+
 class TreeConfig(StrictConfig):
     """The shape of the `tree` drafter's trees.
 

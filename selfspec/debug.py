@@ -7,10 +7,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from selfspec.decoder import Decoder
+from selfspec.drafters import Drafter
 from selfspec.drafters.engine import Engine, State, Verified
 from selfspec.generation.loop import Session
+from selfspec.heads import ExitHead
 from selfspec.model import SelfSpecModel
 from selfspec.sampling.draft import Draft
 
@@ -42,7 +46,8 @@ def watch(spec: SelfSpecModel) -> Iterator[Watched]:
 
     The prefill runs each layer once over each token. A round runs one verification: the layers
     below `Draft.depth` once over each draft, those above once over all of them. Afterwards the KV
-    cache holds all tokens but the pending one. While it watches, other threads must not generate;
+    cache holds all tokens but the pending one. Drafters and heads only read what they are given:
+    the tokens so far, and hidden states. While it watches, other threads must not generate;
     the layers are seen only where Python calls them (`kernels="eager"` or `"prepacked"`).
 
     Raises:
@@ -50,7 +55,18 @@ def watch(spec: SelfSpecModel) -> Iterator[Watched]:
     """
     decoder = spec.decoder
     watched = Watched([[] for _ in decoder.layers])
-    verify, start, step = Engine.verify, Session.start, Session.step
+    verify, start, step, draft = Engine.verify, Session.start, Session.step, Drafter.draft
+
+    def checked_draft(drafter: Drafter, state: State, limit: int, target: Decoder) -> Draft:
+        if target is not decoder:
+            return draft(drafter, state, limit, target)
+        before = _tokens_so_far(state)
+        drafted = draft(drafter, state, limit, target)
+        assert _tokens_so_far(state) == before, (
+            f"the drafter {drafter.name!r} changed the tokens so far, `state.context.text` or "
+            "`state.pending`; change a copy"
+        )
+        return drafted
 
     def noting_verify(engine: Engine, state: State, draft: Draft) -> Verified:
         if engine.decoder is decoder:
@@ -76,6 +92,9 @@ def watch(spec: SelfSpecModel) -> Iterator[Watched]:
     with ExitStack() as changes:
         for layer, seen in zip(decoder.layers, watched.widths, strict=True):
             _replace(changes, layer, "forward", _counting(layer.forward, seen))
+        for head in spec.engine.heads:
+            _replace(changes, head, "forward", _only_reading(head))
+        _replace(changes, Drafter, "draft", checked_draft)
         _replace(changes, Engine, "verify", noting_verify)
         _replace(changes, Session, "start", checked_start)
         _replace(changes, Session, "step", checked_step)
@@ -98,6 +117,24 @@ def _counting(forward: Callable[..., Any], seen: list[int]) -> Callable[..., Any
         return forward(hidden_states, *args, **kwargs)
 
     return counted
+
+
+def _only_reading(head: ExitHead) -> Callable[[Tensor], Tensor]:
+    forward = head.forward
+
+    def checked(hidden: Tensor) -> Tensor:
+        before = hidden.clone()
+        read = forward(hidden)
+        assert torch.allclose(hidden, before, 0, 0, equal_nan=True), (
+            f"the {head.kind} head changed its input in place; verification resumes from it"
+        )
+        return read
+
+    return checked
+
+
+def _tokens_so_far(state: State) -> tuple[list[list[int]], list[list[int]]]:
+    return [[*state.context.text[row]] for row in state.context.rows], state.pending.tolist()
 
 
 def _check_prefill(watched: Watched, session: Session) -> None:

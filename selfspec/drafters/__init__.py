@@ -2,7 +2,7 @@
 
 from typing import TypeVar
 
-from selfspec.config import DraftConfig, unknown_name
+from selfspec.config import OWN_NAME, DraftConfig, unknown_name
 from selfspec.decoder import Approximation
 from selfspec.drafters.auto import Auto
 from selfspec.drafters.base import Drafter
@@ -45,8 +45,9 @@ def register_drafter(drafter: _DrafterT) -> _DrafterT:
     A class that is defined again, in a notebook for example, replaces its earlier definition.
 
     Raises:
-        ValueError: another drafter has that name.
+        ValueError: another drafter has that name, or the class lacks a part of a drafter.
     """
+    _check_complete(drafter)
     known = DRAFTERS.setdefault(drafter.name, drafter)
     if (known.__module__, known.__qualname__) != (drafter.__module__, drafter.__qualname__):
         raise ValueError(
@@ -57,12 +58,23 @@ def register_drafter(drafter: _DrafterT) -> _DrafterT:
     return drafter
 
 
+def _check_complete(drafter: type) -> None:
+    if not issubclass(drafter, Drafter):
+        raise ValueError(f"{drafter.__qualname__} is not a drafter; make it a subclass of Drafter")
+    lacks = sorted({*drafter.__abstractmethods__} | ({"name"} - {*dir(drafter)}))
+    if lacks:
+        raise ValueError(
+            f"{drafter.__qualname__} lacks {', '.join(lacks)}; a drafter has a name, from_config "
+            "and propose"
+        )
+
+
 def make_drafter(engine: Engine, config: DraftConfig) -> Drafter:
     """The drafter that a config names; ValueError lists the known ones."""
     if config.drafter not in DRAFTERS:
         if config.drafter in _RENAMED:
             raise ValueError(f"drafter {config.drafter!r} was renamed: {_RENAMED[config.drafter]}")
-        raise ValueError(unknown_name("drafter", config.drafter, list(DRAFTERS)))
+        raise ValueError(unknown_name("drafter", config.drafter, list(DRAFTERS)) + OWN_NAME)
     if config.drafter != Plain.name:
         _check_choices(config)
     drafter = DRAFTERS[config.drafter].from_config(engine, config)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from selfspec.config import DraftConfig
 from selfspec.decoder import Approximation, Decoder, Pass
@@ -43,29 +44,44 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, state: State, limit: int) -> Draft:
-        """Draft at most `limit` (at least 1) tokens after each row's pending token."""
+        """Draft at most `limit` (at least 1) tokens after each row's pending token.
+
+        It must not change the tokens so far, which `state` holds.
+        """
 
     def approximate(self, approximation: Approximation) -> None:
         """Draft by approximate passes from now on; its `drafting` model has to be able to."""
         self._approximation = approximation
 
-    def draft(self, state: State, limit: int) -> Draft:
+    def draft(self, state: State, limit: int, target: Decoder) -> Draft:
         """Propose, by approximate passes if it was told to `approximate`.
 
         Raises:
-            ValueError: what `propose` returned cannot be verified.
+            ValueError: what `propose` returned cannot be verified by the target.
         """
         if self._approximation is None:
-            return self._checked(self.propose(state, limit), state, limit)
+            return self._checked(self.propose(state, limit), state, limit, target)
         assert self.drafting is not None  # `make_drafter` refuses it otherwise
         with self.drafting.approximating(self._approximation):
-            return self._checked(self.propose(state, limit), state, limit)
+            return self._checked(self.propose(state, limit), state, limit, target)
 
-    def _checked(self, draft: Draft, state: State, limit: int) -> Draft:
-        problem = _problem(draft, state.rows, limit)
+    def _checked(self, draft: Draft, state: State, limit: int, target: Decoder) -> Draft:
+        problem = self._problem(draft, state, limit, target)
         if problem is not None:
             raise ValueError(f"the drafter {self.name!r} ({type(self).__qualname__}) {problem}")
         return draft
+
+    def _problem(self, draft: Draft, state: State, limit: int, target: Decoder) -> str | None:
+        """What is wrong with the shapes of a proposal; the tokens stay on their device."""
+        if not isinstance(draft, Draft):
+            return f"returned {type(draft).__name__}, expected a Draft"
+        if draft.tree is not None and not self.makes_trees:
+            return "returned a tree; set `makes_trees = True` in the class"
+        return (
+            _problem_of_tokens(draft, state, limit)
+            or _problem_of_probs(draft, target)
+            or _problem_of_states(draft, target)
+        )
 
     def unknown_tokens(self, draft: Draft, vocab_size: int) -> str | None:
         """Which drafts are not token ids, as an error message; `None` if all are."""
@@ -108,6 +124,8 @@ class Drafter(ABC):
     def join(self, other: Any) -> None:  # noqa: B027 - optional
         """Append the rows of another drafter of the same config, between two rounds.
 
+        The other one was `prefilled`, and has proposed nothing yet.
+
         A drafter that overrides `select` has to override this, too.
         """
 
@@ -115,23 +133,51 @@ class Drafter(ABC):
         """Called if the next round does not follow immediately, so that its timing ends."""
 
 
-def _problem(draft: Draft, rows: int, limit: int) -> str | None:
-    """What is wrong with the shapes of a proposal; the tokens themselves stay on their device."""
-    if not isinstance(draft, Draft):
-        return f"returned {type(draft).__name__}, expected a Draft"
-    tokens, shape = draft.tokens, tuple(draft.tokens.shape)
+def _problem_of_tokens(draft: Draft, state: State, limit: int) -> str | None:
+    tokens, rows = draft.tokens, state.rows
+    if not isinstance(tokens, Tensor):
+        return f"returned tokens as {type(tokens).__name__}, expected a tensor; see `Draft.of`"
+    shape, device = tuple(tokens.shape), state.pending.device
     if len(shape) != 2 or shape[0] != rows:
         return f"returned tokens of shape {shape}, expected [rows, n] with rows = {rows}"
     if tokens.dtype != torch.long:
         return f"returned tokens of dtype {tokens.dtype}, expected torch.int64"
+    if tokens.device != device:
+        return f"returned tokens on {tokens.device}, expected {device}, as `state.pending`"
     if draft.tree is None and shape[1] > limit:
         return f"returned {shape[1]} tokens a row, expected at most limit = {limit}"
-    if draft.tree is None and draft.probs is not None and draft.probs.shape[:2] != shape:
-        given = tuple(draft.probs.shape)
-        return f"returned probs of shape {given}, expected [rows, n, vocab] for tokens {shape}"
-    if (draft.depth > 0) != (draft.hidden is not None):
-        return (
-            f"returned depth={draft.depth} and "
-            f"{'no ' if draft.hidden is None else ''}hidden states; set both, or neither"
-        )
+    counts = draft.counts
+    if counts is not None and (not isinstance(counts, Tensor) or tuple(counts.shape) != (rows,)):
+        return f"returned counts {counts}, expected a tensor of shape [rows] with rows = {rows}"
     return None
+
+
+def _problem_of_probs(draft: Draft, target: Decoder) -> str | None:
+    if draft.probs is None:
+        return None
+    given, shape = tuple(draft.probs.shape), tuple(draft.tokens.shape)
+    right = len(given) == 3 and given[2] == target.vocab_size
+    if right and (draft.tree is not None or given[:2] == shape):
+        return None
+    return (
+        f"returned probs of shape {given}, expected [rows, n, vocab] for tokens {shape} and "
+        f"vocab = {target.vocab_size}"
+    )
+
+
+def _problem_of_states(draft: Draft, target: Decoder) -> str | None:
+    depth, hidden, (rows, length) = draft.depth, draft.hidden, draft.tokens.shape
+    if not 0 <= depth <= target.depth:
+        return f"returned depth={depth}, expected 0 to {target.depth}, the layers of the target"
+    if (depth > 0) != (hidden is not None):
+        given = "no " if hidden is None else ""
+        return f"returned depth={depth} and {given}hidden states; set both, or neither"
+    if hidden is None:
+        return None
+    shape, width = tuple(hidden.shape), target.config.hidden_size
+    if len(shape) == 3 and (shape[0], shape[2]) == (rows, width) and 1 <= shape[1] <= length + 1:
+        return None
+    return (
+        f"returned hidden states of shape {shape}, expected [rows, m, width] with rows = {rows}, "
+        f"m from 1 to {length + 1} and width = {width}"
+    )

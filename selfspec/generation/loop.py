@@ -150,7 +150,7 @@ class Session:
         self.drafter.prefilled(state, block, offset, counts)
 
     def _run_next(self, state: State) -> None:
-        """Say whose rows the next passes run."""
+        """Tell the adapters of rows which rows the next passes run."""
         if self.adapters is not None:
             self.adapters.run_next(state)
 
@@ -166,7 +166,7 @@ class Session:
             self.drafter.pause()
             draft = forced
         elif limit > 0:
-            draft = self.drafter.draft(state, limit)
+            draft = self.drafter.draft(state, limit, self.engine.decoder)
         try:
             verified = self.engine.verify(state, draft)
         except IndexError as error:

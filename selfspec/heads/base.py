@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from selfspec.config import unknown_name
+from selfspec.config import OWN_NAME, unknown_name
 from selfspec.decoder import Decoder, weight_of
 from selfspec.heads.mask import MaskHidden, MaskToken
 
@@ -83,7 +83,7 @@ class ExitHead(nn.Module):
     @classmethod
     def build(cls, decoder: Decoder, exit_layer: int, **options: Any) -> ExitHead:
         """An untrained head for `decoder`."""
-        raise NotImplementedError
+        raise NotImplementedError(f"a {cls.kind} head defines no build")
 
     @property
     def options(self) -> dict[str, Any]:
@@ -181,9 +181,10 @@ class ExitHead(nn.Module):
 
         Args:
             hidden: `[rows, width, hidden]` output of the head's own layer, or the residual stream
-                at the exit if the head has no layer.
+                at the exit if the head has no layer. Verification resumes from that stream, so it
+                must not be changed in place.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"a {self.kind} head defines no forward")
 
     def logits(self, decoder: Decoder, hidden: Tensor, depth: int = 0) -> Tensor:
         """Draft logits `[rows, width, n]` over `vocab_ids`, or over all tokens.
@@ -252,9 +253,14 @@ def register_head(head_type: type[HeadT]) -> type[HeadT]:
     its earlier definition.
 
     Raises:
-        ValueError: another class has registered this kind, or the class has a method by its former
-            name.
+        ValueError: another class has registered this kind, the class is not a kind of head, or it
+            has a method by its former name.
     """
+    if not issubclass(head_type, ExitHead) or not hasattr(head_type, "kind"):
+        raise ValueError(
+            f"{head_type.__qualname__} must be a subclass of ExitHead with a `kind`, which is its "
+            "name in configs and files"
+        )
     if hasattr(head_type, "join"):
         raise ValueError(f"{head_type.__qualname__}.join is called fuse_features now; rename it")
     known = HEAD_KINDS.setdefault(head_type.kind, head_type)
@@ -270,7 +276,7 @@ def register_head(head_type: type[HeadT]) -> type[HeadT]:
 def head_class(kind: str) -> type[ExitHead]:
     """The class of a kind; ValueError lists the known ones."""
     if kind not in HEAD_KINDS:
-        raise ValueError(unknown_name("head kind", kind, list(HEAD_KINDS)))
+        raise ValueError(unknown_name("head kind", kind, list(HEAD_KINDS)) + OWN_NAME)
     return HEAD_KINDS[kind]
 
 

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from selfspec import DEMO_MODEL, SelfSpecModel
 from selfspec.drafters import DRAFTERS, Drafter, register_drafter
 from selfspec.sampling import Draft
+from selfspec.sampling.draft import Tree
 
 
 def test_every_way_to_draft_is_here():
@@ -97,11 +98,36 @@ FAULTY = {
     "a tensor": (lambda state, limit: ones(2, 3), "returned Tensor, expected a Draft"),
     "one row": (lambda state, limit: Draft(ones(3)), r"of shape \(3,\), expected \[rows, n\]"),
     "other rows": (lambda state, limit: Draft(ones(1, 3)), r"\(1, 3\), .* with rows = 2"),
+    "a list": (lambda state, limit: Draft([[1], [1]]), "tokens as list, .* see `Draft.of`"),
+    "another device": (
+        lambda state, limit: Draft(ones(2, 3).to("meta")),
+        "tokens on meta, expected cpu",
+    ),
+    "a tree": (
+        lambda state, limit: Draft(ones(2, 1), tree=Tree(ones(2, 1) * 0, 1, 1)),
+        "returned a tree; set `makes_trees",
+    ),
+    "other counts": (
+        lambda state, limit: Draft(ones(2, 3), counts=ones(1)),
+        r"counts tensor\(\[1\]\), expected .* rows = 2",
+    ),
     "floats": (lambda state, limit: Draft(ones(2, 3).float()), "of dtype torch.float32"),
     "too many": (lambda state, limit: Draft(ones(2, limit + 1)), "returned 5 .* limit = 4"),
     "other probs": (
         lambda state, limit: Draft(ones(2, 3), probs=torch.ones(2, VOCAB)),
         r"probs of shape \(2, 64\), expected \[rows, n, vocab\]",
+    ),
+    "probs of another vocabulary": (
+        lambda state, limit: Draft(ones(2, 3), probs=torch.ones(2, 3, VOCAB - 1)),
+        r"probs of shape \(2, 3, 63\), .* vocab = 64",
+    ),
+    "too deep": (
+        lambda state, limit: Draft(ones(2, 3), depth=9, hidden=torch.ones(2, 1, 1)),
+        "depth=9, expected 0 to",
+    ),
+    "other states": (
+        lambda state, limit: Draft(ones(2, 3), depth=1, hidden=torch.ones(2, 5, 32)),
+        r"hidden states of shape \(2, 5, 32\), .* m from 1 to 4",
     ),
     "no states": (lambda state, limit: Draft(ones(2, 3), depth=1), "depth=1 and no hidden states"),
     "unknown": (lambda state, limit: Draft(ones(2, 3) * VOCAB), r"token 64, .* ids in \[0, 63\]"),
@@ -121,12 +147,51 @@ def test_what_is_wrong_with_a_draft_is_said_by_the_drafters_name(monkeypatch, fa
 def test_a_drafter_that_is_defined_again_replaces_itself_and_no_other(monkeypatch):
     monkeypatch.setitem(DRAFTERS, "again", None)
     monkeypatch.delitem(DRAFTERS, "again")
-    first, second = (type("Again", (Drafter,), {"name": "again"}) for _ in range(2))
+    parts = {"name": "again", "from_config": classmethod(lambda cls, *_: cls()), "propose": None}
+    first, second = (type("Again", (Drafter,), parts) for _ in range(2))
     register_drafter(first)
     assert register_drafter(second) is DRAFTERS["again"]
-    other = type("Other", (Drafter,), {"name": "again"})
+    other = type("Other", (Drafter,), parts)
     with pytest.raises(ValueError, match=r"already registered by .*Again; give Other"):
         register_drafter(other)
+
+
+@pytest.mark.parametrize(
+    ("bases", "parts", "message"),
+    [
+        ((), {"name": "part"}, "Part is not a drafter; make it a subclass of Drafter"),
+        ((Drafter,), {"propose": None}, "Part lacks from_config, name; a drafter has"),
+    ],
+)
+def test_a_class_that_is_no_whole_drafter_is_not_registered(bases, parts, message):
+    with pytest.raises(ValueError, match=message):
+        register_drafter(type("Part", bases, parts))
+
+
+def test_an_unknown_drafter_may_be_one_that_is_not_imported():
+    spec = SelfSpecModel(tiny_llama())
+    with pytest.raises(ValueError, match=r"unknown drafter: 'mine'; .* import the module"):
+        spec.generate(prompt(4)[0], draft="mine", max_new_tokens=2)
+
+
+def append(state):
+    state.context.text[0].append(1)
+
+
+def overwrite(state):
+    state.pending.fill_(1)
+
+
+@pytest.mark.parametrize("change", [append, overwrite])
+def test_watching_sees_a_drafter_that_changes_the_tokens_so_far(monkeypatch, watch, change):
+    def answer(state, limit):
+        change(state)
+        return Draft(ones(1, 2))
+
+    spec = made(monkeypatch, answer)
+    watch(spec)
+    with pytest.raises(AssertionError, match="'own' changed the tokens so far"):
+        spec.generate(prompt(4)[0], draft="own", max_new_tokens=6, do_sample=False)
 
 
 def test_watching_sees_a_pass_too_many(monkeypatch, watch):

@@ -19,6 +19,7 @@ from selfspec.heads import (
     HEAD_KINDS,
     Calibrator,
     CheckpointFiles,
+    ExitHead,
     LensHead,
     SharedHead,
     fingerprint,
@@ -321,8 +322,42 @@ def test_a_kind_that_is_not_registered_is_named(target, doubled, monkeypatch, tm
     decoder = Decoder(target)
     save_heads([doubled.build(decoder, EXIT)], decoder, tmp_path)
     monkeypatch.setattr("selfspec.heads.base.HEAD_KINDS", dict(HEAD_KINDS))
-    with pytest.raises(ValueError, match="unknown head kind: 'doubled'"):
+    with pytest.raises(ValueError, match=r"unknown head kind: 'doubled'; .* import the module"):
         load_heads(decoder, tmp_path)
+
+
+@pytest.mark.parametrize("bases", [(), (ExitHead,)])
+def test_a_class_that_is_no_kind_of_head_is_not_registered(bases):
+    with pytest.raises(ValueError, match="Part must be a subclass of ExitHead with a `kind`"):
+        register_head(type("Part", bases, {}))
+
+
+def answering(target, doubled, monkeypatch, method, answer):
+    """A model whose head answers one of its methods in another way."""
+    monkeypatch.setattr(doubled, method, answer)
+    return SelfSpecModel(target, heads=[doubled.build(Decoder(target), EXIT)])
+
+
+@pytest.mark.parametrize("shape", [(2, 1, VOCAB - 1), (2, 1, VOCAB + 1), (2, VOCAB)])
+@pytest.mark.parametrize("drafter", ["early_exit", "tree"])
+def test_logits_of_another_shape_are_refused_by_the_heads_name(
+    target, doubled, monkeypatch, shape, drafter
+):
+    def answer(self, decoder, hidden, depth=0):
+        return torch.zeros(shape)
+
+    spec = answering(target, doubled, monkeypatch, "logits", answer)
+    with pytest.raises(ValueError, match=r"the doubled head \(.*\) returned .*, 64\]"):
+        spec.generate(IDS, attention_mask=MASK, draft=drafter, max_new_tokens=6)
+
+
+def test_watching_sees_a_head_that_changes_its_input(target, doubled, monkeypatch, watch):
+    def answer(self, hidden):
+        return hidden.mul_(2)
+
+    watch(spec := answering(target, doubled, monkeypatch, "forward", answer))
+    with pytest.raises(AssertionError, match="the doubled head changed its input in place"):
+        spec.generate(IDS, attention_mask=MASK, draft="early_exit", max_new_tokens=6)
 
 
 # Files that are not whole

@@ -36,6 +36,8 @@ class ExitReader:
     def __init__(self, engine: Engine, head: ExitHead):
         self.engine, self.decoder, self.head = engine, engine.decoder, head
         self._trimmed = head.vocab_ids is not None
+        # Logits per draft.
+        self._vocab = self.decoder.vocab_size if head.vocab_ids is None else len(head.vocab_ids)
         self._confidence: Confidence | None = None
 
     @property
@@ -84,6 +86,12 @@ class ExitReader:
         return self._spread(self.head.logits(self.decoder, hidden))
 
     def _spread(self, logits: Tensor) -> Tensor:
+        """Logits over all tokens; ValueError if the head made other ones than it is asked for."""
+        if logits.ndim != 3 or logits.shape[-1] != self._vocab:
+            raise ValueError(
+                f"the {self.head.kind} head ({type(self.head).__qualname__}) returned logits of "
+                f"shape {tuple(logits.shape)}, expected [rows, width, {self._vocab}]"
+            )
         return self.head.expand_logits(logits, self.decoder) if self._trimmed else logits
 
     def calibrator(self, sampled: bool) -> Calibrator:
