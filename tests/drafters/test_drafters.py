@@ -144,6 +144,23 @@ def test_what_is_wrong_with_a_draft_is_said_by_the_drafters_name(monkeypatch, fa
         spec.generate(ids, attention_mask=mask, draft="own", max_new_tokens=6)
 
 
+@pytest.mark.parametrize("drafter", ["early_exit", "tree", "auto"])
+@pytest.mark.parametrize("sample", [False, True])
+def test_an_lm_head_may_be_wider_than_the_config_says(drafter, sample):
+    """As after embeddings were padded without telling the config."""
+    model, vocab, double = tiny_llama(), VOCAB + 8, torch.float64
+    model.set_input_embeddings(torch.nn.Embedding(vocab, 32, dtype=double))
+    model.set_output_embeddings(torch.nn.Linear(32, vocab, bias=False, dtype=double))
+    spec, (ids, mask) = SelfSpecModel(model), prompt(6)
+    options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": sample}
+
+    def written(draft):
+        torch.manual_seed(0)
+        return spec.generate(ids, **options, draft={"drafter": draft, "rule": "coupled"})
+
+    assert written(drafter).equal(written("none"))
+
+
 def test_a_drafter_that_is_defined_again_replaces_itself_and_no_other(monkeypatch):
     monkeypatch.setitem(DRAFTERS, "again", None)
     monkeypatch.delitem(DRAFTERS, "again")

@@ -338,7 +338,7 @@ def answering(target, doubled, monkeypatch, method, answer):
     return SelfSpecModel(target, heads=[doubled.build(Decoder(target), EXIT)])
 
 
-@pytest.mark.parametrize("shape", [(2, 1, VOCAB - 1), (2, 1, VOCAB + 1), (2, VOCAB)])
+@pytest.mark.parametrize("shape", [(2, 1, VOCAB - 1), (2, VOCAB)])
 @pytest.mark.parametrize("drafter", ["early_exit", "tree"])
 def test_logits_of_another_shape_are_refused_by_the_heads_name(
     target, doubled, monkeypatch, shape, drafter

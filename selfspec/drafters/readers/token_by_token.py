@@ -87,7 +87,10 @@ class ExitReader:
 
     def _spread(self, logits: Tensor) -> Tensor:
         """Logits over all tokens; ValueError if the head made other ones than it is asked for."""
-        if logits.ndim != 3 or logits.shape[-1] != self._vocab:
+        width = logits.shape[-1]
+        # An LM head may have more rows than the config says.
+        right = width == self._vocab if self._trimmed else width >= self._vocab
+        if logits.ndim != 3 or not right:
             raise ValueError(
                 f"the {self.head.kind} head ({type(self.head).__qualname__}) returned logits of "
                 f"shape {tuple(logits.shape)}, expected [rows, width, {self._vocab}]"
