@@ -191,7 +191,7 @@ class Decoder:
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the LM head."""
+        """Number of tokens, by the config; an LM head that was padded has more rows."""
         return self.config.vocab_size
 
     @property

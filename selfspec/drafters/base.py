@@ -156,7 +156,6 @@ def _problem_of_probs(draft: Draft, target: Decoder) -> str | None:
     if draft.probs is None:
         return None
     given, shape = tuple(draft.probs.shape), tuple(draft.tokens.shape)
-    # An LM head may have more rows than the config says.
     right = len(given) == 3 and given[2] >= target.vocab_size
     if right and (draft.tree is not None or given[:2] == shape):
         return None

@@ -88,7 +88,6 @@ class ExitReader:
     def _spread(self, logits: Tensor) -> Tensor:
         """Logits over all tokens; ValueError if the head made other ones than it is asked for."""
         width = logits.shape[-1]
-        # An LM head may have more rows than the config says.
         right = width == self._vocab if self._trimmed else width >= self._vocab
         if logits.ndim != 3 or not right:
             raise ValueError(
