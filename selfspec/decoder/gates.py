@@ -36,6 +36,7 @@ from selfspec.decoder.families import (
 from selfspec.decoder.kernels.compiled import CompiledLayers
 from selfspec.decoder.kernels.graphs import GraphedLayers
 from selfspec.decoder.kernels.lean import lean_forwards
+from selfspec.decoder.kernels.lean_layer import LeanLayer
 from selfspec.decoder.kernels.low_precision import LowPrecisionLinears, Part
 from selfspec.decoder.kernels.prepacked import PrepackedLinears, joins_heads
 from selfspec.decoder.mixers import Mixers
@@ -253,7 +254,8 @@ class Gates:
             for module, forward in self.low_precision.forwards(self.parts()):
                 self.shadow(module.__dict__, "forward", forward)
         if self.prepacked is not None:
-            for module, forward in lean_forwards([*text_parts(self.model), *self.others]):
+            roots = [*text_parts(self.model), *self.others]
+            for module, forward in lean_forwards(roots, self.low_precision.reads_layers):
                 self.shadow(module.__dict__, "forward", forward)
         for mixer, index in self.mixers.found:
             hooked = "_old_forward" in mixer.__dict__  # by accelerate, whose hook calls it
@@ -387,7 +389,10 @@ class Gates:
     def skipping(self, layer: nn.Module, skipped: Sequence[Skipped]) -> Iterator[None]:
         """Skip these sublayers of a layer in this thread's passes."""
         names = {child: name for name, child in layer.named_children()}
-        shadows = 2 * len(skipped)
+        shadows, whole = 2 * len(skipped), layer.__dict__.get("forward")
+        if isinstance(whole, LeanLayer):
+            self.shadow(layer.__dict__, "forward", whole.in_parts)
+            shadows += 1
         for module in (layer, *(stand_in.module for stand_in in skipped)):
             shadows += self._uncompile(module)
         for stand_in in skipped:

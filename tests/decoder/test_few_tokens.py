@@ -5,7 +5,7 @@ import torch
 from conftest import tiny_llama
 
 from selfspec import SelfSpecModel
-from selfspec.decoder.kernels import few_tokens, prepacked
+from selfspec.decoder.kernels import few_tokens, lean_layer, prepacked
 
 HALF = torch.bfloat16
 pytestmark = pytest.mark.skipif(
@@ -62,13 +62,15 @@ def test_weights_that_no_scale_fits_are_left_to_onednn(value):
 
 
 def test_only_passes_of_a_few_tokens_are_computed_by_it(monkeypatch):
-    model, seen, make = tiny_llama("sometimes", dtype=HALF), [], few_tokens.product
+    model, seen, run = tiny_llama("sometimes", dtype=HALF), [], few_tokens.Product.forward
 
-    def product(weight, bias):
-        made = make(weight, bias)
-        return lambda input: seen.append(input.numel() // input.shape[-1]) or made(input)
+    def forward(product, states):
+        seen.append(states.numel() // states.shape[-1])
+        return run(product, states)
 
-    monkeypatch.setattr(few_tokens, "product", product)
+    monkeypatch.setattr(few_tokens.Product, "forward", forward)
+    for module in (few_tokens, lean_layer):
+        monkeypatch.setattr(module, "scripted", lambda module: module.forward)
     prompt = torch.randint(1, 64, (1, 9))
     told = {}
     for kernels in ("prepacked", "eager"):

@@ -15,7 +15,10 @@ from torch.nn.functional import scaled_dot_product_attention as attend
 from torch.nn.utils import parametrize
 
 from selfspec.decoder import Decoder, Packing, Span
+from selfspec.decoder.kernels import few_tokens, lean_layer
 from selfspec.decoder.kernels.lean import lean_forwards
+from selfspec.decoder.kernels.lean_layer import LeanLayer
+from selfspec.decoder.passes import Approximation, Skips
 
 HALF = torch.bfloat16
 
@@ -67,8 +70,9 @@ def test_families_with_the_code_of_llama_are_lean_throughout(family):
 def test_few_tokens_over_slots_take_the_lean_attention(monkeypatch):
     """Whatever name this release of transformers has for the cache."""
     model, calls = tiny_llama(dtype=HALF), []
+    monkeypatch.setattr(lean_layer, "has_scripts", lambda: False)
     monkeypatch.setattr(
-        "selfspec.decoder.kernels.lean.scaled_dot_product_attention",
+        "selfspec.decoder.kernels.lean_attention.scaled_dot_product_attention",
         lambda query, *args, **options: calls.append(len(query)) or attend(query, *args, **options),
     )
     passes(model, "prepacked", 3)
@@ -157,7 +161,7 @@ def test_what_is_changed_runs_as_it_is(change):
 
 def test_eager_means_the_code_of_transformers(monkeypatch):
     model = tiny_llama(dtype=HALF)
-    monkeypatch.setattr("selfspec.decoder.gates.lean_forwards", lambda roots: 1 / 0)
+    monkeypatch.setattr("selfspec.decoder.gates.lean_forwards", lambda *args: 1 / 0)
     passes(model, "eager", 1)
 
 
@@ -174,3 +178,93 @@ def test_gradients_flow():
     run = Decoder(model, "prepacked").run_packed(torch.arange(6)[None], Span(0, 2), packing)
     run.hidden.float().sum().backward()
     assert model.model.layers[0].input_layernorm.get_parameter("weight").grad is not None
+
+
+# Layers as two scripts
+
+
+@pytest.fixture
+def scripts():
+    if not few_tokens.is_faster() or not few_tokens.has_scripts():
+        pytest.skip("this CPU has AMX, or no kernels of FBGEMM; or this Python has no TorchScript")
+
+
+def layers_run(monkeypatch):
+    """Takes the number of tokens that lean layers compute in each call."""
+    seen, run = [], LeanLayer.__call__
+
+    def call(self, hidden, *args, **kwargs):
+        before = self._before
+        self._before = lambda hidden, *rest: (
+            seen.append(hidden.shape[:2].numel()) or before(hidden, *rest)
+        )
+        try:
+            return run(self, hidden, *args, **kwargs)
+        finally:
+            self._before = before
+
+    monkeypatch.setattr(LeanLayer, "__call__", call)
+    return seen
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "ministral"])
+def test_layers_with_the_code_of_llama_run_few_tokens_as_scripts(family, scripts, monkeypatch):
+    model, seen = build(family, "sdpa").to(dtype=HALF), layers_run(monkeypatch)
+    passes(model, "prepacked", 1)
+    assert seen == [1] * len(model.model.layers) + [4] * len(model.model.layers)
+    seen.clear()
+    passes(model, "prepacked", 3)  # four tokens in each of three rows are too many
+    assert seen == [3] * len(model.model.layers)
+
+
+def over_slots(decoder):
+    """Computes the logits of three tokens after two."""
+    slots, tokens, whole = decoder.new_slots(1), torch.arange(5)[None], Span(0, decoder.depth)
+    decoder.run(tokens[:, :2], whole, slots)
+    slots.commit([2])
+    return lambda **options: (
+        decoder.run(tokens[:, 2:], whole, slots, unembed=True, **options).output
+    )
+
+
+@pytest.mark.parametrize("skips", [Skips.of([1, 2], []), Skips.of([], [0, 3]), Skips.of([1], [1])])
+def test_layers_leave_out_what_a_pass_skips(skips, scripts):
+    made = []
+    for kernels, dtype in (("eager", torch.float32), ("eager", HALF), ("prepacked", HALF)):
+        torch.manual_seed(0)
+        decoder = Decoder(tiny_llama(dtype=HALF).to(dtype), kernels)
+        with torch.no_grad(), decoder:
+            run = over_slots(decoder)
+            made.append(torch.stack([run(skips=skips), run(), run(skips=skips)]).float())
+    exact, own, lean = made
+    assert (lean - exact).abs().mean() <= 2 * (own - exact).abs().mean()
+    assert torch.equal(lean[0], lean[2]) and not torch.equal(lean[0], lean[1])
+
+
+def test_layers_read_low_precision_copies_while_a_draft_does(scripts, monkeypatch):
+    model, seen = tiny_llama(dtype=HALF), layers_run(monkeypatch)
+    decoder, rounded = Decoder(model, "prepacked"), Approximation("int4", layers=True)
+    decoder.gates.low_precision.want(rounded)
+    with torch.no_grad(), decoder:
+        run = over_slots(decoder)
+        exact = run()
+        assert seen == [3] * 4
+        with decoder.approximating(rounded):
+            draft = run()
+        assert seen == [3] * 4
+        assert torch.equal(run(), exact) and not torch.equal(draft, exact)
+
+
+def test_scripts_are_made_once(scripts, monkeypatch):
+    model, made = tiny_llama(dtype=HALF), []
+    monkeypatch.setattr(lean_layer, "scripted", lambda m: made.append(m) or few_tokens.scripted(m))
+    first = passes(model, "prepacked", 1)
+    assert len(made) == 2 * 4
+    assert torch.equal(passes(model, "prepacked", 1), first) and len(made) == 2 * 4
+    with torch.no_grad():
+        model.model.layers[2].mlp.up_proj.weight.mul_(2)
+        model.model.layers[1].input_layernorm.weight.mul_(2)
+    changed = passes(model, "prepacked", 1)
+    assert len(made) == 2 * 5
+    own, exact = passes(model, "eager", 1), passes(model.float(), "eager", 1)
+    assert (changed - exact).abs().mean() <= 2 * (own - exact).abs().mean()

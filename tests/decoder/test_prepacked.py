@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def no_lean_forms(monkeypatch):
     """They round less often, see test_lean_forms.py."""
-    monkeypatch.setattr("selfspec.decoder.gates.lean_forwards", lambda roots: ())
+    monkeypatch.setattr("selfspec.decoder.gates.lean_forwards", lambda *args: ())
 
 
 @pytest.fixture(autouse=True)

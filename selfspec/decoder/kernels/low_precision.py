@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from selfspec.config import Precision
 from selfspec.decoder.devices import is_sharded
-from selfspec.decoder.kernels.prepacked import Bundle, Forward, bundles, out_by_in, sums_of
+from selfspec.decoder.kernels.prepacked import Bundle, Forward, bundles, out_by_in, sum_of
 from selfspec.decoder.passes import Approximation
 from selfspec.decoder.quantized import is_quantized
 
@@ -89,6 +89,10 @@ class LowPrecisionLinears:
         self.active = {part: precision for precision, part in needs}
         self.owner = threading.get_ident()
 
+    def reads_layers(self) -> bool:
+        """Whether copies of layers are read now, those of heads included."""
+        return not self.active.keys() <= {"lm_head"}
+
     @property
     def nbytes(self) -> int:
         """Bytes of the copies that there are."""
@@ -137,7 +141,7 @@ class _Copies:
     def refresh(self, precision: Precision) -> None:
         """Make the copy, unless there is one of the weights as they are."""
         parts = [p.detach() for m in self._modules for p in (m.weight, m.bias) if p is not None]
-        sums = [total for part in parts for total in sums_of(part)]
+        sums = [sum_of(part) for part in parts]
         held = self._held.get(precision)
         if held is None or not all(map(torch.equal, held.sums, sums)):
             with torch.inference_mode(False):  # copies outlive this call

@@ -21,11 +21,13 @@ import torch
 from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from selfspec.config import Kernels
 from selfspec.decoder.kernels import few_tokens
+from selfspec.decoder.kernels.few_tokens import FewTokens
 
 _OPS: Any = torch.ops.mkldnn
 
@@ -34,6 +36,9 @@ HALF = (torch.bfloat16, torch.float16)
 # Tokens of a pass for which oneDNN chooses the layout. On CPUs with AMX the one it chooses for a
 # single token is read 1.3 times as slowly, whatever the number of tokens; elsewhere all are alike.
 _EXPECTED = 5
+
+# A prime number, so that weights' rows or columns that change places are seen.
+_COLUMNS = 1021
 
 Forward = Callable[[Tensor], Tensor]
 
@@ -49,13 +54,13 @@ class _Packed(NamedTuple):
         weight: `[out, in]` of all, concatenated, in oneDNN's layout.
         bias: `[out]`, or `None`.
         few: the product of a few tokens, if it has another layout.
-        sums: sums of each weight by rows and by columns, which reveal changes. Torch's own version
+        sums: those of each weight and bias (`sum_of`), which reveal changes. Torch's own version
             counter misses those of fused optimizers and of merged adapters.
     """
 
     weight: Tensor
     bias: Tensor | None
-    few: Forward | None
+    few: FewTokens | None
     sums: list[Tensor]
 
 
@@ -130,9 +135,17 @@ class Bundle:
         modules: the layers.
         product: maps their input to the outputs of all, concatenated.
         takes: whether it computes the product of an input; others are left to the layers.
+        few: the product of a few tokens, if there is another one.
     """
 
-    def __init__(self, modules: Sequence[Any], product: Forward, takes: Callable[[Tensor], bool]):
+    def __init__(
+        self,
+        modules: Sequence[Any],
+        product: Forward,
+        takes: Callable[[Tensor], bool],
+        few: FewTokens | None = None,
+    ):
+        self.few = few
         self.sizes = [out_by_in(module).shape[0] for module in modules]
         self.product, self.takes = product, takes
         self.held: tuple[Tensor, Tensor] | None = None  # the last input and all outputs
@@ -163,6 +176,22 @@ class _Member:
         return held[1].narrow(-1, self._start, self._size)
 
 
+def few_of(forwards: Sequence[Forward]) -> FewTokens | None:
+    """The product of few tokens of linear layers that are a bundle; `None` where there is none.
+
+    Low-precision copies that are read in place of it at times are looked through.
+    """
+    found: list[Bundle] = []
+    for forward in forwards:
+        while isinstance(forward, _Member) and forward.bundle.few is None:
+            forward = forward.plain
+        if not isinstance(forward, _Member):
+            return None
+        found.append(forward.bundle)
+    whole = len(set(found)) == 1 and len(found[0].sizes) == len(found)
+    return found[0].few if whole else None
+
+
 def joined(forwards: Sequence[Forward]) -> Forward:
     """Maps the input of several linear layers to the outputs of all, concatenated.
 
@@ -184,7 +213,7 @@ def _bundle(modules: Sequence[Any], few: bool) -> Bundle:
     def takes(input: Tensor) -> bool:
         return not torch.is_grad_enabled() and input.dtype == dtype
 
-    return Bundle(modules, _product(packed), takes)
+    return Bundle(modules, _product(packed), takes, packed.few)
 
 
 def _product(packed: _Packed) -> Forward:
@@ -388,7 +417,7 @@ def out_by_in(module: Any) -> Tensor:
 
 def _pack(modules: Sequence[Any], few: bool) -> _Packed:
     parts = [p.detach() for m in modules for p in (m.weight, m.bias) if p is not None]
-    sums = [total for part in parts for total in sums_of(part)]
+    sums = [sum_of(part) for part in parts]
     held = _PACKED.get(modules[0])
     if held is None or not all(map(torch.equal, held.sums, sums)):
         weight = torch.cat([out_by_in(module) for module in modules])
@@ -400,7 +429,14 @@ def _pack(modules: Sequence[Any], few: bool) -> _Packed:
     return held
 
 
-def sums_of(part: Tensor) -> list[Tensor]:
-    """Sums of the bits of a weight or bias: several numbers at a time where they fit in a word."""
-    words = part.contiguous().view(torch.int64 if part.shape[-1] % 4 == 0 else torch.int16)
-    return [words.sum(0), words.sum(1)] if words.ndim == 2 else [words.clone()]
+def sum_of(part: Tensor) -> Tensor:
+    """Sums of the bits of a weight or bias: of every `_COLUMNS`-th word of 64 or 16 bits.
+
+    Wider rows are read in half the time, so they are added up first.
+    """
+    words = part.contiguous().view(torch.int64 if part.shape[-1] % 4 == 0 else torch.int16).view(-1)
+    wide = 16 * _COLUMNS
+    whole = len(words) // wide * wide
+    rest = pad(words[whole:], (0, -len(words[whole:]) % _COLUMNS))
+    sums = words[:whole].view(-1, wide).sum(0).view(-1, _COLUMNS).sum(0)
+    return sums + rest.view(-1, _COLUMNS).sum(0)

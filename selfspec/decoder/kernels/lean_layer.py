@@ -1,0 +1,200 @@
+"""A layer of few tokens as two scripts in float32, with the KV cache between them.
+
+Called from Python, an operation takes a microsecond, and FBGEMM's product ten, before it computes
+anything; in a script they take a third of that. States stay in float32 from one product to the
+next, so nothing is rounded between them. Attention itself is computed in the keys' dtype.
+
+Legend: rows, width = tokens of the pass; heads = of queries; key heads = of keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention, silu
+from transformers.activations import ACT2FN
+
+from selfspec.decoder.kernels.few_tokens import (
+    MOST_TOKENS,
+    FewTokens,
+    Product,
+    has_scripts,
+    scripted,
+)
+from selfspec.decoder.kernels.lean_attention import LeanAttention
+from selfspec.decoder.kernels.prepacked import few_of
+
+SILU = nn.SiLU, type(ACT2FN["silu"])
+
+Products = tuple[FewTokens, ...]
+
+
+def lean_layer(
+    module: Any, attention: LeanAttention, approximates: Callable[[], bool]
+) -> LeanLayer | None:
+    """The lean form of a layer with Llama's code; `None` if its products are not FBGEMM's.
+
+    Args:
+        module: the layer, whose parts all have lean forms.
+        attention: that of its attention.
+        approximates: whether low-precision copies of layers are read now.
+    """
+    attends, mlp = module.self_attn, module.mlp
+    found = [
+        few_of([getattr(part, f"{name}_proj").forward for name in names])
+        for part, names in (
+            (attends, "qkv"),
+            (attends, "o"),
+            (mlp, ("gate", "up")),
+            (mlp, ["down"]),
+        )
+    ]
+    products = tuple(product for product in found if product is not None)
+    if len(products) < len(found) or type(mlp.act_fn) not in SILU or not has_scripts():
+        return None
+    return LeanLayer(module, attention, products, approximates)
+
+
+class LeanLayer:
+    """A layer that runs few tokens as two scripts.
+
+    Args:
+        module: the layer.
+        attention: the lean form of its attention.
+        products: those of queries, keys and values; of what attention read; of gate and up; and of
+            what they give.
+        approximates: whether low-precision copies of layers are read now.
+
+    Attributes:
+        in_parts: the layer's own forward, which calls its attention and its MLP.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        attention: LeanAttention,
+        products: Products,
+        approximates: Callable[[], bool],
+    ):
+        self.in_parts, self._attention = module.forward, attention
+        self._approximates = approximates
+        self._before, self._after = _scripts(module, products)
+        norms = module.input_layernorm, module.post_attention_layernorm
+        (first, eps), self._second = ((_twice(norm), norm.variance_epsilon) for norm in norms)
+        of_heads = [getattr(module.self_attn, name, None) for name in ("q_norm", "k_norm")]
+        head_eps = 0.0 if of_heads[0] is None else of_heads[0].variance_epsilon
+        self._first = first, eps, *(None if n is None else _twice(n) for n in of_heads), head_eps
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *args: Any,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """The layer's output `[rows, width, hidden]`."""
+        rows, width, _ = hidden_states.shape
+        attention, angles, cache = self._attention, position_embeddings, None
+        if angles is not None and rows * width <= MOST_TOKENS and not self._approximates():
+            cache = attention.cache_of(width, angles, attention_mask, kwargs)
+        if angles is None or cache is None:
+            given = {**kwargs, "position_embeddings": angles}
+            return self.in_parts(hidden_states, attention_mask, *args, **given)
+        cos, sin = attention.rotary.signed(angles, torch.float32)
+        query, key, value = self._before(hidden_states, *self._first, cos, sin, attention.keys)
+        key, value = cache.update(key, value, attention.index)
+        mask = attention.mask(attention_mask, width)
+        return self._after(query, key, value, mask, attention.scale, hidden_states, *self._second)
+
+
+def _twice(norm: Any) -> Tensor:
+    """The weight of a norm as `_norm` reads it."""
+    return norm.weight.detach().float().repeat(2)
+
+
+# By layer, with the products that they compute.
+_SCRIPTS: WeakKeyDictionary[nn.Module, tuple[Products, Any, Any]] = WeakKeyDictionary()
+
+
+def _scripts(module: nn.Module, products: Products) -> tuple[Any, Any]:
+    """The two scripts of a layer, made once for its products."""
+    held = _SCRIPTS.get(module)
+    if held is None or held[0] != products:
+        first, *others = (few.product for few in products)
+        made = scripted(_BeforeCache(first)), scripted(_AfterCache(*others))
+        held = _SCRIPTS[module] = products, *made
+    return held[1], held[2]
+
+
+def _norm(states: Tensor, twice: Tensor, eps: float) -> Tensor:
+    """RMS norm as the first half of the layer norm of [x, -x]; see `lean.py`."""
+    size = states.size(-1)
+    both = torch.cat((states, -states), -1)
+    return torch.layer_norm(both, [2 * size], twice, None, eps).narrow(-1, 0, size)
+
+
+class _BeforeCache(nn.Module):
+    """Norm, product and rotation."""
+
+    def __init__(self, qkv: Product):
+        super().__init__()
+        self.qkv = qkv
+
+    def forward(
+        self,
+        hidden: Tensor,
+        norm: Tensor,
+        eps: float,
+        query_norm: Tensor | None,
+        key_norm: Tensor | None,
+        head_eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        keys: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values `[rows, heads, width, head_dim]`, in the dtype of `hidden`."""
+        size, dtype = cos.size(-1), hidden.dtype
+        read = self.qkv(_norm(hidden.float(), norm, eps))
+        heads = read.view(hidden.size(0), hidden.size(1), -1, size)
+        count = heads.size(2) - 2 * keys
+        both, value = heads.narrow(2, 0, count + keys), heads.narrow(2, count + keys, keys)
+        if query_norm is not None and key_norm is not None:
+            query = _norm(both.narrow(2, 0, count), query_norm, head_eps)
+            key = _norm(both.narrow(2, count, keys), key_norm, head_eps)
+            both = torch.cat((query, key), 2)
+        both = torch.addcmul(both * cos, both.roll(size // 2, -1), sin).to(dtype).transpose(1, 2)
+        value = value.to(dtype).transpose(1, 2)
+        return both.narrow(1, 0, count), both.narrow(1, count, keys), value
+
+
+class _AfterCache(nn.Module):
+    """Attention and MLP."""
+
+    def __init__(self, out: Product, gate_and_up: Product, down: Product):
+        super().__init__()
+        self.out, self.gate_and_up, self.down = out, gate_and_up, down
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        hidden: Tensor,
+        norm: Tensor,
+        eps: float,
+    ) -> Tensor:
+        """The layer's output `[rows, width, hidden]`, in the dtype of `hidden`, its input."""
+        rows, width, size = hidden.size(0), hidden.size(1), query.size(-1)
+        joined = query.reshape(rows, key.size(1), -1, size)
+        read = scaled_dot_product_attention(joined, key, value, mask, 0.0, False, scale=scale)
+        read = read.reshape(rows, -1, width, size).transpose(1, 2).reshape(rows, width, -1)
+        states = hidden.float() + self.out(read)
+        gate, up = self.gate_and_up(_norm(states, norm, eps)).chunk(2, -1)
+        return (states + self.down(silu(gate) * up)).to(hidden.dtype)
