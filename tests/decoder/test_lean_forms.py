@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from copy import deepcopy
 from types import MethodType
 
 import pytest
@@ -17,7 +18,7 @@ from torch.nn.utils import parametrize
 from selfspec.decoder import Decoder, Packing, Span
 from selfspec.decoder.kernels import few_tokens, lean_layer
 from selfspec.decoder.kernels.lean import lean_forwards
-from selfspec.decoder.kernels.lean_layer import LeanLayer
+from selfspec.decoder.kernels.prepacked import computes, prepack_
 from selfspec.decoder.passes import Approximation, Skips
 
 HALF = torch.bfloat16
@@ -182,39 +183,57 @@ def test_gradients_flow():
 
 # Layers as two scripts
 
-
-@pytest.fixture
-def scripts():
-    if not few_tokens.is_faster() or not few_tokens.has_scripts():
-        pytest.skip("this CPU has AMX, or no kernels of FBGEMM; or this Python has no TorchScript")
+ONE_DNN, FBGEMM = "OneDnnProduct", "Product"
 
 
-def layers_run(monkeypatch):
-    """Takes the number of tokens that lean layers compute in each call."""
-    seen, run = [], LeanLayer.__call__
+@pytest.fixture(params=[FBGEMM, ONE_DNN])
+def products(request, monkeypatch):
+    """What computes few tokens: FBGEMM, or oneDNN as on CPUs with AMX."""
+    if not computes(HALF) or not few_tokens.has_scripts():
+        pytest.skip("this CPU packs nothing in half precision, or this Python has no TorchScript")
+    if request.param == ONE_DNN:
+        monkeypatch.setattr(few_tokens, "is_faster", lambda: False)
+    elif not few_tokens.is_faster():
+        pytest.skip("this CPU has AMX, or no kernels of FBGEMM")
+    return request.param
 
-    def call(self, hidden, *args, **kwargs):
-        before = self._before
-        self._before = lambda hidden, *rest: (
-            seen.append(hidden.shape[:2].numel()) or before(hidden, *rest)
-        )
-        try:
-            return run(self, hidden, *args, **kwargs)
-        finally:
-            self._before = before
 
-    monkeypatch.setattr(LeanLayer, "__call__", call)
+def scripts_run(monkeypatch):
+    """Takes what each script before the cache computes: the number of tokens, and by what."""
+    seen, make = [], lean_layer._script
+
+    def script(*products):
+        before, after = make(*products)
+
+        def recorded(hidden, *rest):
+            seen.append((hidden.shape[:2].numel(), type(products[0]).__name__))
+            return before(hidden, *rest)
+
+        return recorded, after
+
+    monkeypatch.setattr(lean_layer, "_script", script)
     return seen
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "ministral"])
-def test_layers_with_the_code_of_llama_run_few_tokens_as_scripts(family, scripts, monkeypatch):
-    model, seen = build(family, "sdpa").to(dtype=HALF), layers_run(monkeypatch)
+def test_layers_with_the_code_of_llama_run_few_tokens_as_scripts(family, products, monkeypatch):
+    model, seen = build(family, "sdpa").to(dtype=HALF), scripts_run(monkeypatch)
+    depth = len(model.model.layers)
     passes(model, "prepacked", 1)
-    assert seen == [1] * len(model.model.layers) + [4] * len(model.model.layers)
+    few = [run for run in seen if run[0] < 9]  # the prompt has a mask in sliding layers only
+    assert few == [(1, products)] * depth + [(4, products)] * depth
     seen.clear()
-    passes(model, "prepacked", 3)  # four tokens in each of three rows are too many
-    assert seen == [3] * len(model.model.layers)
+    passes(model, "prepacked", 3)  # FBGEMM is left with more than four tokens
+    assert seen == [(3, products)] * depth + [(12, ONE_DNN)] * depth
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "ministral"])
+def test_scripts_are_as_near_to_the_weights_as_the_family_s_code(family, rows, products):
+    model = build(family, CASES_BY_FAMILY[family]).to(dtype=HALF)
+    own, lean = passes(model, "eager", rows), passes(model, "prepacked", rows)
+    exact = passes(model.float(), "eager", rows)
+    assert (lean - exact).abs().mean() <= 2 * (own - exact).abs().mean()
 
 
 def over_slots(decoder):
@@ -228,7 +247,7 @@ def over_slots(decoder):
 
 
 @pytest.mark.parametrize("skips", [Skips.of([1, 2], []), Skips.of([], [0, 3]), Skips.of([1], [1])])
-def test_layers_leave_out_what_a_pass_skips(skips, scripts):
+def test_layers_leave_out_what_a_pass_skips(skips, products):
     made = []
     for kernels, dtype in (("eager", torch.float32), ("eager", HALF), ("prepacked", HALF)):
         torch.manual_seed(0)
@@ -241,30 +260,39 @@ def test_layers_leave_out_what_a_pass_skips(skips, scripts):
     assert torch.equal(lean[0], lean[2]) and not torch.equal(lean[0], lean[1])
 
 
-def test_layers_read_low_precision_copies_while_a_draft_does(scripts, monkeypatch):
-    model, seen = tiny_llama(dtype=HALF), layers_run(monkeypatch)
+def test_layers_read_low_precision_copies_while_a_draft_does(products, monkeypatch):
+    model, seen = tiny_llama(dtype=HALF), scripts_run(monkeypatch)
     decoder, rounded = Decoder(model, "prepacked"), Approximation("int4", layers=True)
     decoder.gates.low_precision.want(rounded)
     with torch.no_grad(), decoder:
         run = over_slots(decoder)
         exact = run()
-        assert seen == [3] * 4
+        assert seen == [(3, products)] * 4
         with decoder.approximating(rounded):
             draft = run()
-        assert seen == [3] * 4
+        assert seen == [(3, products)] * 4
         assert torch.equal(run(), exact) and not torch.equal(draft, exact)
 
 
-def test_scripts_are_made_once(scripts, monkeypatch):
-    model, made = tiny_llama(dtype=HALF), []
-    monkeypatch.setattr(lean_layer, "scripted", lambda m: made.append(m) or few_tokens.scripted(m))
-    first = passes(model, "prepacked", 1)
-    assert len(made) == 2 * 4
-    assert torch.equal(passes(model, "prepacked", 1), first) and len(made) == 2 * 4
+def test_weights_in_place_run_as_scripts(products, monkeypatch):
+    model, seen = tiny_llama(dtype=HALF), scripts_run(monkeypatch)
+    own, exact = passes(model, "eager", 1), passes(deepcopy(model).float(), "eager", 1)
+    prepack_(model)
+    lean = passes(model, "prepacked", 1)
+    assert seen == [(1, ONE_DNN)] * 4 + [(4, ONE_DNN)] * 4
+    assert (lean - exact).abs().mean() <= 2 * (own - exact).abs().mean()
+
+
+def test_scripts_are_made_once(products, monkeypatch):
+    model, made, make = tiny_llama(dtype=HALF), [], lean_layer._script
+    monkeypatch.setattr(lean_layer, "_script", lambda *of: made.append(of) or make(*of))
+    first, kinds = passes(model, "prepacked", 1), 2 if products == FBGEMM else 1
+    assert len(made) == 4 * kinds
+    assert torch.equal(passes(model, "prepacked", 1), first) and len(made) == 4 * kinds
     with torch.no_grad():
         model.model.layers[2].mlp.up_proj.weight.mul_(2)
         model.model.layers[1].input_layernorm.weight.mul_(2)
     changed = passes(model, "prepacked", 1)
-    assert len(made) == 2 * 5
+    assert len(made) == 5 * kinds
     own, exact = passes(model, "eager", 1), passes(model.float(), "eager", 1)
     assert (changed - exact).abs().mean() <= 2 * (own - exact).abs().mean()

@@ -2,15 +2,15 @@
 
 Called from Python, an operation takes a microsecond, and FBGEMM's product ten, before it computes
 anything; in a script they take a third of that. States stay in float32 from one product to the
-next, so nothing is rounded between them. Attention itself is computed in the keys' dtype.
+next. Attention itself is computed in the keys' dtype.
 
 Legend: rows, width = tokens of the pass; heads = of queries; key heads = of keys and values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,25 +18,36 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, silu
 from transformers.activations import ACT2FN
 
-from selfspec.decoder.kernels.few_tokens import (
-    MOST_TOKENS,
-    FewTokens,
-    Product,
-    has_scripts,
-    scripted,
-)
+from selfspec.decoder.kernels.few_tokens import MOST_TOKENS, has_scripts, scripted
 from selfspec.decoder.kernels.lean_attention import LeanAttention
-from selfspec.decoder.kernels.prepacked import few_of
+from selfspec.decoder.kernels.prepacked import products_of
 
 SILU = nn.SiLU, type(ACT2FN["silu"])
 
-Products = tuple[FewTokens, ...]
+_MOST_TOKENS = 16  # with more of them operations take longer than their calls
+
+
+class _Scripts(NamedTuple):
+    """A layer's two scripts.
+
+    Attributes:
+        most: tokens of a pass that they are for.
+        products: that they compute: queries, keys and values; what attention read; gate and up;
+            and what these give.
+        before: up to the cache.
+        after: from it on.
+    """
+
+    most: int
+    products: tuple[nn.Module, ...]
+    before: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    after: Callable[..., Tensor]
 
 
 def lean_layer(
     module: Any, attention: LeanAttention, approximates: Callable[[], bool]
 ) -> LeanLayer | None:
-    """The lean form of a layer with Llama's code; `None` if its products are not FBGEMM's.
+    """The lean form of a layer with Llama's code; `None` if not all its products are packed.
 
     Args:
         module: the layer, whose parts all have lean forms.
@@ -44,19 +55,15 @@ def lean_layer(
         approximates: whether low-precision copies of layers are read now.
     """
     attends, mlp = module.self_attn, module.mlp
-    found = [
-        few_of([getattr(part, f"{name}_proj").forward for name in names])
-        for part, names in (
-            (attends, "qkv"),
-            (attends, "o"),
-            (mlp, ("gate", "up")),
-            (mlp, ["down"]),
-        )
-    ]
-    products = tuple(product for product in found if product is not None)
-    if len(products) < len(found) or type(mlp.act_fn) not in SILU or not has_scripts():
+    if type(mlp.act_fn) not in SILU or not has_scripts():
         return None
-    return LeanLayer(module, attention, products, approximates)
+    read = (attends, "qkv"), (attends, "o"), (mlp, ("gate", "up")), (mlp, ["down"])
+    found = [
+        products_of([getattr(part, f"{name}_proj").forward for name in names])
+        for part, names in read
+    ]
+    scripts = _scripts(module, zip(*found, strict=True))
+    return LeanLayer(module, attention, scripts, approximates) if scripts else None
 
 
 class LeanLayer:
@@ -65,8 +72,7 @@ class LeanLayer:
     Args:
         module: the layer.
         attention: the lean form of its attention.
-        products: those of queries, keys and values; of what attention read; of gate and up; and of
-            what they give.
+        scripts: by rising number of tokens.
         approximates: whether low-precision copies of layers are read now.
 
     Attributes:
@@ -77,12 +83,12 @@ class LeanLayer:
         self,
         module: Any,
         attention: LeanAttention,
-        products: Products,
+        scripts: Sequence[_Scripts],
         approximates: Callable[[], bool],
     ):
         self.in_parts, self._attention = module.forward, attention
         self._approximates = approximates
-        self._before, self._after = _scripts(module, products)
+        self._scripts = scripts
         norms = module.input_layernorm, module.post_attention_layernorm
         (first, eps), self._second = ((_twice(norm), norm.variance_epsilon) for norm in norms)
         of_heads = [getattr(module.self_attn, name, None) for name in ("q_norm", "k_norm")]
@@ -100,16 +106,17 @@ class LeanLayer:
         """The layer's output `[rows, width, hidden]`."""
         rows, width, _ = hidden_states.shape
         attention, angles, cache = self._attention, position_embeddings, None
-        if angles is not None and rows * width <= MOST_TOKENS and not self._approximates():
+        scripts = next((each for each in self._scripts if rows * width <= each.most), None)
+        if scripts is not None and angles is not None and not self._approximates():
             cache = attention.cache_of(width, angles, attention_mask, kwargs)
-        if angles is None or cache is None:
+        if scripts is None or angles is None or cache is None:
             given = {**kwargs, "position_embeddings": angles}
             return self.in_parts(hidden_states, attention_mask, *args, **given)
         cos, sin = attention.rotary.signed(angles, torch.float32)
-        query, key, value = self._before(hidden_states, *self._first, cos, sin, attention.keys)
+        query, key, value = scripts.before(hidden_states, *self._first, cos, sin, attention.keys)
         key, value = cache.update(key, value, attention.index)
         mask = attention.mask(attention_mask, width)
-        return self._after(query, key, value, mask, attention.scale, hidden_states, *self._second)
+        return scripts.after(query, key, value, mask, attention.scale, hidden_states, *self._second)
 
 
 def _twice(norm: Any) -> Tensor:
@@ -117,18 +124,24 @@ def _twice(norm: Any) -> Tensor:
     return norm.weight.detach().float().repeat(2)
 
 
-# By layer, with the products that they compute.
-_SCRIPTS: WeakKeyDictionary[nn.Module, tuple[Products, Any, Any]] = WeakKeyDictionary()
+_MADE: WeakKeyDictionary[nn.Module, list[_Scripts]] = WeakKeyDictionary()
 
 
-def _scripts(module: nn.Module, products: Products) -> tuple[Any, Any]:
-    """The two scripts of a layer, made once for its products."""
-    held = _SCRIPTS.get(module)
-    if held is None or held[0] != products:
-        first, *others = (few.product for few in products)
-        made = scripted(_BeforeCache(first)), scripted(_AfterCache(*others))
-        held = _SCRIPTS[module] = products, *made
-    return held[1], held[2]
+def _scripts(module: nn.Module, found: Iterable[tuple[nn.Module | None, ...]]) -> list[_Scripts]:
+    """The scripts of a layer, made once for its products: of few tokens, and of others."""
+    held = _MADE.setdefault(module, [])
+    made: list[_Scripts] = []
+    for most, products in zip((MOST_TOKENS, _MOST_TOKENS), found, strict=True):
+        known = tuple(product for product in products if product is not None)
+        if len(known) == len(products):
+            same = [each for each in held if each.products == known]
+            made += same or [_Scripts(most, known, *_script(*known))]
+    held[:] = made
+    return made
+
+
+def _script(qkv: nn.Module, *others: nn.Module) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    return scripted(_BeforeCache(qkv)), scripted(_AfterCache(*others))
 
 
 def _norm(states: Tensor, twice: Tensor, eps: float) -> Tensor:
@@ -141,7 +154,7 @@ def _norm(states: Tensor, twice: Tensor, eps: float) -> Tensor:
 class _BeforeCache(nn.Module):
     """Norm, product and rotation."""
 
-    def __init__(self, qkv: Product):
+    def __init__(self, qkv: nn.Module):
         super().__init__()
         self.qkv = qkv
 
@@ -175,7 +188,7 @@ class _BeforeCache(nn.Module):
 class _AfterCache(nn.Module):
     """Attention and MLP."""
 
-    def __init__(self, out: Product, gate_and_up: Product, down: Product):
+    def __init__(self, out: nn.Module, gate_and_up: nn.Module, down: nn.Module):
         super().__init__()
         self.out, self.gate_and_up, self.down = out, gate_and_up, down
 
