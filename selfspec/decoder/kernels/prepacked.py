@@ -236,8 +236,8 @@ def _bundle(modules: Sequence[Any], few: bool) -> Bundle:
     def takes(input: Tensor) -> bool:
         return not torch.is_grad_enabled() and input.dtype == dtype
 
-    few = None if packed.few is None else packed.few.product
-    return Bundle(modules, _product(packed), takes, (few, packed.product))
+    of_few = None if packed.few is None else packed.few.product
+    return Bundle(modules, _product(packed), takes, (of_few, packed.product))
 
 
 def _product(packed: _Packed) -> Forward:
