@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from copy import deepcopy
 from types import MethodType
 
 import pytest
@@ -18,7 +17,7 @@ from torch.nn.utils import parametrize
 from selfspec.decoder import Decoder, Packing, Span
 from selfspec.decoder.kernels import few_tokens, lean_layer
 from selfspec.decoder.kernels.lean import lean_forwards
-from selfspec.decoder.kernels.prepacked import computes, prepack_
+from selfspec.decoder.kernels.prepacked import computes
 from selfspec.decoder.passes import Approximation, Skips
 
 HALF = torch.bfloat16
@@ -183,57 +182,36 @@ def test_gradients_flow():
 
 # Layers as two scripts
 
-ONE_DNN, FBGEMM = "OneDnnProduct", "Product"
 
-
-@pytest.fixture(params=[FBGEMM, ONE_DNN])
-def products(request, monkeypatch):
-    """What computes few tokens: FBGEMM, or oneDNN as on CPUs with AMX."""
-    if not computes(HALF) or not few_tokens.has_scripts():
-        pytest.skip("this CPU packs nothing in half precision, or this Python has no TorchScript")
-    if request.param == ONE_DNN:
-        monkeypatch.setattr(few_tokens, "is_faster", lambda: False)
-    elif not few_tokens.is_faster():
-        pytest.skip("this CPU has AMX, or no kernels of FBGEMM")
-    return request.param
-
-
+@pytest.fixture
 def scripts_run(monkeypatch):
-    """Takes what each script before the cache computes: the number of tokens, and by what."""
-    seen, make = [], lean_layer._script
+    """Takes the number of tokens of each run of a script before the cache."""
+    if not few_tokens.is_faster() or not computes(HALF) or not few_tokens.has_scripts():
+        pytest.skip("this CPU has AMX, or no kernels of FBGEMM; or this Python has no TorchScript")
+    seen, make = [], lean_layer._make
 
-    def script(*products):
+    def recording(*products):
         before, after = make(*products)
 
         def recorded(hidden, *rest):
-            seen.append((hidden.shape[:2].numel(), type(products[0]).__name__))
+            seen.append(hidden.shape[:2].numel())
             return before(hidden, *rest)
 
         return recorded, after
 
-    monkeypatch.setattr(lean_layer, "_script", script)
+    monkeypatch.setattr(lean_layer, "_make", recording)
     return seen
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "ministral"])
-def test_layers_with_the_code_of_llama_run_few_tokens_as_scripts(family, products, monkeypatch):
-    model, seen = build(family, "sdpa").to(dtype=HALF), scripts_run(monkeypatch)
+def test_layers_with_the_code_of_llama_run_few_tokens_as_scripts(family, scripts_run):
+    model = build(family, "sdpa").to(dtype=HALF)
     depth = len(model.model.layers)
     passes(model, "prepacked", 1)
-    few = [run for run in seen if run[0] < 9]  # the prompt has a mask in sliding layers only
-    assert few == [(1, products)] * depth + [(4, products)] * depth
-    seen.clear()
-    passes(model, "prepacked", 3)  # FBGEMM is left with more than four tokens
-    assert seen == [(3, products)] * depth + [(12, ONE_DNN)] * depth
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "ministral"])
-def test_scripts_are_as_near_to_the_weights_as_the_family_s_code(family, rows, products):
-    model = build(family, CASES_BY_FAMILY[family]).to(dtype=HALF)
-    own, lean = passes(model, "eager", rows), passes(model, "prepacked", rows)
-    exact = passes(model.float(), "eager", rows)
-    assert (lean - exact).abs().mean() <= 2 * (own - exact).abs().mean()
+    assert scripts_run == [1] * depth + [4] * depth
+    scripts_run.clear()
+    passes(model, "prepacked", 3)  # four tokens in each of three rows are too many
+    assert scripts_run == [3] * depth
 
 
 def over_slots(decoder):
@@ -247,7 +225,7 @@ def over_slots(decoder):
 
 
 @pytest.mark.parametrize("skips", [Skips.of([1, 2], []), Skips.of([], [0, 3]), Skips.of([1], [1])])
-def test_layers_leave_out_what_a_pass_skips(skips, products):
+def test_layers_leave_out_what_a_pass_skips(skips, scripts_run):
     made = []
     for kernels, dtype in (("eager", torch.float32), ("eager", HALF), ("prepacked", HALF)):
         torch.manual_seed(0)
@@ -258,41 +236,33 @@ def test_layers_leave_out_what_a_pass_skips(skips, products):
     exact, own, lean = made
     assert (lean - exact).abs().mean() <= 2 * (own - exact).abs().mean()
     assert torch.equal(lean[0], lean[2]) and not torch.equal(lean[0], lean[1])
+    assert scripts_run
 
 
-def test_layers_read_low_precision_copies_while_a_draft_does(products, monkeypatch):
-    model, seen = tiny_llama(dtype=HALF), scripts_run(monkeypatch)
+def test_layers_read_low_precision_copies_while_a_draft_does(scripts_run):
+    model = tiny_llama(dtype=HALF)
     decoder, rounded = Decoder(model, "prepacked"), Approximation("int4", layers=True)
     decoder.gates.low_precision.want(rounded)
     with torch.no_grad(), decoder:
         run = over_slots(decoder)
         exact = run()
-        assert seen == [(3, products)] * 4
+        assert scripts_run == [3] * 4
         with decoder.approximating(rounded):
             draft = run()
-        assert seen == [(3, products)] * 4
+        assert scripts_run == [3] * 4
         assert torch.equal(run(), exact) and not torch.equal(draft, exact)
 
 
-def test_weights_in_place_run_as_scripts(products, monkeypatch):
-    model, seen = tiny_llama(dtype=HALF), scripts_run(monkeypatch)
-    own, exact = passes(model, "eager", 1), passes(deepcopy(model).float(), "eager", 1)
-    prepack_(model)
-    lean = passes(model, "prepacked", 1)
-    assert seen == [(1, ONE_DNN)] * 4 + [(4, ONE_DNN)] * 4
-    assert (lean - exact).abs().mean() <= 2 * (own - exact).abs().mean()
-
-
-def test_scripts_are_made_once(products, monkeypatch):
-    model, made, make = tiny_llama(dtype=HALF), [], lean_layer._script
-    monkeypatch.setattr(lean_layer, "_script", lambda *of: made.append(of) or make(*of))
-    first, kinds = passes(model, "prepacked", 1), 2 if products == FBGEMM else 1
-    assert len(made) == 4 * kinds
-    assert torch.equal(passes(model, "prepacked", 1), first) and len(made) == 4 * kinds
+def test_scripts_are_made_once(scripts_run, monkeypatch):
+    model, made, make = tiny_llama(dtype=HALF), [], lean_layer._make
+    monkeypatch.setattr(lean_layer, "_make", lambda *of: made.append(of) or make(*of))
+    first = passes(model, "prepacked", 1)
+    assert len(made) == 4
+    assert torch.equal(passes(model, "prepacked", 1), first) and len(made) == 4
     with torch.no_grad():
         model.model.layers[2].mlp.up_proj.weight.mul_(2)
         model.model.layers[1].input_layernorm.weight.mul_(2)
     changed = passes(model, "prepacked", 1)
-    assert len(made) == 5 * kinds
+    assert len(made) == 5
     own, exact = passes(model, "eager", 1), passes(model.float(), "eager", 1)
     assert (changed - exact).abs().mean() <= 2 * (own - exact).abs().mean()

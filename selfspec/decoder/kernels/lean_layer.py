@@ -2,15 +2,15 @@
 
 Called from Python, an operation takes a microsecond, and FBGEMM's product ten, before it computes
 anything; in a script they take a third of that. States stay in float32 from one product to the
-next. Attention itself is computed in the keys' dtype.
+next, so nothing is rounded between them. Attention itself is computed in the keys' dtype.
 
 Legend: rows, width = tokens of the pass; heads = of queries; key heads = of keys and values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,36 +18,25 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, silu
 from transformers.activations import ACT2FN
 
-from selfspec.decoder.kernels.few_tokens import MOST_TOKENS, has_scripts, scripted
+from selfspec.decoder.kernels.few_tokens import (
+    MOST_TOKENS,
+    FewTokens,
+    Product,
+    has_scripts,
+    scripted,
+)
 from selfspec.decoder.kernels.lean_attention import LeanAttention
-from selfspec.decoder.kernels.prepacked import products_of
+from selfspec.decoder.kernels.prepacked import few_of
 
 SILU = nn.SiLU, type(ACT2FN["silu"])
 
-_MOST_TOKENS = 16  # with more of them operations take longer than their calls
-
-
-class _Scripts(NamedTuple):
-    """A layer's two scripts.
-
-    Attributes:
-        most: tokens of a pass that they are for.
-        products: that they compute: queries, keys and values; what attention read; gate and up;
-            and what these give.
-        before: up to the cache.
-        after: from it on.
-    """
-
-    most: int
-    products: tuple[nn.Module, ...]
-    before: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    after: Callable[..., Tensor]
+Products = tuple[FewTokens, ...]
 
 
 def lean_layer(
     module: Any, attention: LeanAttention, approximates: Callable[[], bool]
 ) -> LeanLayer | None:
-    """The lean form of a layer with Llama's code; `None` if not all its products are packed.
+    """The lean form of a layer with Llama's code; `None` if its products are not FBGEMM's.
 
     Args:
         module: the layer, whose parts all have lean forms.
@@ -55,15 +44,19 @@ def lean_layer(
         approximates: whether low-precision copies of layers are read now.
     """
     attends, mlp = module.self_attn, module.mlp
-    if type(mlp.act_fn) not in SILU or not has_scripts():
-        return None
-    read = (attends, "qkv"), (attends, "o"), (mlp, ("gate", "up")), (mlp, ["down"])
     found = [
-        products_of([getattr(part, f"{name}_proj").forward for name in names])
-        for part, names in read
+        few_of([getattr(part, f"{name}_proj").forward for name in names])
+        for part, names in (
+            (attends, "qkv"),
+            (attends, "o"),
+            (mlp, ("gate", "up")),
+            (mlp, ["down"]),
+        )
     ]
-    scripts = _scripts(module, zip(*found, strict=True))
-    return LeanLayer(module, attention, scripts, approximates) if scripts else None
+    products = tuple(product for product in found if product is not None)
+    if len(products) < len(found) or type(mlp.act_fn) not in SILU or not has_scripts():
+        return None
+    return LeanLayer(module, attention, products, approximates)
 
 
 class LeanLayer:
@@ -72,7 +65,8 @@ class LeanLayer:
     Args:
         module: the layer.
         attention: the lean form of its attention.
-        scripts: by rising number of tokens.
+        products: those of queries, keys and values; of what attention read; of gate and up; and of
+            what they give.
         approximates: whether low-precision copies of layers are read now.
 
     Attributes:
@@ -83,12 +77,12 @@ class LeanLayer:
         self,
         module: Any,
         attention: LeanAttention,
-        scripts: Sequence[_Scripts],
+        products: Products,
         approximates: Callable[[], bool],
     ):
         self.in_parts, self._attention = module.forward, attention
         self._approximates = approximates
-        self._scripts = scripts
+        self._before, self._after = _scripts(module, products)
         norms = module.input_layernorm, module.post_attention_layernorm
         (first, eps), self._second = ((_twice(norm), norm.variance_epsilon) for norm in norms)
         of_heads = [getattr(module.self_attn, name, None) for name in ("q_norm", "k_norm")]
@@ -106,17 +100,16 @@ class LeanLayer:
         """The layer's output `[rows, width, hidden]`."""
         rows, width, _ = hidden_states.shape
         attention, angles, cache = self._attention, position_embeddings, None
-        scripts = next((each for each in self._scripts if rows * width <= each.most), None)
-        if scripts is not None and angles is not None and not self._approximates():
+        if angles is not None and rows * width <= MOST_TOKENS and not self._approximates():
             cache = attention.cache_of(width, angles, attention_mask, kwargs)
-        if scripts is None or angles is None or cache is None:
+        if angles is None or cache is None:
             given = {**kwargs, "position_embeddings": angles}
             return self.in_parts(hidden_states, attention_mask, *args, **given)
         cos, sin = attention.rotary.signed(angles, torch.float32)
-        query, key, value = scripts.before(hidden_states, *self._first, cos, sin, attention.keys)
+        query, key, value = self._before(hidden_states, *self._first, cos, sin, attention.keys)
         key, value = cache.update(key, value, attention.index)
         mask = attention.mask(attention_mask, width)
-        return scripts.after(query, key, value, mask, attention.scale, hidden_states, *self._second)
+        return self._after(query, key, value, mask, attention.scale, hidden_states, *self._second)
 
 
 def _twice(norm: Any) -> Tensor:
@@ -124,23 +117,19 @@ def _twice(norm: Any) -> Tensor:
     return norm.weight.detach().float().repeat(2)
 
 
-_MADE: WeakKeyDictionary[nn.Module, list[_Scripts]] = WeakKeyDictionary()
+# By layer, with the products that they compute.
+_SCRIPTS: WeakKeyDictionary[nn.Module, tuple[Products, Any, Any]] = WeakKeyDictionary()
 
 
-def _scripts(module: nn.Module, found: Iterable[tuple[nn.Module | None, ...]]) -> list[_Scripts]:
-    """The scripts of a layer, made once for its products: of few tokens, and of others."""
-    held = _MADE.setdefault(module, [])
-    made: list[_Scripts] = []
-    for most, products in zip((MOST_TOKENS, _MOST_TOKENS), found, strict=True):
-        known = tuple(product for product in products if product is not None)
-        if len(known) == len(products):
-            same = [each for each in held if each.products == known]
-            made += same or [_Scripts(most, known, *_script(*known))]
-    held[:] = made
-    return made
+def _scripts(module: nn.Module, products: Products) -> tuple[Any, Any]:
+    """The two scripts of a layer, made once for its products."""
+    held = _SCRIPTS.get(module)
+    if held is None or held[0] != products:
+        held = _SCRIPTS[module] = products, *_make(*(few.product for few in products))
+    return held[1], held[2]
 
 
-def _script(qkv: nn.Module, *others: nn.Module) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _make(qkv: Product, *others: Product) -> tuple[Any, Any]:
     return scripted(_BeforeCache(qkv)), scripted(_AfterCache(*others))
 
 
@@ -154,7 +143,7 @@ def _norm(states: Tensor, twice: Tensor, eps: float) -> Tensor:
 class _BeforeCache(nn.Module):
     """Norm, product and rotation."""
 
-    def __init__(self, qkv: nn.Module):
+    def __init__(self, qkv: Product):
         super().__init__()
         self.qkv = qkv
 
@@ -188,7 +177,7 @@ class _BeforeCache(nn.Module):
 class _AfterCache(nn.Module):
     """Attention and MLP."""
 
-    def __init__(self, out: nn.Module, gate_and_up: nn.Module, down: nn.Module):
+    def __init__(self, out: Product, gate_and_up: Product, down: Product):
         super().__init__()
         self.out, self.gate_and_up, self.down = out, gate_and_up, down
 

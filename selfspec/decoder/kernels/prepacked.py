@@ -54,7 +54,6 @@ class _Packed(NamedTuple):
         weight: `[out, in]` of all, concatenated, in oneDNN's layout.
         bias: `[out]`, or `None`.
         few: the product of a few tokens, if it has another layout.
-        product: that of others, for scripts.
         sums: those of each weight and bias (`sum_of`), which reveal changes. Torch's own version
             counter misses those of fused optimizers and of merged adapters.
     """
@@ -62,27 +61,7 @@ class _Packed(NamedTuple):
     weight: Tensor
     bias: Tensor | None
     few: FewTokens | None
-    product: OneDnnProduct
     sums: list[Tensor]
-
-
-class OneDnnProduct(nn.Module):
-    """Maps states `[..., in]` in any dtype to `[..., out]` in float32, rounded to the weight's.
-
-    Args:
-        weight: in oneDNN's layout.
-        bias: `[out]`, or `None`.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None):
-        super().__init__()
-        self.weight, self.bias, self.dtype = weight, bias, weight.dtype
-
-    def forward(self, states: Tensor) -> Tensor:
-        """The product."""
-        return torch.ops.mkldnn._linear_pointwise(
-            states.to(self.dtype), self.weight, self.bias, "none", [], ""
-        ).float()
 
 
 # By the first of the layers, as long as it lives. Wrappers of one model share packed weights.
@@ -156,8 +135,7 @@ class Bundle:
         modules: the layers.
         product: maps their input to the outputs of all, concatenated.
         takes: whether it computes the product of an input; others are left to the layers.
-        products: the product for scripts, of few tokens (`few_tokens`) and of others; `None` where
-            there is none.
+        few: the product of a few tokens, if there is another one.
     """
 
     def __init__(
@@ -165,9 +143,9 @@ class Bundle:
         modules: Sequence[Any],
         product: Forward,
         takes: Callable[[Tensor], bool],
-        products: tuple[nn.Module | None, nn.Module | None] = (None, None),
+        few: FewTokens | None = None,
     ):
-        self.products = products
+        self.few = few
         self.sizes = [out_by_in(module).shape[0] for module in modules]
         self.product, self.takes = product, takes
         self.held: tuple[Tensor, Tensor] | None = None  # the last input and all outputs
@@ -198,21 +176,20 @@ class _Member:
         return held[1].narrow(-1, self._start, self._size)
 
 
-def products_of(forwards: Sequence[Forward]) -> tuple[nn.Module | None, nn.Module | None]:
-    """The product of linear layers that are a bundle, for scripts: of few tokens, and of others.
+def few_of(forwards: Sequence[Forward]) -> FewTokens | None:
+    """The product of few tokens of linear layers that are a bundle; `None` where there is none.
 
-    Low-precision copies that are read in place of it at times are looked through. `None` where
-    there is no such product.
+    Low-precision copies that are read in place of it at times are looked through.
     """
     found: list[Bundle] = []
     for forward in forwards:
-        while isinstance(forward, _Member) and forward.bundle.products[1] is None:
+        while isinstance(forward, _Member) and forward.bundle.few is None:
             forward = forward.plain
         if not isinstance(forward, _Member):
-            return None, None
+            return None
         found.append(forward.bundle)
     whole = len(set(found)) == 1 and len(found[0].sizes) == len(found)
-    return found[0].products if whole else (None, None)
+    return found[0].few if whole else None
 
 
 def joined(forwards: Sequence[Forward]) -> Forward:
@@ -236,8 +213,7 @@ def _bundle(modules: Sequence[Any], few: bool) -> Bundle:
     def takes(input: Tensor) -> bool:
         return not torch.is_grad_enabled() and input.dtype == dtype
 
-    of_few = None if packed.few is None else packed.few.product
-    return Bundle(modules, _product(packed), takes, (of_few, packed.product))
+    return Bundle(modules, _product(packed), takes, packed.few)
 
 
 def _product(packed: _Packed) -> Forward:
@@ -359,7 +335,7 @@ def _pack_in_place(modules: Sequence[Any]) -> None:
                 return False
         return not torch.is_grad_enabled() and input.dtype == dtype
 
-    bundle = Bundle(modules, _product(packed), takes, (None, packed.product))
+    bundle = Bundle(modules, _product(packed), takes)
     for index, module in enumerate(modules):
         for name, parameter in [*module.named_parameters(recurse=False)]:
             stand_in = PackedWeight(parameter)
@@ -449,8 +425,7 @@ def _pack(modules: Sequence[Any], few: bool) -> _Packed:
         bias = torch.cat([module.bias.detach() for module in modules]) if biased else None
         of_few = few_tokens.product(weight, bias) if few else None
         weight = _OPS._reorder_linear_weight(weight, _EXPECTED)
-        product = OneDnnProduct(weight, bias)
-        held = _PACKED[modules[0]] = _Packed(weight, bias, of_few, product, sums)
+        held = _PACKED[modules[0]] = _Packed(weight, bias, of_few, sums)
     return held
 
 
