@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from selfspec import SelfSpecModel
 from selfspec.decoder.checkpoints import load_causal_lm, load_tokenizer
-from selfspec.decoder.kernels import few_tokens
+from selfspec.decoder.kernels import fbgemm
 from selfspec.decoder.kernels.prepacked import bundles, out_by_in
 
 _PROMPTS = (
@@ -41,7 +41,7 @@ def products(model: Any) -> dict[str, Callable[[int], None]]:
     weights = [torch.cat([out_by_in(module) for module in modules]) for modules in merged]
     ops: Any = torch.ops.mkldnn
     packed = [ops._reorder_linear_weight(weight, 5) for weight in weights]
-    few = [few_tokens.product(weight, None) for weight in weights]
+    few = [fbgemm.product(weight, None) for weight in weights]
 
     def states(tokens: int, weight: Tensor) -> Tensor:
         return torch.ones(tokens, weight.shape[1], dtype=weight.dtype)
@@ -71,9 +71,9 @@ def milliseconds(timed: dict[str, Callable[[int], None]], tokens: int) -> dict[s
 
 def decode(checkpoint: str, heads: str | None, new_tokens: int) -> None:
     """Print tokens per second with FBGEMM and without."""
-    tokenizer, is_faster, specs = load_tokenizer(checkpoint), few_tokens.is_faster, {}
+    tokenizer, is_faster, specs = load_tokenizer(checkpoint), fbgemm.is_faster, {}
     for name, own in (("oneDNN", lambda: False), ("FBGEMM", is_faster)):
-        few_tokens.is_faster = own  # asked when weights are packed, in the first call
+        fbgemm.is_faster = own  # asked when weights are packed, in the first call
         spec = SelfSpecModel.from_pretrained(checkpoint, dtype="bfloat16", heads=heads)
         spec.generate(torch.tensor([tokenizer("Hello").input_ids]), max_new_tokens=4)
         specs[name] = spec

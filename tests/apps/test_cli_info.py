@@ -71,7 +71,7 @@ def test_info_shows_the_profile_that_generate_takes(folder, tmp_path):
 
 @pytest.mark.parametrize("copies", [1, 2])
 def test_info_says_what_packed_weights_would_take(folder, copies, monkeypatch):
-    faster = "selfspec.decoder.kernels.few_tokens.is_faster"
+    faster = "selfspec.decoder.kernels.fbgemm.is_faster"
     monkeypatch.setattr(faster, lambda: copies == 2)
     monkeypatch.setattr("selfspec.decoder.kernels.prepacked.computes", lambda dtype: True)
     found = one_object(call("info", "--model", folder, "--json"))

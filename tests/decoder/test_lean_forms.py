@@ -15,9 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention as attend
 from torch.nn.utils import parametrize
 
 from selfspec.decoder import Decoder, Packing, Span
-from selfspec.decoder.kernels import few_tokens, lean_layer
+from selfspec.decoder.kernels import fbgemm, lean_layer
 from selfspec.decoder.kernels.lean import lean_forwards
-from selfspec.decoder.kernels.prepacked import computes
 from selfspec.decoder.passes import Approximation, Skips
 
 HALF = torch.bfloat16
@@ -186,7 +185,7 @@ def test_gradients_flow():
 @pytest.fixture
 def scripts_run(monkeypatch):
     """Takes the number of tokens of each run of a script before the cache."""
-    if not few_tokens.is_faster() or not computes(HALF) or not few_tokens.has_scripts():
+    if not fbgemm.is_faster() or not fbgemm.has_scripts():
         pytest.skip("this CPU has AMX, or no kernels of FBGEMM; or this Python has no TorchScript")
     seen, make = [], lean_layer._make
 

@@ -25,7 +25,7 @@ DRAFTS = ("none", {"exit_layer": 2, "num_draft_tokens": 3}, "prompt_lookup")
 
 pytestmark = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
-    reason="this CPU does not compute in bfloat16, so nothing is packed",
+    reason="this CPU has no kernels of oneDNN for bfloat16; those of FBGEMM: test_fbgemm.py",
 )
 
 
@@ -37,8 +37,8 @@ def no_lean_forms(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def by_onednn_alone(monkeypatch):
-    """FBGEMM's sums have another order, see test_few_tokens.py."""
-    monkeypatch.setattr(prepacked.few_tokens, "is_faster", lambda: False)
+    """FBGEMM's sums have another order, see test_fbgemm.py."""
+    monkeypatch.setattr(prepacked.fbgemm, "is_faster", lambda: False)
 
 
 def logits(spec, *lengths, draft="none", vocab=VOCAB, new_tokens=14):
@@ -187,11 +187,11 @@ def test_an_interrupt_while_packing_leaves_the_model_as_it_was(monkeypatch):
     names = [set(vars(module)) for module in model.modules()]
     spec, pack = SelfSpecModel(model, kernels="prepacked"), prepacked._pack
 
-    def interrupted(modules, few):
+    def interrupted(modules, both):
         seen.append(modules)
         if len(seen) == 5:
             raise KeyboardInterrupt
-        return pack(modules, few)
+        return pack(modules, both)
 
     monkeypatch.setattr(prepacked, "_pack", interrupted)
     with pytest.raises(KeyboardInterrupt):

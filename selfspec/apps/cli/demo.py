@@ -137,12 +137,12 @@ def _with_chat_model(source: Source, checkpoint: Path) -> Source:
 
 
 def _fast_dtype() -> Dtype:
-    """bfloat16 where the device computes in it, float32 elsewhere."""
+    """bfloat16 where it is fast on this device, float32 elsewhere."""
     import torch
 
-    from selfspec.decoder.kernels.prepacked import computes
+    from selfspec.decoder.kernels.prepacked import packs
 
-    half = torch.cuda.is_available() or computes(torch.bfloat16)
+    half = torch.cuda.is_available() or packs(torch.bfloat16)
     return "bfloat16" if half else "float32"
 
 

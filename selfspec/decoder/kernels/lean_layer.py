@@ -18,19 +18,13 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, silu
 from transformers.activations import ACT2FN
 
-from selfspec.decoder.kernels.few_tokens import (
-    MOST_TOKENS,
-    FewTokens,
-    Product,
-    has_scripts,
-    scripted,
-)
+from selfspec.decoder.kernels.fbgemm import Product, Rounded, has_scripts, scripted
 from selfspec.decoder.kernels.lean_attention import LeanAttention
-from selfspec.decoder.kernels.prepacked import few_of
+from selfspec.decoder.kernels.prepacked import FEW, fbgemm_of
 
 SILU = nn.SiLU, type(ACT2FN["silu"])
 
-Products = tuple[FewTokens, ...]
+Products = tuple[Rounded, ...]
 
 
 def lean_layer(
@@ -45,7 +39,7 @@ def lean_layer(
     """
     attends, mlp = module.self_attn, module.mlp
     found = [
-        few_of([getattr(part, f"{name}_proj").forward for name in names])
+        fbgemm_of([getattr(part, f"{name}_proj").forward for name in names])
         for part, names in (
             (attends, "qkv"),
             (attends, "o"),
@@ -100,7 +94,7 @@ class LeanLayer:
         """The layer's output `[rows, width, hidden]`."""
         rows, width, _ = hidden_states.shape
         attention, angles, cache = self._attention, position_embeddings, None
-        if angles is not None and rows * width <= MOST_TOKENS and not self._approximates():
+        if angles is not None and rows * width <= FEW and not self._approximates():
             cache = attention.cache_of(width, angles, attention_mask, kwargs)
         if angles is None or cache is None:
             given = {**kwargs, "position_embeddings": angles}
@@ -125,7 +119,7 @@ def _scripts(module: nn.Module, products: Products) -> tuple[Any, Any]:
     """The two scripts of a layer, made once for its products."""
     held = _SCRIPTS.get(module)
     if held is None or held[0] != products:
-        held = _SCRIPTS[module] = products, *_make(*(few.product for few in products))
+        held = _SCRIPTS[module] = products, *_make(*(rounded.product for rounded in products))
     return held[1], held[2]
 
 

@@ -1,11 +1,12 @@
-"""Linear maps with weights in the layout that oneDNN computes in, for half precision on a CPU.
+"""Linear maps with weights in the layout that a CPU computes in, for half precision.
 
 A linear map in half precision brings its weights into blocks before it multiplies, in every call.
 In a pass over few tokens that takes as long as the product. Done once and kept, it costs the
-weights' memory a second time, and a third time where `few_tokens` is faster and memory allows. Maps
-that read the same states become one product. Outputs are the same to the bit where torch's own
-product is oneDNN's, too; in a few shapes it is not, and rounds differently, as it does for another
-batch size. So do products by `few_tokens`, and attention of one token by `joins_heads`.
+weights' memory a second time, and a third time where oneDNN computes many tokens, FBGEMM (`fbgemm`)
+a few of them, and memory allows. Maps that read the same states become one product. By oneDNN,
+outputs are the same to the bit where torch's own product is oneDNN's, too; in a few shapes it is
+not, and rounds differently, as it does for another batch size. So do FBGEMM's products, and
+attention of one token by `joins_heads`.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from selfspec.config import Kernels
-from selfspec.decoder.kernels import few_tokens
-from selfspec.decoder.kernels.few_tokens import FewTokens
+from selfspec.decoder.kernels import fbgemm
+from selfspec.decoder.kernels.fbgemm import Rounded
 
 _OPS: Any = torch.ops.mkldnn
 
 HALF = (torch.bfloat16, torch.float16)
+FEW = 4  # tokens up to which FBGEMM is faster than oneDNN
 
 # Tokens of a pass for which oneDNN chooses the layout. On CPUs with AMX the one it chooses for a
 # single token is read 1.3 times as slowly, whatever the number of tokens; elsewhere all are alike.
@@ -51,16 +53,17 @@ class _Packed(NamedTuple):
     """Packed weights of one or several linear layers, and checksums of the originals.
 
     Attributes:
-        weight: `[out, in]` of all, concatenated, in oneDNN's layout.
+        weight: `[out, in]` of all, concatenated, in oneDNN's layout; `None` where it has no
+            kernels, and FBGEMM computes all products.
         bias: `[out]`, or `None`.
-        few: the product of a few tokens, if it has another layout.
+        fbgemm: FBGEMM's product; `None` where oneDNN computes all.
         sums: those of each weight and bias (`sum_of`), which reveal changes. Torch's own version
             counter misses those of fused optimizers and of merged adapters.
     """
 
-    weight: Tensor
+    weight: Tensor | None
     bias: Tensor | None
-    few: FewTokens | None
+    fbgemm: Rounded | None
     sums: list[Tensor]
 
 
@@ -80,17 +83,19 @@ class PrepackedLinears:
     def __init__(self, name: str):
         self._name = name
         self._warned = False
-        self._few: bool | None = None  # decided once: packing takes the memory that it needs
+        self._both: bool | None = None  # decided once: packing takes the memory that it needs
 
     def forwards(self, *roots: nn.Module) -> Iterator[tuple[nn.Module, Forward]]:
         """The linear layers in these modules that can be packed, each with its replacement."""
         found = False
-        if self._few is None:
-            self._few = _fits(_bytes_of(roots, _is_packable, few=True))
+        if self._both is None:
+            self._both = _fits(_bytes_of(roots, _is_packable, both=True))
         for root in roots:
             for modules in bundles(root, _is_packable):
-                found = True
-                bundle = _bundle(modules, self._few)
+                packed = _pack(modules, self._both)
+                if packed is None:
+                    continue
+                found, bundle = True, _bundle(modules, packed)
                 for index, module in enumerate(modules):
                     yield module, bundle.forward(index, module.forward)
         if not found and not self._warned and not _half_on_cpu(roots):
@@ -104,7 +109,7 @@ class PrepackedLinears:
 
 def choose_kernels(*roots: nn.Module) -> Kernels:
     """`"prepacked"` for modules in half precision on a CPU if packed copies fit, else `"eager"`."""
-    fits = _fits(_bytes_of(roots, _is_packable, few=False))
+    fits = _fits(_bytes_of(roots, _is_packable, both=False))
     return "prepacked" if _half_on_cpu(roots) and fits else "eager"
 
 
@@ -113,14 +118,17 @@ def packed_bytes(*roots: nn.Module) -> int:
 
     0 if it computes in no such dtype. Weights may be on the meta device.
     """
-    both = _bytes_of(roots, _has_kernels, few=True)
-    return both if _fits(both) else _bytes_of(roots, _has_kernels, few=False)
+    both = _bytes_of(roots, _has_kernels, both=True)
+    return both if _fits(both) else _bytes_of(roots, _has_kernels, both=False)
 
 
-def _bytes_of(roots: Iterable[nn.Module], takes: Callable[[Any], bool], few: bool) -> int:
-    """Bytes of packed copies; with `few`, of those for a few tokens, too."""
+def _bytes_of(roots: Iterable[nn.Module], takes: Callable[[Any], bool], both: bool) -> int:
+    """Bytes of packed copies; with `both`, of FBGEMM's beside oneDNN's, too."""
     found = [out_by_in(m) for root in roots for each in bundles(root, takes) for m in each]
-    return sum(weight.nbytes for weight in found) * (2 if few and few_tokens.is_faster() else 1)
+    return sum(
+        weight.nbytes * (computes(weight.dtype) + _takes_fbgemm(weight.dtype, both))
+        for weight in found
+    )
 
 
 def _fits(copies: int) -> bool:
@@ -135,7 +143,7 @@ class Bundle:
         modules: the layers.
         product: maps their input to the outputs of all, concatenated.
         takes: whether it computes the product of an input; others are left to the layers.
-        few: the product of a few tokens, if there is another one.
+        fbgemm: FBGEMM's product of the same weights, if there is one.
     """
 
     def __init__(
@@ -143,9 +151,9 @@ class Bundle:
         modules: Sequence[Any],
         product: Forward,
         takes: Callable[[Tensor], bool],
-        few: FewTokens | None = None,
+        fbgemm: Rounded | None = None,
     ):
-        self.few = few
+        self.fbgemm = fbgemm
         self.sizes = [out_by_in(module).shape[0] for module in modules]
         self.product, self.takes = product, takes
         self.held: tuple[Tensor, Tensor] | None = None  # the last input and all outputs
@@ -176,20 +184,20 @@ class _Member:
         return held[1].narrow(-1, self._start, self._size)
 
 
-def few_of(forwards: Sequence[Forward]) -> FewTokens | None:
-    """The product of few tokens of linear layers that are a bundle; `None` where there is none.
+def fbgemm_of(forwards: Sequence[Forward]) -> Rounded | None:
+    """FBGEMM's product of linear layers that are a bundle; `None` where there is none.
 
     Low-precision copies that are read in place of it at times are looked through.
     """
     found: list[Bundle] = []
     for forward in forwards:
-        while isinstance(forward, _Member) and forward.bundle.few is None:
+        while isinstance(forward, _Member) and forward.bundle.fbgemm is None:
             forward = forward.plain
         if not isinstance(forward, _Member):
             return None
         found.append(forward.bundle)
     whole = len(set(found)) == 1 and len(found[0].sizes) == len(found)
-    return found[0].few if whole else None
+    return found[0].fbgemm if whole else None
 
 
 def joined(forwards: Sequence[Forward]) -> Forward:
@@ -206,21 +214,23 @@ def joined(forwards: Sequence[Forward]) -> Forward:
     return lambda input: product(input) if takes(input) else plain(input)
 
 
-def _bundle(modules: Sequence[Any], few: bool) -> Bundle:
-    packed = _pack(modules, few)
-    dtype = packed.weight.dtype
+def _bundle(modules: Sequence[Any], packed: _Packed) -> Bundle:
+    dtype = modules[0].weight.dtype
 
     def takes(input: Tensor) -> bool:
         return not torch.is_grad_enabled() and input.dtype == dtype
 
-    return Bundle(modules, _product(packed), takes, packed.few)
+    return Bundle(modules, _product(packed), takes, packed.fbgemm)
 
 
 def _product(packed: _Packed) -> Forward:
-    linear, weight, bias, few = _OPS._linear_pointwise, packed.weight, packed.bias, packed.few
+    linear, (weight, bias, few, _) = _OPS._linear_pointwise, packed
+    if weight is None:
+        assert few is not None
+        return few
     if few is None:
         return lambda input: linear(input, weight, bias, "none", [], "")
-    most = few_tokens.MOST_TOKENS * weight.shape[1]
+    most = FEW * weight.shape[1]
 
     def product(input: Tensor) -> Tensor:
         if input.numel() <= most:
@@ -324,8 +334,12 @@ def _refuse(*call: Any) -> NoReturn:
 
 def _pack_in_place(modules: Sequence[Any]) -> None:
     """Have the layers compute with packed weights for good, and drop the others."""
-    packed = _pack(modules, few=False)._replace(few=None)  # it is asked for to save memory
-    dtype = packed.weight.dtype
+    packed = _pack(modules, both=False)
+    if packed is None:
+        return
+    if packed.weight is not None:
+        packed = packed._replace(fbgemm=None)  # it is asked for to save memory
+    dtype = modules[0].weight.dtype
     del _PACKED[modules[0]]
     held: list[tuple[dict[str, Any], str, PackedWeight]] = []
 
@@ -393,7 +407,17 @@ def _is_packable(module: Any) -> bool:
 def _has_kernels(module: Any) -> bool:
     if type(module) not in (nn.Linear, Conv1D) or "forward" in module.__dict__:
         return False  # device hooks bring the weights, or an outer call has packed them
-    return type(module.weight) is nn.Parameter and computes(module.weight.dtype)
+    return type(module.weight) is nn.Parameter and packs(module.weight.dtype)
+
+
+def packs(dtype: torch.dtype) -> bool:
+    """Whether weights in this dtype can be packed here."""
+    return computes(dtype) or _takes_fbgemm(dtype, both=False)
+
+
+def _takes_fbgemm(dtype: torch.dtype, both: bool) -> bool:
+    """Whether FBGEMM computes products: of few tokens with `both`, of all where oneDNN does not."""
+    return dtype in HALF and fbgemm.is_faster() and (both or not computes(dtype))
 
 
 def computes(dtype: torch.dtype) -> bool:
@@ -415,7 +439,13 @@ def out_by_in(module: Any) -> Tensor:
     return module.weight.detach() if type(module) is nn.Linear else module.weight.detach().t()
 
 
-def _pack(modules: Sequence[Any], few: bool) -> _Packed:
+def _pack(modules: Sequence[Any], both: bool) -> _Packed | None:
+    """Pack layers with the same input, unless they are; `None` if FBGEMM cannot hold the weights.
+
+    Args:
+        modules: the layers.
+        both: whether FBGEMM's copy may be beside oneDNN's.
+    """
     parts = [p.detach() for m in modules for p in (m.weight, m.bias) if p is not None]
     sums = [sum_of(part) for part in parts]
     held = _PACKED.get(modules[0])
@@ -423,9 +453,14 @@ def _pack(modules: Sequence[Any], few: bool) -> _Packed:
         weight = torch.cat([out_by_in(module) for module in modules])
         biased = modules[0].bias is not None
         bias = torch.cat([module.bias.detach() for module in modules]) if biased else None
-        of_few = few_tokens.product(weight, bias) if few else None
-        weight = _OPS._reorder_linear_weight(weight, _EXPECTED)
-        held = _PACKED[modules[0]] = _Packed(weight, bias, of_few, sums)
+        product = fbgemm.product(weight, bias) if _takes_fbgemm(weight.dtype, both) else None
+        if computes(weight.dtype):
+            weight = _OPS._reorder_linear_weight(weight, _EXPECTED)
+        elif product is None:
+            return None
+        else:
+            weight = None
+        held = _PACKED[modules[0]] = _Packed(weight, bias, product, sums)
     return held
 
 

@@ -1,10 +1,12 @@
-"""Products of a few tokens by FBGEMM, for weights in half precision on a CPU without AMX.
+"""Products by FBGEMM, for weights in half precision on a CPU without AMX.
 
-They take less time there than oneDNN's (`benchmarks/products.py`). FBGEMM keeps weights as float16
-and multiplies in float32. Weights are multiplied by a power of two and states divided by it, so
-that bfloat16 fits into float16 without loss; only numbers that a float32 sum would lose beside the
-largest are lost. So products are as exact as oneDNN's, and those of a token do not depend on the
-tokens beside it.
+A CPU with AVX-512 computes products of a few tokens in less time by FBGEMM than by oneDNN
+(`benchmarks/products.py`). Without AVX-512, oneDNN has no products in half precision, and torch's
+own take as many times longer as there are tokens; there FBGEMM computes all. It keeps weights as
+float16 and multiplies in float32. Weights are multiplied by a power of two and states divided by
+it, so that bfloat16 fits into float16 without loss; only numbers that a float32 sum would lose
+beside the largest are lost. So products are as exact as oneDNN's, and those of a token do not
+depend on the tokens beside it.
 """
 
 from __future__ import annotations
@@ -18,14 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-MOST_TOKENS = 4  # with more of them oneDNN is as fast
-
 _OPS: Any = torch.ops.quantized
 _WITHOUT_SCRIPT = (3, 14)  # Python's first version in which torch does not support it
 
 
 def is_faster() -> bool:
-    """Whether FBGEMM is there, and expected to be faster for a few tokens."""
+    """Whether FBGEMM is there, and expected to be faster than oneDNN for a few tokens."""
     engines: Any = torch.backends.quantized
     has_kernels = engines.engine in ("x86", "fbgemm") and "fbgemm" in engines.supported_engines
     return has_kernels and not torch.cpu._is_amx_tile_supported()
@@ -53,8 +53,8 @@ class Product(nn.Module):
         return torch.ops.quantized.linear_dynamic_fp16(states * self.inverse, self.packed)
 
 
-class FewTokens:
-    """The product of a few tokens with a weight.
+class Rounded:
+    """A product whose outputs are rounded to the dtype of the input.
 
     Args:
         product: computes it in float32.
@@ -71,7 +71,7 @@ class FewTokens:
         return self._run(input).to(input.dtype)
 
 
-def product(weight: Tensor, bias: Tensor | None) -> FewTokens | None:
+def product(weight: Tensor, bias: Tensor | None) -> Rounded | None:
     """The product for a weight; `None` where FBGEMM is not faster, or cannot hold it.
 
     Args:
@@ -83,7 +83,7 @@ def product(weight: Tensor, bias: Tensor | None) -> FewTokens | None:
     largest = float(weight.abs().max())
     if not 2.0**-64 < largest < 2.0**64:  # zero, infinite, NaN, or its scale leaves float32
         return None
-    return FewTokens(Product(weight, bias))
+    return Rounded(Product(weight, bias))
 
 
 def has_scripts() -> bool:
