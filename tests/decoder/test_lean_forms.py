@@ -17,6 +17,7 @@ from torch.nn.utils import parametrize
 from selfspec.decoder import Decoder, Packing, Span
 from selfspec.decoder.kernels import fbgemm, lean_layer
 from selfspec.decoder.kernels.lean import lean_forwards
+from selfspec.decoder.kernels.prepacked import computes
 from selfspec.decoder.passes import Approximation, Skips
 
 HALF = torch.bfloat16
@@ -206,11 +207,13 @@ def scripts_run(monkeypatch):
 def test_layers_with_the_code_of_llama_run_few_tokens_as_scripts(family, scripts_run):
     model = build(family, "sdpa").to(dtype=HALF)
     depth = len(model.model.layers)
-    passes(model, "prepacked", 1)
-    assert scripts_run == [1] * depth + [4] * depth
-    scripts_run.clear()
-    passes(model, "prepacked", 3)  # four tokens in each of three rows are too many
-    assert scripts_run == [3] * depth
+    many = () if computes(HALF) else (9, 12, 27)  # oneDNN computes more than four, if it can
+    for rows, few in ((1, (1, 4)), (3, (3,))):
+        scripts_run.clear()
+        passes(model, "prepacked", rows)
+        assert [count for count in scripts_run if count not in many] == [
+            count for count in few for _ in range(depth)
+        ]
 
 
 def over_slots(decoder):

@@ -20,7 +20,7 @@ from transformers.activations import ACT2FN
 
 from selfspec.decoder.kernels.fbgemm import Product, Rounded, has_scripts, scripted
 from selfspec.decoder.kernels.lean_attention import LeanAttention
-from selfspec.decoder.kernels.prepacked import FEW, fbgemm_of
+from selfspec.decoder.kernels.prepacked import fbgemm_of, most_tokens
 
 SILU = nn.SiLU, type(ACT2FN["silu"])
 
@@ -76,6 +76,7 @@ class LeanLayer:
     ):
         self.in_parts, self._attention = module.forward, attention
         self._approximates = approximates
+        self._most = most_tokens(module.mlp.down_proj.weight.dtype)
         self._before, self._after = _scripts(module, products)
         norms = module.input_layernorm, module.post_attention_layernorm
         (first, eps), self._second = ((_twice(norm), norm.variance_epsilon) for norm in norms)
@@ -94,7 +95,7 @@ class LeanLayer:
         """The layer's output `[rows, width, hidden]`."""
         rows, width, _ = hidden_states.shape
         attention, angles, cache = self._attention, position_embeddings, None
-        if angles is not None and rows * width <= FEW and not self._approximates():
+        if angles is not None and rows * width <= self._most and not self._approximates():
             cache = attention.cache_of(width, angles, attention_mask, kwargs)
         if angles is None or cache is None:
             given = {**kwargs, "position_embeddings": angles}

@@ -11,6 +11,7 @@ attention of one token by `joins_heads`.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,7 +34,7 @@ from selfspec.decoder.kernels.fbgemm import Rounded
 _OPS: Any = torch.ops.mkldnn
 
 HALF = (torch.bfloat16, torch.float16)
-FEW = 4  # tokens up to which FBGEMM is faster than oneDNN
+_FEW = 4  # tokens up to which FBGEMM is faster than oneDNN
 
 # Tokens of a pass for which oneDNN chooses the layout. On CPUs with AMX the one it chooses for a
 # single token is read 1.3 times as slowly, whatever the number of tokens; elsewhere all are alike.
@@ -230,7 +231,7 @@ def _product(packed: _Packed) -> Forward:
         return few
     if few is None:
         return lambda input: linear(input, weight, bias, "none", [], "")
-    most = FEW * weight.shape[1]
+    most = _FEW * weight.shape[1]
 
     def product(input: Tensor) -> Tensor:
         if input.numel() <= most:
@@ -427,6 +428,11 @@ def computes(dtype: torch.dtype) -> bool:
     if dtype == torch.bfloat16:
         return _OPS._is_mkldnn_bf16_supported()
     return dtype == torch.float16 and _OPS._is_mkldnn_fp16_supported()
+
+
+def most_tokens(dtype: torch.dtype) -> int:
+    """Tokens up to which FBGEMM computes products: any number where oneDNN has no kernels."""
+    return _FEW if computes(dtype) else sys.maxsize
 
 
 def _kind(module: Any) -> tuple[Any, ...]:
