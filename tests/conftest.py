@@ -36,6 +36,23 @@ OURS = {"draft", "prefill_chunk_size", "past_key_values", "assistant_model", "as
 AGREEMENT = {"seldom": 1.0, "sometimes": 0.1, "always": 0.0}
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a matrix, `make test` runs cases in which every value occurs; the others are slow."""
+    matrices: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("matrix"):
+            matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in matrices.values():
+        new = {case: {(n, id(v)) for n, v in case.callspec.params.items()} for case in cases}
+        while any(new.values()):
+            chosen = max(new, key=lambda case: len(new[case]))
+            found = new.pop(chosen)
+            new = {case: values - found for case, values in new.items()}
+        for case in new:
+            case.add_marker("slow")
+
+
 @pytest.fixture(autouse=True)
 def short_measurements(monkeypatch):
     """`selfspec info` and `fit` time every device some turns, and not for seconds."""

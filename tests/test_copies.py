@@ -63,6 +63,7 @@ def test_a_copy_writes_what_the_original_writes(copied, draft):
     assert torch.equal(texts(spec, draft)[0], own) == (copied is copy.copy)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("copied", [COPIES["pickle"], copy.deepcopy], ids=["pickle", "deepcopy"])
 @pytest.mark.parametrize("trimmed", [False, True], ids=["", "trimmed"])
 @pytest.mark.parametrize("kind", KINDS)

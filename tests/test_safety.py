@@ -101,6 +101,7 @@ def model():
 # Exceptions
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt()], ids=["error", "^C"])
 @pytest.mark.parametrize("call", [1, 2, 5, 12])
 @pytest.mark.parametrize("where", ["processor", "criterion", "streamer"])
@@ -120,6 +121,7 @@ def test_an_exception_of_the_callers_code_leaves_the_model_as_it_was(model, wher
     assert torch.equal(again, before[0])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("call", [1, 2, 3, 9])
 @pytest.mark.parametrize("place", ["embed", "shallow", "deep", "norm", "head"])
 def test_ctrl_c_inside_the_model_leaves_it_as_it_was(model, place, call):
@@ -274,6 +276,7 @@ def test_a_model_may_be_wrapped_while_another_thread_is_inside_a_pass(model):
 # A drafter equal to the target
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("k", [1, 3, 5])
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ def dynamic_llama(kind):
     return tiny_llama(max_position_embeddings=16, rope_parameters=DYNAMIC[kind])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_views_of_rotary_tables_are_what_the_family_computes(family, dtype):

@@ -50,6 +50,7 @@ def check_equality(family: str, attention: str, combinations: list[Combination])
         assert torch.equal(out[:, -NEW_TOKENS:], expected[rows]), (exit_layer, num_draft_tokens)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("family", "attention"), CASES)
 def test_greedy_text_is_the_models_own(family: str, attention: str) -> None:
     # Every exit with every draft length on three rows, padding sides in turn; one row (the one
@@ -86,6 +87,7 @@ def test_a_model_can_be_trained_after_it_has_written(family: str) -> None:
         assert not any(isinstance(value, Tensor) and value.is_inference() for value in held)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("agreement", "rates"), [(0.0, (1.0, 1.0)), (0.3, (0.01, 0.99))])
 def test_exits_that_agree_always_or_sometimes(
@@ -176,6 +178,7 @@ def test_masks_read_while_decoding_what_they_read_while_fitted(
     assert_reads_as_forced(decoder, head, seen[::7], close_in_single)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("trimmed", [False, True])
 def test_a_head_at_the_embedding_reads_many_tokens_and_says_one(family: str, trimmed: bool) -> None:
@@ -191,6 +194,7 @@ def test_a_head_at_the_embedding_reads_many_tokens_and_says_one(family: str, tri
     assert torch.equal(one[:, -NEW_TOKENS:], own_text(model, tokens[LONG_ROW], mask[LONG_ROW]))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", ["eagle3", "medusa"])
 def test_heads_of_another_architecture_than_the_target(

@@ -61,6 +61,7 @@ def text_of(spec: SelfSpecModel, rows: slice = slice(3), side: str = "left", **o
 # Equality
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("agreement", [1.0, 0.1, 0.0], ids=["seldom", "sometimes", "always"])
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_greedy_text_is_the_models_own(family, agreement):
@@ -106,6 +107,7 @@ def test_coupled_samples_are_those_of_plain_decoding(family):
         assert sampled({"exit_layer": exit_layer, "num_draft_tokens": count}) == plain
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "draft",
     [
@@ -366,6 +368,7 @@ def test_committed_tokens_cannot_be_cropped():
 # Heads, training, refusals
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("head", [BlockHead, FusedHead])
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_heads_have_a_layer_with_attention(family, head):

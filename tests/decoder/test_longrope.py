@@ -91,6 +91,7 @@ def both(kind: str, draft: str, ids: Any, mask: Any, **options: Any) -> tuple[An
     return own, SelfSpecModel(model).generate(ids, draft=DRAFTS[draft], **options)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("kind", "draft"),
     [
@@ -133,6 +134,7 @@ def test_rows_that_end_early_still_count(kind: str, draft: str) -> None:
     assert torch.equal(ours, own)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("start", [6, SWITCH - 2, SWITCH])
 @pytest.mark.parametrize("known", [DynamicCache, None])

@@ -167,6 +167,7 @@ HOOKS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hooks_act_as_in_plain_decoding(family: str, hook: str) -> None:

@@ -68,6 +68,7 @@ def check_text(family: str, rows: tuple[Row, ...], drafts: list[Any]) -> None:
 # Families
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("batch", fast(BATCHES, "text", "some with images", "all with images"))
 @pytest.mark.parametrize("family", MAIN)
 def test_greedy_text_is_the_models_own(family: str, batch: str) -> None:
@@ -108,6 +109,7 @@ def test_another_image_gives_another_text(family: str) -> None:
 # Drafters
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", fast(MAIN, "gemma3", "qwen3_vl"))
 def test_every_kind_of_head_after_images(family: str, kind: str) -> None:

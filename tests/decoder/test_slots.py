@@ -418,6 +418,7 @@ def test_what_is_stored_is_what_plain_decoding_would_hold(kind, known, width):
 # In use: the invariants of every round
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("lengths", [(1,), (7,), (3, 8, 1)], ids=str)
 @pytest.mark.parametrize("k", [1, 4, 8])
 @pytest.mark.parametrize("agreement", ["seldom", "sometimes", "always"])
@@ -497,6 +498,7 @@ def test_every_method_of_transformers_caches_is_known():
     assert {name for name in methods if name[0] != "_"} == {*MOVES, *READS, *REFUSES}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("family", "kind"), [("mistral", "auto"), ("llama", "int8"), ("falcon_h1", "auto")]
 )

@@ -61,6 +61,7 @@ CASES = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("rows", [LONG_ROW, ALL_ROWS], ids=["one row", "ragged"])
 @pytest.mark.parametrize(("name", "how"), CASES)
 @pytest.mark.parametrize("drafter", MODEL_DRAFTERS)
@@ -78,6 +79,7 @@ def test_greedy_text_is_the_models_own(name, drafter, how, rows):
     assert torch.equal(out[:, -expected.shape[1] :], expected[rows])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("drafter", ["early_exit", "tree", "cascade"])
 @pytest.mark.parametrize("agreement", ["seldom", "always"])
@@ -103,6 +105,7 @@ def test_layers_that_are_chosen_while_generating(how):
     equal_to_generate(SelfSpecModel(model), IDS[1:2], draft=draft, max_new_tokens=24)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("kind", KINDS)
@@ -122,6 +125,7 @@ def test_every_kind_of_head(kind, how, where):
     assert spec.last_stats.drafted > 0
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("drafter", MODEL_DRAFTERS)
 def test_a_seed_draws_the_text_of_exact_drafts(drafter, how):

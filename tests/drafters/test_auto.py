@@ -38,6 +38,7 @@ def fitted(model, kinds):
 HEADS = [("fused", EXIT), ("block", 1), ("lens", 3)]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("agreement", AGREEMENT)
 @pytest.mark.parametrize("rows", [slice(0, 1), slice(0, 3)], ids=["one row", "ragged"])
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.2}], ids=["plain", "penalised"])

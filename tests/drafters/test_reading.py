@@ -45,6 +45,7 @@ def kept_drafts(spec):
     }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", WITH_LAYER)
 @pytest.mark.parametrize("trimmed", [False, True])
 @pytest.mark.parametrize(

@@ -191,6 +191,7 @@ def stores(text):
 OPTIONS = {"greedy": {"do_sample": False}, "coupled": {"do_sample": True}}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("rows", [slice(1, 2), slice(0, 3)], ids=["row", "batch"])

@@ -123,6 +123,7 @@ def padded_on_the_right(ids, mask):
     return [torch.stack(rows) for rows in moved]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("batch", PROCESSORS)
 @pytest.mark.parametrize("how", HOW)
 def test_with_any_processor(drafting, own_texts, how, batch, tokenizer, monkeypatch):
@@ -165,6 +166,7 @@ def test_a_prompt_in_chunks(drafting, how):
     assert traces[0] == traces[1] == traces[2]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("cache", ["SlotCache", "DynamicCache"])
 @pytest.mark.parametrize("how", HOW)
 def test_a_cache_goes_from_one_drafter_to_the_next(drafting, how, cache):
@@ -192,6 +194,7 @@ def test_a_cache_goes_from_one_drafter_to_the_next(drafting, how, cache):
         new = ids[:, -4:] if turn == 1 else ids
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("schedule", ["fixed", "confidence", "optimal"])
 @pytest.mark.parametrize("drafter", CHAINS)
 @pytest.mark.parametrize("agreement", ["seldom", "sometimes", "always"])
@@ -206,6 +209,7 @@ def family(name):
     return target, own_text(target, *prompts("left"))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("how", DRAFTS)
 def test_on_any_family(how, name, monkeypatch):

@@ -47,6 +47,7 @@ def ours(ids, mask=None, model=spec, **options):
 # What comes back
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("how", ["early_exit", "tree"])
 @pytest.mark.parametrize("penalty", [1.0, 1.3], ids=["pointwise", "prefix"])

@@ -74,6 +74,7 @@ def family(name):
     return model, some_prompts(7, longest=12, vocab=FAMILY_VOCAB), some_lengths(7, high=10)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("draft", DRAFTS)
@@ -92,6 +93,7 @@ def test_every_request_is_as_alone_with_recurrent_layers(draft, name):
     assert_as_alone(model, prompts, lengths, draft, 3)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("drafter", ["early_exit", "tree", "cascade", "auto"])
 def test_every_head_goes_on_with_rows_that_join(kind, drafter, monkeypatch):

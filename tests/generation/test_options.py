@@ -60,6 +60,7 @@ def placed(model, name, value, neutral, places):
     return options
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("places", PLACES, ids=str)
 @pytest.mark.parametrize(("name", "value", "neutral"), MERGED, ids=lambda v: str(v)[:12])
 def test_a_call_comes_before_its_config_and_this_before_the_models(
@@ -160,6 +161,7 @@ NEUTRAL = {
 }
 
 
+@pytest.mark.matrix
 @DRAFTS
 @BATCHES
 @pytest.mark.parametrize("given", NEUTRAL.values(), ids=NEUTRAL)
@@ -220,6 +222,7 @@ def test_a_token_that_ends_texts_is_no_padding(target):
     )
 
 
+@pytest.mark.matrix
 @DRAFTS
 @BATCHES
 @pytest.mark.parametrize("where", ["call", "model"])
@@ -236,6 +239,7 @@ def test_without_a_cache_none_is_returned(target, where, lengths, draft):
     assert torch.equal(out.sequences, own.sequences)
 
 
+@pytest.mark.matrix
 @DRAFTS
 @BATCHES
 @pytest.mark.parametrize("form", ["with layers", "without", "emptied"])

@@ -121,6 +121,7 @@ STOPS = {
 }
 
 
+@pytest.mark.matrix
 @TARGETS
 @BATCHES
 @pytest.mark.parametrize("stop", STOPS)

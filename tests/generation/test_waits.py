@@ -155,6 +155,7 @@ def specs():
     return {True: SelfSpecModel(model, heads), False: bare}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("processors", PROCESSORS)
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])

@@ -74,6 +74,7 @@ def written(folder, name):
     return write(folder, head, *([ALGORITHMS[name]] if name in ALGORITHMS else []))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("drafter", ["early_exit", "tree"])
 @pytest.mark.parametrize("name", HEADS)
 def test_a_head_drafts_what_its_paper_says(monkeypatch, tmp_path, target, name, drafter):

@@ -78,6 +78,7 @@ def check_equality(target, kind, trimmed, settings):
 RAGGED, SINGLE = slice(0, 3), slice(1, 2)
 
 
+@pytest.mark.matrix
 @every_head
 def test_greedy_text_is_the_targets_own(target, kind, trimmed):
     check_equality(target, kind, trimmed, [(4, RAGGED), (1, SINGLE)])
@@ -358,6 +359,7 @@ def test_a_projection_in_front_of_the_lm_head_is_refused(kind):
 # The target stays what it is
 
 
+@pytest.mark.matrix
 @every_head
 def test_a_head_leaves_the_target_as_it_is(kind, trimmed):
     """Its weights, gradients' flags, modules and text, after a call and within one."""

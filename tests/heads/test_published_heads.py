@@ -84,6 +84,7 @@ def check_reads(monkeypatch, target, folder, expected, trimmed=True, close=1e-5,
         torch.testing.assert_close(logits[0], expected(reading), rtol=close, atol=close)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", [write_eagle3, write_speculators])
 @pytest.mark.parametrize("variant", EAGLE3)
 @pytest.mark.parametrize("drafter", ["early_exit", "tree"])
@@ -144,6 +145,7 @@ def test_an_eagle_head_drafts_what_its_paper_says(monkeypatch, tmp_path, target,
     check_reads(monkeypatch, target, tmp_path / "head", expected, trimmed=False, close=close)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["original", "speculators"])
 @pytest.mark.parametrize("variant", EAGLE3)
 @pytest.mark.parametrize("drafter", ["early_exit", "tree"])
@@ -300,6 +302,7 @@ WRITTEN = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("variant", WRITTEN)
 @pytest.mark.parametrize("trimmed", [False, True])
 @pytest.mark.parametrize("layout", ["eagle3", "speculators"])

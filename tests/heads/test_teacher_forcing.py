@@ -33,6 +33,7 @@ def read(decoder, head, tokens, documents=None):
     return reading, list(draft_states(decoder, head, reading, STEPS))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", WITH_LAYER)
 @torch.no_grad()
 def test_a_document_in_a_block_is_read_as_alone(decoder, kind):

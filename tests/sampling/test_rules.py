@@ -152,6 +152,7 @@ def test_a_q_that_is_not_what_was_drawn_from_is_caught(rule):
 # Trees
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", PAIRS)
 def test_trees_follow_the_target(shape, kind):

@@ -96,6 +96,7 @@ POINTWISE = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", [*PREFIX, *POINTWISE])
 @pytest.mark.parametrize("rows", [(0, 1, 2), (2, 0), (1,)], ids=str)
 @pytest.mark.parametrize("width", [1, 4])
@@ -111,6 +112,7 @@ def test_a_block_is_processed_as_plain_decoding_would(name, rows, width):
     assert torch.equal(sampler.scores(logits, here), expected)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", PREFIX)
 @pytest.mark.parametrize("rows", [(0, 1, 2), (2, 0), (1,)], ids=str)
 def test_a_tree_is_processed_as_plain_decoding_would(name, rows):

@@ -188,6 +188,7 @@ def same(texts, others):
     return len(texts) == len(others) and all(map(torch.equal, texts, others))
 
 
+@pytest.mark.matrix
 @crossed(["record"], ["default", "early exit", "tree"])
 @pytest.mark.parametrize("lengths", [(6,), (4, 7, 3)], ids=["one row", "three rows"])
 def test_output_and_calls_are_those_of_plain_decoding(spec, name, lengths, draft):
@@ -313,6 +314,7 @@ def test_a_seed_gives_one_coupled_text_with_every_drafter(spec, name, draft):
     assert torch.equal(text, sample({"drafter": "none", "rule": "coupled"})[0]) and lossless
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("rule", ["block", "token", "coupled", "typical_lossy"])
 @EVERY_DRAFT
 def test_sampled_texts_satisfy_a_matcher_under_every_rule(spec, rule, draft):

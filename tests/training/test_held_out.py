@@ -67,6 +67,7 @@ def measure(decoder, head, blocks, depths=1, **options):
 # Held-out figures
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("trimmed", [False, True])
 @pytest.mark.parametrize("kind", ["shared", "lens", "lora"])
 @pytest.mark.parametrize("lengths", [(), (5, 1, 9), (3,)])
