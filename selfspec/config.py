@@ -14,7 +14,7 @@ from typing_extensions import Self
 ConfigT = TypeVar("ConfigT", bound="StrictConfig")
 
 # How layers are computed: in the fastest way that needs no compiler; by transformers' own code;
-# with linear layers in oneDNN's layout; by `torch.compile`; as CUDA graphs.
+# with packed weights for a CPU in half precision; by `torch.compile`; as CUDA graphs.
 Kernels = Literal["auto", "eager", "prepacked", "compiled", "graphs"]
 
 # Dtype of the KV cache: that of the layers, or int8.

@@ -69,8 +69,9 @@ class SelfSpecModel:
         kernels: how layers of target, heads and draft models are computed. `"auto"`: `"prepacked"`
             on a CPU in half precision if the memory is there, else `"eager"`. `"eager"`: as in
             transformers. `"prepacked"`: in half precision on a CPU, linear layers have a second
-            copy of their weights in oneDNN's layout, where it computes in that precision, and
-            norms, MLPs and attention like Llama's take fewer operations, which round less often.
+            copy of their weights in the layout of oneDNN or FBGEMM (where both compute, one in
+            each), and norms, MLPs and attention like Llama's take fewer operations, which round
+            less often.
             `"compiled"`: passes over few tokens use `torch.compile`; the first ones wait for the
             compiler. `"graphs"`: on a CUDA device, passes over few tokens run consecutive layers as
             one CUDA graph. Layers that cannot be packed, compiled or recorded run eagerly, with a

@@ -9,6 +9,7 @@ import signal
 
 import pytest
 import torch
+import yaml
 from conftest import tiny_llama
 from safetensors import SafetensorError
 from training_tools import (
@@ -94,6 +95,17 @@ def test_precisions_follow_one_another_in_one_process(tmp_path, precision):
     task = language_task(dtype=torch.float32)
     assert run(task, tmp_path, precision=precision, steps=2)["bits_per_byte"] > 0
     assert all(p.dtype == torch.float32 for p in task.parameters())
+
+
+def test_bfloat16_is_the_default_where_the_device_computes_in_it(monkeypatch):
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    for has_kernels, precision in ((True, "bf16"), (False, "no")):
+        monkeypatch.setattr("training.loop.loop.computes", lambda dtype, has=has_kernels: has)
+        assert LoopConfig().precision == precision
+
+
+def test_a_bare_no_in_yaml_is_a_precision():
+    assert LoopConfig(**yaml.safe_load("precision: no")).precision == "no"
 
 
 def test_only_what_is_trained_is_saved(tmp_path):

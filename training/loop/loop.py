@@ -8,19 +8,20 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import broadcast_object_list
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import Self
 
 from selfspec.config import StrictConfig
+from selfspec.decoder.kernels.prepacked import computes
 
 from ..data import Batch, Mixture
 from .checkpoint import Checkpoints, gather_state, restore_state
@@ -63,6 +64,17 @@ class Task(nn.Module):
         return {}
 
 
+def _fast_precision() -> Literal["no", "bf16"]:
+    """A CPU without kernels for bfloat16 takes several times as long with it."""
+    return "bf16" if torch.accelerator.is_available() or computes(torch.bfloat16) else "no"
+
+
+# YAML reads a bare `no` as false.
+Precision = Annotated[
+    Literal["no", "bf16", "fp16"], BeforeValidator(lambda given: "no" if given is False else given)
+]
+
+
 class LoopConfig(StrictConfig):
     """Length, batches and checkpoints of a run.
 
@@ -70,7 +82,8 @@ class LoopConfig(StrictConfig):
         steps: optimizer steps.
         batch_size: blocks per step, over all processes.
         micro_batch_size: blocks per forward pass of a process; gradients are accumulated.
-        precision: `no` is float32; `bf16` and `fp16` are autocast.
+        precision: `no` is float32; `bf16` and `fp16` are autocast. The default is `bf16`, or `no`
+            on a CPU without kernels for bfloat16.
         clip: largest norm of the gradient; 0 does not clip.
         seed: seed of the data's order and of everything random.
         log_every: steps between lines.
@@ -86,7 +99,7 @@ class LoopConfig(StrictConfig):
     steps: int = Field(default=1000, ge=1)
     batch_size: int = Field(default=16, ge=1)
     micro_batch_size: int = Field(default=16, ge=1)
-    precision: Literal["no", "bf16", "fp16"] = "bf16"
+    precision: Precision = Field(default_factory=_fast_precision)
     clip: float = Field(default=1.0, ge=0)
     seed: int = Field(default=0, ge=0)
     log_every: int = Field(default=10, ge=1)
