@@ -103,15 +103,15 @@ class Gate:
         kwargs: dict[str, Any],
     ) -> Tensor:
         """Run the layer alone, where the body may do more than hand its output on."""
-        watch = active.watch
-        if watch is not None:
-            watch.receive(self.index, hidden_states)
+        body_watch = active.body_watch
+        if body_watch is not None:
+            body_watch.receive(self.index, hidden_states)
         if self.index > active.span.stop:
             return hidden_states
         if active.span.start <= self.index < active.span.stop:
             self._record(active, args, kwargs)
         hidden_states = self.gates.run(active, hidden_states)
-        return hidden_states if watch is None else watch.give(hidden_states)
+        return hidden_states if body_watch is None else body_watch.give(hidden_states)
 
     def _masked(
         self, active: ActivePass, args: tuple[Any, ...], kwargs: dict[str, Any]

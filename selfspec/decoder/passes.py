@@ -271,7 +271,7 @@ class ActivePass:
         approximation: what it does otherwise than the model's own passes, or `None`.
         documents: lengths of packed documents, in order; `None` if each row is one.
         one_by_one: whether each layer runs when the body calls it, not all after the last call.
-        watch: learns what the body does between its layers, or `None`.
+        body_watch: learns what the body does between its layers, or `None`.
         calls: the recorded calls of the span's layers that have not run.
         count: how many layers the body has called.
         handed: the hidden states that it hands from layer to layer.
@@ -296,7 +296,7 @@ class ActivePass:
     approximation: Approximation | None = None
     documents: Sequence[int] | None = None
     one_by_one: bool = False
-    watch: BodyWatch | None = None
+    body_watch: BodyWatch | None = None
     calls: list[LayerCall] = field(default_factory=list)
     count: int = 0
     handed: Tensor | None = None

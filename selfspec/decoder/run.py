@@ -233,28 +233,28 @@ class Runner:
             inputs: what the causal LM is called with, but for the cache.
             slots: the KV cache.
         """
-        gates, watch = self.gates, BodyWatch()
+        gates, body_watch = self.gates, BodyWatch()
         # The body may add features of images between its layers, which says nothing about text.
-        active.one_by_one, active.watch = True, watch if gates.hands_on is None else None
+        active.one_by_one, active.body_watch = True, body_watch if gates.hands_on is None else None
         gates.active = active
         try:
             cache = {cache_name(type(self.tail.causal_lm).forward): slots}
             logits = self.tail.run({**inputs, **cache})
         finally:
             gates.active = None
-        if active.watch is not None and watch.hands_on:
+        if active.body_watch is not None and body_watch.hands_on:
             gates.hands_on = True
         assert active.body_output is not None
         return active.done(active.body_output, logits)
 
     def _run_watched(self, active: ActivePass, inputs: dict[str, Any], unembed: bool) -> Pass:
         """Run one of the first passes, and learn what the body does between its layers."""
-        gates, watch = self.gates, BodyWatch()
-        active.one_by_one, active.watch = True, watch
+        gates, body_watch = self.gates, BodyWatch()
+        active.one_by_one, active.body_watch = True, body_watch
         result = self._run_once(active, inputs, unembed)
         if active.span == (0, gates.depth) and active.own is None:
-            gates.hands_on = watch.hands_on
-            if gates.graphs is not None and not watch.hands_on:
+            gates.hands_on = body_watch.hands_on
+            if gates.graphs is not None and not body_watch.hands_on:
                 body = type(self.base).__name__
                 gates.graphs.give_up(f"{body} does more than call them one by one")
         return result
@@ -336,7 +336,7 @@ class Runner:
     def _caller(self, active: ActivePass) -> CallLayer:
         if active.skips is not None:
             return partial(self._call_in_part, active.skips)
-        return self._call if active.watch is None else self._call_first
+        return self._call if active.body_watch is None else self._call_first
 
     def _call_first(
         self,

@@ -104,7 +104,7 @@ class Verified(NamedTuple):
 
 
 # Called after each block of a prefill with the results of the pass and its offset.
-Watch = Callable[[Pass, int], None]
+OnBlock = Callable[[Pass, int], None]
 
 
 class Engine:
@@ -226,7 +226,7 @@ class Engine:
         counts: Sequence[int],
         chunk: int | None = None,
         keep: Sequence[int] = (),
-        watch: Watch | None = None,
+        on_block: OnBlock | None = None,
         prompt: Mapping[str, Any] | None = None,
     ) -> Tensor:
         """Write KV of new tokens in every layer; the caller commits the lengths.
@@ -236,8 +236,8 @@ class Engine:
             tokens: `[rows, width]` the tokens, left-aligned.
             counts: real tokens of each row.
             chunk: tokens per pass; `None` for all in one.
-            keep: hidden states to keep for `watch`.
-            watch: called after each pass with its results and its offset.
+            keep: hidden states to keep for `on_block`.
+            on_block: called after each pass with its results and its offset.
             prompt: see `Decoder.run`.
 
         Returns:
@@ -255,8 +255,8 @@ class Engine:
             out = self.decoder.run(
                 block, everything, slots, offset=start, keep=keep, prompt=prompt, ends=at_end
             )
-            if watch is not None:
-                watch(out, start)
+            if on_block is not None:
+                on_block(out, start)
             assert out.logits is not None
             here = (ends >= start)[:, None, None]
             last = out.logits if last is None else torch.where(here, out.logits, last)

@@ -125,7 +125,7 @@ class Session:
                 counts,
                 self.chunk,
                 keep=self.drafter.keep,
-                watch=lambda block, offset: self.prefilled(untimed, block, offset, counts),
+                on_block=lambda block, offset: self.prefilled(untimed, block, offset, counts),
                 prompt=self.prompt.own_inputs(),
             )
             # Every new token commits one slot; here it is that of the prompt's last token.

@@ -173,7 +173,7 @@ def test_two_devices_are_never_mixed(monkeypatch, draft, sampled, low, high, bor
         def watch(block, offset):
             drafter.prefilled(state, block, offset, counts)
 
-        logits = engine.prefill(state, tokens, counts, 2, keep=drafter.keep, watch=watch)
+        logits = engine.prefill(state, tokens, counts, 2, keep=drafter.keep, on_block=watch)
         assert logits.device == torch.device(low)
         slots.commit([count - 1 for count in counts])
         for _ in range(2):
