@@ -16,11 +16,7 @@ _PAGE = DEMO_MODEL.parent / "report.html"
 
 
 class HTMLReport:
-    """A report of headings, text, tables and pictures, in this order of calls.
-
-    Args:
-        title: its title.
-    """
+    """A report of headings, text, tables and pictures, in this order of calls."""
 
     def __init__(self, title: str):
         self.title = title

@@ -54,14 +54,7 @@ def message(text: str, kind: str = "") -> str:
 
 
 def pane(title: str, what: str, prompt: str = "", shown: Pane | None = None) -> str:
-    """The output of one method after the prompt, with a legend.
-
-    Args:
-        title: the method's name.
-        what: a short description.
-        prompt: the prompt.
-        shown: the output so far.
-    """
+    """The output of one method after the prompt, with a legend."""
     shown = shown or Pane()
     written = pieces_html(shown.pieces)
     text = f'<span class="prompt">{escape(prompt)}</span><span class="text">{written}</span>'
