@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -16,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from selfspec import DEMO_MODEL, SelfSpecModel
 from selfspec.apps.bench.config import PromptSetConfig
 from selfspec.apps.bench.prompts import read_prompts
-from selfspec.apps.display.demo import in_turn
+from selfspec.apps.display.demo import interleaved
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -69,6 +70,13 @@ class Timed(Generic[OutputT]):
     busy: list[float] = field(default_factory=list)
     outputs: list[OutputT] = field(default_factory=list)
 
+    def add(self, call: Callable[[], OutputT]) -> None:
+        """Time one more call."""
+        began, busy = time.perf_counter(), time.process_time()
+        self.outputs.append(call())
+        self.seconds.append(time.perf_counter() - began)
+        self.busy.append(time.process_time() - busy)
+
     def over(self, base: Timed[Any], cpu: bool = False) -> float:
         """Speed over `base`: the median ratio of the times of calls in the same turn."""
         own, others = (self.busy, base.busy) if cpu else (self.seconds, base.seconds)
@@ -93,12 +101,7 @@ def take_turns(
     for call in methods.values() if warm_up else ():
         call()
     found: dict[str, Timed[OutputT]] = {name: Timed() for name in methods}
-    for turn in range(turns):
-        for name in in_turn(methods, turn):
-            began, busy = time.perf_counter(), time.process_time()
-            found[name].outputs.append(methods[name]())
-            found[name].seconds.append(time.perf_counter() - began)
-            found[name].busy.append(time.process_time() - busy)
+    interleaved({name: partial(found[name].add, call) for name, call in methods.items()}, turns)
     return found
 
 

@@ -100,11 +100,9 @@ class Setup:
 def environment(setup: Setup) -> Found:
     """Versions, the device, and its bandwidth."""
     facts: dict[str, Any] = {
-        "device": device_name(setup.device),
+        **setup.identity,
         "python": platform.python_version(),
-        "torch": str(torch.__version__),
         "transformers": transformers.__version__,
-        "selfspec": __version__,
         "bandwidth GB/s": round(read_bandwidth(setup.device) / 1e9, 1),
     }
     if setup.on_gpu:

@@ -13,47 +13,19 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.common import console, parser
 from selfspec import DEMO_MODEL
 
-FAMILIES = ("llama", "gpt2", "qwen3", "gemma3_text", "gpt_neox")
 BAR = 0.98
-# Configs of families with other names for these keys translate them.
-_TINY = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
-_LINEAR = ["linear_attention", "full_attention"] * 3
-_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
-_DELTA_NET = {"layer_types": _LINEAR, "linear_num_value_heads": 4, "linear_num_key_heads": 2}
-# Families with recurrent layers, and what their configs need beside `_TINY`.
-HYBRIDS: Mapping[str, Mapping[str, Any]] = {
-    "qwen3_next": {**_EXPERTS, **_DELTA_NET},
-    "qwen3_5_text": _DELTA_NET,
-    "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32},
-    "lfm2": {"layer_types": ["conv", "full_attention"] * 3},
-    "granitemoehybrid": {**_EXPERTS, "layer_types": _LINEAR, "mamba_n_heads": 4},
-    "nemotron_h": {"layers_block_type": _LINEAR, "mamba_num_heads": 8, "mamba_head_dim": 16},
-    "bamba": {"attn_layer_indices": [1, 3, 5], "mamba_n_heads": 4},
-    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 3, "n_mamba_heads": 4},
-    "jamba": {**_EXPERTS, "attn_layer_period": 2, "attn_layer_offset": 1},
-    "minimax": {**_EXPERTS, "layer_types": _LINEAR},
-}
+TINY: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 
 def write_targets(folder: Path, families: Sequence[str], demo: bool) -> Iterator[tuple[Path, str]]:
@@ -61,7 +33,7 @@ def write_targets(folder: Path, families: Sequence[str], demo: bool) -> Iterator
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
     for family in families:
         torch.manual_seed(0)
-        values = {**_TINY, **HYBRIDS.get(family, {})}
+        values = {**TINY["all"], **TINY["hybrids"].get(family, {})}
         config = AutoConfig.for_model(family, vocab_size=len(tokenizer), **values)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / family)
         tokenizer.save_pretrained(folder / family)
@@ -107,10 +79,11 @@ def main() -> int:
     chosen.add_argument("--hybrids", action="store_true", help="families with recurrent layers")
     chosen.add_argument("--families", nargs="+", help="model types, for example llama lfm2")
     given = made.parse_args()
-    families = given.families or (HYBRIDS if given.hybrids else FAMILIES)
+    families = given.families or list(TINY["hybrids" if given.hybrids else "default"])
+    demo = not given.families and not given.hybrids
     slowest = float("inf")
     with tempfile.TemporaryDirectory() as folder:
-        for target, dtype in write_targets(Path(folder), [*families], families is FAMILIES):
+        for target, dtype in write_targets(Path(folder), families, demo):
             console.print(f"{target.name}, {dtype}")
             output = Path(folder) / "bench" / f"{target.name}-{dtype}"
             slowest = min(slowest, measure(target, dtype, given.config, output))

@@ -230,11 +230,12 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool) -> Ten
 
 
 NameT = TypeVar("NameT")
+RunT = TypeVar("RunT")
 
 
-def interleaved(methods: Mapping[str, Callable[[], Run]], repeats: int) -> dict[str, list[Run]]:
+def interleaved(methods: Mapping[str, Callable[[], RunT]], repeats: int) -> dict[str, list[RunT]]:
     """Run each method `repeats` times in turn, every second turn in reverse order."""
-    runs: dict[str, list[Run]] = {name: [] for name in methods}
+    runs: dict[str, list[RunT]] = {name: [] for name in methods}
     for turn in range(repeats):
         for name in in_turn(methods, turn):
             runs[name].append(methods[name]())
