@@ -8,22 +8,25 @@ process's CPU time instead, for a machine that does other work, too (with one th
 
 from __future__ import annotations
 
-import argparse
 import copy
-import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
+from benchmarks.common import console, new_tokens, parser, ratio, share_equal, take_turns
 from selfspec import DraftConfig, SelfSpecModel
+from selfspec.apps.bench.results import Grid
+from selfspec.decoder.checkpoints import load_causal_lm, load_tokenizer
 from selfspec.schedule.stats import Stats
+
+_COLUMNS = ("draft", "accepted", "tokens a round", "speed over plain", "same text")
 
 
 class Run(NamedTuple):
@@ -41,12 +44,11 @@ class LongText:
         spec: the target.
         ids: `[1, n]` the prompt.
         new: tokens to generate.
-        cpu: whether to count CPU time.
+        clock: tells seconds.
     """
 
-    def __init__(self, spec: SelfSpecModel, ids: torch.Tensor, new: int, cpu: bool):
-        self.spec, self.ids, self.new = spec, ids, new
-        self.clock = time.process_time if cpu else time.perf_counter
+    def __init__(self, spec: SelfSpecModel, ids: Tensor, new: int, clock: Callable[[], float]):
+        self.spec, self.ids, self.new, self.clock = spec, ids, new, clock
         self.cache = DynamicCache(config=spec.decoder.config)
         with torch.inference_mode():
             for block in ids[:, :-1].split(512, dim=1):
@@ -54,17 +56,13 @@ class LongText:
 
     def run(self, draft: DraftConfig, new: int | None = None) -> Run:
         """Continue the prompt; the time of the first token, which copies the cache, is left out."""
-        began = [0.0]
+        began: list[float] = []
 
-        class Watch:
-            def put(self, value: torch.Tensor) -> None:
-                began[0] = began[0] or clock() * (value.numel() < 16)
+        def put(value: Tensor) -> None:
+            if value.numel() < 16:  # the prompt comes first
+                began.append(self.clock())
 
-            def end(self) -> None:
-                pass
-
-        clock, cache = self.clock, copy.deepcopy(self.cache)
-        options: dict[str, Any] = {"past_key_values": cache, "streamer": Watch()}
+        streamer: Any = SimpleNamespace(put=put, end=lambda: None)
         output: Any = self.spec.generate(
             self.ids,
             draft=draft,
@@ -73,10 +71,11 @@ class LongText:
             eos_token_id=None,
             pad_token_id=0,
             return_dict_in_generate=True,
-            **options,
+            streamer=streamer,
+            past_key_values=copy.deepcopy(self.cache),
         )
-        seconds = clock() - began[0]
-        return Run(output.stats, seconds, output.sequences[0, self.ids.shape[1] :].tolist())
+        seconds = self.clock() - began[0]
+        return Run(output.stats, seconds, new_tokens(output.sequences, self.ids))
 
 
 def drafts_of(depth: int, windows: Sequence[int], drafts: int) -> dict[str, DraftConfig]:
@@ -84,64 +83,56 @@ def drafts_of(depth: int, windows: Sequence[int], drafts: int) -> dict[str, Draf
     whole: dict[str, Any] = {"exit_layer": depth, "num_draft_tokens": drafts}
     found: dict[str, DraftConfig] = {}
     for window in (*windows, None):
+        keys = {**whole, "window": window}
         for precision in (None, "int8", "int4"):
             if precision or window:
                 name = f"{precision or 'own bits'}, {window or 'all'} keys"
-                draft = {**whole, "precision": precision, "window": window}
-                found[name] = DraftConfig.of(draft)
-        mixed = {"precision": "int4", "lm_head_precision": "int8", "window": window}
-        found[f"int4, LM head int8, {window or 'all'} keys"] = DraftConfig.of({**whole, **mixed})
+                found[name] = DraftConfig.of({**keys, "precision": precision})
+        mixed = {**keys, "precision": "int4", "lm_head_precision": "int8"}
+        found[f"int4, LM head int8, {window or 'all'} keys"] = DraftConfig.of(mixed)
     return found
 
 
-def measure(text: LongText, drafts: dict[str, DraftConfig], turns: int) -> Table:
-    """Run all drafts in turn, each between two runs of plain decoding."""
-    plain = DraftConfig(drafter="none")
-    ratios: dict[str, list[float]] = {name: [] for name in drafts}
-    last: dict[str, Run] = {}
-    for draft in drafts.values():
+def measure(text: LongText, drafts: dict[str, DraftConfig], turns: int) -> Grid:
+    """Run every draft in turn with plain decoding."""
+    plain, rows = DraftConfig(drafter="none"), []
+    for name, draft in drafts.items():
         text.run(draft, new=3)  # makes the copies
-    before = text.run(plain)
-    for _ in range(turns):
-        for name, draft in drafts.items():
-            last[name], after = text.run(draft), text.run(plain)
-            ratios[name].append((before.seconds + after.seconds) / 2 / last[name].seconds)
-            before = after
-    table = Table("draft", "accepted", "tokens a round", "speed over plain", "same text")
-    for name, run in last.items():
-        stats, speed = run.stats, statistics.median(ratios[name])
+        calls = {"plain": partial(text.run, plain), name: partial(text.run, draft)}
+        base, own = (timed.outputs for timed in take_turns(calls, turns).values())
+        stats, speed = (
+            own[-1].stats,
+            ratio(*([run.seconds for run in runs] for runs in (base, own))),
+        )
         per_round = f"{(text.new - 1) / stats.rounds:.2f}"
-        same = sum(a == b for a, b in zip(run.tokens, before.tokens, strict=True))
-        shown = f"{stats.acceptance_rate:.2f}", per_round, f"{speed:.2f}x", f"{same}/{text.new}"
-        table.add_row(name, *shown)
-    return table
+        same = share_equal(own[-1].tokens, base[-1].tokens)
+        rows.append([name, f"{stats.acceptance_rate:.2f}", per_round, f"{speed:.2f}x", same])
+    return Grid(f"{text.ids.shape[1]} tokens of text", _COLUMNS, rows)
 
 
 def main() -> None:
     """Measure, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("checkpoint")
-    parser.add_argument("--text", type=Path, required=True, help="a text file, long enough")
-    parser.add_argument("--tokens", type=int, default=6000, help="tokens of the prompt")
-    parser.add_argument("--new", type=int, default=64, help="tokens to generate")
-    parser.add_argument("--windows", type=int, nargs="*", default=[64, 256, 1024])
-    parser.add_argument("--drafts", type=int, default=4, help="drafts of a round")
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--cpu", action="store_true", help="count CPU time")
-    given = parser.parse_args()
-    model = AutoModelForCausalLM.from_pretrained(
-        given.checkpoint, dtype=getattr(torch, given.dtype)
-    ).eval()
-    tokenizer: Any = AutoTokenizer.from_pretrained(given.checkpoint)
+    made = parser(__doc__, target=False)
+    made.add_argument("checkpoint")
+    made.add_argument("--text", type=Path, required=True, help="a text file, long enough")
+    made.add_argument("--tokens", type=int, default=6000, help="tokens of the prompt")
+    made.add_argument("--new", type=int, default=64, help="tokens to generate")
+    made.add_argument("--windows", type=int, nargs="*", default=[64, 256, 1024])
+    made.add_argument("--drafts", type=int, default=4, help="drafts of a round")
+    made.add_argument("--turns", type=int, default=3)
+    made.add_argument("--dtype", default="bfloat16")
+    made.add_argument("--cpu", action="store_true", help="count CPU time")
+    given = made.parse_args()
+    spec = SelfSpecModel(load_causal_lm(given.checkpoint, dtype=getattr(torch, given.dtype)))
     text = given.text.read_text(encoding="utf-8")
-    ids = tokenizer(text, return_tensors="pt").input_ids[:, : given.tokens]
+    ids = torch.tensor([load_tokenizer(given.checkpoint)(text).input_ids[: given.tokens]])
     if ids.shape[1] < given.tokens:
         raise SystemExit(f"{given.text} has {ids.shape[1]} tokens, --tokens asks {given.tokens}")
-    spec = SelfSpecModel(model)
-    long_text = LongText(spec, ids, given.new, given.cpu)
     drafts = drafts_of(spec.decoder.depth, given.windows, given.drafts)
-    Console().print(measure(long_text, drafts, given.turns))
+    long_text = LongText(
+        spec, ids, given.new, time.process_time if given.cpu else time.perf_counter
+    )
+    console.print(measure(long_text, drafts, given.turns).table(console.width))
 
 
 if __name__ == "__main__":

@@ -2,55 +2,48 @@
 
 The stages: facts about the machine, the tests that need a GPU, exactness of drafters and kernels,
 how often a round waits for the device, published sizes beside the compiled `generate`, and a
-timeline of one round. Each stage writes one file; a run that was stopped continues with the next
-stage. With a tiny shape, the same stages run on a CPU.
+timeline of one round, which browsers show at ui.perfetto.dev. Each stage writes one file; a run
+that was stopped continues with the next stage. With a tiny shape, the same stages run on a CPU.
 """
 
 from __future__ import annotations
 
-import argparse
-import gc
 import importlib.util
-import json
 import platform
 import subprocess
 import sys
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
-from rich.console import Console
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoTokenizer
 
+from benchmarks.common import console, parser
+from benchmarks.stages import Found, Stage, run_stages
 from selfspec import DEMO_MODEL, DraftConfig, SelfSpecModel, __version__
 from selfspec.apps.bench.config import BenchConfig, PromptSetConfig
 from selfspec.apps.bench.exactness import Sampling, check_exactness
 from selfspec.apps.bench.planted import GreedyTexts, generate_planted
-from selfspec.apps.bench.plots import write_picture
 from selfspec.apps.bench.prompts import cut_prompts
 from selfspec.apps.bench.results import LIMIT, Grid, Report, number, summarise
 from selfspec.apps.bench.run import RunFile, reason
 from selfspec.apps.bench.shapes import ShapeBench, default_methods, read_bandwidth, read_shape
-from selfspec.apps.display.plots import COLOURS
 from selfspec.config import Kernels
 from selfspec.generation.streaming import RoundStreamer
-from selfspec.heads.files import one_run, read_object, refuse_changes, replace_text
+from selfspec.heads.files import one_run
 from selfspec.schedule.profile import device_name
 from selfspec.schedule.stats import Round
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 _TESTS = Path(__file__).parents[1] / "tests"
+_TIMES = ("self_cpu_time_total", "self_device_time_total")  # of the profiler, in µs
 _PLANTED = 0.7  # acceptance of the shapes' drafts
 # Drafters on the demo target, whose heads are in the package.
 _DRAFTS: dict[str, dict[str, Any]] = {
@@ -74,13 +67,7 @@ _DRAFTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Setup:
-    """The settings of a run.
-
-    Attributes:
-        device: the device.
-        shapes: names of the shapes.
-        output: folder of the results.
-    """
+    """The device, the names of the shapes, and the folder of the results."""
 
     device: torch.device
     shapes: tuple[str, ...]
@@ -107,40 +94,21 @@ class Setup:
         }
 
 
-@dataclass
-class Found:
-    """The results of a stage.
-
-    Attributes:
-        facts: single values.
-        grids: tables.
-        passed: whether all checks passed.
-    """
-
-    facts: dict[str, Any] = field(default_factory=dict)
-    grids: list[Grid] = field(default_factory=list)
-    passed: bool = True
-
-
 # The machine
 
 
 def environment(setup: Setup) -> Found:
     """Versions, the device, and its bandwidth."""
     facts: dict[str, Any] = {
-        "device": device_name(setup.device),
+        **setup.identity,
         "python": platform.python_version(),
-        "torch": str(torch.__version__),
         "transformers": transformers.__version__,
-        "selfspec": __version__,
         "bandwidth GB/s": round(read_bandwidth(setup.device) / 1e9, 1),
     }
     if setup.on_gpu:
         device = torch.cuda.get_device_properties(setup.device)
         facts |= {
-            "memory GB": round(device.total_memory / 1e9, 1),
-            "multiprocessors": device.multi_processor_count,
-            "compute capability": f"{device.major}.{device.minor}",
+            "properties": str(device),  # memory, multiprocessors, compute capability
             "CUDA": torch.version.cuda,
             "cuDNN": torch.backends.cudnn.version(),
             "TF32 in matrix products": torch.backends.cuda.matmul.allow_tf32,
@@ -169,41 +137,39 @@ def device_tests(setup: Setup) -> Found:
 def exactness(setup: Setup) -> Found:
     """Greedy outputs of every drafter and kernel against `generate`, and their distribution."""
     columns = ["draft", "kernels", "dtype", "equal", "largest margin", "least p", "fell back"]
-    rows: list[list[str]] = []
-    passed = True
+    rows, passed = [], True
     for kernels in setup.kernels:
-        for dtype in (torch.float32, torch.bfloat16):
-            spec = _demo(setup, dtype, kernels)
-            prompts = _passages(setup)
+        for dtype in ("float32", "bfloat16"):
+            spec, prompts = _demo(setup, dtype, kernels), _passages(setup)
             for name, draft in _DRAFTS.items():
-                row, good = _exact(setup, spec, name, DraftConfig.of(draft), prompts)
-                rows.append(row)
+                try:
+                    cells, good = _exact(setup, spec, DraftConfig.of(draft), prompts)
+                except Exception as error:  # the other drafters still run
+                    cells, good = [f"failed: {reason(error)}", "", "", ""], False
+                rows.append([name, kernels, dtype, *cells])
                 passed &= good
     return Found(grids=[Grid("exactness", columns, rows)], passed=passed)
 
 
 def _exact(
-    setup: Setup, spec: SelfSpecModel, name: str, draft: DraftConfig, prompts: list[Tensor]
+    setup: Setup, spec: SelfSpecModel, draft: DraftConfig, prompts: list[Tensor]
 ) -> tuple[list[str], bool]:
-    """A row of the table, and whether the check passed."""
+    """The last cells of a row, and whether the check passed."""
     decoder = spec.decoder
-    dtype = str(decoder.dtype).removeprefix("torch.")
     sampled = decoder.kernels == "eager" and decoder.dtype == torch.float32 and setup.on_gpu
-    tokens = 48 if setup.on_gpu else 8
-    first = [name, decoder.kernels, dtype]
-    try:
-        sampling = Sampling(samples=256) if sampled else None
-        found = check_exactness(spec, draft, prompts, tokens, sampling)
-    except Exception as error:  # the other drafters still run
-        return [*first, f"failed: {reason(error)}", "", "", ""], False
-    equal = found.texts - len(found.divergences)
+    sampling = Sampling(samples=256) if sampled else None
+    found = check_exactness(spec, draft, prompts, 48 if setup.on_gpu else 8, sampling)
     margins = [apart.margin for apart in found.divergences.values() if apart.margin is not None]
-    p = min(found.p_values, default=None)
-    cells = [f"{equal}/{found.texts}", number(max(margins, default=None), 3), number(p, 3)]
-    return [*first, *cells, _fell_back(spec) or "–"], found.passed
+    cells = [
+        f"{found.texts - len(found.divergences)}/{found.texts}",
+        number(max(margins, default=None), 3),
+        number(min(found.p_values, default=None), 3),
+        _fell_back(spec) or "–",
+    ]
+    return cells, found.passed
 
 
-def _demo(setup: Setup, dtype: torch.dtype, kernels: Kernels) -> SelfSpecModel:
+def _demo(setup: Setup, dtype: str, kernels: Kernels) -> SelfSpecModel:
     place: Any = {"device_map": str(setup.device)} if setup.on_gpu else {}
     return SelfSpecModel.from_pretrained(DEMO_MODEL, dtype=dtype, kernels=kernels, **place)
 
@@ -245,10 +211,8 @@ class _HostReads(TorchDispatchMode):
 def count_waits(call: Callable[[], object], device: torch.device) -> Counter[str]:
     """Where a call waits for the device: how often, by line of code (on a CPU, by operation).
 
-    Args:
-        call: the function to watch.
-        device: the device. On CUDA, every synchronizing operation is counted. On a CPU, only
-            operations that need values on the host; `tolist` and copies are not seen.
+    On CUDA, every synchronizing operation is counted; on a CPU only operations that need values on
+    the host: `tolist` and copies are not seen.
     """
     if device.type != "cuda":
         with _HostReads() as reads:
@@ -267,17 +231,16 @@ def count_waits(call: Callable[[], object], device: torch.device) -> Counter[str
 
 def waits(setup: Setup) -> Found:
     """Waits per round: the difference between a long and a short call, over the rounds between."""
-    rows: list[list[str]] = []
-    prompt = _passages(setup)[0]
+    rows, prompt = [], _passages(setup)[0]
     for kernels in setup.kernels:
-        spec = _demo(setup, torch.float32, kernels)
+        spec = _demo(setup, "float32", kernels)
         for name, draft in _DRAFTS.items():
-            for sampled in (False, True):
-                first = [name, kernels, "sampled" if sampled else "greedy"]
+            for mode in ("greedy", "sampled"):
                 try:
-                    rows.append([*first, *_waits_a_round(spec, prompt, draft, sampled)])
+                    cells = _waits_a_round(spec, prompt, draft, mode == "sampled")
                 except Exception as error:  # the other drafters still run
-                    rows.append([*first, f"failed: {reason(error)}", ""])
+                    cells = [f"failed: {reason(error)}", ""]
+                rows.append([name, kernels, mode, *cells])
     columns = ["draft", "kernels", "mode", "waits a round", "where"]
     return Found(grids=[Grid("waits for the device", columns, rows)])
 
@@ -285,19 +248,12 @@ def waits(setup: Setup) -> Found:
 def _waits_a_round(
     spec: SelfSpecModel, prompt: Tensor, draft: dict[str, Any], sampled: bool
 ) -> list[str]:
+    options: dict[str, Any] = {"attention_mask": torch.ones_like(prompt), "draft": draft}
+    options |= {"do_sample": sampled, "min_new_tokens": 0, "pad_token_id": 0}
     counts: list[Counter[str]] = []
     rounds: list[int] = []
     for tokens in (8, 8, 40):  # the first call is a warm-up
-        run = partial(
-            spec.generate,
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            draft=draft,
-            do_sample=sampled,
-            max_new_tokens=tokens,
-            min_new_tokens=0,
-            pad_token_id=0,
-        )
+        run = partial(spec.generate, prompt, max_new_tokens=tokens, **options)
         counts.append(count_waits(run, prompt.device))
         assert spec.last_stats is not None
         rounds.append(spec.last_stats.rounds)
@@ -344,25 +300,19 @@ def measure_shape(shape: str, kernels: Kernels, setup: Setup) -> Found:
     bench.run(file)
     report = Report({**bench.facts, **bench.measured}, summarise(bench, file))
     report.write(folder)
-    facts = {**report.head, "fell back": _fell_back(bench.spec) or "no"}
-    shown = ("speed", LIMIT.title)
-    grids = [grid for grid in report.grids if grid.title.endswith(shown)]
     failures = {f"failed {place}": why for place, why in enumerate(report.failures, 1)}
-    return Found({**facts, **failures}, grids, passed=not report.failed and not failures)
+    facts = {**report.head, "fell back": _fell_back(bench.spec) or "no", **failures}
+    grids = [grid for grid in report.grids if grid.title.endswith(("speed", LIMIT.title))]
+    return Found(facts, grids, passed=not report.failed and not failures)
 
 
-# A picture of one round
+# A timeline of one round
 
 
-class RoundProfiler(RoundStreamer):
-    """Profiles one round of a call.
+class _OneRound(RoundStreamer):
+    """Profiles the round after `skip` others, of which the first is the prefill."""
 
-    Args:
-        device: where the call runs.
-        skip: rounds before it; the first is the prefill.
-    """
-
-    def __init__(self, device: torch.device, skip: int = 6):
+    def __init__(self, device: torch.device, skip: int):
         activities = [torch.profiler.ProfilerActivity.CPU]
         if device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -370,10 +320,9 @@ class RoundProfiler(RoundStreamer):
         self._device, self._left = device, skip
 
     def put(self, value: Tensor) -> None:
-        """Prompts are of no interest."""
+        pass
 
     def put_round(self, steps: Sequence[Round]) -> None:
-        """Start before the wanted round, stop after it."""
         self._left -= 1
         if self._left == 0:
             self.profiler.start()
@@ -383,41 +332,28 @@ class RoundProfiler(RoundStreamer):
             self.profiler.stop()
 
     def end(self) -> None:
-        """Nothing follows."""
-
-    def lanes(self) -> dict[str, list[tuple[float, float]]]:
-        """Start and length in ms of the outermost operations of the host, and of the kernels."""
-        events = [event for event in self.profiler.events() or [] if event.time_range is not None]
-        first = min(event.time_range.start for event in events)
-        lanes: dict[str, list[tuple[float, float]]] = {"host": [], "device": []}
-        for event in events:
-            on_host = event.device_type.name == "CPU"
-            if not on_host or event.cpu_parent is None:
-                span = event.time_range
-                bar = (span.start - first) / 1000, max(0.001, span.elapsed_us() / 1000)
-                lanes["host" if on_host else "device"].append(bar)
-        return {name: bars for name, bars in lanes.items() if bars}
+        pass
 
 
 def profile_round(setup: Setup) -> Found:
     """A timeline of one round of early exit with each kind of kernels."""
-    shape = setup.shapes[0]
-    lanes: dict[str, list[tuple[float, float]]] = {}
-    rows: list[list[str]] = []
+    shape, facts, rows = setup.shapes[0], {}, []
     for kernels in setup.kernels:
-        found = _profiled(setup, shape, kernels)
-        lanes |= {f"{kernels}, {lane}": bars for lane, bars in found.items()}
-    for name, bars in lanes.items():
-        end = max(start + length for start, length in bars)
-        busy = sum(length for _, length in bars)
-        rows.append([name, f"{end:.2f}", f"{busy:.2f}", f"{busy / end:.2f}", str(len(bars))])
+        profiler = _profiled(setup, shape, kernels)
+        facts[f"timeline, {kernels}"] = name = f"round_{kernels}.trace.json"
+        profiler.export_chrome_trace(str(setup.output / name))
+        spans = [event.time_range for event in profiler.events() or [] if event.time_range]
+        seconds = max(span.end for span in spans) - min(span.start for span in spans)
+        parts = profiler.key_averages()
+        times = [seconds, *(sum(getattr(part, name) for part in parts) for name in _TIMES)]
+        count = sum(part.count for part in parts)
+        rows.append([kernels, *(f"{time / 1000:.2f}" for time in times), str(count)])
+    columns = ["kernels", "ms", "on the host", "on the device", "operations"]
     title = f"one round of {shape}, early exit, fused 0"
-    write_picture(setup.output / "round.png", title, partial(_draw_lanes, lanes), len(lanes))
-    columns = ["lane", "ms", "busy ms", "share", "operations"]
-    return Found({"picture": "round.png"}, [Grid(f"one round of {shape}", columns, rows)])
+    return Found(facts, [Grid(title, columns, rows)])
 
 
-def _profiled(setup: Setup, shape: str, kernels: Kernels) -> dict[str, list[tuple[float, float]]]:
+def _profiled(setup: Setup, shape: str, kernels: Kernels) -> torch.profiler.profile:
     config = shape_config(setup, shape, kernels)
     wanted = next(m for m in config.methods if m.draft and m.draft.head == "fused")
     bench = ShapeBench(config.model_copy(update={"methods": (config.methods[0], wanted)}))
@@ -427,23 +363,12 @@ def _profiled(setup: Setup, shape: str, kernels: Kernels) -> dict[str, list[tupl
     assert wanted.draft is not None
     run = partial(generate_planted, bench.spec, wanted.draft, batch, text, _PLANTED, 0, **options)
     run()  # kernels are compiled and recorded
-    profiler = RoundProfiler(setup.device, skip=3)
-    run(streamer=profiler)
-    return profiler.lanes()
-
-
-def _draw_lanes(lanes: dict[str, list[tuple[float, float]]], ax: Axes) -> None:
-    for place, (name, bars) in enumerate(lanes.items()):
-        colour = COLOURS[0] if name.endswith("host") else COLOURS[1]
-        ax.broken_barh(bars, (place - 0.35, 0.7), facecolors=colour)
-    ax.set_yticks(range(len(lanes)), list(lanes))
-    ax.set_ylim(len(lanes) - 0.4, -0.6)  # downwards
-    ax.set_xlabel("ms")
+    streamer = _OneRound(setup.device, skip=3)
+    run(streamer=streamer)
+    return streamer.profiler
 
 
 # Stage by stage
-
-Stage = Callable[[Setup], Found]
 
 
 def stages_of(setup: Setup) -> dict[str, Stage]:
@@ -453,102 +378,19 @@ def stages_of(setup: Setup) -> dict[str, Stage]:
         for shape in setup.shapes
         for kernels in setup.kernels
     }
-    first: dict[str, Stage] = {
-        "environment": environment,
-        "tests": device_tests,
-        "exactness": exactness,
-        "waits": waits,
-    }
-    return {**first, **sizes, "profile": profile_round}
-
-
-def run_stages(setup: Setup, console: Console, minutes: float) -> bool:
-    """Run the stages that have no file yet; returns whether all passed.
-
-    Args:
-        setup: the settings.
-        console: where progress is shown.
-        minutes: no stage begins later.
-
-    Raises:
-        ValueError: the folder holds results of another setup.
-    """
-    setup.output.mkdir(parents=True, exist_ok=True)
-    began = time.monotonic()
-    results: dict[str, dict[str, Any]] = {}
-    for name, stage in stages_of(setup).items():
-        path = setup.output / f"{name}.json"
-        if path.is_file():
-            results[name] = _held(path, setup)
-        elif time.monotonic() - began > 60 * minutes:
-            console.print(f"{minutes:g} minutes are over; run the command again to continue")
-            break
-        else:
-            results[name] = _ran(name, stage, setup, path)
-        state = results[name].get("error") or ("passed" if results[name]["passed"] else "FAILED")
-        console.print(f"{name}: {results[name]['seconds']:.0f} s, {state}")
-        _write_report(setup, results)
-    return all(result["passed"] for result in results.values())
-
-
-def _held(path: Path, setup: Setup) -> dict[str, Any]:
-    held = read_object(path)
-    remedy = "give another --output, or remove the folder"
-    refuse_changes(held["setup"], setup.identity, f"{path} holds results of a setup", remedy)
-    return held
-
-
-def _ran(name: str, stage: Stage, setup: Setup, path: Path) -> dict[str, Any]:
-    """Run a stage and store its results; a stage that failed is tried again next time."""
-    began, error = time.perf_counter(), None
-    try:
-        with warnings.catch_warnings():  # the tables have the kernels that fall back
-            warnings.filterwarnings("ignore", message=".*they run as they are")
-            found = stage(setup)
-    except Exception as caught:  # the other stages still run
-        found, error = Found(passed=False), reason(caught)
-    finally:
-        seconds = round(time.perf_counter() - began, 1)
-        gc.collect()
-        if setup.on_gpu:
-            torch.cuda.empty_cache()
-    result = {
-        "setup": setup.identity,
-        "seconds": seconds,
-        "passed": found.passed,
-        "facts": found.facts,
-        "grids": [grid._asdict() for grid in found.grids],
-    }
-    if error is not None:
-        return {**result, "error": error}
-    replace_text(path, json.dumps(result, indent=2) + "\n")
-    return result
-
-
-def _write_report(setup: Setup, results: dict[str, dict[str, Any]]) -> None:
-    lines = ["# GPU", ""]
-    for name, result in results.items():
-        verdict = "passed" if result["passed"] else "FAILED"
-        lines += ["", f"# {name}", "", f"{verdict}, {result['seconds']:.0f} s"]
-        facts = {**result["facts"], **({"error": result["error"]} if "error" in result else {})}
-        lines += ["", *(f"- {key}: {value}" for key, value in facts.items())]
-        lines += [line for grid in result["grids"] for line in Grid(**grid).markdown()]
-        if "picture" in facts:
-            lines += ["", f"![{name}]({facts['picture']})"]
-    texts = {"report.md": "\n".join(lines) + "\n", "report.json": json.dumps(results, indent=2)}
-    for name, text in texts.items():
-        replace_text(setup.output / name, text)
+    first = {"environment": environment, "tests": device_tests}
+    stages = {**first, "exactness": exactness, "waits": waits, **sizes, "profile": profile_round}
+    return {name: partial(stage, setup) for name, stage in stages.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run from the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
-    parser.add_argument("--shape", default="Llama-3.2-1B,Llama-3.1-8B", help="names, with commas")
-    parser.add_argument("--device", default="cuda", help="cuda, cuda:1, or cpu for a trial")
-    parser.add_argument("--output", type=Path, default=Path("outputs/gpu"))
-    parser.add_argument("--minutes", type=float, default=25, help="no stage begins later")
-    given = parser.parse_args(arguments)
-    console = Console(highlight=False, soft_wrap=True)
+    made = parser(__doc__, target=False)
+    made.add_argument("--shape", default="Llama-3.2-1B,Llama-3.1-8B", help="names, with commas")
+    made.add_argument("--device", default="cuda", help="cuda, cuda:1, or cpu for a trial")
+    made.add_argument("--output", type=Path, default=Path("outputs/gpu"))
+    made.add_argument("--minutes", type=float, default=25, help="no stage begins later")
+    given = made.parse_args(arguments)
     device = torch.device(given.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         console.print(f"torch {torch.__version__} sees no GPU here; --device cpu --shape tiny runs")
@@ -558,7 +400,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     setup = Setup(device, tuple(given.shape.split(",")), given.output)
     try:
         with one_run(setup.output):
-            passed = run_stages(setup, console, given.minutes)
+            stages = stages_of(setup)
+            passed = run_stages(stages, setup.output, setup.identity, console, given.minutes)
     except (ValueError, BlockingIOError) as error:
         console.print(str(error))
         return 1

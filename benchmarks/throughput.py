@@ -10,56 +10,46 @@ from __future__ import annotations
 
 import argparse
 import random
-import statistics
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import cache, partial
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria
 from transformers.utils import logging
 
-from selfspec import DEMO_MODEL, SelfSpecModel
-from selfspec.apps.bench.config import PromptSetConfig
-from selfspec.apps.bench.prompts import padded, read_prompts
+from benchmarks.common import Timed, console, load, mixed_prompts, parser, take_turns
+from selfspec import SelfSpecModel
+from selfspec.apps.bench.prompts import padded
 from selfspec.apps.bench.results import Grid, memory_cell
 from selfspec.apps.bench.run import Memory, peak_memory
 from selfspec.decoder.checkpoints import load_tokenizer
 
 _PAGE = 64  # slots of a page of transformers' continuous batching
-_SETS = ("text", "gsm8k", "humaneval", "mbpp")
+_COLUMNS = ("tokens/s", "over static", "over its generate_batch", "CPU time", "equal")
 
 
-@dataclass
-class BatchMethod:
-    """One method of continuing all prompts, and its results.
+class Request(NamedTuple):
+    """A prompt, and the number of tokens of its answer."""
 
-    Attributes:
-        name: its name in the table.
-        run: continues the prompts, the given number at a time.
-        seconds: seconds of every run.
-        busy: CPU seconds of every run, which other processes affect less.
-        equal: answers of the last run that equal those of static batches or of single calls.
-        memory: memory of the run with the highest peak.
-    """
+    prompt: list[int]
+    length: int
 
-    name: str
-    run: Callable[[int], list[list[int]]]
-    seconds: list[float] = field(default_factory=list)
-    busy: list[float] = field(default_factory=list)
-    equal: int = 0
-    memory: Memory | None = None
+
+class Answers(NamedTuple):
+    """The answers to all requests, and the memory of the run."""
+
+    texts: list[list[int]]
+    memory: Memory | None
 
 
 class Lengths(StoppingCriteria):
     """Ends each row after its own number of new tokens."""
 
-    def __init__(self, start: int, lengths: Sequence[int]):
-        self.ends = start + torch.tensor(lengths)
+    def __init__(self, start: int, requests: Sequence[Request]):
+        self.ends = start + torch.tensor([request.length for request in requests])
 
     def __call__(self, input_ids: Tensor, scores: object, **kwargs: object) -> Any:
         """`[batch]` whether each row has all its tokens."""
@@ -68,114 +58,80 @@ class Lengths(StoppingCriteria):
 
 def main() -> None:
     """Read arguments, measure, print."""
-    arguments = _arguments()
+    made = parser(__doc__)
+    made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    made.add_argument("--draft", nargs="*", default=[], metavar="KEY=VALUE")
+    made.add_argument("--prompts", type=int, default=64)
+    made.add_argument("--lengths", type=int, nargs=2, default=[16, 256], help="of the answers")
+    made.add_argument("--rows", type=int, nargs="+", default=[8, 16], help="at a time")
+    made.add_argument("--repeats", type=int, default=3)
+    given = made.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    dtype = getattr(torch, arguments.dtype)
-    spec = SelfSpecModel.from_pretrained(arguments.model, arguments.heads, dtype=dtype)
-    spec.causal_lm.to(arguments.device)
+    spec = load(given)
+    spec.causal_lm.to(given.device)
     spec.causal_lm.generation_config.eos_token_id = None  # lengths are given
     spec.causal_lm.config.eos_token_id = None
-    prompts, lengths = _requests(arguments)
-
-    @cache
-    def single(index: int) -> list[int]:
-        return _greedy(spec.causal_lm, [prompts[index]], [lengths[index]])[0]
-
-    console = Console()
-    for rows in arguments.rows:
-        methods = _methods(spec, prompts, lengths, arguments.draft)
-        _measure(methods, rows, arguments.repeats, single, spec.causal_lm.device)
-        console.print(
-            _grid(methods, rows, sum(lengths), len(prompts), arguments).table(console.width)
-        )
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default=str(DEMO_MODEL), help="the target")
-    parser.add_argument("--heads", help="folder of heads; default: those beside the target")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--draft", nargs="*", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--lengths", type=int, nargs=2, default=[16, 256], help="of the answers")
-    parser.add_argument("--rows", type=int, nargs="+", default=[8, 16], help="at a time")
-    parser.add_argument("--repeats", type=int, default=3)
-    return parser.parse_args()
+    requests = _requests(given)
+    draft = dict(field.split("=", 1) for field in given.draft) or None
+    single: dict[int, list[int]] = {}
+    for rows in given.rows:
+        methods = {
+            "transformers, static batches": partial(_static, spec.causal_lm, requests, rows),
+            "transformers, generate_batch": partial(_continuous, spec.causal_lm, requests, rows),
+            "selfspec without drafts": partial(_batched, spec, requests, rows, "none"),
+            "selfspec": partial(_batched, spec, requests, rows, draft),
+        }
+        device = spec.causal_lm.device
+        calls = {name: partial(_with_memory, run, device) for name, run in methods.items()}
+        found = take_turns(calls, given.repeats)
+        equal = _equal(spec.causal_lm, requests, found, single)
+        console.print(_grid(found, equal, rows, requests, given).table(console.width))
 
 
-def _requests(arguments: argparse.Namespace) -> tuple[list[list[int]], list[int]]:
+def _requests(given: argparse.Namespace) -> list[Request]:
     """Prompts and the lengths of their answers, in a random order that is the same in every run."""
-    tokenizer = load_tokenizer(arguments.model)
-    count = -(-arguments.prompts // len(_SETS))
-    sets = [PromptSetConfig(name=name, reader=name, count=count) for name in _SETS]
-    read = [prompt for one in sets for prompt in read_prompts(one, tokenizer)]
-    source = random.Random(0)
-    prompts = source.sample(read, arguments.prompts)
-    low, high = arguments.lengths
-    steps = range(arguments.prompts)
-    lengths = [low + (high - low) * at // max(1, arguments.prompts - 1) for at in steps]
-    return prompts, source.sample(lengths, len(lengths))
+    read = mixed_prompts(load_tokenizer(given.model), -(-given.prompts // 4))
+    source, (low, high) = random.Random(0), given.lengths
+    prompts = source.sample(read, given.prompts)
+    most = max(1, given.prompts - 1)
+    lengths = [low + (high - low) * at // most for at in range(given.prompts)]
+    return list(map(Request, prompts, source.sample(lengths, len(lengths))))
 
 
-def _methods(
-    spec: SelfSpecModel, prompts: list[list[int]], lengths: list[int], fields: list[str]
-) -> list[BatchMethod]:
-    target = spec.causal_lm
-
-    def static(rows: int) -> list[list[int]]:
-        spans = [slice(at, at + rows) for at in range(0, len(prompts), rows)]
-        return [text for span in spans for text in _greedy(target, prompts[span], lengths[span])]
-
-    def continuous(rows: int) -> list[list[int]]:
-        return _continuous(target, prompts, lengths, rows)
-
-    def batched(draft: object) -> Callable[[int], list[list[int]]]:
-        def run(rows: int) -> list[list[int]]:
-            outputs = spec.generate_batch(
-                prompts, draft=draft, batch_size=rows, max_new_tokens=lengths, do_sample=False
-            )
-            return [output.generated_tokens for output in outputs.values()]
-
-        return run
-
-    given = dict(field.split("=", 1) for field in fields)
-    return [
-        BatchMethod("transformers, static batches", static),
-        BatchMethod("transformers, generate_batch", continuous),
-        BatchMethod("selfspec without drafts", batched("none")),
-        BatchMethod("selfspec", batched(given or None)),
-    ]
+def _with_memory(run: Callable[[], list[list[int]]], device: torch.device) -> Answers:
+    texts: list[list[int]] = []
+    memory = peak_memory(lambda: texts.extend(run()), device)
+    return Answers(texts, memory)
 
 
-def _greedy(
-    target: PreTrainedModel, prompts: list[list[int]], lengths: list[int]
-) -> list[list[int]]:
-    """Answers of one batch of the target's `generate`."""
-    tokens, mask = padded([torch.tensor(prompt) for prompt in prompts], target.device)
-    start = tokens.shape[1]
-    run: Any = target.generate
-    output = run(
-        tokens,
-        attention_mask=mask,
-        do_sample=False,
-        pad_token_id=0,
-        max_new_tokens=max(lengths),
-        stopping_criteria=[Lengths(start, lengths)],
-    )
-    rows = output[:, start:].tolist()
-    return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+def _static(target: PreTrainedModel, requests: list[Request], rows: int) -> list[list[int]]:
+    """Answers by the target's own `generate`, in batches of `rows`."""
+    answers: list[list[int]] = []
+    generate: Any = target.generate
+    for at in range(0, len(requests), rows):
+        batch = requests[at : at + rows]
+        tokens, mask = padded([torch.tensor(prompt) for prompt, _ in batch], target.device)
+        output = generate(
+            tokens,
+            attention_mask=mask,
+            do_sample=False,
+            pad_token_id=0,
+            max_new_tokens=max(length for _, length in batch),
+            stopping_criteria=[Lengths(tokens.shape[1], batch)],
+        )
+        written = output[:, tokens.shape[1] :].tolist()
+        answers += [row[:length] for row, (_, length) in zip(written, batch, strict=True)]
+    return answers
 
 
-def _continuous(
-    target: PreTrainedModel, prompts: list[list[int]], lengths: list[int], rows: int
-) -> list[list[int]]:
+def _continuous(target: PreTrainedModel, requests: list[Request], rows: int) -> list[list[int]]:
     """Answers by the continuous batching of transformers, with one length per request."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
     # By default transformers reserves most of the memory.
+    prompts, lengths = zip(*requests, strict=True)
     longest = max(map(len, prompts)) + max(lengths)
     limits = ContinuousBatchingConfig(
         max_requests_per_batch=rows,
@@ -186,11 +142,8 @@ def _continuous(
     answers: dict[str, list[int]] = {}
     begin: Any = target.continuous_batching_context_manager
     with torch.no_grad(), begin(config, continuous_batching_config=limits) as manager:
-        names = [
-            manager.add_request(prompt, max_new_tokens=length)
-            for prompt, length in zip(prompts, lengths, strict=True)
-        ]
-        while len(answers) < len(prompts):
+        names = [manager.add_request(prompt, max_new_tokens=length) for prompt, length in requests]
+        while len(answers) < len(requests):
             result = manager.get_result(timeout=1)
             if result is not None and result.is_finished():
                 answers[result.request_id] = result.generated_tokens
@@ -199,64 +152,60 @@ def _continuous(
     return [answers[name] for name in names]
 
 
-def _measure(
-    methods: Sequence[BatchMethod],
-    rows: int,
-    repeats: int,
-    single: Callable[[int], list[int]],
-    device: torch.device,
-) -> None:
-    """Time the methods in turn; `single` returns a prompt's answer by a single call."""
-    expected: list[list[int]] = []
+def _batched(
+    spec: SelfSpecModel, requests: list[Request], rows: int, draft: Any
+) -> list[list[int]]:
+    """Answers by selfspec's `generate_batch`."""
+    prompts, lengths = map(list, zip(*requests, strict=True))
+    outputs = spec.generate_batch(
+        prompts, draft=draft, batch_size=rows, max_new_tokens=lengths, do_sample=False
+    )
+    return [output.generated_tokens for output in outputs.values()]
 
-    def timed(method: BatchMethod) -> None:
-        start, busy = time.perf_counter(), time.process_time()
-        texts = method.run(rows)
-        method.seconds.append(time.perf_counter() - start)
-        method.busy.append(time.process_time() - busy)
-        if not expected:
-            expected.extend(texts)
-        pairs = enumerate(zip(texts, expected, strict=True))
-        method.equal = sum(own == static or own == single(at) for at, (own, static) in pairs)
 
-    for _ in range(repeats):
-        for method in methods:
-            memory = peak_memory(partial(timed, method), device)
-            method.memory = max(filter(None, (method.memory, memory)), default=None)
+def _equal(
+    target: PreTrainedModel,
+    requests: list[Request],
+    found: Mapping[str, Timed[Answers]],
+    single: dict[int, list[int]],
+) -> dict[str, int]:
+    """Answers of each method's last run that equal those of static batches or of single calls."""
+    expected = next(iter(found.values())).outputs[0].texts
+
+    def is_equal(at: int, text: list[int]) -> bool:
+        if text == expected[at]:
+            return True
+        if at not in single:
+            single[at] = _static(target, [requests[at]], 1)[0]
+        return text == single[at]
+
+    return {
+        name: sum(is_equal(at, text) for at, text in enumerate(timed.outputs[-1].texts))
+        for name, timed in found.items()
+    }
 
 
 def _grid(
-    methods: Sequence[BatchMethod],
+    found: Mapping[str, Timed[Answers]],
+    equal: Mapping[str, int],
     at_a_time: int,
-    tokens: int,
-    prompts: int,
-    arguments: argparse.Namespace,
+    requests: list[Request],
+    given: argparse.Namespace,
 ) -> Grid:
-    low, high = arguments.lengths
     rows: list[list[str]] = []
-    for method in methods:
-        ratios = [
-            statistics.median(a / b for a, b in zip(base.seconds, method.seconds, strict=True))
-            for base in methods[:2]
-        ]
-        rows.append(
-            [
-                method.name,
-                f"{tokens / statistics.median(method.seconds):.0f}",
-                *(f"{ratio:.2f}x" for ratio in ratios),
-                f"{statistics.median(method.busy):.1f} s",
-                f"{method.equal}/{prompts}",
-                memory_cell(method.memory),
-            ]
-        )
-    columns = ["tokens/s", "over static", "over its generate_batch", "CPU time", "equal"]
-    columns = ["", *columns, "peak MiB (grown)"]
-    return Grid(
-        f"{prompts} prompts, answers of {low} to {high} tokens, {at_a_time} rows, "
-        f"{arguments.dtype}, greedy; medians of {arguments.repeats} interleaved runs",
-        columns,
-        rows,
+    tokens, bases = sum(length for _, length in requests), list(found.values())[:2]
+    for name, timed in found.items():
+        rate = f"{tokens / median(timed.seconds):.0f}"
+        speeds = [f"{timed.over(base):.2f}x" for base in bases]
+        memory = max((run.memory for run in timed.outputs if run.memory), default=None)
+        cells = [f"{median(timed.busy):.1f} s", f"{equal[name]}/{len(requests)}"]
+        rows.append([name, rate, *speeds, *cells, memory_cell(memory)])
+    low, high = given.lengths
+    title = (
+        f"{len(requests)} prompts, answers of {low} to {high} tokens, {at_a_time} rows, "
+        f"{given.dtype}, greedy; medians of {given.repeats} interleaved runs"
     )
+    return Grid(title, ["", *_COLUMNS, "peak MiB (grown)"], rows)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,25 +25,47 @@ import torch
 from rich.console import Console
 from transformers import GenerationConfig
 
+from benchmarks.common import console, new_tokens, parser
 from benchmarks.real.chats import QUESTIONS, write_chats
-from benchmarks.real.exact import MODES, Results, compare, drafters
-from benchmarks.real.fetch import convert, convert_back, fetch_llama_cpp
-from benchmarks.real.llama_cpp import LlamaCpp
-from benchmarks.real.ratios import DEFAULT, LLAMA, LOOP, bars, grids, speeds
+from benchmarks.real.exact import MODES, compare, drafters
+from benchmarks.real.gguf_file import write_gguf
+from benchmarks.real.llama_cpp import LlamaCpp, fetch_llama_cpp
+from benchmarks.real.ratios import LLAMA, bars, grids, speeds
+from benchmarks.stages import Found, Stage, run_stages
 from selfspec import SelfSpecModel
 from selfspec.apps.bench.config import BenchConfig, PromptSetConfig
 from selfspec.apps.bench.prompts import encode_chat
+from selfspec.apps.bench.results import Grid, number
 from selfspec.apps.cli.bench import run_bench
 from selfspec.apps.cli.common import quiet_transformers
 from selfspec.apps.smollm2 import HEADS, fetch_checkpoint
-from selfspec.config import parse
-from selfspec.decoder.checkpoints import load_config, load_tokenizer
+from selfspec.config import load_config as read_config
+from selfspec.decoder.checkpoints import load_causal_lm, load_config, load_tokenizer
 from selfspec.heads.files import one_run, read_lines, replace_text
 
 STEPS = ("exactness", "long", "bench")
-LLAMA_4_BIT = "llama.cpp 4-bit"
+_CONFIG = Path(__file__).parents[2] / "configs/real.yaml"
 _TABLE_WIDTH = 116  # characters of the widest table
 _FIRST_REPLY = 128  # tokens of a reply before a second turn
+
+
+def convert(file: Path, folder: Path) -> Path:
+    """A folder with the checkpoint of a GGUF file in bfloat16, made once."""
+    if not folder.is_dir():
+        scratch = folder.with_suffix(".part")
+        load_causal_lm(file, dtype=torch.bfloat16).save_pretrained(scratch)
+        load_tokenizer(file).save_pretrained(scratch)
+        scratch.replace(folder)
+    return folder
+
+
+def convert_back(checkpoint: Path, file: Path) -> Path:
+    """A GGUF file of a checkpoint in bfloat16, for llama.cpp, made once."""
+    if not file.is_file():
+        scratch = file.with_suffix(".part")
+        model = load_causal_lm(checkpoint, dtype=torch.bfloat16)
+        write_gguf(model, load_tokenizer(checkpoint), scratch).replace(file)
+    return file
 
 
 class Real:
@@ -51,47 +73,33 @@ class Real:
 
     Args:
         options: the arguments of the command.
-        console: where results are printed.
-
-    Attributes:
-        checkpoint: its folder.
-        heads: the folder of its heads, if there is one.
-        chats: the file of each category.
     """
 
-    def __init__(self, options: argparse.Namespace, console: Console):
-        self.options, self.console = options, console
-        self.output: Path = options.output
-        self.four_bit: Path | None = None
-        self.checkpoint: Path = options.model or self._fetched()
+    def __init__(self, options: argparse.Namespace):
+        self.options, self.output = options, Path(options.output)
+        self.four_bit = None if options.model else fetch_checkpoint(self.output)
+        self.checkpoint: Path = options.model
+        if self.four_bit is not None:
+            self.checkpoint = convert(self.four_bit, self.output / "checkpoint")
         self.tokenizer = load_tokenizer(self.checkpoint)
         self.heads: Path | None = options.heads or (None if options.model else HEADS)
         questions: Path = options.data or QUESTIONS
         folder = self.output / "chats" / f"{questions.stem}-{options.prompts}"
         self.chats = write_chats(questions, folder, options.prompts, self._reply)
 
-    def _fetched(self) -> Path:
-        self.four_bit = fetch_checkpoint(self.output)
-        return convert(self.four_bit, self.output / "checkpoint")
-
-    def _load(self, dtype: str) -> SelfSpecModel:
+    def load(self, dtype: str) -> SelfSpecModel:
+        """The checkpoint with its heads."""
         return SelfSpecModel.from_pretrained(self.checkpoint, self.heads, dtype=dtype)
 
     @cached_property
     def _writer(self) -> SelfSpecModel:
-        return self._load("bfloat16")
+        return self.load("bfloat16")
 
     def _reply(self, messages: Any) -> str:
         """The checkpoint's own greedy answer."""
         ids = torch.tensor([encode_chat(self.tokenizer, messages)])
-        output: Any = self._writer.generate(ids, max_new_tokens=_FIRST_REPLY, do_sample=False)
-        return str(self.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))
-
-    @property
-    def stops(self) -> list[int]:
-        """The checkpoint's stop tokens."""
-        stops = GenerationConfig.from_pretrained(self.checkpoint).eos_token_id
-        return [stops] if isinstance(stops, int) else stops or []
+        output = self._writer.generate(ids, max_new_tokens=_FIRST_REPLY, do_sample=False)
+        return str(self.tokenizer.decode(new_tokens(output, ids), skip_special_tokens=True))
 
     def prompts(self, count: int) -> list[torch.Tensor]:
         """`[1, width]` the first chats of every category in turn."""
@@ -102,151 +110,137 @@ class Real:
             torch.tensor([encode_chat(self.tokenizer, chat["messages"])]) for chat in turns[:count]
         ]
 
-    # Steps
-
-    def exactness(self) -> bool:
-        """Every drafter on ten chats; returns whether all outputs in float32 are equal."""
-        results = Results(self.output / "exactness.jsonl", self._say)
-        for dtype in ("float32", "bfloat16"):
+    def stages(self, steps: Sequence[str]) -> dict[str, Stage]:
+        """The stages of `exactness` and `long`, by the names of their files."""
+        found: dict[str, Stage] = {}
+        for dtype in ("float32", "bfloat16") if "exactness" in steps else ():
             for mode in MODES:
-                self._compare(results, dtype, mode, drafters(), self.prompts(10), tokens=32)
-        return self._equal(results)
+                name = f"exactness-{dtype}-{mode}"
+                found[name] = partial(self._compared, dtype, mode, drafters(), 10, 32)
+        if "long" in steps:
+            tokens = self.options.long_tokens
+            found[f"long-{tokens}"] = partial(
+                self._compared, "float32", "greedy", ["default"], 1, tokens, endless=True
+            )
+        return found
 
-    def long(self) -> bool:
-        """A long text with the default draft; returns whether it is equal in float32."""
-        results = Results(self.output / "long.jsonl", self._say)
-        tokens = self.options.long_tokens
-        endless = {"suppress_tokens": self.stops} if self.stops else {}
-        self._compare(results, "float32", "greedy", ["default"], self.prompts(1), tokens, **endless)
-        return self._equal(results)
-
-    def _compare(
+    def _compared(
         self,
-        results: Results,
         dtype: str,
         mode: str,
         names: list[str],
-        prompts: Any,
+        prompts: int,
         tokens: int,
-        **options: Any,
-    ) -> None:
-        missing = results.missing(dtype, mode, names, tokens)
-        if missing:
-            drafts = {name: None if name == "default" else {"drafter": name} for name in missing}
-            for compared in compare(self._load(dtype), mode, drafts, prompts, tokens, **options):
-                results.add(compared)
-
-    def _equal(self, results: Results) -> bool:
-        return not any(compared.failed for compared in results.found)
+        endless: bool = False,
+    ) -> Found:
+        """Every drafter on so many chats; `endless` ignores stop tokens."""
+        spec, rows, passed = self.load(dtype), [], True
+        if endless:
+            spec.causal_lm.generation_config.eos_token_id = None
+        asked = self.prompts(prompts)
+        for one in compare(spec, self.tokenizer, mode, names, asked, tokens):
+            equal = f"{'NOT EQUAL: ' * one.failed}{one.equal}/{one.outputs}"
+            rows.append([one.drafter, equal, number(one.margin, 2)])
+            console.print(f"{dtype}, {mode}, {tokens} tokens: {', '.join(rows[-1])}", markup=False)
+            passed &= not one.failed
+        columns = ["drafter", "equal", "largest margin"]
+        return Found(
+            grids=[Grid(f"{dtype}, {mode}, {tokens} tokens", columns, rows)], passed=passed
+        )
 
     def bench(self) -> bool:
         """All methods on all chats in turns; bfloat16 rounds, so no difference is a failure."""
-        others = self._llama_cpp()
-        config, folder = self._config(list(others)), self.output / "bench"
+        others, folder = self._llama_cpp(), self.output / "bench"
+        config = self._config(list(others))
         report = run_bench(config, folder, others)
         command = " ".join(["python -m benchmarks.real", *sys.argv[1:]])
-        report = replace(report, head={**report.head, "command": command})
-        report.write(folder)
+        replace(report, head={**report.head, "command": command}).write(folder)
         found = speeds(read_lines(folder / "runs.jsonl"))
         tables = list(grids(found, [method.name for method in config.methods]))
-        verdicts = [*report.failures, *map(str, bars(found))]
-        wide = Console(width=max(self.console.width, _TABLE_WIDTH))
+        verdicts = [*report.failures, *bars(found)]
+        wide = Console(width=max(console.width, _TABLE_WIDTH))
         wide.print(*(grid.table(wide.width) for grid in tables), "", sep="\n")
-        for line in verdicts:
-            self._say(line)
+        console.print(*verdicts, sep="\n", markup=False)
         written = [line for grid in tables for line in grid.markdown()]
         written += ["", *(f"- {line}" for line in verdicts), ""]
         replace_text(self.output / "table.md", "\n".join(written))
         return not report.failed
 
     def _config(self, others: list[str]) -> BenchConfig:
+        """`configs/real.yaml` with the target and its chats, without rows that cannot be run."""
+        config = read_config(BenchConfig, _CONFIG)
+        by_head = () if self.heads else ("early_exit", "cascade")
+        methods = [
+            method
+            for method in config.methods
+            if (method.name in others or not method.name.startswith("llama.cpp"))
+            and (method.draft is None or method.draft.drafter not in by_head)
+        ]
         sets = [
             PromptSetConfig(name=name, reader="chat", path=str(file), count=0)
             for name, file in self.chats.items()
         ]
-        methods: list[dict[str, Any]] = [
-            {"name": "HF prompt lookup", "peer": "prompt_lookup_num_tokens"}
-        ]
-        methods += [{"name": name} for name in others]
-        methods += [{"name": name, "draft": {"drafter": name}} for name in (LOOP, "prompt_lookup")]
-        if self.heads is not None:
-            methods += [
-                {
-                    "name": f"head, {n} drafts",
-                    "draft": {"drafter": "early_exit", "num_draft_tokens": n},
-                }
-                for n in (2, 4)
-            ]
-            methods.append({"name": "cascade", "draft": {"drafter": "cascade"}})
-        values = {
-            "target": str(self.checkpoint),
-            "heads": self.heads and str(self.heads),
-            "dtype": "bfloat16",
-            "threads": self.options.threads,
-            "methods": [*methods, {"name": DEFAULT}],
-            "modes": ["greedy", "sampled"],
-            "max_new_tokens": self.options.max_new_tokens,
-        }
-        return parse(BenchConfig, {**values, "prompts": sets}, "benchmarks.real")
+        changes = {"target": str(self.checkpoint), "heads": self.heads and str(self.heads)}
+        changes |= {name: getattr(self.options, name) for name in ("threads", "max_new_tokens")}
+        return config.model_copy(
+            update={**changes, "methods": tuple(methods), "prompts": tuple(sets)}
+        )
 
     def _llama_cpp(self) -> dict[str, Callable[..., Any]]:
         """llama.cpp's rows, as far as it and the files are there."""
         if not fetch_llama_cpp(self.output / "site", self.options.offline):
-            self._say("llama.cpp is left out: the package xllamacpp is not there")
+            console.print("llama.cpp is left out: the package xllamacpp is not there")
             return {}
         files = {LLAMA: convert_back(self.checkpoint, self.output / "bfloat16.gguf")}
         if self.four_bit is not None:
-            files[LLAMA_4_BIT] = self.four_bit
+            files["llama.cpp 4-bit"] = self.four_bit
         positions = load_config(self.checkpoint).max_position_embeddings
+        stops = GenerationConfig.from_pretrained(self.checkpoint).eos_token_id
+        stops = [stops] if isinstance(stops, int) else stops or []
         return {
-            name: LlamaCpp(file, self.options.threads, positions, self.stops)
+            name: LlamaCpp(file, self.options.threads, positions, stops)
             for name, file in files.items()
         }
-
-    def _say(self, line: object) -> None:
-        self.console.print(str(line), markup=False, highlight=False, soft_wrap=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run it; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("steps", nargs="*", metavar="STEP", help=f"{', '.join(STEPS)}; or all")
-    parser.add_argument("--output", type=Path, default=Path("outputs/real"))
-    parser.add_argument("--data", type=Path, help="Spec-Bench's question.jsonl")
-    parser.add_argument("--prompts", type=int, default=10, help="chats of a category")
-    parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--long-tokens", type=int, default=4096)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--model", type=Path, help="another checkpoint's folder; fetches no model")
-    parser.add_argument(
+    made = parser(__doc__, target=False)
+    made.add_argument("steps", nargs="*", metavar="STEP", help=f"{', '.join(STEPS)}; or all")
+    made.add_argument("--output", type=Path, default=Path("outputs/real"))
+    made.add_argument("--data", type=Path, help="Spec-Bench's question.jsonl")
+    made.add_argument("--prompts", type=int, default=10, help="chats of a category")
+    made.add_argument("--max-new-tokens", type=int, default=64)
+    made.add_argument("--long-tokens", type=int, default=4096)
+    made.add_argument("--threads", type=int, default=torch.get_num_threads())
+    made.add_argument("--model", type=Path, help="another checkpoint's folder; fetches no model")
+    made.add_argument(
         "--heads", type=Path, help="folder of heads; default: those in the package, without --model"
     )
-    parser.add_argument("--offline", action="store_true", help="do not fetch llama.cpp")
-    options = parser.parse_args(arguments)
+    made.add_argument("--offline", action="store_true", help="do not fetch llama.cpp")
+    options = made.parse_args(arguments)
     steps = options.steps or STEPS
     if unknown := set(steps) - set(STEPS):
-        parser.error(f"unknown steps {', '.join(sorted(unknown))}; there are {', '.join(STEPS)}")
+        made.error(f"unknown steps {', '.join(sorted(unknown))}; there are {', '.join(STEPS)}")
     torch.set_num_threads(options.threads)
     quiet_transformers()
-    console = Console()
     try:
         with one_run(options.output):
-            return int(not _passes(options, steps, console))
+            return int(not _passes(options, steps))
     except BlockingIOError as error:
-        parser.error(str(error))
+        made.error(str(error))
 
 
-def _passes(options: argparse.Namespace, steps: Sequence[str], console: Console) -> bool:
-    real = Real(options, console)
+def _passes(options: argparse.Namespace, steps: Sequence[str]) -> bool:
+    real = Real(options)
     if options.data is None:
-        console.print(
-            "own questions, three a category; give Spec-Bench's with --data (make: DATA=)"
-        )
+        console.print("own questions, three a category; give Spec-Bench's with --data (DATA=)")
     if real.heads is None:
         console.print("rows with heads are left out: the package has none for this checkpoint")
-    return all([getattr(real, step)() for step in steps])
+    used = (real.checkpoint, real.heads, real.chats["QA"].parent)
+    identity = {"checkpoint, heads and chats": [str(path) for path in used]}
+    good = run_stages(real.stages(steps), real.output, identity, console)
+    return good & real.bench() if "bench" in steps else good
 
 
 if __name__ == "__main__":

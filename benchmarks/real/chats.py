@@ -17,6 +17,8 @@ from selfspec.heads.files import replace_text
 from selfspec.records import sound_fields
 
 QUESTIONS = Path(__file__).with_name("questions.jsonl")
+MULTI_TURN = "multi-turn"
+_MT_BENCH = "writing roleplay reasoning math extraction stem humanities"
 # Names in tables, and Spec-Bench's categories. Those of MT-bench have a second turn; `multi-turn`
 # asks both, `coding` the first.
 CATEGORIES = {
@@ -25,18 +27,15 @@ CATEGORIES = {
     "QA": ["qa"],
     "maths": ["math_reasoning"],
     "RAG": ["rag"],
-    "multi-turn": [
-        *("writing", "roleplay", "reasoning", "math", "extraction", "stem", "humanities")
-    ],
+    MULTI_TURN: _MT_BENCH.split(),
     "coding": ["coding"],
 }
-MULTI_TURN = "multi-turn"
-
-Reply = Callable[[Sequence[Any]], str]
 
 
-def write_chats(questions: Path, folder: Path, count: int, reply: Reply) -> dict[str, Path]:
-    """Write each category's chats to a file in `folder`, once.
+def write_chats(
+    questions: Path, folder: Path, count: int, reply: Callable[[Sequence[Any]], str]
+) -> dict[str, Path]:
+    """Write `count` chats of each category to a file in `folder`, once.
 
     Args:
         questions: JSON lines with `category` and `turns`.
@@ -51,25 +50,18 @@ def write_chats(questions: Path, folder: Path, count: int, reply: Reply) -> dict
         ValueError: the questions have none of a category.
     """
     records = list(sound_fields(questions, "records"))
-    files: dict[str, Path] = {}
+    files = {name: folder / f"{name}.jsonl" for name in CATEGORIES}
     for name, parts in CATEGORIES.items():
         asked = [record["turns"] for record in records if record["category"] in parts]
         if not asked:
             raise ValueError(f"{questions} has no questions of the category {' or '.join(parts)}")
-        files[name] = folder / f"{name}.jsonl"
         if not files[name].is_file():
-            chosen = evenly(asked, count)
-            chats = [_chat(turns if name == MULTI_TURN else turns[:1], reply) for turns in chosen]
+            chats: list[list[dict[str, str]]] = []
+            for first, *further in evenly(asked, count):
+                chats.append([{"role": "user", "content": first}])
+                for turn in further if name == MULTI_TURN else ():
+                    chats[-1].append({"role": "assistant", "content": reply(chats[-1])})
+                    chats[-1].append({"role": "user", "content": turn})
             folder.mkdir(parents=True, exist_ok=True)
             replace_text(files[name], "".join(json.dumps({"messages": c}) + "\n" for c in chats))
     return files
-
-
-def _chat(turns: Sequence[str], reply: Reply) -> list[dict[str, str]]:
-    """The turns, all but the last answered."""
-    chat: list[dict[str, str]] = []
-    for number, turn in enumerate(turns):
-        if number:
-            chat.append({"role": "assistant", "content": reply(chat)})
-        chat.append({"role": "user", "content": turn})
-    return chat

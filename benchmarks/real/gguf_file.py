@@ -1,13 +1,9 @@
-"""Writes a Llama model and its byte-level BPE tokenizer to a GGUF file, for llama.cpp.
-
-Names of keys and tensors are those of the GGUF specification
-(https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
-"""
+"""Writes a Llama model and its byte-level BPE tokenizer to a GGUF file, for llama.cpp."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import gguf
@@ -19,18 +15,6 @@ _TYPES = {
     torch.float32: gguf.GGMLQuantizationType.F32,
     torch.bfloat16: gguf.GGMLQuantizationType.BF16,
 }
-_LAYER = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-_OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
 def write_gguf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: Path) -> Path:
@@ -47,6 +31,7 @@ def write_gguf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path:
     writer = gguf.GGUFWriter(path, "llama")
     _write_config(writer, config)
     _write_tokenizer(writer, tokenizer)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for name, weight in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
@@ -54,7 +39,11 @@ def write_gguf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path:
         for part, count in heads.items():
             if part in name:
                 weight = _interleaved(weight, count)
-        _write_tensor(writer, _name_of(name), weight)
+        weight = (weight.float() if weight.ndim == 1 else weight).detach().contiguous()
+        kind, is_wide = _TYPES[weight.dtype], weight.dtype == torch.float32
+        data = (weight if is_wide else weight.view(torch.uint8)).numpy()
+        published = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        writer.add_tensor(str(published), data, raw_dtype=None if is_wide else kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -78,46 +67,21 @@ def _write_config(writer: gguf.GGUFWriter, config: Any) -> None:
 
 
 def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase) -> None:
-    told: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())  # pyright: ignore
-    special = {entry["id"] for entry in told["added_tokens"] if entry["special"]}
+    added: Any = tokenizer.added_tokens_decoder
+    special = {index for index, token in added.items() if token.special}
     tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(tokens)
-    writer.add_token_types(
-        [control if index in special else normal for index in range(len(tokens))]
-    )
-    merges = told["model"]["merges"]
-    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
-    if isinstance(tokenizer.bos_token_id, int):
-        writer.add_bos_token_id(tokenizer.bos_token_id)
-    if isinstance(tokenizer.eos_token_id, int):
-        writer.add_eos_token_id(tokenizer.eos_token_id)
+    writer.add_token_types([control if at in special else normal for at in range(len(tokens))])
     writer.add_add_bos_token(False)
-    if tokenizer.chat_template:
-        writer.add_chat_template(tokenizer.chat_template)  # pyright: ignore[reportArgumentType]
-
-
-def _name_of(name: str) -> str:
-    stem, _, kind = name.rpartition(".")
-    if stem in _OUTSIDE:
-        return f"{_OUTSIDE[stem]}.{kind}"
-    _, _, layer, part = stem.split(".", 3)
-    return f"blk.{layer}.{_LAYER[part]}.{kind}"
+    with TemporaryDirectory() as folder:  # merges, the ids of special tokens, the chat template
+        tokenizer.save_pretrained(folder)
+        gguf.SpecialVocab(folder, load_merges=True).add_to_gguf(writer, quiet=True)
 
 
 def _interleaved(weight: Tensor, heads: int) -> Tensor:
     """Rows in GGUF's order: rotary pairs are neighbours, not half a head apart."""
     halves = weight.view(heads, 2, weight.shape[0] // heads // 2, -1)
     return halves.transpose(1, 2).reshape(weight.shape)
-
-
-def _write_tensor(writer: gguf.GGUFWriter, name: str, weight: Tensor) -> None:
-    weight = weight.detach().float() if weight.ndim == 1 else weight.detach()
-    kind, raw = _TYPES[weight.dtype], weight.contiguous()
-    if weight.dtype == torch.float32:
-        writer.add_tensor(name, raw.numpy())
-        return
-    data = raw.view(torch.uint8).numpy()
-    writer.add_tensor(name, data, raw_dtype=kind)

@@ -1,7 +1,11 @@
-"""Generates with llama.cpp, as a method of a benchmark."""
+"""Generates with llama.cpp, as a method of a benchmark.
+
+llama.cpp and its Python interface come from PyPI (`xllamacpp`, MIT), unpacked and not installed.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection
 from concurrent.futures import ProcessPoolExecutor
 from functools import cached_property
@@ -11,6 +15,21 @@ from typing import Any
 
 from selfspec.apps.bench.prompts import Batch
 from selfspec.apps.bench.run import Written
+from selfspec.apps.smollm2 import pip
+
+_LLAMA_CPP = "xllamacpp>=2026.10,<2027"
+
+
+def fetch_llama_cpp(folder: Path, offline: bool) -> bool:
+    """Make `xllamacpp` importable, from `folder` if it is not installed; returns whether it is."""
+    if not offline and not folder.is_dir():
+        pip("install", "--no-deps", "--target", str(folder), _LLAMA_CPP)
+    sys.path.append(str(folder))
+    try:
+        import xllamacpp  # noqa: F401  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return False
+    return True
 
 
 class LlamaCpp:
@@ -31,16 +50,19 @@ class LlamaCpp:
         self.stops = set(stops)
 
     @cached_property
-    def _server(self) -> Any:
-        return _Apart(self.file, self.threads, self.positions)
+    def _server(self) -> ProcessPoolExecutor:
+        """A process for llama.cpp's server.
+
+        In one process with torch it would share OpenMP's runtime, which counts the threads of both
+        as more than the cores there are, and puts torch's to sleep at the end of every operation.
+        """
+        given = (str(self.file), self.threads, self.positions)
+        return ProcessPoolExecutor(1, get_context("spawn"), _start, given)
 
     def __call__(self, batch: Batch, options: dict[str, Any], seed: int) -> Written:
-        """Generate, as the methods of `selfspec bench` do.
+        """Continue one prompt, given options of transformers' `generate`.
 
-        Args:
-            batch: one prompt.
-            options: of transformers' `generate`.
-            seed: of sampling, which draws other texts than torch does.
+        The seed draws other texts than torch does.
 
         Raises:
             RuntimeError: llama.cpp refuses the request.
@@ -48,18 +70,17 @@ class LlamaCpp:
         """
         if batch.rows > 1:
             raise ValueError(f"llama.cpp is asked for one prompt at a time, got {batch.rows}")
-        told = self._server.handle_completions(
-            {
-                "prompt": batch.tokens[0].tolist(),
-                "n_predict": options["max_new_tokens"],
-                "temperature": options["temperature"] if options["do_sample"] else 0.0,
-                "samplers": ["temperature"],
-                "seed": seed,
-                "cache_prompt": False,
-                "return_tokens": True,
-                "verbose": True,  # else tokens are left out
-            }
-        )
+        request = {
+            "prompt": batch.tokens[0].tolist(),
+            "n_predict": options["max_new_tokens"],
+            "temperature": options["temperature"] if options["do_sample"] else 0.0,
+            "samplers": ["temperature"],
+            "seed": seed,
+            "cache_prompt": False,
+            "return_tokens": True,
+            "verbose": True,  # else tokens are left out
+        }
+        told = self._server.submit(_complete, request).result()
         if "error" in told:
             raise RuntimeError(f"llama.cpp: {told['error']['message']}")
         return self._written(told["__verbose"])
@@ -73,23 +94,6 @@ class LlamaCpp:
             counts.append(count - 1)
             arrivals.append(prefill + times["predicted_ms"] / 1000)
         return Written([tokens[:end]], counts, arrivals, [0] * (count - 1))
-
-
-class _Apart:
-    """llama.cpp's server in a process of its own.
-
-    In one process with torch it would share OpenMP's runtime, which counts the threads of both as
-    more than the cores there are, and puts torch's to sleep at the end of every operation.
-    """
-
-    def __init__(self, file: Path, threads: int, positions: int):
-        self._process = ProcessPoolExecutor(
-            1, get_context("spawn"), _start, (str(file), threads, positions)
-        )
-
-    def handle_completions(self, request: dict[str, Any]) -> dict[str, Any]:
-        """What llama.cpp answers."""
-        return self._process.submit(_complete, request).result()
 
 
 _SERVERS: list[Any] = []  # of this process

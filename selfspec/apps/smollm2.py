@@ -36,10 +36,7 @@ def cache_folder() -> Path:
 
 
 def fetch_checkpoint(folder: Path | None = None) -> Path:
-    """The GGUF file of the checkpoint (95 MB), fetched once.
-
-    Args:
-        folder: where it is kept; `None` is `cache_folder()`.
+    """The GGUF file of the checkpoint (95 MB), fetched once to `folder` or `cache_folder()`.
 
     Raises:
         ImportError: the package `gguf`, which reads it, is not installed.

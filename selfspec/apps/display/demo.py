@@ -18,7 +18,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 from transformers import (
-    BatchEncoding,
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedTokenizerBase,
@@ -137,7 +136,7 @@ class Comparison:
     Args:
         spec: the target.
         tokenizer: its tokenizer.
-        prompt: the prompt.
+        prompt: the prompt, or its tokens `[1, width]`.
         options: settings, the same for both.
         chat: whether the prompt is a user's message, which the chat template takes.
     """
@@ -146,14 +145,15 @@ class Comparison:
         self,
         spec: SelfSpecModel,
         tokenizer: PreTrainedTokenizerBase,
-        prompt: str,
+        prompt: str | Tensor,
         options: DemoOptions,
         chat: bool = False,
     ):
         self.spec, self.tokenizer, self.options = spec, tokenizer, options
-        self.prompt = prompt
-        inputs = _encoded(tokenizer, prompt, chat).to(spec.decoder.device)
-        self.inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        ids = _encoded(tokenizer, prompt, chat) if isinstance(prompt, str) else prompt
+        self.prompt = prompt if isinstance(prompt, str) else str(tokenizer.decode(ids[0]))
+        ids = ids.to(spec.decoder.device)
+        self.inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
     @property
     def comparable(self) -> bool:
@@ -171,15 +171,15 @@ class Comparison:
         return wide and self.comparable
 
     @property
-    def choice(self) -> LogitsProcessorList:
-        """What turns logits into the scores, the largest of which is chosen, one after another."""
-        if not self.options.coupled:
-            return LogitsProcessorList()
-        width, device = self.inputs["input_ids"].shape[1], self.spec.decoder.device
+    def own_options(self) -> dict[str, Any]:
+        """Options with which the model's own `generate` chooses as selfspec's does."""
         options = self.options
-        return LogitsProcessorList(
-            [CoupledChoice(options.temperature, width, device, options.seed)]
-        )
+        if not options.coupled:
+            return options.generation
+        ids = self.inputs["input_ids"]
+        choice = CoupledChoice(options.temperature, ids.shape[1], ids.device, options.seed)
+        greedy = options.model_copy(update={"temperature": 0.0}).generation
+        return {**greedy, "logits_processor": LogitsProcessorList([choice])}
 
     def plain(
         self,
@@ -188,65 +188,54 @@ class Comparison:
         stop: StoppingCriteria | None = None,
     ) -> Run:
         """The model's own `generate`."""
-
-        def write(options: dict[str, Any]) -> Any:
-            if self.options.coupled:
-                for name in ("temperature", "top_k", "top_p"):
-                    del options[name]
-                options |= {"do_sample": False, "logits_processor": self.choice}
-            with torch.random.fork_rng():
-                torch.manual_seed(self.options.seed)
-                return self.spec.model.generate(  # pyright: ignore
-                    **self.inputs, **options, streamer=streamer
-                )
-
-        return self._timed(write, max_new_tokens, stop)
+        generate: Any = self.spec.model.generate
+        with torch.random.fork_rng():
+            torch.manual_seed(self.options.seed)
+            write = partial(generate, **self.own_options, streamer=streamer)
+            return self._timed(write, max_new_tokens, stop)
 
     def speculative(
         self,
-        draft: DraftConfig,
+        draft: DraftConfig | None,
         max_new_tokens: int | None = None,
         streamer: BaseStreamer | None = None,
         stop: StoppingCriteria | None = None,
     ) -> Run:
-        """Selfspec's `generate`."""
+        """Selfspec's `generate`; without a draft, with its default."""
+        more: dict[str, Any] = {**self.options.generation, "streamer": streamer}
         generator = torch.Generator(self.spec.decoder.device).manual_seed(self.options.seed)
-
-        def write(options: dict[str, Any]) -> Any:
-            more = {"draft": draft, "generator": generator, "streamer": streamer}
-            return self.spec.generate(**self.inputs, **options, **more)
-
+        write = partial(self.spec.generate, draft=draft, generator=generator, **more)
         return self._timed(write, max_new_tokens, stop)._replace(stats=self.spec.last_stats)
 
     def _timed(
         self,
-        write: Callable[[dict[str, Any]], Tensor],
+        write: Callable[..., Any],
         max_new_tokens: int | None,
         stop: StoppingCriteria | None,
     ) -> Run:
         count = max_new_tokens or self.options.max_new_tokens
         criteria = StoppingCriteriaList([] if stop is None else [stop])
-        options = {"max_new_tokens": count, "stopping_criteria": criteria}
         start = time.perf_counter()
-        output = write({**self.options.generation, **options})
+        output = write(**self.inputs, max_new_tokens=count, stopping_criteria=criteria)
         tokens = output[0, self.inputs["input_ids"].shape[1] :].tolist()  # waits for the device
         return Run(tokens, time.perf_counter() - start)
 
 
-def _encoded(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool) -> BatchEncoding:
+def _encoded(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool) -> Tensor:
     if not chat:
-        return tokenizer(prompt, return_tensors="pt")
+        return tokenizer(prompt, return_tensors="pt")["input_ids"]  # pyright: ignore
     turns = [{"role": "user", "content": prompt}]
     options: dict[str, Any] = {"add_generation_prompt": True, "return_dict": True}
-    return tokenizer.apply_chat_template(turns, return_tensors="pt", **options)  # pyright: ignore
+    return tokenizer.apply_chat_template(turns, return_tensors="pt", **options)["input_ids"]  # pyright: ignore
 
 
 NameT = TypeVar("NameT")
+RunT = TypeVar("RunT")
 
 
-def interleaved(methods: Mapping[str, Callable[[], Run]], repeats: int) -> dict[str, list[Run]]:
+def interleaved(methods: Mapping[str, Callable[[], RunT]], repeats: int) -> dict[str, list[RunT]]:
     """Run each method `repeats` times in turn, every second turn in reverse order."""
-    runs: dict[str, list[Run]] = {name: [] for name in methods}
+    runs: dict[str, list[RunT]] = {name: [] for name in methods}
     for turn in range(repeats):
         for name in in_turn(methods, turn):
             runs[name].append(methods[name]())
@@ -316,15 +305,12 @@ def first_divergence(writer: Comparison, plain: list[int], other: list[int]) -> 
 
 def _scores(writer: Comparison, tokens: list[int]) -> Tensor:
     """`[vocab]` the scores of the choice after some tokens of the output."""
-    prompt, choice = writer.inputs["input_ids"], writer.choice
+    prompt, generate = writer.inputs["input_ids"], writer.spec.model.generate
     prefix = torch.cat([prompt, prompt.new_tensor([tokens])], dim=1)
-    with torch.inference_mode():
-        logits = writer.spec.model(prefix).logits[0, prompt.shape[1] - 1 :].float()
-    scores = logits[-1]
-    for place in range(len(logits)):  # noise is drawn position by position
-        before = prefix[:, : prompt.shape[1] + place]
-        scores = choice(before, logits[place, None])[0]  # pyright: ignore
-    return scores
+    told = {"output_scores": True, "return_dict_in_generate": True, "max_new_tokens": 1}
+    mask, options = torch.ones_like(prefix), writer.own_options
+    output: Any = generate(prefix, attention_mask=mask, **options, **told)  # pyright: ignore
+    return output.scores[0][0].float()
 
 
 def verdict(writer: Comparison, count: int, divergence: Divergence | None) -> str:

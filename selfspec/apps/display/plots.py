@@ -333,11 +333,7 @@ _FASTER, _SLOWER = (0, 158, 115), (213, 94, 0)  # Okabe and Ito's, for colour-bl
 
 
 def speedup_table(profile: Profile) -> Table:
-    """The map of speedups: a line per exit head, a column per number of drafts.
-
-    Args:
-        profile: the profile.
-    """
+    """The map of speedups: a line per exit head, a column per number of drafts."""
     table = Table(
         title="speedup over plain decoding",
         caption="exit head × drafts a round; plain decoding is 1.00",
@@ -371,11 +367,7 @@ def _colour(speedup: float) -> tuple[int, int, int]:
 
 
 def validation_table(profile: Profile) -> Table:
-    """Drafts on held-out prompts, the fastest first.
-
-    Args:
-        profile: the profile.
-    """
+    """Drafts on held-out prompts, the fastest first."""
     table = Table(
         title="on held-out prompts",
         caption="→ is what generate() takes",

@@ -6,44 +6,17 @@ from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
+from string import Template
 from typing import Any
 
+from selfspec import DEMO_MODEL
 from selfspec.heads.files import replace_text
 
-_PAGE = """\
-<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-:root {{ color-scheme: light dark; }}
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 56rem; margin: 0 auto; padding: 1rem; }}
-h1 {{ font-size: 1.6rem; }}
-h2 {{ font-size: 1.15rem; margin: 2rem 0 .5rem; }}
-.wide {{ overflow-x: auto; margin: .75rem 0; }}
-table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }}
-th, td {{ padding: .3rem .7rem; text-align: right; white-space: nowrap; }}
-th:first-child, td:first-child {{ text-align: left; padding-left: 0; }}
-tr + tr > td {{ border-top: 1px solid #8884; }}
-th {{ border-bottom: 1px solid #888; }}
-.facts td {{ text-align: left; vertical-align: top; }}
-.facts td:last-child {{ white-space: normal; overflow-wrap: anywhere; }}
-pre {{ background: #8882; padding: .75rem; overflow-x: auto; font-size: .85rem; }}
-img {{ background: white; width: 100%; margin: .75rem 0; }}
-</style>
-<h1>{title}</h1>
-{body}
-</html>
-"""
+_PAGE = DEMO_MODEL.parent / "report.html"
 
 
 class HTMLReport:
-    """A report of headings, text, tables and pictures, in this order of calls.
-
-    Args:
-        title: its title.
-    """
+    """A report of headings, text, tables and pictures, in this order of calls."""
 
     def __init__(self, title: str):
         self.title = title
@@ -78,7 +51,8 @@ class HTMLReport:
 
     def write(self, path: Path) -> Path:
         """Write the file, atomically."""
-        replace_text(path, _PAGE.format(title=escape(self.title), body="\n".join(self._parts)))
+        page = Template(_PAGE.read_text(encoding="utf-8"))
+        replace_text(path, page.substitute(title=escape(self.title), body="\n".join(self._parts)))
         return path
 
 

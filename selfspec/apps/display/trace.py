@@ -45,11 +45,6 @@ class Detokenizer:
 
     A character that is split over tokens comes with the last of them. The joined pieces equal the
     text of all tokens decoded together.
-
-    Args:
-        tokenizer: the target's.
-        context: tokens before the first one.
-        skip_special_tokens: leave out end-of-text marks and the like.
     """
 
     def __init__(
@@ -109,11 +104,7 @@ def kinds(step: Round) -> list[Kind]:
 class RoundPieces:
     """Turns the rounds of one row into pieces.
 
-    Args:
-        tokenizer: the target's.
-        context: tokens before the first one.
-        rejected: whether to include rejected drafts, before the target's correction.
-        skip_special_tokens: leave out end-of-text marks and the like.
+    With `rejected`, rejected drafts are among them, before the target's correction.
     """
 
     def __init__(
@@ -151,12 +142,8 @@ def pieces(
 ) -> Iterator[Piece]:
     """The text of a row, token by token.
 
-    Args:
-        trace: every round of a call.
-        tokenizer: the target's.
-        row: the row of the call.
-        rejected: whether to include rejected drafts, before the target's correction.
-        skip_special_tokens: leave out end-of-text marks and the like.
+    With `rejected`, rejected drafts are in it, before the target's correction; with
+    `skip_special_tokens`, end-of-text marks and the like are left out.
     """
     cut = RoundPieces(tokenizer, rejected=rejected, skip_special_tokens=skip_special_tokens)
     for step in trace.rows[row]:
@@ -243,12 +230,7 @@ def _coloured(piece: Piece) -> Text:
 
 
 class OriginStreamer(RoundStreamer):
-    """Streams one row's text, each token in the colour of its origin.
-
-    Args:
-        console: where to write.
-        tokenizer: the target's.
-    """
+    """Streams one row's text, each token in the colour of its origin."""
 
     def __init__(self, console: Console, tokenizer: PreTrainedTokenizerBase):
         self.console, self.tokenizer = console, tokenizer

@@ -7,11 +7,11 @@ from selfspec.apps.export.draft_model import (
     SIDE_CAR,
     Exported,
     check_foldable,
-    check_free,
     export_draft,
     fold,
 )
 from selfspec.apps.export.eagle3 import ExportedEagle3, eagle3_tensors, export_eagle3
+from selfspec.apps.export.guides import check_free
 
 __all__ = [
     "FOLDABLE",

@@ -7,34 +7,10 @@ from pathlib import Path
 
 import selfspec
 from selfspec.apps.export import generate_template
-from selfspec.apps.export.draft_model import check_free, new_folder
+from selfspec.apps.export.guides import check_free, guide, new_folder
 from selfspec.heads import CARD_NAME, save_heads
 from selfspec.model import SelfSpecModel
 
-_CARD = """\
----
-library_name: transformers
-tags: [custom_generate, speculative-decoding, early-exit]
----
-
-# Self-speculative decoding
-
-The model drafts tokens from its first layers and verifies them with all layers. Greedy output \
-stays the same, and sampled output keeps its distribution. {heads}
-
-```bash
-pip install selfspec
-```
-
-```python
-written = model.generate(
-    **inputs, custom_generate="{name}", trust_remote_code=True, max_new_tokens=64
-)
-```
-
-All options of `generate` work as usual. There are two more: `heads`, a folder or a hub id of exit \
-heads, and `draft`, a dict such as `{{"exit_layer": 4, "num_draft_tokens": 6}}`.
-"""
 _WITH_HEADS = "This folder has exit heads; they fit only the model that they were trained for."
 _WITHOUT_HEADS = (
     "Drafts come from the model's own norm and LM head at an early layer. This suits checkpoints "
@@ -69,7 +45,7 @@ def export_custom_generate(
         (code / "generate.py").write_text(_source(heads), encoding="utf-8")
         (code / "requirements.txt").write_text(f"selfspec>={selfspec.__version__}\n")
         told = _WITHOUT_HEADS if heads is None else _WITH_HEADS
-        card = _CARD.format(name=repo_id or folder, heads=told)
+        card = guide("custom_generate", folder=repo_id or str(folder), heads=told)
         (scratch / CARD_NAME).write_text(card, encoding="utf-8")
 
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from re import fullmatch
-from shlex import quote
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from selfspec.apps.export.draft_model import HUB_ID, new_folder
 from selfspec.apps.export.eagle3 import (
     draft_vocabulary,
     layer_config,
@@ -20,6 +16,7 @@ from selfspec.apps.export.eagle3 import (
     speculators_facts,
     write_head,
 )
+from selfspec.apps.export.guides import guide, new_folder
 from selfspec.decoder import Decoder
 from selfspec.heads import CARD_NAME, DFlashHead
 
@@ -174,51 +171,15 @@ def _additions(algorithm: str, options: dict[str, Any]) -> dict[str, Any]:
     return {name: options[name] for name in names} if algorithm == "dflash2" else {}
 
 
-_GUIDE = """\
----
-{base_model}tags: [speculative-decoding, dflash]
----
-
-# {name} head for {target}
-
-{parameters:,} parameters, drafts {vocabulary:,} tokens, up to {k} in one pass, reads the target's \
-hidden states after {layers} layers. Made by `selfspec export dflash`, in the layout of the \
-speculators library.
-
-The target verifies every draft, so the head changes no output.
-
-## vLLM
-
-```bash
-vllm serve {big} \\
-  --speculative-config {vllm}
-```
-
-## selfspec
-
-```python
-import selfspec
-
-spec = selfspec.SelfSpecModel.from_pretrained({target!r}, heads={folder!r})
-```
-"""
-
-
 def dflash_guide(exported: ExportedDFlash, folder: str) -> str:
     """The README of an exported head, with launch lines."""
     method = "dspark" if exported.algorithm == "dspark" else "dflash"
     k = exported.num_draft_tokens
-    vllm = {"method": method, "model": folder, "num_speculative_tokens": k}
-    on_hub = fullmatch(HUB_ID, exported.target)
-    return _GUIDE.format(
-        base_model=f"base_model: {exported.target}\n" if on_hub else "",
-        name=_NAMES[exported.algorithm],
-        target=exported.target,
-        parameters=exported.parameters,
-        vocabulary=exported.vocabulary,
-        k=k,
-        layers=", ".join(map(str, exported.feature_layers)),
-        big=quote(exported.target),
-        vllm=quote(json.dumps(vllm)),
+    return guide(
+        "dflash",
         folder=folder,
+        vllm={"method": method, "model": folder, "num_speculative_tokens": k},
+        name_of=_NAMES[exported.algorithm],
+        layers=", ".join(map(str, exported.feature_layers)),
+        **asdict(exported),
     )

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from re import fullmatch
-from shlex import quote
 from typing import Any
 
 import torch
@@ -21,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 import selfspec
+from selfspec.apps.export.guides import guide, new_folder
 from selfspec.decoder import Decoder
 from selfspec.decoder.families import layer_windows
 from selfspec.heads import CARD_NAME, ExitHead, LensHead, LoraHead, fingerprint
@@ -329,88 +325,12 @@ def _expanded(decoder: Decoder, weight: Tensor, vocab_ids: Tensor) -> dict[str, 
 
 # The guide beside a draft model
 
-HUB_ID = r"[\w-][\w.-]*/[\w.-]+"
-
 _PARTS = {
     "shared": "the target's own final norm and LM head",
     "lens": "the norm and the corrected LM head of a `lens` head",
     "lora": "the norm and the adapted LM head of a `lora` head",
     "block": "the layer and the norm of a `block` head",
 }
-
-_GUIDE = """\
----
-library_name: transformers
-{base_model}tags: [speculative-decoding, draft-model, early-exit]
----
-
-# Draft model for {target}
-
-The first {exit_layer} layers of its target and {parts}, as a `{architecture}` of {layers} layers \
-and {parameters:,} parameters. Made by `selfspec export hf-draft`; `selfspec_export.json` has the \
-details.{trimmed}
-
-It is a draft model: alone it predicts worse than its target. It changes no output of its target, \
-which verifies every draft.
-
-## transformers
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-target = AutoModelForCausalLM.from_pretrained({target!r})
-draft = AutoModelForCausalLM.from_pretrained({folder!r})
-tokenizer = AutoTokenizer.from_pretrained({target!r})
-inputs = tokenizer("Once upon a time", return_tensors="pt")
-written = target.generate(**inputs, assistant_model=draft, max_new_tokens=64)
-print(tokenizer.decode(written[0]))
-```
-
-## vLLM
-
-```bash
-vllm serve {big} \\
-  --speculative-config {vllm}
-```
-
-## SGLang
-
-```bash
-python -m sglang.launch_server --model-path {big} \\
-  --speculative-algorithm STANDALONE --speculative-draft-model-path {small} \\
-  --speculative-num-steps {k} --speculative-eagle-topk 1 --speculative-num-draft-tokens {sglang_k}
-```
-
-## TensorRT-LLM
-
-```bash
-cat > draft.yaml <<'EOF'
-disable_overlap_scheduler: true
-speculative_config:
-  decoding_type: DraftTarget
-  max_draft_len: {k}
-  speculative_model_dir: {yaml}
-EOF
-trtllm-serve {big} --backend pytorch --extra_llm_api_options draft.yaml
-```
-
-## mlx-lm
-
-```bash
-mlx_lm.generate --model {big} --draft-model {small} --num-draft-tokens {k} \\
-  --prompt "Once upon a time"
-```
-
-## llama.cpp
-
-```bash
-# in a checkout of llama.cpp
-python convert_hf_to_gguf.py {big} --outfile target.gguf
-python convert_hf_to_gguf.py {small} --outfile draft.gguf
-llama-server -m target.gguf -md draft.gguf --draft-max {k}
-```
-"""
-
 _TRIMMED = (
     " It was fitted to draft {drafted:,} tokens. Every other token has the mean of their rows in "
     "the LM head, so it is never the most likely one."
@@ -419,52 +339,12 @@ _TRIMMED = (
 
 def draft_guide(exported: Exported, folder: str) -> str:
     """The README of a draft model, with the front matter that the hub reads and launch lines."""
-    target, k = exported.target, exported.num_draft_tokens
-    vllm = {"method": "draft_model", "model": folder, "num_speculative_tokens": k}
-    return _GUIDE.format(
-        **asdict(exported),
-        base_model=f"base_model: {target}\n" if fullmatch(HUB_ID, target) else "",
+    k = exported.num_draft_tokens
+    return guide(
+        "draft_model",
+        folder=folder,
+        vllm={"method": "draft_model", "model": folder, "num_speculative_tokens": k},
         parts=_PARTS[exported.head],
         trimmed="" if exported.drafted is None else _TRIMMED.format(drafted=exported.drafted),
-        folder=folder,
-        big=quote(target),
-        small=quote(folder),
-        k=k,
-        sglang_k=k + 1,  # SGLang also counts the token before the first draft
-        vllm=quote(json.dumps(vllm)),
-        yaml=json.dumps(folder),
+        **asdict(exported),
     )
-
-
-# Folders that are created as a whole
-
-
-def check_free(folder: str | Path) -> Path:
-    """The absolute path of a folder to create.
-
-    Raises:
-        FileExistsError: it exists and is not empty.
-    """
-    path = Path(folder).expanduser().absolute()
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise FileExistsError(f"{folder} is there already; delete it, or name another folder")
-    return path
-
-
-@contextmanager
-def new_folder(folder: str | Path) -> Iterator[Path]:
-    """A scratch folder to fill; it becomes `folder` when the block ends without an error.
-
-    Raises:
-        FileExistsError: `folder` exists and is not empty.
-    """
-    path = check_free(folder)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        scratch.mkdir(parents=True)
-        yield scratch
-        if path.exists():
-            path.rmdir()
-        scratch.rename(path)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)

@@ -6,8 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from re import fullmatch, match
-from shlex import quote
+from re import match
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from selfspec.apps.export.draft_model import HUB_ID, new_folder
+from selfspec.apps.export.guides import guide, new_folder
 from selfspec.decoder import Decoder
 from selfspec.heads import CARD_NAME, Eagle3Head
 from selfspec.heads.formats.eagle import LAYER_IDS
@@ -264,59 +263,6 @@ def speculators_facts(
     }
 
 
-_GUIDE = """\
----
-{base_model}tags: [speculative-decoding, eagle3]
----
-
-# {name} head for {target}
-
-{parameters:,} parameters, drafts {vocabulary:,} tokens, reads the target's hidden states after \
-{layers} layers. Made by `selfspec export eagle3`. `eagle3/` has the layout of the EAGLE \
-repository, `speculators/` that of the speculators library.
-
-The target verifies every draft, so the head changes no output.
-
-## vLLM
-
-```bash
-vllm serve {big} \\
-  --speculative-config {vllm}
-```
-
-{others}## selfspec
-
-```python
-import selfspec
-
-spec = selfspec.SelfSpecModel.from_pretrained({target!r}, heads={plain!r})
-```
-"""
-
-_OTHER_ENGINES = """\
-## SGLang
-
-```bash
-python -m sglang.launch_server --model-path {big} \\
-  --speculative-algorithm EAGLE3 --speculative-draft-model-path {small} \\
-  --speculative-num-steps {k} --speculative-eagle-topk 1 --speculative-num-draft-tokens {sglang_k}
-```
-{sglang_note}
-## TensorRT-LLM
-
-```bash
-cat > draft.yaml <<'EOF'
-speculative_config:
-  decoding_type: Eagle3
-  max_draft_len: {k}
-  speculative_model_dir: {yaml}
-EOF
-trtllm-serve {big} --backend pytorch --extra_llm_api_options draft.yaml
-```
-
-"""
-
-
 _SGLANG_NOTE = """
 SGLang reads other layers of the target for this head, and accepts fewer drafts: it takes the ids \
 in `eagle_config` for indices of layers only if the first is 1.
@@ -329,23 +275,14 @@ def eagle3_guide(exported: ExportedEagle3, folder: str) -> str:
     vllm = {"method": "eagle3", "model": f"{folder}/speculators", "num_speculative_tokens": k}
     if exported.parallel:
         vllm["parallel_drafting"] = True
-    on_hub = fullmatch(HUB_ID, exported.target)
-    facts = asdict(exported)
-    del facts["feature_layers"]
     words = dict(
-        **facts,
-        base_model=f"base_model: {exported.target}\n" if on_hub else "",
+        folder=plain,
+        vllm=vllm,
         layers=", ".join(map(str, exported.feature_layers)),
-        big=quote(exported.target),
-        small=quote(plain),
-        plain=plain,
-        k=k,
         sglang_note="" if exported.feature_layers[0] == 2 else _SGLANG_NOTE,
-        sglang_k=k + 1,  # SGLang also counts the token before the first draft
-        vllm=quote(json.dumps(vllm)),
-        yaml=json.dumps(plain),
-        name="P-EAGLE" if exported.parallel else "EAGLE-3",
+        name_of="P-EAGLE" if exported.parallel else "EAGLE-3",
+        **asdict(exported),
     )
     # Of the engines, only vLLM drafts with parallel heads.
-    others = "" if exported.parallel else _OTHER_ENGINES.format(**words)
-    return _GUIDE.format(**words, others=others)
+    others = "" if exported.parallel else guide("eagle3_engines", **words)
+    return guide("eagle3", **words, others=others)

@@ -174,13 +174,7 @@ class Frame:
 
 
 class Progress(RoundStreamer):
-    """Collects the output of one generation; another thread may read it at any time.
-
-    Args:
-        tokenizer: the target's.
-        context: tokens of the prompt.
-        rejected: whether to show rejected drafts.
-    """
+    """Collects the output of one generation; another thread may read it at any time."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, context: list[int], rejected: bool):
         self.cut = RoundPieces(tokenizer, context, rejected=rejected, skip_special_tokens=True)
@@ -222,13 +216,7 @@ class Progress(RoundStreamer):
 
 
 class SideBySide:
-    """Generates for any number of readers, one at a time.
-
-    Args:
-        spec: the target.
-        tokenizer: its tokenizer.
-        interval: seconds between two frames.
-    """
+    """Generates for any number of readers, one at a time."""
 
     def __init__(
         self, spec: SelfSpecModel, tokenizer: PreTrainedTokenizerBase, interval: float = 0.12
@@ -250,13 +238,9 @@ class SideBySide:
         stop: threading.Event,
         rejected: bool = False,
     ) -> Iterator[Frame]:
-        """Generate plainly, then self-speculatively.
+        """Generate plainly, then self-speculatively, until `stop` is set.
 
-        Args:
-            prompt: the prompt of both.
-            options: the same for both.
-            stop: stops the generation when set; it is set when this iterator ends.
-            rejected: whether to show rejected drafts.
+        It is set when this iterator ends. With `rejected`, rejected drafts are shown, too.
 
         Yields:
             Both outputs, every `interval` seconds; at the end with their comparison.

@@ -1,0 +1,81 @@
+"""Folders that are created as a whole, and their READMEs with the lines that launch an engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from re import fullmatch
+from shlex import quote
+from typing import Any
+
+from selfspec import DEMO_MODEL
+
+_HUB_ID = r"[\w-][\w.-]*/[\w.-]+"
+
+
+def guide(
+    name: str,
+    target: str = "",
+    folder: str = "",
+    vllm: dict[str, Any] | None = None,
+    num_draft_tokens: int = 0,
+    **words: Any,
+) -> str:
+    """A README: a template of the package, filled in.
+
+    Args:
+        name: the template, a file in `selfspec/assets/export`.
+        target: hub id or folder of the target.
+        folder: the checkpoint that engines load as the draft model.
+        vllm: vLLM's speculative config.
+        num_draft_tokens: drafts a round.
+        words: what else the template has places for.
+    """
+    template = (DEMO_MODEL.parent / "export" / f"{name}.md").read_text(encoding="utf-8")
+    given: dict[str, Any] = {
+        "base_model": f"base_model: {target}\n" if fullmatch(_HUB_ID, target) else "",
+        "target": target,
+        "folder": folder,
+        "big": quote(target),
+        "small": quote(folder),
+        "yaml": json.dumps(folder),
+        "vllm": quote(json.dumps(vllm)),
+        "k": num_draft_tokens,
+        "sglang_k": num_draft_tokens + 1,  # SGLang also counts the token before the first draft
+    }
+    return template.format(**{**given, **words})
+
+
+def check_free(folder: str | Path) -> Path:
+    """The absolute path of a folder to create.
+
+    Raises:
+        FileExistsError: it exists and is not empty.
+    """
+    path = Path(folder).expanduser().absolute()
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise FileExistsError(f"{folder} is there already; delete it, or name another folder")
+    return path
+
+
+@contextmanager
+def new_folder(folder: str | Path) -> Iterator[Path]:
+    """A scratch folder to fill; it becomes `folder` when the block ends without an error.
+
+    Raises:
+        FileExistsError: `folder` exists and is not empty.
+    """
+    path = check_free(folder)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        scratch.mkdir(parents=True)
+        yield scratch
+        if path.exists():
+            path.rmdir()
+        scratch.rename(path)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
