@@ -7,14 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from selfspec.apps.bench.results import Row
 from selfspec.apps.display.plots import COLOURS, line_styles
 from selfspec.heads.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Draw = Callable[["Axes", list[Row]], None]
+    from selfspec.apps.bench.results import Row
+
+Draw = Callable[["Axes", "list[Row]"], None]
 
 _PARTS = {
     "shallow": "#56b4e9",

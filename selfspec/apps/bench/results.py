@@ -18,6 +18,7 @@ from rich.table import Table
 
 from selfspec.apps.bench.config import PLAIN, ModeConfig
 from selfspec.apps.bench.exactness import Divergence, first_divergence
+from selfspec.apps.bench.plots import write_plots
 from selfspec.apps.bench.run import Bench, Memory, Place, Run, RunFile
 from selfspec.apps.bench.shapes import bytes_a_round
 from selfspec.apps.display.report import HTMLReport
@@ -571,15 +572,18 @@ class Report:
         return {**self.head, "failed": self.failed, "rows": rows}
 
     def write(self, folder: Path) -> list[str]:
-        """Write results.json and results.md; returns the names of the files."""
-        values = json.dumps(self.to_dict(), indent=2, allow_nan=False)
-        texts = {"results.json": values + "\n", "results.md": self._markdown()}
-        for name, text in texts.items():
-            replace_text(folder / name, text)
-        return list(texts)
+        """Write results.json, results.md, plots, and report.html, which contains them.
 
-    def write_page(self, folder: Path, pictures: Sequence[Path]) -> str:
-        """Write report.html, which contains the pictures; returns its name."""
+        Returns:
+            The names of the files, and the reason if there are no plots.
+        """
+        values = json.dumps(self.to_dict(), indent=2, allow_nan=False)
+        replace_text(folder / "results.json", values + "\n")
+        replace_text(folder / "results.md", self._markdown())
+        try:
+            pictures, none = write_plots(self.rows, folder), []
+        except ImportError as error:
+            pictures, none = [], [f"no plots ({error})"]
         page = HTMLReport("Benchmark")
         page.facts({name: _plain(value) for name, value in self.head.items() if value})
         for picture in pictures:
@@ -589,7 +593,9 @@ class Report:
             page.table(grid.columns, grid.rows)
         for text in (*self.failures, NOTES):
             page.text(text)
-        return page.write(folder / "report.html").name
+        drawn = [picture.name for picture in pictures]
+        page.write(folder / "report.html")
+        return ["results.json", "results.md", "report.html", *drawn, *none]
 
     def _markdown(self) -> str:
         lines = ["# Benchmark", ""]

@@ -10,71 +10,64 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from selfspec.apps.cli import options as opt
 from selfspec.apps.cli.common import (
-    Loaded,
+    Reporter,
     Source,
+    command,
     in_units,
-    print_json,
     progress_bar,
     quiet_transformers,
-    reporting,
 )
 
 if TYPE_CHECKING:
     from selfspec.apps.bench import Bench, BenchConfig, Report
     from selfspec.apps.bench.run import Write
 
-Fields = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[KEY=VALUE]...",
-        help="Fields of the config, such as max_new_tokens=64 or target=path; YAML values.",
-        show_default=False,
-    ),
-]
-ConfigFile = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="YAML file with target, prompts, methods, modes, batch_sizes.",
-        show_default="selfspec and transformers' own methods on the model in the package",
-    ),
-]
-Shape = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME_OR_CONFIG",
-        help="A published size with random weights instead of a model: its name, or the path "
-        "of a config.json. Acceptance is planted. On a CPU this takes minutes.",
-        show_default=False,
-    ),
-]
-Acceptance = Annotated[
-    str | None,
-    typer.Option(
-        metavar="RATES",
-        help="Acceptance rates to plant in a shape's drafts, such as 0.6,0.7,0.8.",
-        show_default="0.7",
-    ),
-]
-Output = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR",
-        help="Folder of runs and report; existing runs are kept.",
-        show_default="outputs/bench, and outputs/bench-NAME for a shape",
-    ),
-]
 
-
+@command
 def bench(
-    fields: Fields = None,
-    config: ConfigFile = None,
-    shape: Shape = None,
-    acceptance: Acceptance = None,
-    output: Output = None,
-    as_json: opt.AsJson = False,
+    console: Reporter,
+    fields: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...",
+            help="Fields of the config, such as max_new_tokens=64 or target=path; YAML values.",
+            show_default=False,
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="YAML file with target, prompts, methods, modes, batch_sizes.",
+            show_default="selfspec and transformers' own methods on the model in the package",
+        ),
+    ] = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME_OR_CONFIG",
+            help="A published size with random weights instead of a model: its name, or the path "
+            "of a config.json. Acceptance is planted. On a CPU this takes minutes.",
+            show_default=False,
+        ),
+    ] = None,
+    acceptance: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATES",
+            help="Acceptance rates to plant in a shape's drafts, such as 0.6,0.7,0.8.",
+            show_default="0.7",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Folder of runs and report; existing runs are kept.",
+            show_default="outputs/bench, and outputs/bench-NAME for a shape",
+        ),
+    ] = None,
 ) -> None:
     """Compare methods on one target: speed, acceptance and equality of outputs, in one run."""
     from selfspec.apps.bench import BenchConfig
@@ -86,19 +79,13 @@ def bench(
     chosen += [] if acceptance is None else [f"acceptance=[{acceptance}]"]
     wanted = load_config(BenchConfig, config, [*(fields or ()), *chosen])
     output = output or _folder(wanted.shape)
-    with reporting(as_json) as console, one_run(output):
+    with one_run(output):
         report = run_bench(wanted, output)
-        pictures, none = _pictures(report, output)
-        page = report.write_page(output, pictures)
-        drawn = [picture.name for picture in pictures]
-        written = [*report.write(output), "runs.jsonl", page, *drawn, *none]
-        console.print(
-            *(grid.table(console.width) for grid in report.grids), *report.failures, sep="\n"
-        )
-        console.print(NOTES)
-        console.print(f"\nwritten to {output}: {', '.join(written)}")
-    if as_json:
-        print_json(report.to_dict())
+        written = report.write(output)
+    console.print(*(grid.table(console.width) for grid in report.grids), *report.failures, sep="\n")
+    console.print(NOTES)
+    console.print(f"\nwritten to {output}: runs.jsonl, {', '.join(written)}")
+    console.answer(report.to_dict())
     if report.failed:
         raise typer.Exit(1)
 
@@ -158,53 +145,34 @@ def _announce(bench: Bench, done: int) -> None:
     )
 
 
-def _pictures(report: Report, output: Path) -> tuple[list[Path], list[str]]:
-    """Names of the plots, and the reason if there are none."""
-    from selfspec.apps.bench import write_plots
-
-    try:
-        return write_plots(report.rows, output), []
-    except ImportError as error:
-        return [], [f"no plots ({error})"]
-
-
 def _made(config: BenchConfig, others: Mapping[str, Write] | None) -> tuple[Bench, dict[str, Any]]:
     """The benchmark, and the settings that its runs depend on."""
     from selfspec.apps.bench import Bench
     from selfspec.apps.bench.shapes import ShapeBench
 
+    if config.threads is not None:
+        import torch
+
+        torch.set_num_threads(config.threads)
     if config.shape is not None:
         quiet_transformers()
-        if config.threads is not None:
-            import torch
-
-            torch.set_num_threads(config.threads)
         bench = ShapeBench(config)
         return bench, {**bench.facts, **_versions()}
-    target, head = _loaded(config)
-    draft = target.spec.default_draft.model_dump(mode="json", exclude_defaults=True)
-    return Bench(target.spec, target.tokenizer, config, others), {**head, "default draft": draft}
-
-
-def _loaded(config: BenchConfig) -> tuple[Loaded, dict[str, Any]]:
-    """The target, and the facts for the report."""
-    import torch
-
     from selfspec.schedule.profile import device_name
 
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
     target = Source(
         config.target,
         config.heads,
         config.dtype,
         config.device,
-        config.profile,
         config.kernels,
         config.kv_cache_dtype,
+        config.profile,
     ).load()
+    draft = target.spec.default_draft.model_dump(mode="json", exclude_defaults=True)
     processor = device_name(target.spec.decoder.device)
-    return target, {**target.to_dict(), "processor": processor, **_versions()}
+    where = {**target.to_dict(), "processor": processor, **_versions(), "default draft": draft}
+    return Bench(target.spec, target.tokenizer, config, others), where
 
 
 def _lengths(prompts: list[Any]) -> str:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from selfspec.apps.cli import options as opt
-from selfspec.apps.cli.common import Loaded, Source, print_json, progress, read_prompts, reporting
+from selfspec.apps.cli.common import Loaded, Reporter, Source, command, progress, read_prompts
+from selfspec.apps.cli.options import Drafting, MaxNewTokens, Prompts, Seed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,50 +16,35 @@ if TYPE_CHECKING:
     from selfspec.apps.bench import CheckResult
 
 
+@command
 def check(
-    file: Annotated[
-        Path | None,
-        typer.Option(
-            "--file",
-            "-f",
-            help='Prompts: JSON lines with a "prompt" each, or one plain text; - reads stdin.',
-            show_default="prose, code and maths in the package",
-        ),
-    ] = None,
-    model: opt.Model = None,
-    heads: opt.Heads = None,
-    dtype: opt.DtypeOption = "auto",
-    device: opt.Device = None,
-    kernels: opt.KernelsOption = "auto",
-    kv_cache: opt.KVCacheOption = "auto",
-    profile: opt.Profile = None,
-    config: opt.Config = None,
-    draft: opt.Draft = None,
-    max_new_tokens: opt.MaxNewTokens = 64,
+    console: Reporter,
+    source: Source,
+    drafting: Drafting,
+    file: Prompts = None,
+    max_new_tokens: MaxNewTokens = 64,
     samples: Annotated[
-        int,
-        typer.Option(min=0, help="Sampled continuations per prompt; 0 skips the test."),
+        int, typer.Option(min=0, help="Sampled continuations per prompt; 0 skips the test.")
     ] = 1024,
-    seed: opt.Seed = 0,
-    as_json: opt.AsJson = False,
+    seed: Seed = 0,
 ) -> None:
     """Test exactness: greedy outputs equal the model's own, samples follow its distribution.
+
+    Prompts are those of --file, or else prose, code and maths in the package.
 
     Exit code 1: an output differs by more than rounding, or the distribution is wrong.
     """
     from selfspec.apps.bench import Sampling, check_exactness
 
-    drafting = opt.draft_config(config, draft)
-    with reporting(as_json) as console:
-        target = Source(model, heads, dtype, device, profile, kernels, kv_cache).load()
-        drafting = drafting or target.spec.default_draft
-        prompts = _prompts(target, file)
-        sampling = Sampling(samples=samples) if samples else None
-        with progress().status("comparing outputs"):
-            result = check_exactness(target.spec, drafting, prompts, max_new_tokens, sampling, seed)
-        console.print(*_verdicts(target, result), sep="\n")
-    if as_json:
-        print_json({**target.to_dict(), "draft": drafting.model_dump(), **result.to_dict()})
+    chosen = drafting.chosen
+    target = source.load()
+    draft = chosen or target.spec.default_draft
+    prompts = _prompts(target, file)
+    sampling = Sampling(samples=samples) if samples else None
+    with progress().status("comparing outputs"):
+        result = check_exactness(target.spec, draft, prompts, max_new_tokens, sampling, seed)
+    console.print(*_verdicts(target, result), sep="\n")
+    console.answer({**target.to_dict(), "draft": draft.model_dump(), **result.to_dict()})
     if not result.passed:
         raise typer.Exit(1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -13,9 +14,8 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from selfspec.apps.cli import options as opt
-from selfspec.apps.cli.common import Loaded, Source, note, print_json, progress, reporting
-from selfspec.apps.cli.options import Dtype
+from selfspec.apps.cli.common import Loaded, Reporter, Source, command, note, progress
+from selfspec.apps.cli.options import Drafting, Dtype, MaxNewTokens, Seed
 from selfspec.apps.smollm2 import HEADS, NAME, QUESTIONS, cache_folder, fetch_checkpoint
 
 if TYPE_CHECKING:
@@ -45,48 +45,38 @@ ROWS = (
 )
 _COLUMNS = ("plain", "speculative")
 
-Prompt = Annotated[
-    str | None, typer.Option(help="Text to continue.", show_default="a held-out passage")
-]
-OfDomain = Annotated[
-    Domain | None,
-    typer.Option(
-        help="Domain of the passage; --seed chooses one.", show_default="prose, then code"
-    ),
-]
-Temperature = Annotated[
-    float | None,
-    typer.Option(
-        min=0, help="Sampling temperature; 0 decodes greedily.", show_default="0.8; 0 for SmolLM2"
-    ),
-]
-Greedy = Annotated[
-    bool, typer.Option("--greedy", help="Decode greedily: the same as --temperature 0.")
-]
-NoRepeatNgram = Annotated[
-    int, typer.Option(min=0, help="Generate no n-gram of this size twice; 0 allows it.")
-]
-Repeats = Annotated[int, typer.Option(min=1, help="Timed runs of each.")]
 
-
+@command
 def demo(
-    model: opt.Model = None,
-    heads: opt.Heads = None,
-    dtype: opt.DtypeOption = "auto",
-    device: opt.Device = None,
-    kernels: opt.KernelsOption = "auto",
-    config: opt.Config = None,
-    draft: opt.Draft = None,
-    profile: opt.Profile = None,
-    prompt: Prompt = None,
-    domain: OfDomain = None,
-    max_new_tokens: opt.MaxNewTokens = 128,
-    temperature: Temperature = None,
-    greedy: Greedy = False,
-    no_repeat_ngram: NoRepeatNgram = 0,
-    seed: opt.Seed = 0,
-    repeats: Repeats = 3,
-    as_json: opt.AsJson = False,
+    console: Reporter,
+    source: Source,
+    drafting: Drafting,
+    prompt: Annotated[
+        str | None, typer.Option(help="Text to continue.", show_default="a held-out passage")
+    ] = None,
+    domain: Annotated[
+        Domain | None,
+        typer.Option(
+            help="Domain of the passage; --seed chooses one.", show_default="prose, then code"
+        ),
+    ] = None,
+    max_new_tokens: MaxNewTokens = 128,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Sampling temperature; 0 decodes greedily.",
+            show_default="0.8; 0 for SmolLM2",
+        ),
+    ] = None,
+    greedy: Annotated[
+        bool, typer.Option("--greedy", help="Decode greedily: the same as --temperature 0.")
+    ] = False,
+    no_repeat_ngram: Annotated[
+        int, typer.Option(min=0, help="Generate no n-gram of this size twice; 0 allows it.")
+    ] = 0,
+    seed: Seed = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each.")] = 3,
 ) -> None:
     """Generate with plain decoding and with self-speculation, and compare outputs and speed.
 
@@ -96,26 +86,23 @@ def demo(
     uses the rule `coupled`, with which a seed gives the same text with and without drafts, so that
     both can be compared token by token.
     """
-    drafting = opt.draft_config(config, draft)
-    with reporting(as_json) as console:
-        source = Source(model, heads, dtype, device, profile, kernels)
-        chosen = (model, prompt, domain)
-        asked = None if any(each is not None for each in chosen) else _chat_model()
-        if asked:
-            source = _with_chat_model(source, asked)
-        if temperature is None:
-            temperature = 0.0 if asked else _TEMPERATURE
-        settings = {
-            "max_new_tokens": max_new_tokens,
-            "temperature": 0.0 if greedy else temperature,
-            "no_repeat_ngram_size": no_repeat_ngram,
-            "seed": seed,
-            "repeats": repeats,
-        }
-        passages = _questions() if asked else _passages(prompt, domain, seed)
-        told, results = _show(console, source.load(), drafting, settings, passages)
-    if as_json:
-        print_json(told)
+    draft = drafting.chosen
+    chosen = (source.model, prompt, domain)
+    asked = None if any(each is not None for each in chosen) else _chat_model()
+    if asked:
+        source = _with_chat_model(source, asked)
+    if temperature is None:
+        temperature = 0.0 if asked else _TEMPERATURE
+    settings = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": 0.0 if greedy else temperature,
+        "no_repeat_ngram_size": no_repeat_ngram,
+        "seed": seed,
+        "repeats": repeats,
+    }
+    passages = _questions() if asked else _passages(prompt, domain, seed)
+    told, results = _show(console, source.load(), draft, settings, passages)
+    console.answer(told)
     if any(result.exact and not result.equal for result in results.values()):
         raise typer.Exit(1)
 
@@ -133,7 +120,8 @@ def _chat_model() -> Path | None:
 def _with_chat_model(source: Source, checkpoint: Path) -> Source:
     """The same with the chat model, its head, and the dtype in which it is fast."""
     dtype = _fast_dtype() if source.dtype == "auto" else source.dtype
-    return source._replace(model=str(checkpoint), heads=source.heads or str(HEADS), dtype=dtype)
+    heads = source.heads or str(HEADS)
+    return replace(source, model=str(checkpoint), heads=heads, dtype=dtype)
 
 
 def _fast_dtype() -> Dtype:

@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
-from selfspec.apps.cli.common import print_json, reporting
+from selfspec.apps.cli.common import Reporter, command
 from selfspec.apps.cli.examples import examples
-from selfspec.apps.cli.options import AsJson
 
 import_ = typer.Typer(no_args_is_help=True, help="Convert published heads to safetensors.")
 
@@ -20,12 +19,13 @@ def _group() -> None:
 
 
 @import_.command("heads", epilog=examples("import heads"))
+@command
 def import_heads(
+    console: Reporter,
     folder: Annotated[
         Path, typer.Argument(metavar="FOLDER", help="config.json and a .bin, .pt or .pth file.")
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create.")],
-    as_json: AsJson = False,
 ) -> None:
     """Convert a head whose weights are a pickle; load the result with --heads OUT.
 
@@ -34,9 +34,7 @@ def import_heads(
     from selfspec.apps.export import check_free
     from selfspec.heads.formats.files import convert
 
-    with reporting(as_json) as console:
-        check_free(out)
-        weights = convert(folder, out)
-        console.print(f"{weights}: load it with heads={str(out)!r}, or --heads {out}")
-    if as_json:
-        print_json({"folder": str(out), "weights": str(weights)})
+    check_free(out)
+    weights = convert(folder, out)
+    console.print(f"{weights}: load it with heads={str(out)!r}, or --heads {out}")
+    console.answer({"folder": str(out), "weights": str(weights)})

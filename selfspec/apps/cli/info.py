@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args
 
 import typer
 from rich.table import Table
 
-from selfspec.apps.cli import options as opt
 from selfspec.apps.cli.common import (
+    Reporter,
     Source,
+    command,
     in_units,
-    print_json,
     quiet_transformers,
-    reporting,
     resolve,
 )
 
@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 _TOKENS = (200_000, 1_000_000, 5_000_000)  # of text that a head would see
 
 
+@partial(command, source=("model", "heads"))
 def info(
-    model: opt.Model = None,
-    heads: opt.Heads = None,
+    console: Reporter,
+    source: Source,
     context: Annotated[
         int | None,
         typer.Option(
@@ -40,27 +41,22 @@ def info(
             show_default="the model's positions",
         ),
     ] = None,
-    as_json: opt.AsJson = False,
 ) -> None:
     """Describe a target and its heads: shape, memory, and the default draft."""
     from selfspec.decoder.checkpoints import folder_of
     from selfspec.heads import CONFIG_NAME
     from selfspec.schedule.profile import PROFILE_NAME
 
-    with reporting(as_json) as console:
-        name, path = resolve(model)
-        beside = any(
-            (Path(folder_of(path)) / file).is_file() for file in (CONFIG_NAME, PROFILE_NAME)
-        )
-        is_bare = heads is None and not beside and not _ships_head(path)
-        engine, profile = _without_weights(path) if is_bare else None, None
-        if engine is None:
-            spec = Source(model, heads).load_spec()
-            engine, profile = spec.engine, spec.profile
-        facts = {"model": name, **describe(engine, context, profile)}
-        console.print(info_table(facts))
-    if as_json:
-        print_json(facts)
+    name, path = resolve(source.model)
+    beside = any((Path(folder_of(path)) / file).is_file() for file in (CONFIG_NAME, PROFILE_NAME))
+    is_bare = source.heads is None and not beside and not _ships_head(path)
+    engine, profile = _without_weights(path) if is_bare else None, None
+    if engine is None:
+        spec = source.load_spec()
+        engine, profile = spec.engine, spec.profile
+    facts = {"model": name, **describe(engine, context, profile)}
+    console.print(info_table(facts))
+    console.answer(facts)
 
 
 def _ships_head(path: Path | str) -> bool:
