@@ -194,17 +194,17 @@ def _row(
     equality: Equality | None,
     memory: Memory | None,
 ) -> Row:
-    rates, own, seed = _rates(runs), _rates(base), bench.config.seed
-    ratios = _ratios(rates, own)
+    rates, own, seed = usual_rates(runs), usual_rates(base), bench.config.seed
+    gains = ratios(rates, own)
     circling = {run.key.number for run in (*base, *runs) if any(map(loops, run.texts))}
-    straight = [ratio for number, ratio in ratios.items() if number not in circling]
+    straight = [ratio for number, ratio in gains.items() if number not in circling]
     texts = [text for run in runs for text in run.texts]
     drafts = _drafts(runs)
     return Row(
         place=runs[0].key.place,
         texts=len(texts),
-        speedup=median_interval(list(ratios.values()), seed),
-        drafting=median_interval(list(_ratios(rates, _rates(loop)).values()), seed),
+        speedup=median_interval(list(gains.values()), seed),
+        drafting=median_interval(list(ratios(rates, usual_rates(loop)).values()), seed),
         speedup_without_loops=median_interval(straight, seed),
         looping=sum(map(loops, texts)) / len(texts),
         ended=sum(len(text) < bench.config.max_new_tokens for text in texts) / len(texts),
@@ -216,16 +216,23 @@ def _row(
     )
 
 
-def _rates(runs: Sequence[Run]) -> dict[int, float]:
-    """Tokens per second of each batch: the median of its repeats."""
+def usual_rates(runs: Sequence[Run], whole: bool = False) -> dict[int, float]:
+    """Tokens per second of each batch: the median of its repeats.
+
+    Args:
+        runs: of one method.
+        whole: over whole calls; otherwise over decoding alone, without the prefill.
+    """
     found: dict[int, list[float]] = {}
     for run in runs:
-        if run.rate is not None:
-            found.setdefault(run.key.number, []).append(run.rate)
+        rate = run.whole_rate if whole else run.rate
+        if rate is not None:
+            found.setdefault(run.key.number, []).append(rate)
     return {number: median(rates) for number, rates in found.items()}
 
 
-def _ratios(rates: Mapping[int, float], base: Mapping[int, float]) -> dict[int, float]:
+def ratios(rates: Mapping[int, float], base: Mapping[int, float]) -> dict[int, float]:
+    """Speedups over another method on the same batches."""
     return {number: rate / base[number] for number, rate in rates.items() if number in base}
 
 

@@ -71,7 +71,9 @@ def command(function: Callable[..., None], source: Sequence[str] = ()) -> Callab
         source: fields of `Source` that are options; none takes all.
     """
     parameters = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
-    groups = {each.name: each.annotation for each in parameters if is_dataclass(each.annotation)}
+    groups: dict[str, Any] = {
+        each.name: each.annotation for each in parameters if is_dataclass(each.annotation)
+    }
     options: list[inspect.Parameter] = []
     for each in parameters:
         if each.name in groups:

@@ -82,10 +82,9 @@ def tune(
     make_folder_of(output)
     folder = output.with_suffix(".work")
     with one_run(folder), _shown_parts() as show:
-        work = folder / "runs.jsonl"
         if fresh:
-            work.unlink(missing_ok=True)
-        profile = measure(target.spec, target.tokenizer, texts, wanted, work, show)
+            (folder / "runs.jsonl").unlink(missing_ok=True)
+        profile = measure(target.spec, target.tokenizer, texts, wanted, folder, show)
         profile.save(output)
     _show(console, profile, output)
     console.answer({**target.to_dict(), "output": str(output), **profile.model_dump(mode="json")})
@@ -94,12 +93,14 @@ def tune(
 @contextmanager
 def _shown_parts() -> Iterator[Callable[[str, int, int], None]]:
     """As `progress_bar`; where there is no terminal, every part begins with a line."""
+    begun: set[str] = set()
     with progress_bar() as bar:
 
         def show(part: str, done: int, of: int) -> None:
             bar(part, done, of)
-            if not done and not sys.stderr.isatty():
+            if part not in begun and not sys.stderr.isatty():
                 typer.echo(part, err=True)
+            begun.add(part)
 
         yield show
 
