@@ -345,7 +345,7 @@ def measure_shape(shape: str, kernels: Kernels, setup: Setup) -> Found:
     report = Report({**bench.facts, **bench.measured}, summarise(bench, file))
     report.write(folder)
     facts = {**report.head, "fell back": _fell_back(bench.spec) or "no"}
-    shown = ("speed", LIMIT.title)
+    shown = ("speed", LIMIT)
     grids = [grid for grid in report.grids if grid.title.endswith(shown)]
     failures = {f"failed {place}": why for place, why in enumerate(report.failures, 1)}
     return Found({**facts, **failures}, grids, passed=not report.failed and not failures)

@@ -16,11 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import (
-    ContinuousBatchingConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import ContinuousBatchingConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from selfspec.apps.bench.config import PEER_OPTIONS, BenchConfig, MethodConfig, ModeConfig
 from selfspec.apps.bench.planted import GreedyTexts, generate_planted
@@ -36,12 +32,7 @@ _PROCESS = Path("/proc/self")
 
 
 class Memory(NamedTuple):
-    """Memory of a call, in bytes.
-
-    Attributes:
-        peak: peak resident memory of the process, or peak allocated memory of the GPU.
-        growth: by how much that exceeds the memory before the call.
-    """
+    """Bytes that a process has resident, or a GPU allocated, at most in a call; and its growth."""
 
     peak: int
     growth: int
@@ -87,13 +78,7 @@ _LOOKUP = {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 2}
 
 @dataclass
 class Arrivals(RoundStreamer):
-    """A streamer that records when tokens arrive, so that all methods are timed alike.
-
-    Attributes:
-        start: when the call began.
-        counts: tokens of each arrival; the first arrival ends the prefill.
-        times: seconds from the start to each arrival.
-    """
+    """A streamer that records when how many tokens arrive, so that all methods are timed alike."""
 
     start: float = field(default_factory=time.perf_counter)
     counts: list[int] = field(default_factory=list)
@@ -120,21 +105,14 @@ class Arrivals(RoundStreamer):
 
 @dataclass(frozen=True)
 class Written:
-    """The output of one call.
+    """The output of one call."""
 
-    Attributes:
-        texts: the new token ids of each row, up to its stop.
-        counts: tokens of each arrival, all rows together; the first arrival ends the prefill.
-        times: seconds from the call to each arrival.
-        accepted: accepted drafts of every round of every row after the prefill.
-        stats: fields of selfspec's `Stats`; `None` for a peer.
-    """
-
-    texts: list[list[int]]
+    texts: list[list[int]]  # the new token ids of each row, up to its stop
+    # tokens of each arrival, all rows together; the first arrival ends the prefill
     counts: list[int]
-    times: list[float]
-    accepted: list[int]
-    stats: dict[str, Any] | None = None
+    times: list[float]  # seconds from the call to each arrival
+    accepted: list[int]  # accepted drafts of every round of every row after the prefill
+    stats: dict[str, Any] | None = None  # fields of selfspec's `Stats`; `None` for a peer
 
     @property
     def decoded(self) -> int:
@@ -172,11 +150,7 @@ def make_method(
 ) -> Write:
     """A function that generates, given prompts, options of `generate` and a seed.
 
-    Args:
-        spec: the target.
-        config: the method.
-        texts: the target's greedy continuations, for planted drafts.
-        room: maximum new tokens of any call, for the size of a static cache.
+    `texts` are for planted drafts; `room` is the most new tokens of any call, for a static cache.
 
     Raises:
         OSError: there is no such assistant model.
@@ -202,7 +176,10 @@ def make_method(
             )
         options["use_mtp"] = True
     elif config.peer == "assistant_model":
-        options["assistant_model"] = _assistant(spec, options["assistant_model"])
+        model: Any = load_causal_lm(
+            find_checkpoint(options["assistant_model"]), dtype=spec.decoder.dtype
+        )
+        options["assistant_model"] = model.to(spec.decoder.device)
     return partial(_generate, spec, options)
 
 
@@ -220,12 +197,6 @@ def _texts(spec: SelfSpecModel, output: Tensor, width: int) -> list[list[int]]:
         end = next((place for place, token in enumerate(row, 1) if token in stops), len(row))
         found.append(row[:end])
     return found
-
-
-def _assistant(spec: SelfSpecModel, path: str) -> PreTrainedModel:
-    decoder = spec.decoder
-    model: Any = load_causal_lm(find_checkpoint(path), dtype=decoder.dtype)
-    return model.to(decoder.device)
 
 
 def _speculate(
@@ -290,10 +261,7 @@ def _generate(
 def _generate_static(
     spec: SelfSpecModel, room: int, batch: Batch, options: dict[str, Any], seed: int
 ) -> Written:
-    """The model's own `generate` with a static cache of one length for all calls.
-
-    On a GPU, transformers compiles the model for a static cache, and again if the length changes.
-    """
+    # On a GPU, transformers compiles the model for a static cache, and again for another length.
     longest = batch.width + max(room, options["max_new_tokens"])
     cache = {"cache_implementation": "static", "max_cache_len": longest}
     return _generate(spec, cache, batch, options, seed)
@@ -378,11 +346,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Run(Written):
-    """One timed call.
-
-    Attributes:
-        key: identifies the call.
-    """
+    """One timed call, with the key that identifies it."""
 
     key: Key = field(kw_only=True)
 
@@ -395,19 +359,14 @@ class RunFile:
         identity: what the runs depend on; the folder then holds runs of one identity only. `None`
             where a run's key tells.
 
-    Attributes:
-        runs: by key, in the order in which they were made.
-        memory: peak memory by row of the report.
-        failures: reasons by row of the report, of this process.
-
     Raises:
         ValueError: the folder holds runs of another identity.
     """
 
     def __init__(self, folder: Path | None, identity: Mapping[str, Any] | None = None):
-        self.runs: dict[Key, Run] = {}
-        self.memory: dict[Place, Memory] = {}
-        self.failures: dict[Place, str] = {}
+        self.runs: dict[Key, Run] = {}  # in the order in which they were made
+        self.memory: dict[Place, Memory] = {}  # of warm-ups
+        self.failures: dict[Place, str] = {}  # of this process
         self._path = None
         if folder is not None:
             self._path = folder / "runs.jsonl"
@@ -466,25 +425,15 @@ def reason(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class Turns:
-    """Methods that generate from the same batches in turn.
+    """Methods that generate from the same batches in turn."""
 
-    Attributes:
-        place: identifies the runs, without a method.
-        methods: functions that generate, by name.
-        batches: the prompts.
-        options: options of `generate`, the same for every method.
-        repeats: timed runs of every method on every batch.
-        warm_up: tokens that every method generates untimed before, on the longest prompts.
-        seed: seeds sampling.
-    """
-
-    place: Place
-    methods: Mapping[str, Write]
-    batches: Sequence[Batch]
-    options: Mapping[str, Any]
-    repeats: int
-    warm_up: int
-    seed: int
+    place: Place  # identifies the runs, without a method
+    methods: Mapping[str, Write]  # functions that generate, by name
+    batches: Sequence[Batch]  # the prompts
+    options: Mapping[str, Any]  # options of `generate`, the same for every method
+    repeats: int  # timed runs of every method on every batch
+    warm_up: int  # tokens that every method generates untimed before, on the longest prompts
+    seed: int  # seeds sampling
 
     @property
     def keys(self) -> list[Key]:
@@ -503,9 +452,7 @@ class Turns:
     def run(self, file: RunFile, show: Callable[[Place], object] = lambda place: None) -> None:
         """Make the calls that the file does not hold yet.
 
-        Args:
-            file: stores them. The first error of a method ends its calls.
-            show: told before each call which method comes next.
+        The first error of a method ends its calls. `show` is told which method comes next.
         """
         wanted = [key for key in self.keys if key not in file.runs]
         longest = max(self.batches, key=lambda batch: batch.width)
@@ -546,13 +493,6 @@ class Bench:
         config: the benchmark.
         others: functions that generate with other programs, by the names of their methods.
 
-    Attributes:
-        prompts: by set, `[width]` each.
-        batches: the same by set and batch size.
-        methods: functions that generate, by name.
-        bandwidth: bytes per second of reading memory, if it was measured.
-        measured: more facts for the report, which may differ when a run is resumed.
-
     Raises:
         FileNotFoundError: a prompt set's file does not exist.
         ValueError: a prompt set has too few prompts.
@@ -580,8 +520,8 @@ class Bench:
             for rows in config.batch_sizes
         }
         self.methods: dict[str, Write] = dict(others or {})
-        self.bandwidth: float | None = None
-        self.measured: dict[str, Any] = {}
+        self.bandwidth: float | None = None  # bytes per second of reading memory, if measured
+        self.measured: dict[str, Any] = {}  # for the report; may differ when a run is resumed
         texts = GreedyTexts(spec, {**self.options(config.modes[0]), "do_sample": False})
         for method in config.methods:
             if method.name in self.methods:
@@ -621,13 +561,7 @@ class Bench:
         ]
 
     def run(self, file: RunFile, show: Show = lambda doing, done, of: None) -> None:
-        """Make all runs that the file does not hold yet.
-
-        Args:
-            file: stores the runs.
-            show: called before every run with what comes next, the timed calls done, and all
-                there are.
-        """
+        """Make all runs that the file does not hold yet, and show each before it is made."""
         total = self.total
 
         def told(place: Place) -> None:

@@ -170,10 +170,7 @@ def whole_models(
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """Drafts of the whole model with fewer bits or keys, and why others are left out.
 
-    Args:
-        engine: the target.
-        config: the precisions and windows.
-        longest: tokens of the longest prompt.
+    `longest` is the tokens of the longest prompt.
     """
     decoder, drafts, left_out = engine.decoder, {}, {}
     windows = [window for window in config.windows if 2 * window <= longest]
@@ -269,8 +266,8 @@ def _compared(
         for name in keys
         if failed[name] is None
     }
-    if failed[PLAIN] is not None:
-        raise RuntimeError(f"plain decoding failed: {failed[PLAIN]}")
+    if PLAIN not in runs or len(runs) == 1:
+        raise RuntimeError(f"no drafts can be compared: {next(filter(None, failed.values()))}")
     exact = spec.decoder.dtype.itemsize >= 4 and not config.temperature
     measured = [
         _measured(name, drafts[name], own, runs[PLAIN], exact) for name, own in runs.items()

@@ -6,13 +6,13 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 
-from selfspec.apps.cli.common import Reporter, Source, begin, command, complain, summary
+from selfspec.apps.cli.common import Reporter, Source, begin, command, complain, note, summary
 from selfspec.apps.cli.options import Drafting, System, Writing
 
 if TYPE_CHECKING:
@@ -20,15 +20,12 @@ if TYPE_CHECKING:
 
 _COMMAND = re.compile(r"/[a-z]+")
 _COMMANDS = {"/help": "list the commands", "/reset": "forget every turn", "/quit": "leave"}
+_HELP = ", ".join(f"{command}: {does}" for command, does in _COMMANDS.items())
 
 
 @command
 def chat(
-    console: Reporter,
-    source: Source,
-    drafting: Drafting,
-    writing: Writing,
-    system: System = None,
+    console: Reporter, source: Source, drafting: Drafting, writing: Writing, system: System = None
 ) -> None:
     """Chat with a model; accepted tokens are coloured, and each turn shows speed and acceptance.
 
@@ -55,25 +52,18 @@ def chat(
 
 def _lines(interactive: bool) -> Iterator[str]:
     """The user's turns, up to the end of stdin or `/quit`."""
-    for line in _typed() if interactive else sys.stdin:
-        said = line.strip()
-        if said == "/quit":
-            return
-        if said:
-            yield said
-
-
-def _typed() -> Iterator[str]:
+    if interactive:
+        with suppress(ImportError):  # not on every system
+            import readline  # noqa: F401 - gives input() its keys and its history
     try:
-        import readline  # noqa: F401 - gives input() its keys and its history
-    except ImportError:
-        pass  # not on every system
-    while True:
-        try:
-            yield input("> ")
-        except EOFError:
-            sys.stdout.write("\n")
-            return
+        for line in iter(lambda: input("> "), None) if interactive else sys.stdin:
+            said = line.strip()
+            if said == "/quit":
+                return
+            if said:
+                yield said
+    except EOFError:
+        sys.stdout.write("\n")
 
 
 def _obey(line: str, conversation: Conversation) -> bool:
@@ -89,21 +79,17 @@ def _obey(line: str, conversation: Conversation) -> bool:
 
         raise ValueError(unknown_name("command", line, list(_COMMANDS)))
     if line == "/help":
-        typer.echo(_commands(), err=True)
+        typer.echo(_HELP, err=True)
     else:
         conversation.reset()  # /quit ends the lines
     return True
-
-
-def _commands() -> str:
-    return ", ".join(f"{command}: {does}" for command, does in _COMMANDS.items())
 
 
 def _greet(console: Console, name: str, conversation: Conversation) -> None:
     from selfspec.apps.display import in_colour, legend
 
     kind = "messages" if conversation.templated else "lines of one text (no chat template)"
-    console.print(f"{name}; turns are {kind}\n{_commands()}", style="dim")
+    console.print(f"{name}; turns are {kind}\n{_HELP}", style="dim")
     if in_colour(console):
         console.print(legend(console))
 
@@ -124,7 +110,7 @@ def _turn(conversation: Conversation, line: str, console: Console, interactive: 
     if not console.quiet:
         cached = f"{turn.cached_tokens} of {turn.prompt_tokens} tokens cached"
         shown = f"{summary(turn.stats)}; {cached}{'; stopped' if turn.stopped else ''}"
-        Console(stderr=True, highlight=False, soft_wrap=True).print(shown, style="dim")
+        note(shown)
     return turn
 
 

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -70,22 +71,19 @@ def command(function: Callable[..., None], source: Sequence[str] = ()) -> Callab
         function: the reporter is its first argument.
         source: fields of `Source` that are options; none takes all.
     """
-    parameters = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
-    groups: dict[str, Any] = {
-        each.name: each.annotation for each in parameters if is_dataclass(each.annotation)
-    }
-    options: list[inspect.Parameter] = []
-    for each in parameters:
-        if each.name in groups:
-            group = groups[each.name]
-            taken = (
-                source if group is Source and source else [field.name for field in fields(group)]
-            )
-            options += [_option(group, name) for name in taken]
-        else:
-            options.append(each.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+    groups: dict[str, Any] = {}
+    options: dict[str, tuple[Any, Any]] = {}  # default and annotation by name
+    for each in list(inspect.signature(function, eval_str=True).parameters.values())[1:]:
+        if not is_dataclass(each.annotation):
+            options[each.name] = each.default, each.annotation
+            continue
+        group = groups[each.name] = each.annotation
+        hints = get_type_hints(group, include_extras=True)
+        taken = source if group is Source and source else hints
+        options |= {name: (getattr(group, name), hints[name]) for name in taken}
+    options["as_json"] = False, AsJson
 
-    def run(as_json: AsJson = False, **given: Any) -> None:
+    def run(as_json: bool, **given: Any) -> None:
         for name, group in groups.items():
             own = [field.name for field in fields(group) if field.name in given]
             given[name] = group(**{field: given.pop(field) for field in own})
@@ -94,19 +92,16 @@ def command(function: Callable[..., None], source: Sequence[str] = ()) -> Callab
             function(reporter, **given)
 
     made: Any = run
-    as_json = inspect.signature(run, eval_str=True).parameters["as_json"]
     made.__signature__ = inspect.Signature(
-        [*options, as_json.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
+        [
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind
+            )
+            for name, (default, kind) in options.items()
+        ]
     )
     made.__name__, made.__doc__, made.__annotations__ = function.__name__, function.__doc__, {}
     return made
-
-
-def _option(group: Any, name: str) -> inspect.Parameter:
-    """A field of a group as a parameter."""
-    annotation = get_type_hints(group, include_extras=True)[name]
-    kind, default = inspect.Parameter.KEYWORD_ONLY, getattr(group, name)
-    return inspect.Parameter(name, kind, default=default, annotation=annotation)
 
 
 def make_folder_of(file: Path) -> None:
@@ -178,15 +173,9 @@ def in_units(count: float, unit: str = "") -> str:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A loaded target.
+    """A loaded target."""
 
-    Attributes:
-        name: the name that the user gave.
-        spec: the wrapped model.
-        tokenizer: its tokenizer.
-    """
-
-    name: str
+    name: str  # as the user gave it
     spec: SelfSpecModel
     tokenizer: PreTrainedTokenizerBase
 
@@ -353,35 +342,32 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
         FileNotFoundError: there is no such file.
         ValueError: there is no text, it is not UTF-8, or a line is not a JSON object with a prompt.
     """
-    if prompt not in (None, "-"):
-        source, text = "the argument", prompt
-    else:
-        source, text = _read(None if file is None or str(file) == "-" else file)
-    assert text is not None
+    given = prompt if prompt != "-" else None
+    source, text = ("the argument", given) if given is not None else _read(file)
     if not text.strip():
         raise ValueError(f"empty prompt from {source}; there must be text to continue")
-    if source == "the argument":
+    if given is not None:
         return [text]
-    if text.lstrip().startswith("{"):
-        return [_prompt_of(line, f"{source}, line {n}") for n, line in _lines(text)]
-    return [text.rstrip("\n")]
+    if not text.lstrip().startswith("{"):
+        return [text.rstrip("\n")]
+    lines = enumerate(text.split("\n"), 1)
+    return [_prompt_of(line, f"{source}, line {n}") for n, line in lines if line.strip()]
 
 
 def _read(file: Path | None) -> tuple[str, str]:
     """The name of the source and its text; stdin if there is no file."""
     if file is None and sys.stdin.isatty():
         raise typer.BadParameter("give a prompt, --file, or text on stdin")
-    if file is not None and not file.is_file():
+    if file is None or str(file) == "-":
+        source, read = "stdin", sys.stdin.read
+    elif file.is_file():
+        source, read = str(file), partial(file.read_text, encoding="utf-8")
+    else:
         raise FileNotFoundError(f"no prompt file at {file}")
-    source = "stdin" if file is None else str(file)
     try:
-        return source, sys.stdin.read() if file is None else file.read_text(encoding="utf-8")
+        return source, read()
     except UnicodeDecodeError as error:
         raise ValueError(f"{source} is not UTF-8 text (byte {error.start})") from None
-
-
-def _lines(text: str) -> list[tuple[int, str]]:
-    return [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
 
 
 def _prompt_of(line: str, place: str) -> str:

@@ -1,9 +1,12 @@
-"""`selfspec demo`: plain decoding and self-speculation side by side."""
+"""`selfspec demo` and `app`: plain decoding and self-speculation side by side."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -100,7 +103,7 @@ def demo(
         "seed": seed,
         "repeats": repeats,
     }
-    passages = _questions() if asked else _passages(prompt, domain, seed)
+    passages = _passages(prompt, domain, seed, chat=asked is not None)
     told, results = _show(console, source.load(), draft, settings, passages)
     console.answer(told)
     if any(result.exact and not result.equal for result in results.values()):
@@ -118,20 +121,19 @@ def _chat_model() -> Path | None:
 
 
 def _with_chat_model(source: Source, checkpoint: Path) -> Source:
-    """The same with the chat model, its head, and the dtype in which it is fast."""
-    dtype = _fast_dtype() if source.dtype == "auto" else source.dtype
-    heads = source.heads or str(HEADS)
-    return replace(source, model=str(checkpoint), heads=heads, dtype=dtype)
-
-
-def _fast_dtype() -> Dtype:
-    """bfloat16 where the device computes in it, float32 elsewhere."""
+    """The same with the chat model, its head, and bfloat16 where the device computes in it."""
     import torch
 
     from selfspec.decoder.kernels.prepacked import computes
 
     half = torch.cuda.is_available() or computes(torch.bfloat16)
-    return "bfloat16" if half else "float32"
+    dtype: Dtype = "bfloat16" if half else "float32"
+    return replace(
+        source,
+        model=str(checkpoint),
+        heads=source.heads or str(HEADS),
+        dtype=dtype if source.dtype == "auto" else source.dtype,
+    )
 
 
 def _show(
@@ -172,10 +174,14 @@ def _filled_in(target: Loaded, draft: DraftConfig) -> DraftConfig:
     return draft.model_copy(update={**chosen, "num_draft_tokens": draft.most_tokens})
 
 
-def _passages(prompt: str | None, domain: Domain | None, seed: int) -> dict[str, DemoPrompt]:
-    """The prompts, by name of their columns."""
+def _passages(
+    prompt: str | None, domain: Domain | None, seed: int, chat: bool
+) -> dict[str, DemoPrompt]:
+    """The prompts, by name of their columns: questions for a chat model."""
     from selfspec.apps.display.demo import DemoPrompt, load_prompts
 
+    if chat:
+        return {name: DemoPrompt("chat", name, text) for name, text in QUESTIONS.items()}
     if prompt is not None:
         return {"": DemoPrompt("prose", "your prompt", prompt)}
     found: dict[str, DemoPrompt] = {}
@@ -185,13 +191,6 @@ def _passages(prompt: str | None, domain: Domain | None, seed: int) -> dict[str,
         passage = passages[seed % len(passages)]
         found[each] = passage._replace(source=f"{passage.source}, held out of training")
     return found
-
-
-def _questions() -> dict[str, DemoPrompt]:
-    """What the chat model is asked, by name of their columns."""
-    from selfspec.apps.display.demo import DemoPrompt
-
-    return {name: DemoPrompt("chat", name, text) for name, text in QUESTIONS.items()}
 
 
 def _headline(head: dict[str, Any]) -> str:
@@ -258,3 +257,41 @@ def exits_table(exits: Sequence[ExitAgreement]) -> Table:
 
 def _table(caption: str) -> Table:
     return Table(caption=caption, caption_justify="left", box=box.SIMPLE_HEAD)
+
+
+_server = partial(typer.Option, rich_help_panel="Page")
+
+
+@command
+def app(
+    console: Reporter,
+    source: Source,
+    drafting: Drafting,
+    host: Annotated[str, _server(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[
+        int | None,
+        _server(
+            min=1, max=65535, help="Port to listen at.", show_default="the first free one from 7860"
+        ),
+    ] = None,
+    open_page: Annotated[bool, _server("--open/--no-open", help="Open the browser.")] = True,
+) -> None:
+    """Open a web page that generates with and without speculation, side by side.
+
+    Exit, draft length and drafter are chosen there; --draft sets their initial values. Ctrl-C ends
+    it. Needs Gradio: pip install 'selfspec[app]'.
+    """
+    draft = drafting.chosen
+    from selfspec.apps.display.app import DraftMenu, SideBySide
+    from selfspec.apps.display.app.page import Page
+
+    target = source.load()
+    ran = target.to_dict()
+    offer = DraftMenu(target.spec, draft or target.spec.default_draft)
+    about = "{model} · {layers} layers · {dtype} · {device}, threads: {threads}".format(**ran)
+    page = Page(SideBySide(target.spec, target.tokenizer), offer, about)
+    with page.served(host, port, open_page) as address:
+        console.answer({**ran, "address": address})
+        console.print(f"{address} shows {target.name}; Ctrl-C ends it")
+        with suppress(KeyboardInterrupt):  # which is how a server ends
+            threading.Event().wait()

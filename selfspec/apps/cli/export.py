@@ -1,7 +1,8 @@
-"""`selfspec export`: fitted heads for other programs."""
+"""`selfspec export` and `selfspec import`: fitted heads for other programs, and theirs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,8 @@ _stored = partial(command, source=("model", "heads", "dtype"))
 export = typer.Typer(
     no_args_is_help=True, help="Export exit heads for transformers, serving engines and the hub."
 )
+
+import_ = typer.Typer(no_args_is_help=True, help="Convert published heads to safetensors.")
 
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create.", show_default=False)]
 NumDraftTokens = Annotated[
@@ -92,38 +95,36 @@ def eagle3(
     console: Reporter, out: Out, source: Source, num_draft_tokens: NumDraftTokens = 4
 ) -> None:
     """Write an eagle3 head in the layouts of EAGLE and of speculators, for serving engines."""
-    from selfspec.apps.export import check_free, export_eagle3
+    from selfspec.apps.export import export_eagle3
     from selfspec.heads import Eagle3Head
 
-    check_free(out)
-    engine, (name, path) = _engine(source), resolve(source.model)
-    exported = export_eagle3(
-        engine.decoder,
-        _head_of(engine, Eagle3Head),
-        out,
-        target=str(path),
-        num_draft_tokens=num_draft_tokens,
-    )
-    what = f"an EAGLE-3 head of {in_units(exported.parameters)} parameters for {name}"
-    _tell(console, out, what, exported)
+    write = partial(export_eagle3, num_draft_tokens=num_draft_tokens)
+    _export_head(console, out, source, Eagle3Head, write)
 
 
 @export.command("dflash", epilog=examples("export dflash"))
 @_stored
 def dflash(console: Reporter, out: Out, source: Source) -> None:
     """Write a dflash head in the layout of speculators, for vLLM."""
-    from selfspec.apps.export import check_free, export_dflash
+    from selfspec.apps.export import export_dflash
     from selfspec.heads import DFlashHead
 
+    _export_head(console, out, source, DFlashHead, export_dflash)
+
+
+def _export_head(
+    console: Reporter, out: Path, source: Source, head_type: Any, write: Callable[..., Any]
+) -> None:
+    """Write the target's head of a type in a published layout."""
+    from selfspec.apps.export import check_free
+
     check_free(out)
-    engine, (name, path) = _engine(source), resolve(source.model)
-    exported = export_dflash(engine.decoder, _head_of(engine, DFlashHead), out, target=str(path))
-    size = in_units(exported.parameters)
-    _tell(console, out, f"a {exported.algorithm} head of {size} parameters for {name}", exported)
-
-
-def _engine(source: Source) -> Engine:
-    return replace(source, device="cpu").load_spec().engine
+    name, path = resolve(source.model)
+    engine = replace(source, device="cpu").load_spec().engine
+    exported = write(engine.decoder, _head_of(engine, head_type), out, target=str(path))
+    kind = getattr(exported, "algorithm", "EAGLE-3")
+    what = f"{kind} head of {in_units(exported.parameters)} parameters for {name}"
+    _tell(console, out, what, exported)
 
 
 def _tell(console: Reporter, out: Path, what: str, exported: Any) -> None:
@@ -168,3 +169,30 @@ def custom_generate(
     console.print(f'{out}: model.generate(custom_generate="{repo_id or out}", ...)')
     kinds = [[head.kind, head.exit_layer] for head in spec.heads] if spec else []
     console.answer({"folder": str(out), "repo_id": repo_id, "heads": kinds})
+
+
+@import_.callback()
+def _group() -> None:
+    """Keeps `heads` a subcommand while it is the only one."""
+
+
+@import_.command("heads", epilog=examples("import heads"))
+@command
+def import_heads(
+    console: Reporter,
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="config.json and a .bin, .pt or .pth file.")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create.")],
+) -> None:
+    """Convert a head whose weights are a pickle; load the result with --heads OUT.
+
+    The pickle is loaded with torch.load(weights_only=True), which runs no code of the file.
+    """
+    from selfspec.apps.export import check_free
+    from selfspec.heads.formats.files import convert
+
+    check_free(out)
+    weights = convert(folder, out)
+    console.print(f"{weights}: load it with heads={str(out)!r}, or --heads {out}")
+    console.answer({"folder": str(out), "weights": str(weights)})

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from selfspec.config import DraftConfig
-    from selfspec.schedule.stats import Stats, Trace
 
 Format = Literal["text", "jsonl", "trace", "svg"]
 
@@ -220,14 +219,12 @@ def _continue(
 ) -> dict[str, Any]:
     """Continue one prompt, show the output, and return the result for JSON."""
     import torch
+    from transformers import TextStreamer
 
     spec, tokenizer = target.spec, target.tokenizer
-    device = spec.decoder.device
+    device, streamer = spec.decoder.device, None
     ids = torch.tensor([tokens], device=device)
-    streamer = None
     if form == "text" and not console.quiet:
-        from transformers import TextStreamer
-
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)  # pyright: ignore
     spec.generate(
         input_ids=ids,
@@ -241,41 +238,27 @@ def _continue(
     text = tokenizer.decode(trace.tokens(), skip_special_tokens=True)
     result = {"prompt": prompt, "text": text, "stats": stats.to_dict()}
     if form == "trace":
-        result["trace"] = [
-            {"drafted": r.drafted, "accepted": r.accepted, "target": r.target}
-            for r in trace.rows[0]
-        ]
-    if not console.quiet:
-        _show(target, form, console, result, stats, trace)
-    return result
+        told = ("drafted", "accepted", "target")
+        result["trace"] = [{name: getattr(r, name) for name in told} for r in trace.rows[0]]
+    if console.quiet:
+        return result
+    from selfspec.apps.display import pieces, trace_svg, write_piece
 
-
-def _show(
-    target: Loaded,
-    form: Format,
-    console: Console,
-    result: dict[str, Any],
-    stats: Stats,
-    trace: Trace,
-) -> None:
     if form == "jsonl":
         console.file.write(json.dumps(result, allow_nan=False) + "\n")
-        return
-    if form == "trace":
-        from selfspec.apps.display import pieces, write_piece
-
-        for piece in pieces(trace, target.tokenizer):
+    elif form == "trace":
+        for piece in pieces(trace, tokenizer):
             write_piece(console, piece)
         console.file.write("\n")
-    if form == "svg":
-        from selfspec.apps.display import trace_svg
-
+    elif form == "svg":
         title = (
             f"{stats.acceptance_rate:.0%} of the drafts accepted, "
             f"{stats.mean_accepted_length:.2f} tokens a round"
         )
-        console.file.write(trace_svg(trace, target.tokenizer, result["prompt"], title))
-    Console(stderr=True, highlight=False).print(summary(stats), style="dim")
+        console.file.write(trace_svg(trace, tokenizer, prompt, title))
+    if form != "jsonl":
+        note(summary(stats))
+    return result
 
 
 @dataclass(frozen=True)
