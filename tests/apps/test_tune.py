@@ -206,6 +206,24 @@ def test_a_draft_that_changes_the_output_is_told(spec, tokenizer, monkeypatch):
     assert {ran.name for ran in profile.validation if not ran.equal} == {"tree 4"}
 
 
+def test_a_draft_that_fails_is_left_out_with_its_reason(spec, tokenizer, monkeypatch):
+    generate = SelfSpecModel.generate
+
+    def broken(self, tokens, draft, **options):
+        if draft.drafter in failing:
+            raise RuntimeError("out of luck")
+        return generate(self, tokens, draft=draft, **options)
+
+    monkeypatch.setattr(SelfSpecModel, "generate", broken)
+    failing = {"tree"}
+    profile = tune(spec, tokenizer, TEXTS, small())
+    assert profile.left_out["tree 4"] == "RuntimeError: out of luck"
+    assert "tree 4" not in {ran.name for ran in profile.validation}
+    failing = {"none"}
+    with pytest.raises(RuntimeError, match=r"no drafts can be compared: .* out of luck"):
+        tune(spec, tokenizer, TEXTS, small())
+
+
 @pytest.mark.parametrize(
     ("texts", "changes", "message"),
     [
