@@ -302,7 +302,7 @@ def measure_shape(shape: str, kernels: Kernels, setup: Setup) -> Found:
     report.write(folder)
     failures = {f"failed {place}": why for place, why in enumerate(report.failures, 1)}
     facts = {**report.head, "fell back": _fell_back(bench.spec) or "no", **failures}
-    grids = [grid for grid in report.grids if grid.title.endswith(("speed", LIMIT.title))]
+    grids = [grid for grid in report.grids if grid.title.endswith(("speed", LIMIT))]
     return Found(facts, grids, passed=not report.failed and not failures)
 
 

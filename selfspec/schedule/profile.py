@@ -31,8 +31,8 @@ class Measured(StrictConfig):
     Attributes:
         name: its name in displays.
         draft: the draft.
-        tokens_per_second: median over turns, of whole calls.
-        speedup: over plain decoding in the same turns, median.
+        tokens_per_second: median over prompts and repeats, of whole calls.
+        speedup: over plain decoding on the same prompts, median.
         equal: whether its output was that of plain decoding; `None` where it need not be.
         acceptance_rate: accepted over drafted.
         mean_accepted_length: tokens of a round.

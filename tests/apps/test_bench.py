@@ -30,8 +30,8 @@ from selfspec.apps.bench import (
     write_plots,
 )
 from selfspec.apps.bench.prompts import Batch
-from selfspec.apps.bench.results import SHEETS, Grid, loops, median_interval, percentile
-from selfspec.apps.bench.run import Key, Place, Run, _status, peak_memory
+from selfspec.apps.bench.results import SHEETS, grid, loops, median_interval, percentile
+from selfspec.apps.bench.run import Key, Place, Run, peak_memory
 from selfspec.apps.cli import commands
 from selfspec.config import parse
 from selfspec.schedule.stats import PARTS
@@ -44,8 +44,6 @@ PEERS = [
     {"name": "lookup", "peer": "prompt_lookup_num_tokens"},
 ]
 GREEDY = {"name": "greedy"}
-# Pictures of memory, where the system tells.
-MEMORY = ["memory"] if _status("VmHWM") else []
 
 
 @pytest.fixture(scope="module")
@@ -251,7 +249,8 @@ def test_texts_end_where_the_model_ends_them(spec, tokenizer, config, tmp_path):
     rows, file = measured(stopping, tokenizer, config(), tmp_path / "b")
     for run in file.runs.values():
         assert stop not in run.texts[0][:-1]
-    assert rows["ours"].ended >= 0.5
+    ours = [run for key, run in file.runs.items() if key.place.method == "ours"]
+    assert sum(len(run.texts[0]) < TOKENS for run in ours) >= len(ours) / 2
     assert rows["ours"].equality.differing == []
 
 
@@ -323,15 +322,12 @@ def test_every_batch_size_has_its_tables_and_the_speed_against_them_a_picture(
     for size in SIZES:
         assert f"greedy · mats · batch {size} · speed" in titles
     names = {path.name for path in write_plots(rows, tmp_path)}
-    assert names == {
-        f"{kind}_greedy.png"
-        for kind in ("speedup", "acceptance", "lengths", "time", "batches", *MEMORY)
-    }
+    assert names == {f"{kind}_greedy.png" for kind in ("speedup", "acceptance", "time", "batches")}
 
 
 @pytest.mark.parametrize("width", [50, 60, 80, 120])
 def test_a_terminal_shows_names_and_speeds_whole_and_says_what_it_leaves_out(width):
-    sheet, names = SHEETS[0], ["plain", "HF assistant_early_exit", "fused 1, tree of 12, 0.7"]
+    sheet, names = SHEETS["speed"], ["plain", "HF assistant_early_exit", "fused 1, tree of 12, 0.7"]
     cells = [
         "131.5",
         "1.71x (1.50–1.93)",
@@ -341,17 +337,18 @@ def test_a_terminal_shows_names_and_speeds_whole_and_says_what_it_leaves_out(wid
         "NOT EQUAL: 3/4, margin 1.2e-05",
     ]
     rows = [[name, *cells] for name in names]
-    columns = ["method", *sheet.columns]
-    grid = Grid("speed", columns, rows, sheet.wraps, sheet.spare)
+    speeds = grid("speed", sheet, rows)
+    columns, spare = speeds.columns, speeds.spare
+    assert spare == ["over own loop", "length", "accepted", "outputs equal"]
     console = Console(width=width, file=io.StringIO())
-    console.print(grid.table(width))
+    console.print(speeds.table(width))
     shown = console.file.getvalue()
     assert "…" not in shown and max(map(len, shown.splitlines())) <= width
     assert shown.count("131.5  1.71x (1.50–1.93)") == len(names)
     assert all(word in shown for word in [*columns[:3], *" ".join(names).split()])
     caption = " ".join(shown.split()).partition("left out, as the terminal is narrow: ")[2]
     left_out = caption.split(", ") if caption else []
-    assert set(left_out) == set(sheet.spare[: len(left_out)])
+    assert set(left_out) == set(spare[: len(left_out)])
     assert ("0.812" in shown) == ("accepted" not in left_out)
     assert bool(left_out) == (width < 120)
 
@@ -592,7 +589,7 @@ def test_the_command_writes_its_report(folder, config, tmp_path):
     assert page.count("<img ") == len(pictures) and "too | deep failed" in page
     assert {path.name for path in pictures} == {
         f"{kind}_{mode}.png"
-        for kind in ("speedup", "acceptance", "lengths", "time", *MEMORY)
+        for kind in ("speedup", "acceptance", "time")
         for mode in ("greedy", "sampled")
     }
 

@@ -86,7 +86,7 @@ def test_on_a_terminal_accepted_tokens_are_coloured(tokenizer, monkeypatch):
     )
     paper = io.StringIO()
     console = Console(file=paper, force_terminal=True, color_system="standard", no_color=False)
-    module._coloured_turn(conversation, "the cat", console)
+    module._turn(conversation, "the cat", console, interactive=True)
     shown = paper.getvalue()
     assert spec.last_stats.accepted > 0
     assert "\x1b[32m" in shown

@@ -5,6 +5,7 @@ import json
 import re
 import struct
 from collections import Counter
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -15,9 +16,11 @@ from rich.console import Console
 
 from selfspec import DraftConfig, SelfSpecModel
 from selfspec.apps.bench.prompts import cut_prompts, in_batches, padded, split_prompts
-from selfspec.apps.bench.tune import Race, TuneConfig, fastest, tune, whole_models
+from selfspec.apps.bench.run import Written
+from selfspec.apps.bench.tune import _WARM_UP, TuneConfig, fastest, tune, whole_models
 from selfspec.apps.display import speedup_map, speedup_table, validation_table
 from selfspec.schedule.profile import Measured, Profile
+from selfspec.schedule.stats import Stats
 
 TEXTS = [PROMPT, "the man is on the sand and the sea is near", "a boat on the sea; the sun is red"]
 SMALL = {
@@ -81,12 +84,15 @@ def counted(monkeypatch):
     """How often each draft is run; nothing is really generated to be timed."""
     counts = Counter()
 
-    def run(self, name, drafts):
-        counts[name] += 1
-        rates = dict.fromkeys(("acceptance_rate", "mean_accepted_length"), 1.0)
-        return {"tokens_per_second": 1.0 + len(name), "output": "", **rates}
+    def make(spec, config):
+        def write(batch, options, seed):
+            counts[config.name] += options["max_new_tokens"] != _WARM_UP
+            stats = asdict(Stats(drafted=1, accepted=1, emitted=1, rounds=1))
+            return Written([[0]] * batch.rows, [1], [1 / (1 + len(config.name))], [], stats)
 
-    monkeypatch.setattr(Race, "_time", run)
+        return write
+
+    monkeypatch.setattr("selfspec.apps.bench.tune.make_method", make)
     return counts
 
 
@@ -136,42 +142,43 @@ def test_what_cannot_be_copied_is_left_out(spec, monkeypatch):
 
 
 def test_nothing_is_run_twice(spec, tokenizer, tmp_path, counted):
-    work = tmp_path / "deep" / "profile.work.jsonl"
-    first = tune(spec, tokenizer, TEXTS, small(), work)
+    work = tmp_path / "deep" / "profile.work"
+    first = tune(spec, tokenizer, TEXTS, small(prompts=2), work)
     compared = len(first.validation)
     runs = 1 + len(CHAINS) + 2 * compared
     assert counted.total() == runs
-    assert tune(spec, tokenizer, TEXTS, small(), work) == first
+    assert tune(spec, tokenizer, TEXTS, small(prompts=2), work) == first
     assert counted.total() == runs
-    tune(spec, tokenizer, TEXTS, small(repeats=3), work)
+    tune(spec, tokenizer, TEXTS, small(prompts=2, repeats=3), work)
     assert counted.total() == runs + compared
 
 
 @pytest.mark.parametrize("at", [("exits and lengths", 2), ("comparison", 5)], ids=str)
 def test_an_interrupted_tuning_goes_on_where_it_was(spec, tokenizer, tmp_path, counted, at):
-    work = tmp_path / "profile.work.jsonl"
+    work = tmp_path / "profile.work"
 
     def interrupt(part, done, of):
         if (part, done) == at:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        tune(spec, tokenizer, TEXTS, small(), work, interrupt)
-    work.write_text(work.read_text()[:-9])  # the machine went down while a line was written
-    profile = tune(spec, tokenizer, TEXTS, small(), work)
+        tune(spec, tokenizer, TEXTS, small(prompts=2), work, interrupt)
+    runs = work / "runs.jsonl"
+    runs.write_text(runs.read_text()[:-9])  # the machine went down while a line was written
+    profile = tune(spec, tokenizer, TEXTS, small(prompts=2), work)
     assert counted.total() == 1 + len(CHAINS) + 2 * len(profile.validation) + 1
-    tune(spec, tokenizer, TEXTS, small(), work)
+    tune(spec, tokenizer, TEXTS, small(prompts=2), work)
     assert counted.total() == 1 + len(CHAINS) + 2 * len(profile.validation) + 1
 
 
 def test_runs_of_other_heads_or_texts_are_made_anew(spec, tokenizer, tmp_path, counted):
-    work = tmp_path / "profile.work.jsonl"
-    tune(spec, tokenizer, TEXTS, small(), work)
-    tune(spec, tokenizer, TEXTS[:1], small(), work)
+    work = tmp_path / "profile.work"
+    tune(spec, tokenizer, TEXTS, small(prompts=2), work)
+    tune(spec, tokenizer, TEXTS[1:2], small(prompts=2), work)
     assert counted["lens 2 × 1"] == 2  # once each: not among the best
     with torch.no_grad():
         next(spec.heads[0].parameters()).add_(1.0)
-    tune(spec, tokenizer, TEXTS, small(), work)
+    tune(spec, tokenizer, TEXTS, small(prompts=2), work)
     assert counted["lens 2 × 1"] == 3
 
 
@@ -197,6 +204,24 @@ def test_a_draft_that_changes_the_output_is_told(spec, tokenizer, monkeypatch):
     monkeypatch.setattr(SelfSpecModel, "generate", wrong)
     profile = tune(spec, tokenizer, TEXTS, small())
     assert {ran.name for ran in profile.validation if not ran.equal} == {"tree 4"}
+
+
+def test_a_draft_that_fails_is_left_out_with_its_reason(spec, tokenizer, monkeypatch):
+    generate = SelfSpecModel.generate
+
+    def broken(self, tokens, draft, **options):
+        if draft.drafter in failing:
+            raise RuntimeError("out of luck")
+        return generate(self, tokens, draft=draft, **options)
+
+    monkeypatch.setattr(SelfSpecModel, "generate", broken)
+    failing = {"tree"}
+    profile = tune(spec, tokenizer, TEXTS, small())
+    assert profile.left_out["tree 4"] == "RuntimeError: out of luck"
+    assert "tree 4" not in {ran.name for ran in profile.validation}
+    failing = {"none"}
+    with pytest.raises(RuntimeError, match=r"no drafts can be compared: .* out of luck"):
+        tune(spec, tokenizer, TEXTS, small())
 
 
 @pytest.mark.parametrize(

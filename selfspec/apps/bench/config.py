@@ -269,7 +269,10 @@ class BenchConfig(StrictConfig):
     def _take_named(cls, modes: Any) -> Any:
         if not isinstance(modes, Sequence) or isinstance(modes, str):
             raise ValueError("modes is a list of modes, or of their names")
-        return [_named_mode(mode) if isinstance(mode, str) else mode for mode in modes]
+        for name in modes:
+            if isinstance(name, str) and name not in _MODES:
+                raise ValueError(unknown_name("mode", name, list(_MODES)))
+        return [_MODES[mode] if isinstance(mode, str) else mode for mode in modes]
 
     @field_validator("methods")
     @classmethod
@@ -293,12 +296,6 @@ class BenchConfig(StrictConfig):
         if len(set(self.batch_sizes)) < len(self.batch_sizes):
             raise ValueError(f"batch_sizes has a size twice: {list(self.batch_sizes)}")
         return self
-
-
-def _named_mode(name: str) -> ModeConfig:
-    if name not in _MODES:
-        raise ValueError(unknown_name("mode", name, list(_MODES)))
-    return _MODES[name]
 
 
 def read_methods(pattern: str) -> list[MethodConfig]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,27 +27,18 @@ from selfspec.schedule.stats import Stats
 def first_divergence(
     spec: SelfSpecModel, prompt: Batch, options: dict[str, Any], plain: list[int], other: list[int]
 ) -> Divergence | None:
-    """Where `other` diverges from `plain`; `None` if they are equal.
+    """Where `other` diverges from the model's own `generate`; `None` if they are equal.
 
-    Args:
-        spec: the target.
-        prompt: the prompt of both, one row.
-        options: options of `generate`, the same for both.
-        plain: tokens of the model's own `generate`.
-        other: tokens of another method.
+    Both continue `prompt`, one row, with the same options of `generate`.
     """
-    scores_after = partial(_scores, spec, prompt, options)
+
+    def scores_after(written: list[int]) -> Tensor:
+        behind = prompt.tokens.new_tensor([written])
+        texts = torch.cat([prompt.tokens, behind], dim=1)
+        mask = torch.cat([prompt.mask, torch.ones_like(behind)], dim=1)
+        return _next_scores(spec, texts, mask, options)[0].float()
+
     return find_divergence(plain, other, scores_after, spec.decoder.dtype)
-
-
-def _scores(
-    spec: SelfSpecModel, prompt: Batch, options: dict[str, Any], written: list[int]
-) -> Tensor:
-    """`[vocab]` the scores of the model's own `generate` for the next token."""
-    behind = prompt.tokens.new_tensor([written])
-    texts = torch.cat([prompt.tokens, behind], dim=1)
-    mask = torch.cat([prompt.mask, torch.ones_like(behind)], dim=1)
-    return _next_scores(spec, texts, mask, options)[0].float()
 
 
 def _next_scores(
@@ -96,14 +86,9 @@ class Sampling(NamedTuple):
 
     def options(self, stops: Sequence[int]) -> dict[str, Any]:
         """Options of `generate`; no token ends a continuation early."""
-        options: dict[str, Any] = {
-            "do_sample": True,
-            "temperature": self.temperature,
-            "top_k": self.candidates,
-            "top_p": 1.0,
-            "pad_token_id": 0,
-        }
-        return {**options, "suppress_tokens": list(stops)} if stops else options
+        options = {"do_sample": True, "temperature": self.temperature, "top_k": self.candidates}
+        endless = {"suppress_tokens": list(stops)} if stops else {}
+        return {**options, "top_p": 1.0, "pad_token_id": 0, **endless}
 
 
 @dataclass(frozen=True)
@@ -146,12 +131,9 @@ class CheckResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as plain values."""
-        found = asdict(self)
-        found["divergences"] = {
-            str(number): divergence._asdict() for number, divergence in self.divergences.items()
-        }
+        divergences = {str(number): each._asdict() for number, each in self.divergences.items()}
         verdicts = {"equal": self.equal, "distributed": self.distributed, "passed": self.passed}
-        return {**found, **verdicts}
+        return {**asdict(self), "divergences": divergences, **verdicts}
 
 
 def check_exactness(
@@ -230,21 +212,13 @@ def _distribution(
 
 
 def exact_probabilities(
-    spec: SelfSpecModel,
-    prompt: Tensor,
-    options: dict[str, Any],
-    horizon: int,
-    margin: float = 0.0,
+    spec: SelfSpecModel, prompt: Tensor, options: dict[str, Any], horizon: int, margin: float = 0.0
 ) -> dict[tuple[int, ...], float]:
     """The probability of every continuation of `horizon` tokens under plain decoding.
 
-    Args:
-        spec: the target.
-        prompt: `[1, width]`.
-        options: options of `generate`, with a `top_k` that leaves few candidates.
-        horizon: tokens of a continuation.
-        margin: continuations are left out if one of their candidates is nearer to one beyond
-            `top_k`, as a share of the best score.
+    The options of `generate` have a `top_k` that leaves few candidates. Continuations are left out
+    if one of their candidates is nearer than `margin`, a share of the best score, to one beyond
+    `top_k`.
     """
     most = options["top_k"]
     wider = {**options, "top_k": most + 1}
@@ -269,10 +243,7 @@ def exact_probabilities(
 def _candidates(scores: Tensor, most: int, margin: float) -> tuple[Tensor, Tensor]:
     """`[rows, vocab]` probabilities of the best `most` tokens, and which of these are sure to be.
 
-    Args:
-        scores: `[rows, vocab]`, finite for more than the best `most`.
-        most: tokens that are kept.
-        margin: distance to the tokens that are not, as a share of the best score.
+    Those are sure that are further from the tokens left out than `margin`, a share of the best.
     """
     best = scores.topk(min(most + 1, scores.shape[-1])).values
     kept = scores >= best[:, :most].min(-1, keepdim=True).values

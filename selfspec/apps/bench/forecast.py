@@ -14,10 +14,11 @@ import operator
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import psutil
 import torch
 from torch import Tensor, nn
@@ -36,13 +37,7 @@ from selfspec.model import SelfSpecModel
 
 
 class Fit(NamedTuple):
-    """A recorded fit.
-
-    Attributes:
-        tokens: tokens of text that the head has seen.
-        first: mean Σ min(p, q) of its first drafts on held-out text.
-        later: that of its drafts after them.
-    """
+    """Tokens that a head has seen, and the mean Σ min(p, q) of its first drafts and later ones."""
 
     tokens: float
     first: float
@@ -72,24 +67,20 @@ def acceptance(kind: str, exit_layer: int, tokens: float) -> tuple[float, float]
     stays, and below the first it falls to zero with the tokens.
     """
     fits = RECORDED[kind, exit_layer > 0]
-    if tokens <= fits[0].tokens:
-        share = tokens / fits[0].tokens
-        return share * fits[0].first, share * fits[0].later
-    for low, high in itertools.pairwise(fits):
-        if tokens < high.tokens:
-            share = math.log(tokens / low.tokens) / math.log(high.tokens / low.tokens)
-            first = low.first + share * (high.first - low.first)
-            return first, low.later + share * (high.later - low.later)
-    return fits[-1].first, fits[-1].later
+    known = [math.log(fit.tokens) for fit in fits]
+    at, share = math.log(max(tokens, fits[0].tokens)), min(1.0, tokens / fits[0].tokens)
+    first, later = (
+        share * float(np.interp(at, known, rates))
+        for rates in ([fit.first for fit in fits], [fit.later for fit in fits])
+    )
+    return first, later
 
 
 def expected_tokens(rates: Sequence[float], num_draft_tokens: int) -> float:
     """Tokens that a round of k drafts emits: 1 + Σ_{i≤k} Π_{j≤i} α_j.
 
-    Args:
-        rates: acceptance rate of each draft where those before it are accepted; drafts deeper than
-            the last have its rate.
-        num_draft_tokens: k.
+    `rates` are those of drafts where the ones before are accepted; deeper drafts have the last
+    rate.
     """
     deeper = itertools.chain(rates, itertools.repeat(rates[-1]))
     reached = itertools.accumulate(itertools.islice(deeper, num_draft_tokens), operator.mul)
@@ -145,40 +136,25 @@ _TURNS, _SECONDS = 3, 8.0  # at least: every call is timed once a turn
 
 @dataclass(frozen=True)
 class DeviceSpeed:
-    """Seconds of the whole target on this device.
+    """Seconds of the whole target on this device."""
 
-    Attributes:
-        depth: layers of the target.
-        plain: seconds of a plain decoding step.
-        layer: seconds of one layer, by the tokens of a pass.
-        rounds: seconds of rounds of a head at the embeddings, by the size of its vocabulary and by
-            its drafts.
-        wide: seconds of a training pass of the target, a token.
-        read_out: seconds of the LM head in such a pass, a token and row.
-    """
-
-    depth: int
-    plain: float
-    layer: dict[int, float]
+    depth: int  # layers of the target
+    plain: float  # seconds of a plain decoding step
+    layer: dict[int, float]  # seconds of one layer, by the tokens of a pass
+    # seconds of rounds of a head at the embeddings, by the size of its vocabulary and by its drafts
     rounds: dict[int, dict[int, float]]
-    wide: float
-    read_out: float
+    wide: float  # seconds of a training pass of the target, a token
+    read_out: float  # seconds of the LM head in such a pass, a token and row
 
     def round(self, exit_layer: int, vocab_size: int, drafts: int) -> float:
         """Seconds of a round of that many drafts by a head after `exit_layer` layers.
 
         A draft runs the layers below the exit, and verification resumes at the exit.
         """
-        by_chain = {count: _along(by_size, vocab_size) for count, by_size in self._by_size.items()}
-        of_head = _along(by_chain, drafts)
+        by_size = {size: _along(by_chain, drafts) for size, by_chain in self.rounds.items()}
+        of_head = _along(by_size, vocab_size)
         below = (drafts + 1) * _along(self.layer, 1) - _along(self.layer, drafts + 1)
         return of_head + exit_layer * below
-
-    @property
-    def _by_size(self) -> dict[int, dict[int, float]]:
-        """`rounds` by drafts first."""
-        counts = next(iter(self.rounds.values()))
-        return {n: {size: times[n] for size, times in self.rounds.items()} for n in counts}
 
     def fit_rate(self, vocab_size: int, depths: float = 2.0) -> float:
         """Tokens a second of a fit that unrolls `depths` drafts on average.
@@ -200,15 +176,10 @@ def _along(known: dict[int, float], at: int) -> float:
 
 
 def measure_device(decoder: Decoder, device: torch.device, dtype: torch.dtype) -> DeviceSpeed:
-    """Time rounds on `device` of a target with the shapes of `decoder`.
+    """Time rounds on `device` of a target with the shapes of `decoder`, which needs no weights.
 
     Two random models have as many of its layers as fit into a gigabyte, and half of them. What
     further layers cost is the difference between the two.
-
-    Args:
-        decoder: the target, perhaps without weights.
-        device: where it is to run.
-        dtype: dtype of its weights.
 
     Raises:
         RuntimeError: there is too little memory.
@@ -276,18 +247,10 @@ def assumed_speed(decoder: Decoder, device: torch.device, dtype: torch.dtype) ->
 
 
 class _Timed:
-    """A random model, and calls that are timed with it.
+    """A random model, and calls that return seconds.
 
-    Args:
-        config: its config.
-        sizes: vocabularies of its heads.
-        device: its device.
-        dtype: its dtype.
-
-    Attributes:
-        calls: each returns seconds: of a round, by the vocabulary and the drafts of a head (0 and 0
-            for plain decoding); of a pass of training (`wide`), a token; and of the LM head in it
-            (`read out`), a token and row.
+    The calls are rounds, by the vocabulary and the drafts of a head (0 and 0 for plain decoding);
+    a pass of training (`wide`), a token; and the LM head in it (`read out`), a token and row.
     """
 
     def __init__(
@@ -383,52 +346,56 @@ COVERAGE = {8_000: 0.94, 16_000: 0.97, 32_000: 0.99}
 
 @dataclass(frozen=True)
 class Candidate:
-    """A head that could be fitted, and what is expected of it.
-
-    Attributes:
-        kind: its kind.
-        exit_layer: layers below its exit.
-        vocab_size: size of its vocabulary; 0 for all tokens.
-        coverage: share of the text's tokens that it can draft.
-        num_draft_tokens: drafts of a round with which it is fastest.
-        rates: α of its first draft and of those after it.
-        speedup: over plain decoding.
-        cost: of one more draft and its verification, in plain steps.
-        fit_rate: tokens a second of its fit.
-    """
+    """A head that could be fitted, and what is expected of it on a device."""
 
     kind: str
-    exit_layer: int
-    vocab_size: int
-    coverage: float
-    num_draft_tokens: int
-    rates: tuple[float, float]
-    speedup: float
-    cost: float
-    fit_rate: float
+    exit_layer: int  # layers below its exit
+    vocab_size: int  # size of its vocabulary; 0 for all tokens
+    rows: int  # rows of its LM head
+    coverage: float  # share of the text's tokens that it can draft
+    speed: DeviceSpeed
+    tokens: float  # tokens of text that it will have seen
+
+    def after(self, tokens: float) -> Candidate:
+        """The same head after another number of tokens."""
+        return replace(self, tokens=tokens)
+
+    @property
+    def rates(self) -> tuple[float, float]:
+        """α of its first draft and of those after it."""
+        first, later = acceptance(self.kind, self.exit_layer, self.tokens)
+        return self.coverage * first, self.coverage * later
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Drafts of a round with which it is fastest."""
+        return max(range(1, max(_CHAINS) + 1), key=self._speedup)
+
+    @property
+    def speedup(self) -> float:
+        """Over plain decoding, with as many drafts."""
+        return self._speedup(self.num_draft_tokens)
+
+    def _speedup(self, drafts: int) -> float:
+        return expected_tokens(self.rates, drafts) * self.speed.plain / self._seconds(drafts)
+
+    @property
+    def cost(self) -> float:
+        """Of one more draft and its verification, in plain steps."""
+        return (self._seconds(3) - self._seconds(1)) / 2 / self.speed.plain
+
+    def _seconds(self, drafts: int) -> float:
+        return self.speed.round(self.exit_layer, self.rows, drafts)
+
+    @property
+    def fit_rate(self) -> float:
+        """Tokens a second of its fit."""
+        return self.speed.fit_rate(self.rows)
 
     @property
     def head(self) -> dict[str, Any]:
         """Its entry in the config of a fit."""
         return {"kind": self.kind, "exit_layer": self.exit_layer, "vocab_size": self.vocab_size}
-
-
-def _candidates(
-    decoder: Decoder, speed: DeviceSpeed, coverage: Mapping[int, float], tokens: float
-) -> list[Candidate]:
-    """The heads that a target can have, the fastest first."""
-    found = [
-        _forecast(decoder, speed, (kind, exit_layer), (size, share), tokens)
-        for kind, exit_layer in _exits(decoder)
-        for size, share in coverage.items()
-    ]
-    return sorted(found, key=lambda candidate: candidate.speedup, reverse=True)
-
-
-def forecast(decoder: Decoder, speed: DeviceSpeed, head: Candidate, tokens: float) -> Candidate:
-    """What is expected of the same head after another number of tokens."""
-    exit_head = head.kind, head.exit_layer
-    return _forecast(decoder, speed, exit_head, (head.vocab_size, head.coverage), tokens)
 
 
 def _exits(decoder: Decoder) -> Iterator[tuple[str, int]]:
@@ -445,75 +412,39 @@ def _exits(decoder: Decoder) -> Iterator[tuple[str, int]]:
         yield kind, exit_layer
 
 
-def _forecast(
-    decoder: Decoder,
-    speed: DeviceSpeed,
-    exit_head: tuple[str, int],
-    vocabulary: tuple[int, float],
-    tokens: float,
-) -> Candidate:
-    """What is expected of a head at its best number of drafts.
-
-    Args:
-        decoder: the target, perhaps without weights.
-        speed: what was measured.
-        exit_head: its kind, and the layers below its exit.
-        vocabulary: its size, 0 for all tokens, and the share of the text's tokens in it.
-        tokens: tokens of text that the head will have seen.
-    """
-    (kind, exit_layer), (size, coverage) = exit_head, vocabulary
-    first, later = (coverage * rate for rate in acceptance(kind, exit_layer, tokens))
-    rows = size or decoder.vocab_size
-    seconds = {n: speed.round(exit_layer, rows, n) for n in range(1, max(_CHAINS) + 1)}
-    speeds = {n: expected_tokens((first, later), n) * speed.plain / seconds[n] for n in seconds}
-    best = max(speeds, key=lambda drafts: speeds[drafts])
-    return Candidate(
-        kind=kind,
-        exit_layer=exit_layer,
-        vocab_size=size,
-        coverage=coverage,
-        num_draft_tokens=best,
-        rates=(first, later),
-        speedup=speeds[best],
-        cost=(seconds[3] - seconds[1]) / 2 / speed.plain,
-        fit_rate=speed.fit_rate(rows),
-    )
-
-
 HOUR = 3600.0
 
 
 class Advice(NamedTuple):
-    """What to fit to a target on a device.
+    """What to fit to a target on a device."""
 
-    Attributes:
-        tokens: tokens of text that the run sees.
-        now: the candidates after that run, the fastest first.
-        then: the same candidates after an hour of fitting.
-        most: the same after as much text as any recorded fit has seen.
-    """
-
-    tokens: float
-    now: list[Candidate]
-    then: list[Candidate]
-    most: list[Candidate]
+    tokens: float  # tokens of text that the run sees
+    now: list[Candidate]  # the candidates after that run, the fastest first
 
     @classmethod
     def of(
         cls, decoder: Decoder, speed: DeviceSpeed, coverage: Mapping[int, float], tokens: float
     ) -> Self:
-        """Compare the heads that a target can have.
+        """Compare the heads that a target can have, which needs no weights.
 
-        Args:
-            decoder: the target, perhaps without weights.
-            speed: that of the device.
-            coverage: share of the text's tokens, by the size of a vocabulary; 0 for all tokens.
-            tokens: tokens of text that the run will see.
+        `coverage` is the share of the text's tokens by the size of a vocabulary, 0 for all tokens.
         """
-        now = _candidates(decoder, speed, coverage, tokens)
-        then = [forecast(decoder, speed, head, head.fit_rate * HOUR) for head in now]
-        most = [forecast(decoder, speed, head, math.inf) for head in now]
-        return cls(tokens, now, then, most)
+        heads = [
+            Candidate(kind, exit_layer, size, size or decoder.vocab_size, share, speed, tokens)
+            for kind, exit_layer in _exits(decoder)
+            for size, share in coverage.items()
+        ]
+        return cls(tokens, sorted(heads, key=lambda head: head.speedup, reverse=True))
+
+    @property
+    def then(self) -> list[Candidate]:
+        """The same candidates after an hour of fitting."""
+        return [head.after(head.fit_rate * HOUR) for head in self.now]
+
+    @property
+    def most(self) -> list[Candidate]:
+        """The same after as much text as any recorded fit has seen."""
+        return [head.after(math.inf) for head in self.now]
 
     @property
     def best(self) -> Candidate:

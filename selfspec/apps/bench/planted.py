@@ -32,12 +32,7 @@ Read = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 class GreedyTexts:
-    """The target's own greedy continuations, generated once per batch.
-
-    Args:
-        spec: the target.
-        options: options of `generate`, including `max_new_tokens`.
-    """
+    """The target's own greedy continuations, generated once per batch."""
 
     def __init__(self, spec: SelfSpecModel, options: dict[str, Any]):
         self._spec, self._options = spec, options
@@ -69,15 +64,10 @@ def planted_ranks(rows: int, length: int, acceptance: float, seed: int) -> Tenso
 
 
 class PlantedRead:
-    """Calls an exit head, and replaces its logits by planted ones.
+    """Calls an exit head by `read` of its reader, and replaces its logits by planted ones.
 
-    Args:
-        read: `ExitReader.read` of the drafter's own reader.
-        text: `[rows, n]` the target's own next tokens of each row of the call.
-        width: tokens of the prompts, padding included.
-        acceptance: probability that a draft after right ones is right.
-        vocab: size of the vocabulary.
-        seed: seed of the random numbers.
+    `text` is `[rows, n]`, the target's own next tokens of each row after `width` tokens of prompts,
+    padding included.
     """
 
     def __init__(
@@ -131,17 +121,16 @@ def generate_planted(
     seed: int,
     **options: Any,
 ) -> tuple[Tensor, Session]:
-    """`SelfSpecModel.generate` with planted drafts.
+    """`SelfSpecModel.generate` with drafts of `early_exit` or `tree`, planted.
 
     Args:
         spec: the target.
-        draft: how to draft; `early_exit` or `tree`.
+        draft: how to draft.
         batch: the prompts.
         text: `[rows, n]` the target's own continuations.
         acceptance: probability that a draft after right ones is right.
         seed: seed of the random numbers.
-        **options: options of transformers' `generate`, which must be greedy, including
-            `max_new_tokens`; may include a streamer.
+        **options: of transformers' `generate`, greedy, with `max_new_tokens`.
 
     Returns:
         The output of `generate`, and the session with its statistics.

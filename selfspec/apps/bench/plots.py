@@ -1,20 +1,19 @@
-"""Plots of a benchmark: speedup, batch sizes, acceptance, time and memory."""
+"""Plots of a benchmark: speedup, batch sizes, acceptance, time."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from selfspec.apps.bench.results import Row
 from selfspec.apps.display.plots import COLOURS, line_styles
 from selfspec.heads.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Draw = Callable[["Axes", list[Row]], None]
+    from selfspec.apps.bench.results import Row
 
 _PARTS = {
     "shallow": "#56b4e9",
@@ -35,35 +34,26 @@ def write_plots(rows: Sequence[Row], folder: Path) -> list[Path]:
         ImportError: matplotlib is missing.
     """
     sizes = list(dict.fromkeys(row.place.batch for row in rows))
-    kinds: dict[str, tuple[Draw, Callable[[Row], Any]]] = {
-        "speedup": (_speedups, lambda row: row.speedup),
-        "acceptance": (_acceptance, lambda row: row.acceptance_by_position),
-        "lengths": (_lengths, lambda row: row.accepted_lengths),
-        "time": (_time, lambda row: row.time_split),
-        "memory": (_memory, lambda row: row.memory),
-    }
     written: list[Path] = []
     for mode in dict.fromkeys(row.place.mode for row in rows):
         of_mode = [row for row in rows if row.place.mode == mode]
         first = [row for row in of_mode if row.place.batch == sizes[0]]
-        found = {
-            kind: (draw, [row for row in first if figure_of(row)])
-            for kind, (draw, figure_of) in kinds.items()
+        plots: dict[str, tuple[Callable[[Axes, list[Row]], None], list[Row]]] = {
+            "speedup": (_speedups, [row for row in first if row.speedup]),
+            "acceptance": (_acceptance, [row for row in first if row.acceptance_by_position]),
+            "time": (_time, [row for row in first if row.time_split]),
         }
         if len(sizes) > 1:
-            found["batches"] = (_batches, [row for row in of_mode if row.speedup])
-        for kind, (draw, shown) in found.items():
+            plots["batches"] = _batches, [row for row in of_mode if row.speedup]
+        name = re.sub(r"\W+", "_", mode).strip("_").lower()
+        for kind, (draw, shown) in plots.items():
             if shown:
-                path = folder / f"{kind}_{_file_name(mode)}.png"
+                path = folder / f"{kind}_{name}.png"
                 write_picture(
                     path, mode, lambda ax, draw=draw, rows=shown: draw(ax, rows), len(shown)
                 )
                 written.append(path)
     return written
-
-
-def _file_name(mode: str) -> str:
-    return re.sub(r"\W+", "_", mode).strip("_").lower()
 
 
 def write_picture(path: Path, title: str, draw: Callable[[Axes], object], rows: int = 12) -> None:
@@ -124,28 +114,20 @@ def _speedups(ax: Axes, rows: list[Row]) -> None:
 
 
 def _batches(ax: Axes, rows: list[Row]) -> None:
-    lines: dict[str, list[Row]] = {}
+    lines: dict[str, list[tuple[int, Any]]] = {}
     for row, name in zip(rows, _names(rows), strict=True):
-        lines.setdefault(name, []).append(row)
+        lines.setdefault(name, []).append((row.place.batch, row.speedup))
     for name, style in line_styles(lines):
-        line = lines[name]
-        found = [row.speedup for row in line if row.speedup is not None]
+        sizes, found = zip(*lines[name], strict=True)
         spread = [[f.value - f.low for f in found], [f.high - f.value for f in found]]
-        ax.errorbar(
-            [row.place.batch for row in line],
-            [f.value for f in found],
-            yerr=spread,
-            **style,
-            label=name,
-            capsize=3,
-        )
+        values = [f.value for f in found]
+        ax.errorbar(sizes, values, yerr=spread, **style, label=name, capsize=3)
     sizes = sorted({row.place.batch for row in rows})
     ax.set_xscale("log", base=2)
     ax.set_xticks(sizes, [str(size) for size in sizes])
     ax.axhline(1, color="black", linewidth=0.8)
     ax.set(xlabel="batch size", ylabel="speedup over the model's own batched generate")
-    ax.figure.set_figheight(max(4.0, 1 + 0.25 * len(lines)))  # pyright: ignore[reportAttributeAccessIssue]
-    ax.legend(**_OUTSIDE)
+    _beside(ax, len(lines))
 
 
 def _acceptance(ax: Axes, rows: list[Row]) -> None:
@@ -154,47 +136,21 @@ def _acceptance(ax: Axes, rows: list[Row]) -> None:
         ax.plot(positions, row.acceptance_by_position, **style, label=name)
     ax.set(xlabel="position in the draft", ylabel="share of drafts accepted", ylim=(0, 1.02))
     ax.set_xticks(range(1, 1 + max(len(row.acceptance_by_position) for row in rows)))
-    ax.figure.set_figheight(max(4.0, 1 + 0.25 * len(rows)))  # pyright: ignore[reportAttributeAccessIssue]
+    _beside(ax, len(rows))
+
+
+def _beside(ax: Axes, lines: int) -> None:
+    """Put the names of lines beside the plot, which is high enough for them."""
+    ax.figure.set_figheight(max(4.0, 1 + 0.25 * lines))  # pyright: ignore[reportAttributeAccessIssue]
     ax.legend(**_OUTSIDE)
-
-
-def _lengths(ax: Axes, rows: list[Row]) -> None:
-    """Shares of rounds by accepted drafts: a bar per row, darker for more."""
-    most = max(max(row.accepted_lengths) for row in rows)
-    totals = [sum(row.accepted_lengths.values()) for row in rows]
-    parts = {
-        str(kept): [
-            row.accepted_lengths.get(kept, 0) / n for row, n in zip(rows, totals, strict=True)
-        ]
-        for kept in range(most + 1)
-    }
-    colours = [(0.0, 0.45, 0.7, (kept + 1) / (most + 1)) for kept in range(most + 1)]
-    _stacked_bars(ax, rows, parts, colours)
-    ax.set(xlabel="share of rounds", xlim=(0, 1))
-    ax.legend(title="accepted drafts", **_OUTSIDE)
 
 
 def _time(ax: Axes, rows: list[Row]) -> None:
-    parts = {part: [row.time_split[part] for row in rows] for part in _PARTS}
-    _stacked_bars(ax, rows, parts, list(_PARTS.values()))
-    ax.set(xlabel="share of decode time", xlim=(0, 1))
-    ax.legend(**_OUTSIDE)
-
-
-def _stacked_bars(
-    ax: Axes, rows: list[Row], parts: Mapping[str, Sequence[float]], colours: Sequence[Any]
-) -> None:
     left = [0.0] * len(rows)
-    for (label, widths), colour in zip(parts.items(), colours, strict=True):
-        ax.barh(range(len(rows)), widths, left=left, color=colour, label=label)
+    for part, colour in _PARTS.items():
+        widths = [row.time_split[part] for row in rows]
+        ax.barh(range(len(rows)), widths, left=left, color=colour, label=part)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     _name_bars(ax, rows)
-
-
-def _memory(ax: Axes, rows: list[Row]) -> None:
-    for label, colour in (("peak", "#bbbbbb"), ("growth", COLOURS[0])):
-        bytes_of = [getattr(row.memory, label) for row in rows]
-        ax.barh(range(len(rows)), [count / 2**20 for count in bytes_of], color=colour, label=label)
-    _name_bars(ax, rows)
-    ax.set_xlabel("MiB, peak of the call and its growth")
+    ax.set(xlabel="share of decode time", xlim=(0, 1))
     ax.legend(**_OUTSIDE)

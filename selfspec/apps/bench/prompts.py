@@ -45,12 +45,7 @@ _CHARACTERS = 24  # more characters than a token has on average
 def read_prompts(
     config: PromptSetConfig, tokenizer: PreTrainedTokenizerBase, longest: int | None = None
 ) -> list[list[int]]:
-    """Token ids of a set's prompts.
-
-    Args:
-        config: the set.
-        tokenizer: the target's.
-        longest: the most tokens that leave room for the output; longer questions are dropped.
+    """Token ids of a set's prompts; questions longer than `longest` tokens are dropped.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -62,7 +57,9 @@ def read_prompts(
         prompts = _drawn(config, tokenizer)
     else:
         asked = [_asked(config, tokenizer, record) for record in _records(config)]
-        prompts = _fitting(config, asked, longest)
+        low, high = config.lengths or (1, longest or max(map(len, asked), default=1))
+        fitting = [prompt for prompt in asked if low <= len(prompt) <= high]
+        prompts = evenly(fitting, config.count or len(fitting))
     too_long = max(map(len, prompts), default=0)
     if longest is not None and too_long > longest:
         raise ValueError(
@@ -95,19 +92,15 @@ def _asked(
     config: PromptSetConfig, tokenizer: PreTrainedTokenizerBase, record: dict[str, Any]
 ) -> list[int]:
     """Token ids of a record's question or chat."""
-    if config.reader == "chat":
-        return encode_chat(tokenizer, _messages(config, record))
-    return _encode(config, tokenizer, _question(config, record))
-
-
-def _messages(config: PromptSetConfig, record: dict[str, Any]) -> list[Any]:
+    if config.reader != "chat":
+        return _encode(config, tokenizer, _question(config, record))
     messages = record.get("messages")
     if not isinstance(messages, list) or not messages:
         raise ValueError(
             f"prompt set {config.name!r}: a chat is a record with a list of messages, and one has "
             f"{', '.join(sorted(set(record) - {'turn'})) or 'nothing'}"
         )
-    return messages
+    return encode_chat(tokenizer, messages)
 
 
 def _encode(config: PromptSetConfig, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -122,24 +115,11 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Any]) -> 
     return tokenizer(rendered, add_special_tokens=False, verbose=False).input_ids
 
 
-def _fitting(
-    config: PromptSetConfig, prompts: Sequence[list[int]], longest: int | None
-) -> list[list[int]]:
-    """`count` prompts of the wanted lengths, evenly spaced."""
-    low, high = config.lengths or (1, longest or max(map(len, prompts), default=1))
-    fitting = [prompt for prompt in prompts if low <= len(prompt) <= high]
-    return evenly(fitting, config.count or len(fitting))
-
-
 # Questions
 
 
 def _records(config: PromptSetConfig) -> Iterator[dict[str, Any]]:
-    path = (
-        Path(config.path)
-        if config.path
-        else DEMO_MODEL.parent / "prompts" / f"{config.reader}.jsonl"
-    )
+    path = Path(config.path or DEMO_MODEL.parent / "prompts" / f"{config.reader}.jsonl")
     if not path.is_file():
         raise FileNotFoundError(f"no prompt file at {path}, which {config.name!r} reads")
     for record in sound_fields(path, "records"):
@@ -155,18 +135,9 @@ def render_chat(
     documents: list[Any] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
-    """A rendered chat.
+    """A chat in the tokenizer's template, whose variables are as in `apply_chat_template`.
 
-    Args:
-        tokenizer: the target's.
-        messages: the chat.
-        reply_next: open the assistant's turn.
-        tools: the tools that the assistant may call.
-        documents: the documents that it may read.
-        chat_template_kwargs: further variables of the template, such as `enable_thinking`.
-
-    Raises:
-        ValueError: the tokenizer has no template.
+    With `reply_next`, the assistant's turn is open. Raises ValueError if there is no template.
     """
     check_template(tokenizer)
     text = tokenizer.apply_chat_template(
@@ -270,14 +241,8 @@ def cut_prompts(
 ) -> list[Tensor]:
     """At most `count` evenly spaced prompts `[length]` of at most `tokens` tokens.
 
-    Args:
-        tokenizer: the target's.
-        texts: long ones are cut into several prompts; none takes the passages in the package.
-        tokens: tokens of a prompt; a short text gives one shorter prompt.
-        count: prompts at most.
-
-    Raises:
-        ValueError: the texts hold no token.
+    Long texts are cut into several prompts; a short one gives one shorter prompt. No texts take the
+    passages in the package. Raises ValueError if the texts hold no token.
     """
     found: list[Tensor] = []
     for text in texts or [passage.text for passage in load_prompts()]:
@@ -311,12 +276,7 @@ def padded(prompts: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Ten
 
 
 class Batch(NamedTuple):
-    """Prompts side by side, padded on the left.
-
-    Attributes:
-        tokens: `[rows, width]` token ids.
-        mask: `[rows, width]` 1 for real tokens.
-    """
+    """Prompts padded on the left: `[rows, width]` token ids, and a mask with 1 for real tokens."""
 
     tokens: Tensor
     mask: Tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -16,8 +16,9 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from selfspec.apps.bench.config import PLAIN, ModeConfig
+from selfspec.apps.bench.config import PLAIN, MethodConfig, ModeConfig
 from selfspec.apps.bench.exactness import Divergence, first_divergence
+from selfspec.apps.bench.plots import write_plots
 from selfspec.apps.bench.run import Bench, Memory, Place, Run, RunFile
 from selfspec.apps.bench.shapes import bytes_a_round
 from selfspec.apps.display.report import HTMLReport
@@ -30,14 +31,7 @@ _LONGEST_PERIOD = 16
 
 
 class Interval(NamedTuple):
-    """A figure with its 95% confidence interval.
-
-    Attributes:
-        value: the figure.
-        low: lower end.
-        high: upper end.
-        taken_over: number of values.
-    """
+    """A figure, the ends of its 95% confidence interval, and the number of values behind it."""
 
     value: float
     low: float
@@ -60,10 +54,7 @@ def median_interval(values: Sequence[float], seed: int = 0) -> Interval | None:
 
 def percentile(values: Sequence[float], weights: Sequence[int], share: float) -> float:
     """Weighted percentile: the smallest value that `share` of the weight does not exceed."""
-    order = np.argsort(values, kind="stable")
-    reached = np.cumsum(np.asarray(weights)[order])
-    place = int(np.searchsorted(reached, share * reached[-1] * (1 - 1e-12)))
-    return float(np.asarray(values)[order][place])
+    return float(np.quantile(np.repeat(values, weights), share, method="inverted_cdf"))
 
 
 def loops(tokens: Sequence[int]) -> bool:
@@ -76,86 +67,73 @@ def loops(tokens: Sequence[int]) -> bool:
 
 @dataclass(frozen=True)
 class Equality:
-    """Whether a method's greedy outputs equal those of the model's own `generate`.
+    """Whether a method's greedy outputs equal those of the model's own `generate`."""
 
-    Attributes:
-        texts: prompts compared.
-        differing: numbers of the prompts whose outputs differ.
-        first: the first divergence that rounding does not explain, or else the first one.
-        failed: whether the weights are float32 or wider, and rounding does not explain all.
-    """
-
-    texts: int
-    differing: list[int]
+    texts: int  # prompts compared
+    differing: list[int]  # numbers of the prompts whose outputs differ
+    # the first divergence that rounding does not explain, or else the first one
     first: Divergence | None
-    failed: bool
+    failed: bool  # whether the weights are float32 or wider, and rounding does not explain all
+
+    def __str__(self) -> str:
+        """How many outputs are equal, and the margin of the first difference."""
+        equal = f"{self.texts - len(self.differing)}/{self.texts}"
+        if self.first is None:
+            return equal
+        margin = self.first.margin
+        apart = "one stops" if margin is None else f"margin {margin:.2g}"
+        return f"{'NOT EQUAL: ' if self.failed else ''}{equal}, {apart}"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One method in one mode on one prompt set, with one batch size.
-
-    Attributes:
-        place: identifies the row.
-        failure: why there are no figures.
-        texts: number of outputs, repeats included.
-        tokens_per_second: median over batches, decoding alone, all rows together.
-        prefill_ms: median time to the first arrival of tokens.
-        ms_per_token: median; the time of a round is shared among its tokens.
-        ms_per_token_p95: the 95th percentile of that.
-        speedup: over the model's own `generate` on the same batches: median of the paired ratios
-            of tokens/s.
-        drafting: over selfspec's own loop without drafts (a method with `drafter: none`), in the
-            same way; what drafting brings beyond the kernels. `None` without such a method.
-        speedup_without_loops: over batches in which no output of either method loops.
-        looping: share of outputs that loop.
-        ended: share of outputs that stopped before `max_new_tokens`.
-        acceptance_rate: accepted over drafted; `None` for peers, which do not report it.
-        mean_accepted_length: tokens of a row's round.
-        acceptance_by_position: share of drafts accepted at each position.
-        accepted_lengths: rounds by the number of accepted drafts.
-        time_split: shares of decode time.
-        bytes_a_round: bytes of weights and KV that the passes of a round read, where the bandwidth
-            was measured.
-        limit: tokens/s if a round took only the time to read these.
-        sampling_ms: processors, draws and acceptance in one round; median over outputs.
-        memory: memory of the warm-up call.
-        equality: equality of greedy outputs.
-    """
+    """One method in one mode on one prompt set, with one batch size; see `NOTES`, too."""
 
     place: Place
-    failure: str | None = None
-    texts: int = 0
-    tokens_per_second: float | None = None
-    prefill_ms: float | None = None
-    ms_per_token: float | None = None
-    ms_per_token_p95: float | None = None
-    speedup: Interval | None = None
+    failure: str | None = None  # why there are no figures
+    texts: int = 0  # number of outputs, repeats included
+    tokens_per_second: float | None = None  # median over batches, decoding alone, all rows together
+    prefill_ms: float | None = None  # median time to the first arrival of tokens
+    ms_per_token: float | None = None  # median; the time of a round is shared among its tokens
+    ms_per_token_p95: float | None = None  # the 95th percentile of that
+    speedup: Interval | None = None  # over the model's own `generate` on the same batches
+    # over selfspec's own loop without drafts (a method with `drafter: none`), in the same way; what
+    # drafting brings beyond the kernels. `None` without such a method
     drafting: Interval | None = None
+    # over batches in which no output of either method loops
     speedup_without_loops: Interval | None = None
-    looping: float | None = None
-    ended: float | None = None
+    looping: float | None = None  # share of outputs that loop
+    # accepted over drafted; `None` for peers, which do not report it
     acceptance_rate: float | None = None
-    mean_accepted_length: float | None = None
+    mean_accepted_length: float | None = None  # tokens of a row's round
+    # share of drafts accepted at each position
     acceptance_by_position: list[float] = field(default_factory=list)
+    # rounds by the number of accepted drafts
     accepted_lengths: dict[int, int] = field(default_factory=dict)
-    time_split: dict[str, float] = field(default_factory=dict)
+    time_split: dict[str, float] = field(default_factory=dict)  # shares of decode time
+    # what the passes of a round read, where the bandwidth was measured
     bytes_a_round: int | None = None
-    limit: float | None = None
+    limit: float | None = None  # tokens/s if a round took only the time to read these
+    # processors, draws and acceptance in one round; median over outputs
     sampling_ms: float | None = None
-    memory: Memory | None = None
-    equality: Equality | None = None
+    memory: Memory | None = None  # of the warm-up call
+    equality: Equality | None = None  # of greedy outputs
+
+    @property
+    def share_of_limit(self) -> float | None:
+        """Tokens/s over the limit."""
+        return self.tokens_per_second and self.limit and self.tokens_per_second / self.limit
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as plain values."""
-        found: dict[str, Any] = {**self.place._asdict(), **asdict(self)}
-        del found["place"]
-        for name, value in vars(self).items():
-            if isinstance(value, Interval | Memory):
-                found[name] = value._asdict()
+        found: dict[str, Any] = asdict(self)
         if self.equality is not None and self.equality.first is not None:
             found["equality"]["first"] = self.equality.first._asdict()
-        return found
+        del found["place"]
+        for name, value in found.items():
+            if isinstance(value, Interval | Memory):
+                found[name] = value._asdict()
+        return {**self.place._asdict(), **found}
 
 
 def summarise(bench: Bench, file: RunFile) -> list[Row]:
@@ -163,72 +141,40 @@ def summarise(bench: Bench, file: RunFile) -> list[Row]:
     by_place: dict[Place, list[Run]] = {}
     for run in file.runs.values():
         by_place.setdefault(run.key.place, []).append(run)
+    drafts = ((method.name, method.draft) for method in bench.config.methods)
+    loop = next((name for name, draft in drafts if draft and draft.drafter == "none"), "")
     rows: list[Row] = []
     for mode in bench.config.modes:
         for prompts, batch in bench.batches:
-            base = by_place.get(Place(mode.name, prompts, batch, PLAIN), [])
-            loop = by_place.get(Place(mode.name, prompts, batch, _own_loop(bench)), [])
+            own, undrafted = (
+                by_place.get(Place(mode.name, prompts, batch, name), []) for name in (PLAIN, loop)
+            )
             for method in bench.config.methods:
                 place = Place(mode.name, prompts, batch, method.name)
                 if place in file.failures or place not in by_place:
                     rows.append(Row(place, failure=file.failures.get(place, "was not run")))
                     continue
                 runs = by_place[place]
-                equality = _equality(bench, mode, base, runs)
-                rows.append(_row(bench, base, loop, runs, equality, file.memory.get(place)))
+                figures = {
+                    "memory": file.memory.get(place),
+                    "equality": _equality(bench, mode, own, runs),
+                    **_speeds(bench, runs, own, undrafted),
+                    **(drafting := _drafting(runs)),
+                    **_limit(bench, method, place, drafting["mean_accepted_length"]),
+                }
+                rows.append(Row(place, texts=sum(len(run.texts) for run in runs), **figures))
     return rows
 
 
-def _own_loop(bench: Bench) -> str:
-    """The method that is selfspec's loop without drafts; empty if there is none."""
-    drafts = ((method.name, method.draft) for method in bench.config.methods)
-    return next((name for name, draft in drafts if draft and draft.drafter == "none"), "")
-
-
-def _row(
-    bench: Bench,
-    base: Sequence[Run],
-    loop: Sequence[Run],
-    runs: Sequence[Run],
-    equality: Equality | None,
-    memory: Memory | None,
-) -> Row:
-    rates, own, seed = _rates(runs), _rates(base), bench.config.seed
-    ratios = _ratios(rates, own)
-    circling = {run.key.number for run in (*base, *runs) if any(map(loops, run.texts))}
-    straight = [ratio for number, ratio in ratios.items() if number not in circling]
+def _speeds(
+    bench: Bench, runs: Sequence[Run], own: Sequence[Run], undrafted: Sequence[Run]
+) -> dict[str, Any]:
+    """Speed and its ratios to the model's own `generate` and to the loop without drafts."""
+    rates, seed = usual_rates(runs), bench.config.seed
+    gains = ratios(rates, usual_rates(own))
+    circling = {run.key.number for run in (*own, *runs) if any(map(loops, run.texts))}
+    straight = [gain for number, gain in gains.items() if number not in circling]
     texts = [text for run in runs for text in run.texts]
-    drafts = _drafts(runs)
-    return Row(
-        place=runs[0].key.place,
-        texts=len(texts),
-        speedup=median_interval(list(ratios.values()), seed),
-        drafting=median_interval(list(_ratios(rates, _rates(loop)).values()), seed),
-        speedup_without_loops=median_interval(straight, seed),
-        looping=sum(map(loops, texts)) / len(texts),
-        ended=sum(len(text) < bench.config.max_new_tokens for text in texts) / len(texts),
-        memory=memory,
-        equality=equality,
-        **_times(runs, rates),
-        **drafts,
-        **_limit(bench, runs, drafts["mean_accepted_length"]),
-    )
-
-
-def _rates(runs: Sequence[Run]) -> dict[int, float]:
-    """Tokens per second of each batch: the median of its repeats."""
-    found: dict[int, list[float]] = {}
-    for run in runs:
-        if run.rate is not None:
-            found.setdefault(run.key.number, []).append(run.rate)
-    return {number: median(rates) for number, rates in found.items()}
-
-
-def _ratios(rates: Mapping[int, float], base: Mapping[int, float]) -> dict[int, float]:
-    return {number: rate / base[number] for number, rate in rates.items() if number in base}
-
-
-def _times(runs: Sequence[Run], rates: Mapping[int, float]) -> dict[str, Any]:
     values: list[float] = []
     weights: list[int] = []
     for run in runs:
@@ -240,22 +186,41 @@ def _times(runs: Sequence[Run], rates: Mapping[int, float]) -> dict[str, Any]:
         "prefill_ms": 1000 * median(run.prefill_seconds for run in runs),
         "ms_per_token": percentile(values, weights, 0.5) if values else None,
         "ms_per_token_p95": percentile(values, weights, 0.95) if values else None,
+        "speedup": median_interval(list(gains.values()), seed),
+        "drafting": median_interval(list(ratios(rates, usual_rates(undrafted)).values()), seed),
+        "speedup_without_loops": median_interval(straight, seed),
+        "looping": sum(map(loops, texts)) / len(texts),
     }
+
+
+def usual_rates(runs: Sequence[Run], whole: bool = False) -> dict[int, float]:
+    """Tokens per second of each batch: the median of its repeats.
+
+    They are those of whole calls, or of decoding alone, without the prefill.
+    """
+    found: dict[int, list[float]] = {}
+    for run in runs:
+        rate = run.whole_rate if whole else run.rate
+        if rate is not None:
+            found.setdefault(run.key.number, []).append(rate)
+    return {number: median(rates) for number, rates in found.items()}
+
+
+def ratios(rates: Mapping[int, float], base: Mapping[int, float]) -> dict[int, float]:
+    """Speedups over another method on the same batches."""
+    return {number: rate / base[number] for number, rate in rates.items() if number in base}
 
 
 _ONE_A_ROUND = (PLAIN, "static_cache", "continuous_batching")  # peers that emit one token a round
 
 
-def _limit(bench: Bench, runs: Sequence[Run], length: float | None) -> dict[str, Any]:
+def _limit(
+    bench: Bench, method: MethodConfig, place: Place, length: float | None
+) -> dict[str, Any]:
     """Bytes that the first round reads, and the tokens/s that the bandwidth allows.
 
-    Args:
-        bench: the benchmark.
-        runs: of one row of the report.
-        length: tokens of a row's round.
+    `length` is the tokens of a row's round.
     """
-    place = runs[0].key.place
-    method = next(method for method in bench.config.methods if method.name == place.method)
     known = method.draft is not None or method.peer in _ONE_A_ROUND
     if bench.bandwidth is None or length is None or not known:
         return {}
@@ -267,7 +232,7 @@ def _limit(bench: Bench, runs: Sequence[Run], length: float | None) -> dict[str,
     return {"bytes_a_round": count, "limit": place.batch * length * bench.bandwidth / count}
 
 
-def _drafts(runs: Sequence[Run]) -> dict[str, Any]:
+def _drafting(runs: Sequence[Run]) -> dict[str, Any]:
     """Acceptance, and the split of decode time."""
     rounds = Counter(kept for run in runs for kept in run.accepted)
     count = rounds.total()
@@ -324,21 +289,13 @@ def _longest(texts: Sequence[str]) -> int:
 
 
 class Grid(NamedTuple):
-    """A table of strings.
+    """A table of strings."""
 
-    Attributes:
-        title: its title.
-        columns: names of the columns; the first names the rows.
-        rows: cells.
-        wraps: columns that may wrap on a terminal, beside the first.
-        spare: columns that a narrow terminal leaves out, the first one first.
-    """
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    wraps: Sequence[str] = ()
-    spare: Sequence[str] = ()
+    title: str  # its title
+    columns: Sequence[str]  # names of the columns; the first names the rows
+    rows: Sequence[Sequence[str]]  # cells
+    wraps: Sequence[str] = ()  # columns that may wrap on a terminal, beside the first
+    spare: Sequence[str] = ()  # columns that a narrow terminal leaves out, the first one first
 
     def table(self, width: int) -> Table:
         """For a terminal of `width` characters."""
@@ -376,11 +333,8 @@ class Grid(NamedTuple):
     def markdown(self) -> list[str]:
         """Lines of Markdown, below a heading."""
         rows = [self.columns, ["---"] * len(self.columns), *self.rows]
-        return ["", f"## {self.title}", "", *map(_line, rows)]
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+        lines = [[cell.replace("|", r"\|") for cell in row] for row in rows]
+        return ["", f"## {self.title}", "", *(f"| {' | '.join(line)} |" for line in lines)]
 
 
 def number(value: float | None, digits: int) -> str:
@@ -395,122 +349,89 @@ def memory_cell(memory: Memory | None) -> str:
     return f"{memory.peak / 2**20:,.1f} ({memory.growth / 2**20:,.1f})"
 
 
-Cell = Callable[[Row], str]
-
-
-class Sheet(NamedTuple):
-    """A table of some figures of every row.
-
-    Attributes:
-        title: its title.
-        columns: formats a row's cell, by the name of the column.
-        wraps: columns that may wrap.
-        spare: columns that a narrow terminal leaves out, the first one first.
-    """
+class Column(NamedTuple):
+    """A column of a table of rows."""
 
     title: str
-    columns: dict[str, Cell]
-    wraps: Sequence[str] = ()
-    spare: Sequence[str] = ()
+    cell: Callable[[Row], str]
+    wraps: bool = False
+    spare: int = 0  # columns with a number are left out on a narrow terminal, the lowest first
 
 
 def _interval(found: Interval | None) -> str:
-    """A ratio and its interval."""
     return "–" if found is None else f"{found.value:.2f}x ({found.low:.2f}–{found.high:.2f})"
 
 
-def _equal(equality: Equality | None) -> str:
-    """How many outputs are equal, and the margin of the first difference."""
-    if equality is None:
-        return "–"
-    equal = equality.texts - len(equality.differing)
-    if equality.first is None:
-        return f"{equal}/{equality.texts}"
-    margin = equality.first.margin
-    apart = "one stops" if margin is None else f"margin {margin:.2g}"
-    return f"{'NOT EQUAL: ' if equality.failed else ''}{equal}/{equality.texts}, {apart}"
-
-
-def _by_position(row: Row) -> str:
-    return " ".join(number(rate, 2) for rate in row.acceptance_by_position) or "–"
+def _numbers(values: Iterable[float]) -> str:
+    return " ".join(number(value, 2) for value in values) or "–"
 
 
 def _by_length(row: Row) -> str:
     """Shares of rounds by the number of accepted drafts, from 0 on."""
-    rounds = sum(row.accepted_lengths.values())
-    most = max(row.accepted_lengths, default=-1)
-    shares = (row.accepted_lengths.get(kept, 0) / rounds for kept in range(most + 1))
-    return " ".join(number(share, 2) for share in shares) or "–"
+    found, most = row.accepted_lengths, max(row.accepted_lengths, default=-1)
+    return _numbers(found.get(kept, 0) / sum(found.values()) for kept in range(most + 1))
 
 
-def _share_of_limit(row: Row) -> float | None:
-    rate, limit = row.tokens_per_second, row.limit
-    return None if rate is None or limit is None else rate / limit
+def _fixed(name: str, digits: int) -> Callable[[Row], str]:
+    return lambda row: number(getattr(row, name), digits)
 
 
-def _part(part: str) -> Cell:
+def _megabytes(row: Row) -> str:
+    return "–" if row.bytes_a_round is None else f"{row.bytes_a_round / 1e6:,.1f}"
+
+
+def _part(part: str) -> Callable[[Row], str]:
     return lambda row: number(row.time_split.get(part), 3)
 
 
-LIMIT = Sheet(
-    "limit by bytes read",
-    {
-        "tokens/s": lambda row: number(row.tokens_per_second, 1),
-        "MB a round": lambda row: (
-            "–" if row.bytes_a_round is None else f"{row.bytes_a_round / 1e6:,.1f}"
-        ),
-        "limit tokens/s": lambda row: number(row.limit, 1),
-        "share of it": lambda row: number(_share_of_limit(row), 2),
-    },
-)
-SHEETS = (
-    Sheet(
-        "speed",
-        {
-            "tokens/s": lambda row: number(row.tokens_per_second, 1),
-            "speedup (95%)": lambda row: _interval(row.speedup),
-            "over own loop": lambda row: number(row.drafting and row.drafting.value, 2),
-            "accepted": lambda row: number(row.acceptance_rate, 3),
-            "length": lambda row: number(row.mean_accepted_length, 2),
-            "outputs equal": lambda row: _equal(row.equality),
-        },
-        wraps=["outputs equal"],
-        spare=["over own loop", "length", "accepted", "outputs equal"],
-    ),
-    Sheet(
-        "drafts",
-        {
-            "accepted, by position": _by_position,
-            "rounds, by accepted drafts (0, 1, …)": _by_length,
-        },
-        wraps=["accepted, by position", "rounds, by accepted drafts (0, 1, …)"],
-    ),
-    Sheet(
-        "share of decode time",
-        {
-            **{part: _part(part) for part in (*PARTS, "rest")},
-            "sampling, ms/round": lambda row: number(row.sampling_ms, 3),
-        },
-    ),
-    LIMIT,
-    Sheet(
-        "loops",
-        {
-            "loops": lambda row: number(row.looping, 2),
-            "speedup without loops": lambda row: _interval(row.speedup_without_loops),
-        },
-    ),
-    Sheet(
-        "waiting and memory",
-        {
-            "prefill ms": lambda row: number(row.prefill_ms, 1),
-            "ms/token (p95)": lambda row: (
-                f"{number(row.ms_per_token, 2)} ({number(row.ms_per_token_p95, 2)})"
-            ),
-            "peak MiB (grown by)": lambda row: memory_cell(row.memory),
-        },
-    ),
-)
+LIMIT = "limit by bytes read"
+SHEETS = {
+    "speed": [
+        Column("tokens/s", _fixed("tokens_per_second", 1)),
+        Column("speedup (95%)", lambda row: _interval(row.speedup)),
+        Column("over own loop", lambda row: number(row.drafting and row.drafting[0], 2), spare=1),
+        Column("accepted", _fixed("acceptance_rate", 3), spare=3),
+        Column("length", _fixed("mean_accepted_length", 2), spare=2),
+        Column("outputs equal", lambda row: str(row.equality or "–"), wraps=True, spare=4),
+    ],
+    "drafts": [
+        Column("accepted, by position", lambda row: _numbers(row.acceptance_by_position), True),
+        Column("rounds, by accepted drafts (0, 1, …)", _by_length, wraps=True),
+    ],
+    "share of decode time": [
+        *(Column(part, _part(part)) for part in (*PARTS, "rest")),
+        Column("sampling, ms/round", _fixed("sampling_ms", 3)),
+    ],
+    LIMIT: [
+        Column("tokens/s", _fixed("tokens_per_second", 1)),
+        Column("MB a round", _megabytes),
+        Column("limit tokens/s", _fixed("limit", 1)),
+        Column("share of it", _fixed("share_of_limit", 2)),
+    ],
+    "loops": [
+        Column("loops", _fixed("looping", 2)),
+        Column("speedup without loops", lambda row: _interval(row.speedup_without_loops)),
+    ],
+    "waiting and memory": [
+        Column("prefill ms", _fixed("prefill_ms", 1)),
+        Column("ms/token", _fixed("ms_per_token", 2)),
+        Column("ms/token, p95", _fixed("ms_per_token_p95", 2)),
+        Column("peak MiB (grown by)", lambda row: memory_cell(row.memory)),
+    ],
+}
+"""The columns of the tables in the terminal, in Markdown and in the page."""
+
+
+def grid(title: str, sheet: Sequence[Column], rows: Sequence[Sequence[str]]) -> Grid:
+    """The table of a sheet; the first cell of a row is its method."""
+    spare = sorted((column for column in sheet if column.spare), key=lambda column: column.spare)
+    return Grid(
+        title,
+        ["method", *(column.title for column in sheet)],
+        rows,
+        wraps=[column.title for column in sheet if column.wraps],
+        spare=[column.title for column in spare],
+    )
 
 
 def grids(rows: Sequence[Row]) -> Iterator[Grid]:
@@ -519,20 +440,17 @@ def grids(rows: Sequence[Row]) -> Iterator[Grid]:
     for place, part in groupby(rows, key=lambda row: row.place._replace(method="")):
         title = f"{place.mode} · {place.prompts}" + several * f" · batch {place.batch}"
         compared = list(part)
-        for sheet in SHEETS:
-            shown = [row for row in compared if row.failure is None or sheet is SHEETS[0]]
-            cells = [_cells(sheet, row) for row in shown]
-            if sheet is LIMIT and not any(row.limit for row in shown):
+        for name, sheet in SHEETS.items():
+            if name == LIMIT and not any(row.limit for row in compared):
                 continue  # the bandwidth was not measured
-            columns = ["method", *sheet.columns]
-            name = f"{title} · {sheet.title}"
-            yield Grid(name, columns, cells, sheet.wraps, sheet.spare)
-
-
-def _cells(sheet: Sheet, row: Row) -> list[str]:
-    if row.failure is not None:
-        return [row.place.method, "failed", *[""] * (len(sheet.columns) - 1)]
-    return [row.place.method, *(cell(row) for cell in sheet.columns.values())]
+            cells = [
+                [row.place.method, *(column.cell(row) for column in sheet)]
+                if row.failure is None
+                else [row.place.method, "failed", *[""] * (len(sheet) - 1)]
+                for row in compared
+                if row.failure is None or name == "speed"
+            ]
+            yield grid(f"{title} · {name}", sheet, cells)
 
 
 NOTES = (
@@ -550,12 +468,7 @@ NOTES = (
 
 @dataclass(frozen=True)
 class Report:
-    """The report of a benchmark.
-
-    Attributes:
-        head: command, model, device, lengths, versions.
-        rows: the figures.
-    """
+    """The report of a benchmark: command, model, device, lengths, versions; and the figures."""
 
     head: dict[str, Any]
     rows: Sequence[Row]
@@ -571,15 +484,18 @@ class Report:
         return {**self.head, "failed": self.failed, "rows": rows}
 
     def write(self, folder: Path) -> list[str]:
-        """Write results.json and results.md; returns the names of the files."""
-        values = json.dumps(self.to_dict(), indent=2, allow_nan=False)
-        texts = {"results.json": values + "\n", "results.md": self._markdown()}
-        for name, text in texts.items():
-            replace_text(folder / name, text)
-        return list(texts)
+        """Write results.json, results.md, plots, and report.html, which contains them.
 
-    def write_page(self, folder: Path, pictures: Sequence[Path]) -> str:
-        """Write report.html, which contains the pictures; returns its name."""
+        Returns:
+            The names of the files, and the reason if there are no plots.
+        """
+        values = json.dumps(self.to_dict(), indent=2, allow_nan=False)
+        replace_text(folder / "results.json", values + "\n")
+        replace_text(folder / "results.md", self._markdown())
+        try:
+            pictures, none = write_plots(self.rows, folder), []
+        except ImportError as error:
+            pictures, none = [], [f"no plots ({error})"]
         page = HTMLReport("Benchmark")
         page.facts({name: _plain(value) for name, value in self.head.items() if value})
         for picture in pictures:
@@ -589,7 +505,9 @@ class Report:
             page.table(grid.columns, grid.rows)
         for text in (*self.failures, NOTES):
             page.text(text)
-        return page.write(folder / "report.html").name
+        drawn = [picture.name for picture in pictures]
+        page.write(folder / "report.html")
+        return ["results.json", "results.md", "report.html", *drawn, *none]
 
     def _markdown(self) -> str:
         lines = ["# Benchmark", ""]

@@ -16,11 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import (
-    ContinuousBatchingConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import ContinuousBatchingConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from selfspec.apps.bench.config import PEER_OPTIONS, BenchConfig, MethodConfig, ModeConfig
 from selfspec.apps.bench.planted import GreedyTexts, generate_planted
@@ -36,12 +32,7 @@ _PROCESS = Path("/proc/self")
 
 
 class Memory(NamedTuple):
-    """Memory of a call, in bytes.
-
-    Attributes:
-        peak: peak resident memory of the process, or peak allocated memory of the GPU.
-        growth: by how much that exceeds the memory before the call.
-    """
+    """Bytes that a process has resident, or a GPU allocated, at most in a call; and its growth."""
 
     peak: int
     growth: int
@@ -87,13 +78,7 @@ _LOOKUP = {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 2}
 
 @dataclass
 class Arrivals(RoundStreamer):
-    """A streamer that records when tokens arrive, so that all methods are timed alike.
-
-    Attributes:
-        start: when the call began.
-        counts: tokens of each arrival; the first arrival ends the prefill.
-        times: seconds from the start to each arrival.
-    """
+    """A streamer that records when how many tokens arrive, so that all methods are timed alike."""
 
     start: float = field(default_factory=time.perf_counter)
     counts: list[int] = field(default_factory=list)
@@ -120,21 +105,14 @@ class Arrivals(RoundStreamer):
 
 @dataclass(frozen=True)
 class Written:
-    """The output of one call.
+    """The output of one call."""
 
-    Attributes:
-        texts: the new token ids of each row, up to its stop.
-        counts: tokens of each arrival, all rows together; the first arrival ends the prefill.
-        times: seconds from the call to each arrival.
-        accepted: accepted drafts of every round of every row after the prefill.
-        stats: fields of selfspec's `Stats`; `None` for a peer.
-    """
-
-    texts: list[list[int]]
+    texts: list[list[int]]  # the new token ids of each row, up to its stop
+    # tokens of each arrival, all rows together; the first arrival ends the prefill
     counts: list[int]
-    times: list[float]
-    accepted: list[int]
-    stats: dict[str, Any] | None = None
+    times: list[float]  # seconds from the call to each arrival
+    accepted: list[int]  # accepted drafts of every round of every row after the prefill
+    stats: dict[str, Any] | None = None  # fields of selfspec's `Stats`; `None` for a peer
 
     @property
     def decoded(self) -> int:
@@ -156,8 +134,15 @@ class Written:
         """Decoded tokens per second, all rows together; `None` if every row stopped immediately."""
         return self.decoded / self.decode_seconds if self.decoded else None
 
+    @property
+    def whole_rate(self) -> float:
+        """Tokens per second of the whole call, all rows together."""
+        return sum(self.counts) / self.times[-1]
+
 
 Write = Callable[[Batch, dict[str, Any], int], Written]
+Show = Callable[[str, int, int], object]
+"""Told what is done next, how much is done, and of how much."""
 
 
 def make_method(
@@ -165,11 +150,7 @@ def make_method(
 ) -> Write:
     """A function that generates, given prompts, options of `generate` and a seed.
 
-    Args:
-        spec: the target.
-        config: the method.
-        texts: the target's greedy continuations, for planted drafts.
-        room: maximum new tokens of any call, for the size of a static cache.
+    `texts` are for planted drafts; `room` is the most new tokens of any call, for a static cache.
 
     Raises:
         OSError: there is no such assistant model.
@@ -195,7 +176,10 @@ def make_method(
             )
         options["use_mtp"] = True
     elif config.peer == "assistant_model":
-        options["assistant_model"] = _assistant(spec, options["assistant_model"])
+        model: Any = load_causal_lm(
+            find_checkpoint(options["assistant_model"]), dtype=spec.decoder.dtype
+        )
+        options["assistant_model"] = model.to(spec.decoder.device)
     return partial(_generate, spec, options)
 
 
@@ -213,12 +197,6 @@ def _texts(spec: SelfSpecModel, output: Tensor, width: int) -> list[list[int]]:
         end = next((place for place, token in enumerate(row, 1) if token in stops), len(row))
         found.append(row[:end])
     return found
-
-
-def _assistant(spec: SelfSpecModel, path: str) -> PreTrainedModel:
-    decoder = spec.decoder
-    model: Any = load_causal_lm(find_checkpoint(path), dtype=decoder.dtype)
-    return model.to(decoder.device)
 
 
 def _speculate(
@@ -283,10 +261,7 @@ def _generate(
 def _generate_static(
     spec: SelfSpecModel, room: int, batch: Batch, options: dict[str, Any], seed: int
 ) -> Written:
-    """The model's own `generate` with a static cache of one length for all calls.
-
-    On a GPU, transformers compiles the model for a static cache, and again if the length changes.
-    """
+    # On a GPU, transformers compiles the model for a static cache, and again for another length.
     longest = batch.width + max(room, options["max_new_tokens"])
     cache = {"cache_implementation": "static", "max_cache_len": longest}
     return _generate(spec, cache, batch, options, seed)
@@ -352,10 +327,6 @@ def _left_as_it_was(model: PreTrainedModel, own: Mapping[str, Any]) -> Iterator[
         vars(model).pop("_previous_max_cache_length", None)
 
 
-_RUNS = "runs.jsonl"
-_IDENTITY = "bench.json"
-
-
 class Place(NamedTuple):
     """A row of the report: a method in a mode on a prompt set with a batch size."""
 
@@ -375,83 +346,142 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Run(Written):
-    """One timed call.
-
-    Attributes:
-        key: identifies the call.
-    """
+    """One timed call, with the key that identifies it."""
 
     key: Key = field(kw_only=True)
 
 
 class RunFile:
-    """The runs in a folder.
+    """Timed calls, one JSON object a line, so that what was stopped can be resumed.
 
     Args:
-        folder: made if it does not exist.
-        identity: what the runs depend on; a folder holds runs of one identity only.
-
-    Attributes:
-        runs: by key, in the order in which they were made.
-        memory: peak memory by row of the report.
-        failures: reasons by row of the report, of this process.
+        folder: made if it does not exist; `None` keeps the runs in memory only.
+        identity: what the runs depend on; the folder then holds runs of one identity only. `None`
+            where a run's key tells.
 
     Raises:
         ValueError: the folder holds runs of another identity.
     """
 
-    def __init__(self, folder: Path, identity: Mapping[str, Any]):
-        self.folder = folder
-        self.runs: dict[Key, Run] = {}
-        self.memory: dict[Place, Memory] = {}
-        self.failures: dict[Place, str] = {}
-        folder.mkdir(parents=True, exist_ok=True)
-        self._claim(json.loads(json.dumps(identity)))
-        for record in read_lines(folder / _RUNS):
-            self._take(record)
+    def __init__(self, folder: Path | None, identity: Mapping[str, Any] | None = None):
+        self.runs: dict[Key, Run] = {}  # in the order in which they were made
+        self.memory: dict[Place, Memory] = {}  # of warm-ups
+        self.failures: dict[Place, str] = {}  # of this process
+        self._path = None
+        if folder is not None:
+            self._path = folder / "runs.jsonl"
+            folder.mkdir(parents=True, exist_ok=True)
+            if identity is not None:
+                _claim(folder, json.loads(json.dumps(identity)))
+            for record in read_lines(self._path):
+                if "error" not in record:  # failed calls are tried again
+                    self._take(record)
 
-    def _claim(self, identity: dict[str, Any]) -> None:
-        path = self.folder / _IDENTITY
-        if not path.is_file():
-            path.write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
-            return
-        refuse_changes(
-            read_object(path),
-            identity,
-            f"{self.folder} holds the runs of a benchmark",
-            "give another --output, or remove the folder",
-        )
+    def add(self, place: Place, **record: Any) -> None:
+        """Store a call, its memory, or the error for which a method has no figures."""
+        record = {**place._asdict(), **record}
+        if self._path is not None:
+            append_line(self._path, record)
+        self._take(record)
 
     def _take(self, record: dict[str, Any]) -> None:
+        if not record.keys() >= set(Place._fields):
+            return  # of an earlier version of `tune`
         place = Place(*(record.pop(name) for name in Place._fields))
-        if "peak" in record:
+        if "error" in record:
+            self.failures[place] = record["error"]
+        elif "peak" in record:
             self.memory[place] = Memory(**record)
-        elif "error" not in record:  # failed calls are tried again
+        else:
             key = Key(place, record.pop("number"), record.pop("repeat"))
             self.runs[key] = Run(**record, key=key)
 
-    def add(self, run: Run) -> None:
-        """Store a run."""
-        record = {**vars(run), "number": run.key.number, "repeat": run.key.repeat}
-        del record["key"]
-        self._append(run.key.place, record)
-        self.runs[run.key] = run
-
-    def add_memory(self, place: Place, memory: Memory) -> None:
-        """Store the memory of a call."""
-        self._append(place, memory._asdict())
-        self.memory[place] = memory
-
-    def fail(self, place: Place, reason: str) -> None:
-        """Store why a method has no figures."""
-        self._append(place, {"error": reason})
-        self.failures[place] = reason
-
-    def _append(self, place: Place, record: Mapping[str, Any]) -> None:
-        append_line(self.folder / _RUNS, {**place._asdict(), **record})
+    @contextmanager
+    def guarding(self, place: Place) -> Iterator[None]:
+        """Store an error that the block raises as the failure of a method."""
+        try:
+            yield
+        except Exception as error:  # any error becomes a row of the report
+            self.add(place, error=reason(error))
 
 
-Show = Callable[[str, int, int], object]
+def _claim(folder: Path, identity: dict[str, Any]) -> None:
+    path = folder / "bench.json"
+    if not path.is_file():
+        path.write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
+        return
+    refuse_changes(
+        read_object(path),
+        identity,
+        f"{folder} holds the runs of a benchmark",
+        "give another --output, or remove the folder",
+    )
+
+
+def reason(error: Exception) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Methods that generate from the same batches in turn."""
+
+    place: Place  # identifies the runs, without a method
+    methods: Mapping[str, Write]  # functions that generate, by name
+    batches: Sequence[Batch]  # the prompts
+    options: Mapping[str, Any]  # options of `generate`, the same for every method
+    repeats: int  # timed runs of every method on every batch
+    warm_up: int  # tokens that every method generates untimed before, on the longest prompts
+    seed: int  # seeds sampling
+
+    @property
+    def keys(self) -> list[Key]:
+        """The timed calls, batch by batch.
+
+        The first method rotates, and every second turn is reversed, so that drift affects all.
+        """
+        methods, keys = list(self.methods), []
+        for turn in range(len(self.batches) * self.repeats):
+            first = turn % len(methods)
+            order = (methods[first:] + methods[:first])[:: -1 if turn % 2 else 1]
+            at = divmod(turn, self.repeats)
+            keys += [Key(self.place._replace(method=method), *at) for method in order]
+        return keys
+
+    def run(self, file: RunFile, show: Callable[[Place], object] = lambda place: None) -> None:
+        """Make the calls that the file does not hold yet.
+
+        The first error of a method ends its calls. `show` is told which method comes next.
+        """
+        wanted = [key for key in self.keys if key not in file.runs]
+        longest = max(self.batches, key=lambda batch: batch.width)
+        few = {**self.options, "max_new_tokens": self.warm_up}
+        for place in dict.fromkeys(key.place for key in wanted):
+            show(place)
+            with file.guarding(place):
+                call = partial(self.methods[place.method], longest, few, self.seed)
+                memory = peak_memory(call, longest.tokens.device)
+                if memory is not None:
+                    file.add(place, **memory._asdict())
+        for key in wanted:
+            if key.place not in file.failures:
+                show(key.place)
+                with file.guarding(key.place):
+                    write, batch = self.methods[key.place.method], self.batches[key.number]
+                    seed = self.seed + 1000 * key.repeat + key.number
+                    written = write(batch, dict(self.options), seed)
+                    file.add(key.place, **vars(written), number=key.number, repeat=key.repeat)
+
+
+def generate_options(spec: SelfSpecModel, mode: ModeConfig, max_new_tokens: int) -> dict[str, Any]:
+    """Options of `generate` in a mode, the same for every method."""
+    padding = spec.causal_lm.generation_config.pad_token_id
+    return {
+        **mode.generation,
+        "max_new_tokens": max_new_tokens,
+        "pad_token_id": next(iter([*stop_ids(spec), 0])) if padding is None else padding,
+    }
 
 
 class Bench:
@@ -462,14 +492,6 @@ class Bench:
         tokenizer: its tokenizer.
         config: the benchmark.
         others: functions that generate with other programs, by the names of their methods.
-
-    Attributes:
-        prompts: by set, `[width]` each.
-        batches: the same by set and batch size.
-        methods: functions that generate, by name.
-        unmade: why other methods cannot be made, by name.
-        bandwidth: bytes per second of reading memory, if it was measured.
-        measured: more facts for the report, which may differ when a run is resumed.
 
     Raises:
         FileNotFoundError: a prompt set's file does not exist.
@@ -498,9 +520,8 @@ class Bench:
             for rows in config.batch_sizes
         }
         self.methods: dict[str, Write] = dict(others or {})
-        self.unmade: dict[str, str] = {}
-        self.bandwidth: float | None = None
-        self.measured: dict[str, Any] = {}
+        self.bandwidth: float | None = None  # bytes per second of reading memory, if measured
+        self.measured: dict[str, Any] = {}  # for the report; may differ when a run is resumed
         texts = GreedyTexts(spec, {**self.options(config.modes[0]), "do_sample": False})
         for method in config.methods:
             if method.name in self.methods:
@@ -508,85 +529,48 @@ class Bench:
             try:
                 self.methods[method.name] = make_method(spec, method, texts, config.max_new_tokens)
             except Exception as error:  # any error becomes a row of the report
-                self.unmade[method.name] = reason(error)
+                self.methods[method.name] = partial(_refuse, error)
 
     @property
     def total(self) -> int:
         """Timed calls in all."""
-        each = len(self.config.modes) * len(self.config.methods) * self.config.repeats
-        return sum(map(len, self.batches.values())) * each
+        return sum(len(turns.keys) for turns in self.turns)
 
     def options(self, mode: ModeConfig) -> dict[str, Any]:
         """Options of `generate`, the same for every method."""
-        padding = self.spec.causal_lm.generation_config.pad_token_id
         chunk = self.config.prefill_chunk_size
-        return {
-            **mode.generation,
-            **({} if chunk is None else {"prefill_chunk_size": chunk}),
-            "max_new_tokens": self.config.max_new_tokens,
-            "pad_token_id": next(iter([*stop_ids(self.spec), 0])) if padding is None else padding,
-        }
+        options = generate_options(self.spec, mode, self.config.max_new_tokens)
+        return options if chunk is None else {**options, "prefill_chunk_size": chunk}
+
+    @property
+    def turns(self) -> list[Turns]:
+        """What is compared: the methods in every mode, on every prompt set and batch size."""
+        config = self.config
+        return [
+            Turns(
+                Place(mode.name, prompts, rows, ""),
+                self.methods,
+                batches,
+                self.options(mode),
+                config.repeats,
+                config.warm_up,
+                config.seed,
+            )
+            for mode in config.modes
+            for (prompts, rows), batches in self.batches.items()
+        ]
 
     def run(self, file: RunFile, show: Show = lambda doing, done, of: None) -> None:
-        """Make all runs that the file does not hold yet.
+        """Make all runs that the file does not hold yet, and show each before it is made."""
+        total = self.total
 
-        Args:
-            file: stores the runs.
-            show: called before every run with what comes next, the timed calls done, and all
-                there are.
-        """
-        for mode in self.config.modes:
-            for prompts, rows in self.batches:
-                place = Place(mode.name, prompts, rows, "")
-                self._run_place(file, mode, place, show)
-
-    def _run_place(self, file: RunFile, mode: ModeConfig, place: Place, show: Show) -> None:
-        """Make the runs of one mode on one prompt set with one batch size."""
-        batches, options = self.batches[place.prompts, place.batch], self.options(mode)
-
-        def guarded(place: Place, call: Callable[[], None]) -> None:
+        def told(place: Place) -> None:
             doing = f"{place.mode} · {place.prompts} · batch {place.batch} · {place.method}"
-            show(doing, len(file.runs), self.total)
-            try:
-                call()
-            except Exception as error:  # any error becomes a row of the report
-                file.fail(place, reason(error))
+            show(doing, len(file.runs), total)
 
-        def warm_up(place: Place) -> None:
-            """Generate a few tokens untimed, and measure the memory."""
-            longest = max(batches, key=lambda batch: batch.width)
-            few = {**options, "max_new_tokens": self.config.warm_up}
-            call = partial(self.methods[place.method], longest, few, self.config.seed)
-            memory = peak_memory(call, longest.tokens.device)
-            if memory is not None:
-                file.add_memory(place, memory)
-
-        def timed(key: Key) -> None:
-            seed = self.config.seed + 1000 * key.repeat + key.number
-            written = self.methods[key.place.method](batches[key.number], options, seed)
-            file.add(Run(**vars(written), key=key))
-
-        for method, why in self.unmade.items():
-            file.fail(place._replace(method=method), why)
-        wanted = [key for key in self._order(place, len(batches)) if key not in file.runs]
-        for each in dict.fromkeys(key.place for key in wanted):
-            guarded(each, partial(warm_up, each))
-        for key in wanted:
-            if key.place not in file.failures:
-                guarded(key.place, partial(timed, key))
-
-    def _order(self, place: Place, batches: int) -> Iterator[Key]:
-        """Batch by batch; the first method rotates, and every second turn is reversed."""
-        methods = list(self.methods)
-        for number in range(batches):
-            for repeat in range(self.config.repeats):
-                turn = number * self.config.repeats + repeat
-                first = turn % len(methods)
-                order = methods[first:] + methods[:first]
-                for method in order[:: -1 if turn % 2 else 1]:
-                    yield Key(place._replace(method=method), number, repeat)
+        for turns in self.turns:
+            turns.run(file, told)
 
 
-def reason(error: Exception) -> str:
-    """An error in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+def _refuse(error: Exception, batch: Batch, options: dict[str, Any], seed: int) -> Written:
+    raise error

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -105,38 +105,36 @@ def numbers_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
 
 
 def default_methods(depth: int, acceptances: Sequence[float]) -> tuple[MethodConfig, ...]:
-    """Methods of transformers, selfspec without drafts, and early exits at each acceptance rate.
-
-    Args:
-        depth: layers of the target.
-        acceptances: the acceptance rates to plant.
-    """
+    """Methods of transformers, selfspec without drafts, and early exits at each acceptance rate."""
     low, middle = max(1, depth // 8), max(2, depth // 4)
-    parallel = {"parallel": True}
-    drafts: dict[str, tuple[DraftConfig, dict[str, Any]]] = {
-        "fused 0": (_early_exit("fused", 0), {}),
-        f"fused {low} in one pass": (_early_exit("fused", low), parallel),
-        f"block {low}": (_early_exit("block", low), {}),
-        f"shared {low}": (_early_exit("shared", low), {}),
-        f"shared {middle}": (_early_exit("shared", middle), {}),
-        "medusa 0": (_early_exit("medusa", 0), {}),
-        "fused 0, int4": (_early_exit("fused", 0, precision="int4"), {}),
-        "whole model in int8": (_early_exit("shared", depth, precision="int8"), {}),
-        "whole model in int4": (_early_exit("shared", depth, precision="int4"), {}),
-        f"fused 0, tree of {_NODES}": (
-            _early_exit("fused", 0, drafter="tree", tree=TreeConfig(nodes=_NODES)),
-            {},
-        ),
+    tree = {"drafter": "tree", "tree": TreeConfig(nodes=_NODES)}
+    drafts = {
+        "fused 0": _early_exit("fused", 0),
+        f"fused {low} in one pass": _early_exit("fused", low),
+        f"block {low}": _early_exit("block", low),
+        f"shared {low}": _early_exit("shared", low),
+        f"shared {middle}": _early_exit("shared", middle),
+        "medusa 0": _early_exit("medusa", 0),
+        "fused 0, int4": _early_exit("fused", 0, precision="int4"),
+        "whole model in int8": _early_exit("shared", depth, precision="int8"),
+        "whole model in int4": _early_exit("shared", depth, precision="int4"),
+        f"fused 0, tree of {_NODES}": _early_exit("fused", 0, **tree),
     }
+    planted = (
+        MethodConfig(
+            name=f"{name}, {rate:g}",
+            draft=draft,
+            head_options={"parallel": True} if name.endswith("in one pass") else {},
+            acceptance=rate,
+        )
+        for name, draft in drafts.items()
+        for rate in acceptances
+    )
     return (
         MethodConfig(name="generate, static cache", peer="static_cache"),
         MethodConfig(name="generate_batch", peer="continuous_batching"),
         MethodConfig(name="selfspec plain", draft=DraftConfig(drafter="none")),
-        *(
-            MethodConfig(name=f"{name}, {rate:g}", draft=draft, head_options=own, acceptance=rate)
-            for name, (draft, own) in drafts.items()
-            for rate in acceptances
-        ),
+        *planted,
     )
 
 
@@ -145,12 +143,9 @@ def _early_exit(head: str, exit_layer: int, **fields: Any) -> DraftConfig:
 
 
 def with_defaults(config: BenchConfig, depth: int, device: torch.device) -> BenchConfig:
-    """Fill in the defaults of a shape's benchmark.
+    """Fill in the defaults of a shape with `depth` layers.
 
-    Args:
-        config: the config as given.
-        depth: layers of the target.
-        device: the device. On a CPU, prompts are shorter, rows fewer, and the dtype is float32.
+    On a CPU, prompts are shorter, rows fewer, and the dtype is float32.
     """
     gpu = device.type != "cpu"
     lengths = (128, 2048, 8192, 32768) if gpu else (64, 256)
@@ -188,13 +183,7 @@ def add_heads(engine: Engine, methods: Sequence[MethodConfig]) -> None:
 
 
 class ShapeBench(Bench):
-    """The benchmark of a shape.
-
-    Args:
-        config: the benchmark, with a `shape`.
-
-    Attributes:
-        facts: model and device, for the report.
+    """The benchmark of a shape; `facts` has model and device, for the report.
 
     Raises:
         ValueError: there is no such shape or device, or too little memory.
@@ -234,12 +223,7 @@ class ShapeBench(Bench):
         }
 
     def _leave_out(self, usable: float, most: int | None) -> list[str]:
-        """Drop batches that do not fit in memory or take too long; returns their names.
-
-        Args:
-            usable: usable bytes of memory.
-            most: maximum prompt tokens of a batch; `None` for no limit.
-        """
+        """Drop batches that do not fit in `usable` bytes or have more than `most` prompt tokens."""
         engine = self.spec.engine
         parts = [engine.decoder.causal_lm, *engine.heads]
         weights = sum(map(size_of, parts)) * (2 if self.config.kernels == "prepacked" else 1)
@@ -289,17 +273,13 @@ def kv_bytes_of_layer(engine: Engine) -> int:
 def bytes_a_round(engine: Engine, draft: DraftConfig | None, tokens: int) -> int | None:
     """Bytes of weights and KV that one round reads, counted once per pass.
 
-    `None` for drafters other than `none`, `early_exit` and `tree`.
+    `None` for drafters other than `none`, `early_exit` and `tree`. `tokens` are those in the KV
+    cache, all rows together; no draft is one token a round.
 
     A chain or tree of k levels from an exit after E of L layers: k + 1 passes over the first E
     layers (k drafts, and the last draft before it is verified), k over the head and the LM head,
     and one over the other layers and the LM head. Where a head drafts all tokens in one pass, k is
     1. If the first E layers draft approximately, k passes over them, and one over all layers.
-
-    Args:
-        engine: the target with its heads.
-        draft: the draft; `None`, or drafter `none`, for one token a round.
-        tokens: tokens in the KV cache, all rows together.
     """
     decoder = engine.decoder
     kv_of_token = kv_bytes_of_layer(engine)
@@ -329,14 +309,12 @@ def bytes_a_round(engine: Engine, draft: DraftConfig | None, tokens: int) -> int
 def read_bandwidth(device: torch.device, repeats: int = 5) -> float:
     """Bytes per second of reading memory: the best of a few sums over a large buffer."""
     buffer = torch.ones((1 << 30) if device.type == "cuda" else (1 << 26), device=device)
-    best = min(_seconds_of_sum(buffer) for _ in range(repeats))
-    return buffer.nbytes / best
-
-
-def _seconds_of_sum(buffer: Tensor) -> float:
-    began = time.perf_counter()
-    float(buffer.sum())  # waits for the device
-    return time.perf_counter() - began
+    seconds: list[float] = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        float(buffer.sum())  # waits for the device
+        seconds.append(time.perf_counter() - began)
+    return buffer.nbytes / min(seconds)
 
 
 def usable_memory(device: torch.device) -> float:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,24 +22,22 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from selfspec import __version__
-from selfspec.apps.bench.prompts import cut_prompts, in_batches, padded, split_prompts
+from selfspec.apps.bench import run as bench
+from selfspec.apps.bench.config import MethodConfig, ModeConfig
+from selfspec.apps.bench.prompts import cut_prompts, make_batches, split_prompts
+from selfspec.apps.bench.results import ratios, usual_rates
+from selfspec.apps.bench.run import Run, RunFile, Show, Turns, generate_options, make_method
 from selfspec.apps.bench.shapes import size_of, usable_memory
-from selfspec.apps.display.demo import in_turn
 from selfspec.config import DraftConfig, Precision, SkipConfig, StrictConfig, TreeConfig
 from selfspec.drafters import DRAFTERS, Auto, Cascade, make_drafter
 from selfspec.drafters.engine import Engine
 from selfspec.heads import ExitHead
-from selfspec.heads.files import append_line, read_lines
 from selfspec.model import SelfSpecModel
 from selfspec.schedule.profile import Measured, Place, Profile, exit_name
 from selfspec.schedule.stats import Stats
 
 PLAIN = "none"
 _WARM_UP = 8  # tokens generated untimed with each draft
-
-Progress = Callable[[str, int, int], object]
-"""Told what is measured, how much of it is done, and of how much."""
-Found = dict[str, Any]  # what one run of a draft found, as plain values
 
 
 class TuneConfig(StrictConfig):
@@ -85,7 +83,7 @@ def tune(
     texts: Sequence[str] = (),
     config: TuneConfig | None = None,
     work: str | Path | None = None,
-    on_progress: Progress = lambda part, done, of: None,
+    on_progress: Show = lambda part, done, of: None,
 ) -> Profile:
     """Find the fastest draft for a target on this device and these texts.
 
@@ -94,7 +92,7 @@ def tune(
         tokenizer: the target's.
         texts: texts like those that will be continued; none takes the passages in the package.
         config: what is run.
-        work: file that keeps every run; runs that it holds are not made again.
+        work: folder that keeps every run; runs that it holds are not made again.
         on_progress: called with the progress.
 
     Raises:
@@ -108,39 +106,40 @@ def tune(
     tried, held_out = split_prompts(prompts)
     place = Place.of(spec.decoder)
     identity = [__version__, place.model_dump(), [_identity(head) for head in heads]]
-    work_file = WorkFile(None if work is None else Path(work), identity)
+    file = RunFile(None if work is None else Path(work))
 
     plain = {PLAIN: DraftConfig(drafter=PLAIN)}
     exits = {
         exit_name(head.kind, head.exit_layer): {"exit_layer": head.exit_layer, "head": head.kind}
         for head in heads
     }
-    whole, no_copies = whole_models(spec.engine, config, max(map(len, prompts)))
+    whole, left_out = whole_models(spec.engine, config, max(map(len, prompts)))
     chains = {
         f"{name} × {k}": DraftConfig(num_draft_tokens=k, **keys)
         for name, keys in (exits | whole).items()
         for k in config.lengths
     }
-    short = config.model_copy(update={"new_tokens": max(1, config.new_tokens // 2)})
-    screening = Race(spec, tried, short, work_file).run(
-        "exits and lengths", {**plain, **chains}, 1, on_progress
+    short = config.model_copy(update={"new_tokens": max(1, config.new_tokens // 2), "repeats": 1})
+    show = partial(on_progress, "exits and lengths")
+    (_, *screening), failed = _compared(
+        spec, {**plain, **chains}, tried, short, identity, file, show
     )
+    left_out |= failed
 
-    ranked = sorted(screening[1:], key=lambda ran: -ran.speedup)[: config.best]
-    drafts, left_out = _possible(spec.engine, _others(ranked[0].draft, config))
-    drafts = {**plain, **{ran.name: ran.draft for ran in ranked}, **drafts}
-    compared = Race(spec, held_out, config, work_file).run(
-        "comparison", drafts, config.repeats, on_progress
-    )
+    ranked = sorted(screening, key=lambda ran: -ran.speedup)[: config.best]
+    others, impossible = _possible(spec.engine, _others(ranked[0].draft, config))
+    drafts = {**plain, **{ran.name: ran.draft for ran in ranked}, **others}
+    show = partial(on_progress, "comparison")
+    compared, failed = _compared(spec, drafts, held_out, config, identity, file, show)
     compared.sort(key=lambda ran: -ran.speedup)
     return Profile(
         draft=fastest(compared),
         place=place,
         batch=config.batch,
         temperature=config.temperature,
-        screening=screening[1:],
+        screening=screening,
         validation=compared,
-        left_out=no_copies | left_out,
+        left_out=left_out | impossible | failed,
     )
 
 
@@ -171,10 +170,7 @@ def whole_models(
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """Drafts of the whole model with fewer bits or keys, and why others are left out.
 
-    Args:
-        engine: the target.
-        config: the precisions and windows.
-        longest: tokens of the longest prompt.
+    `longest` is the tokens of the longest prompt.
     """
     decoder, drafts, left_out = engine.decoder, {}, {}
     windows = [window for window in config.windows if 2 * window <= longest]
@@ -233,121 +229,66 @@ def _possible(
     return {name: draft for name, draft in drafts.items() if name not in left_out}, left_out
 
 
-class Race:
-    """Runs drafts on the same prompts, in turns.
+def _compared(
+    spec: SelfSpecModel,
+    drafts: Mapping[str, DraftConfig],
+    prompts: Sequence[Tensor],
+    config: TuneConfig,
+    identity: Any,
+    file: RunFile,
+    show: Callable[[int, int], object],
+) -> tuple[list[Measured], dict[str, str]]:
+    """Run drafts in turn, of which `none` is one; what each found, and why others failed.
 
-    Args:
-        spec: the target and its heads.
-        prompts: what is continued.
-        config: batch, tokens, temperature.
-        work: keeps what each run found.
+    Runs have the digest of what they depend on in their keys, so the file may hold others, too.
     """
-
-    def __init__(
-        self, spec: SelfSpecModel, prompts: Sequence[Tensor], config: TuneConfig, work: WorkFile
-    ):
-        self.spec, self.config, self.work = spec, config, work
-        device = spec.decoder.device
-        self.batches = [padded(rows, device) for rows in in_batches(prompts, config.batch)]
-        wide = spec.decoder.dtype.itemsize >= 4
-        self.exact = wide and not config.temperature
-        self._warm: set[str] = set()
-
-    def run(
-        self, part: str, drafts: Mapping[str, DraftConfig], repeats: int, on_progress: Progress
-    ) -> list[Measured]:
-        """Medians over the repeats, in the order of `drafts`, of which `none` is one."""
-        turns: list[dict[str, Found]] = [{} for _ in range(repeats)]
-        runs = [(turn, name) for turn in range(repeats) for name in in_turn(drafts, turn)]
-        tokens = [batch.tolist() for batch, _ in self.batches]
-        sizes = self.config.model_dump(include={"new_tokens", "temperature", "seed", "batch"})
-        for done, (turn, name) in enumerate(runs):
-            on_progress(part, done, len(runs))
-            settings = [turn, sizes, tokens, drafts[name].model_dump()]
-            turns[turn][name] = self.work.get(settings, lambda name=name: self._time(name, drafts))
-        on_progress(part, len(runs), len(runs))
-        return [self._measured(name, draft, turns) for name, draft in drafts.items()]
-
-    def _time(self, name: str, drafts: Mapping[str, DraftConfig]) -> Found:
-        """Tokens per second of whole calls, counters, and a digest of the output."""
-        if name not in self._warm:
-            self._generate(drafts[name], *self.batches[0], _WARM_UP)
-            self._warm.add(name)
-        seconds = 0.0
-        outputs: list[list[int]] = []
-        total = Stats()
-        for tokens, mask in self.batches:
-            start = time.perf_counter()
-            self._generate(drafts[name], tokens, mask, self.config.new_tokens)
-            seconds += time.perf_counter() - start
-            stats, trace = self.spec.last_stats, self.spec.last_trace
-            assert stats is not None and trace is not None
-            outputs += [trace.tokens(row) for row in range(len(tokens))]
-            total += stats
-        return {
-            "tokens_per_second": total.emitted / seconds,
-            "output": _digest(outputs),
-            "acceptance_rate": total.acceptance_rate,
-            "mean_accepted_length": total.mean_accepted_length,
-        }
-
-    def _generate(self, draft: DraftConfig, tokens: Tensor, mask: Tensor, count: int) -> None:
-        # A round brings its tokens to the host, so a call is over when it returns.
-        options: dict[str, Any] = {"do_sample": False}
-        if self.config.temperature:
-            options = {"do_sample": True, "temperature": self.config.temperature}
-            options |= {"top_k": 0, "top_p": 1.0}
-        source = torch.Generator(tokens.device).manual_seed(self.config.seed)
-        self.spec.generate(
-            tokens,
-            attention_mask=mask,
-            draft=draft,
-            generator=source,
-            max_new_tokens=count,
-            pad_token_id=0,
-            **options,
-        )
-
-    def _measured(
-        self, name: str, draft: DraftConfig, turns: Sequence[Mapping[str, Found]]
-    ) -> Measured:
-        rates = [turn[name]["tokens_per_second"] for turn in turns]
-        plain = [turn[PLAIN]["tokens_per_second"] for turn in turns]
-        equal = all(turn[name]["output"] == turn[PLAIN]["output"] for turn in turns)
-        last = turns[-1][name]
-        return Measured(
-            name=name,
-            draft=draft,
-            tokens_per_second=median(rates),
-            speedup=median(rate / base for rate, base in zip(rates, plain, strict=True)),
-            equal=equal if self.exact else None,
-            acceptance_rate=last["acceptance_rate"],
-            mean_accepted_length=last["mean_accepted_length"],
-        )
+    sizes = config.model_dump(include={"new_tokens", "temperature", "seed", "batch"})
+    mode = ModeConfig(name=_digest([identity, sizes]), temperature=config.temperature)
+    keys = {name: f"{name} {_digest(draft.model_dump())}" for name, draft in drafts.items()}
+    turns = Turns(
+        bench.Place(mode.name, _digest([prompt.tolist() for prompt in prompts]), config.batch, ""),
+        {
+            keys[name]: make_method(spec, MethodConfig(name=name, draft=drafts[name]))
+            for name in keys
+        },
+        make_batches(prompts, config.batch, spec.decoder.device),
+        generate_options(spec, mode, config.new_tokens),
+        config.repeats,
+        _WARM_UP,
+        config.seed,
+    )
+    calls = turns.keys
+    turns.run(file, lambda place: show(sum(key in file.runs for key in calls), len(calls)))
+    show(len(calls), len(calls))
+    failed = {name: file.failures.get(turns.place._replace(method=keys[name])) for name in keys}
+    runs = {
+        name: [file.runs[key] for key in sorted(calls) if key.place.method == keys[name]]
+        for name in keys
+        if failed[name] is None
+    }
+    if PLAIN not in runs or len(runs) == 1:
+        raise RuntimeError(f"no drafts can be compared: {next(filter(None, failed.values()))}")
+    exact = spec.decoder.dtype.itemsize >= 4 and not config.temperature
+    measured = [
+        _measured(name, drafts[name], own, runs[PLAIN], exact) for name, own in runs.items()
+    ]
+    return measured, {name: why for name, why in failed.items() if why is not None}
 
 
-class WorkFile:
-    """Finished runs, one JSON object a line, so that an interrupted tuning can be resumed.
-
-    Args:
-        path: where they are kept; `None` keeps them nowhere.
-        identity: what all runs depend on; runs of another identity are ignored.
-    """
-
-    def __init__(self, path: Path | None, identity: Any):
-        self._path, self._identity = path, identity
-        lines = [] if path is None else read_lines(path)
-        self._found: dict[str, Found] = {line["key"]: line["value"] for line in lines}
-
-    def get(self, settings: Any, measure: Callable[[], Found]) -> Found:
-        """What a run with these settings found; `measure` makes the run if it is not there."""
-        key = _digest([self._identity, settings])
-        if key not in self._found:
-            self._found[key] = measure()
-            if self._path is not None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                append_line(self._path, {"key": key, "value": self._found[key]})
-        return self._found[key]
+def _measured(
+    name: str, draft: DraftConfig, runs: Sequence[Run], plain: Sequence[Run], exact: bool
+) -> Measured:
+    rates = usual_rates(runs, whole=True)
+    stats = sum((Stats(**run.stats) for run in runs if run.stats is not None), Stats())
+    return Measured(
+        name=name,
+        draft=draft,
+        tokens_per_second=median(rates.values()),
+        speedup=median(ratios(rates, usual_rates(plain, whole=True)).values()),
+        equal=[run.texts for run in runs] == [run.texts for run in plain] if exact else None,
+        acceptance_rate=stats.acceptance_rate,
+        mean_accepted_length=stats.mean_accepted_length,
+    )
 
 
 def _digest(values: Any) -> str:

@@ -1,80 +1,85 @@
-"""`selfspec bench`: compares methods on one target in one run."""
+"""`selfspec bench`, `check` and `tune`: measure methods, test exactness, find the fastest draft."""
 
 from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
-from selfspec.apps.cli import options as opt
 from selfspec.apps.cli.common import (
     Loaded,
+    Reporter,
     Source,
+    command,
     in_units,
-    print_json,
+    make_folder_of,
+    progress,
     progress_bar,
     quiet_transformers,
-    reporting,
+    read_prompts,
+    resolve,
 )
+from selfspec.apps.cli.options import Drafting, MaxNewTokens, Prompts, Seed
 
 if TYPE_CHECKING:
-    from selfspec.apps.bench import Bench, BenchConfig, Report
+    from torch import Tensor
+
+    from selfspec.apps.bench import Bench, BenchConfig, CheckResult, Report
     from selfspec.apps.bench.run import Write
-
-Fields = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[KEY=VALUE]...",
-        help="Fields of the config, such as max_new_tokens=64 or target=path; YAML values.",
-        show_default=False,
-    ),
-]
-ConfigFile = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="YAML file with target, prompts, methods, modes, batch_sizes.",
-        show_default="selfspec and transformers' own methods on the model in the package",
-    ),
-]
-Shape = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME_OR_CONFIG",
-        help="A published size with random weights instead of a model: its name, or the path "
-        "of a config.json. Acceptance is planted. On a CPU this takes minutes.",
-        show_default=False,
-    ),
-]
-Acceptance = Annotated[
-    str | None,
-    typer.Option(
-        metavar="RATES",
-        help="Acceptance rates to plant in a shape's drafts, such as 0.6,0.7,0.8.",
-        show_default="0.7",
-    ),
-]
-Output = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR",
-        help="Folder of runs and report; existing runs are kept.",
-        show_default="outputs/bench, and outputs/bench-NAME for a shape",
-    ),
-]
+    from selfspec.schedule.profile import Profile
 
 
+@command
 def bench(
-    fields: Fields = None,
-    config: ConfigFile = None,
-    shape: Shape = None,
-    acceptance: Acceptance = None,
-    output: Output = None,
-    as_json: opt.AsJson = False,
+    console: Reporter,
+    fields: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...",
+            help="Fields of the config, such as max_new_tokens=64 or target=path; YAML values.",
+            show_default=False,
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="YAML file with target, prompts, methods, modes, batch_sizes.",
+            show_default="selfspec and transformers' own methods on the model in the package",
+        ),
+    ] = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME_OR_CONFIG",
+            help="A published size with random weights instead of a model: its name, or the path "
+            "of a config.json. Acceptance is planted. On a CPU this takes minutes.",
+            show_default=False,
+        ),
+    ] = None,
+    acceptance: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATES",
+            help="Acceptance rates to plant in a shape's drafts, such as 0.6,0.7,0.8.",
+            show_default="0.7",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Folder of runs and report; existing runs are kept.",
+            show_default="outputs/bench, and outputs/bench-NAME for a shape",
+        ),
+    ] = None,
 ) -> None:
     """Compare methods on one target: speed, acceptance and equality of outputs, in one run."""
     from selfspec.apps.bench import BenchConfig
@@ -86,19 +91,13 @@ def bench(
     chosen += [] if acceptance is None else [f"acceptance=[{acceptance}]"]
     wanted = load_config(BenchConfig, config, [*(fields or ()), *chosen])
     output = output or _folder(wanted.shape)
-    with reporting(as_json) as console, one_run(output):
+    with one_run(output):
         report = run_bench(wanted, output)
-        pictures, none = _pictures(report, output)
-        page = report.write_page(output, pictures)
-        drawn = [picture.name for picture in pictures]
-        written = [*report.write(output), "runs.jsonl", page, *drawn, *none]
-        console.print(
-            *(grid.table(console.width) for grid in report.grids), *report.failures, sep="\n"
-        )
-        console.print(NOTES)
-        console.print(f"\nwritten to {output}: {', '.join(written)}")
-    if as_json:
-        print_json(report.to_dict())
+        written = report.write(output)
+    console.print(*(grid.table(console.width) for grid in report.grids), *report.failures, sep="\n")
+    console.print(NOTES)
+    console.print(f"\nwritten to {output}: runs.jsonl, {', '.join(written)}")
+    console.answer(report.to_dict())
     if report.failed:
         raise typer.Exit(1)
 
@@ -117,10 +116,7 @@ def run_bench(
 ) -> Report:
     """Make the missing runs, and report all.
 
-    Args:
-        config: the benchmark.
-        output: the folder of the runs.
-        others: functions that generate with other programs, by the names of their methods.
+    `others` generate with other programs, by the names of their methods.
     """
     from selfspec.apps.bench import Report, RunFile, summarise
 
@@ -158,53 +154,27 @@ def _announce(bench: Bench, done: int) -> None:
     )
 
 
-def _pictures(report: Report, output: Path) -> tuple[list[Path], list[str]]:
-    """Names of the plots, and the reason if there are none."""
-    from selfspec.apps.bench import write_plots
-
-    try:
-        return write_plots(report.rows, output), []
-    except ImportError as error:
-        return [], [f"no plots ({error})"]
-
-
 def _made(config: BenchConfig, others: Mapping[str, Write] | None) -> tuple[Bench, dict[str, Any]]:
     """The benchmark, and the settings that its runs depend on."""
     from selfspec.apps.bench import Bench
     from selfspec.apps.bench.shapes import ShapeBench
 
+    if config.threads is not None:
+        import torch
+
+        torch.set_num_threads(config.threads)
     if config.shape is not None:
         quiet_transformers()
-        if config.threads is not None:
-            import torch
-
-            torch.set_num_threads(config.threads)
         bench = ShapeBench(config)
         return bench, {**bench.facts, **_versions()}
-    target, head = _loaded(config)
-    draft = target.spec.default_draft.model_dump(mode="json", exclude_defaults=True)
-    return Bench(target.spec, target.tokenizer, config, others), {**head, "default draft": draft}
-
-
-def _loaded(config: BenchConfig) -> tuple[Loaded, dict[str, Any]]:
-    """The target, and the facts for the report."""
-    import torch
-
     from selfspec.schedule.profile import device_name
 
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    target = Source(
-        config.target,
-        config.heads,
-        config.dtype,
-        config.device,
-        config.profile,
-        config.kernels,
-        config.kv_cache_dtype,
-    ).load()
+    names = ("target", "heads", "dtype", "device", "kernels", "kv_cache_dtype", "profile")
+    target = Source(*(getattr(config, name) for name in names)).load()
+    draft = target.spec.default_draft.model_dump(mode="json", exclude_defaults=True)
     processor = device_name(target.spec.decoder.device)
-    return target, {**target.to_dict(), "processor": processor, **_versions()}
+    where = {**target.to_dict(), "processor": processor, **_versions(), "default draft": draft}
+    return Bench(target.spec, target.tokenizer, config, others), where
 
 
 def _lengths(prompts: list[Any]) -> str:
@@ -224,3 +194,155 @@ def _versions() -> dict[str, str]:
         "transformers": transformers.__version__,
         "machine": f"{platform.machine()}, {platform.system()}",
     }
+
+
+@command
+def check(
+    console: Reporter,
+    source: Source,
+    drafting: Drafting,
+    file: Prompts = None,
+    max_new_tokens: MaxNewTokens = 64,
+    samples: Annotated[
+        int, typer.Option(min=0, help="Sampled continuations per prompt; 0 skips the test.")
+    ] = 1024,
+    seed: Seed = 0,
+) -> None:
+    """Test exactness: greedy outputs equal the model's own, samples follow its distribution.
+
+    Prompts are those of --file, or else prose, code and maths in the package.
+
+    Exit code 1: an output differs by more than rounding, or the distribution is wrong.
+    """
+    from selfspec.apps.bench import Sampling, check_exactness
+
+    chosen = drafting.chosen
+    target = source.load()
+    draft = chosen or target.spec.default_draft
+    prompts = _prompts_of(target, file)
+    sampling = Sampling(samples=samples) if samples else None
+    with progress().status("comparing outputs"):
+        result = check_exactness(target.spec, draft, prompts, max_new_tokens, sampling, seed)
+    console.print(*_verdicts(target, result), sep="\n")
+    console.answer({**target.to_dict(), "draft": draft.model_dump(), **result.to_dict()})
+    if not result.passed:
+        raise typer.Exit(1)
+
+
+def _prompts_of(target: Loaded, file: Path | None) -> list[Tensor]:
+    from selfspec.apps.display.demo import load_prompts
+
+    texts = read_prompts(None, file) if file else [prompt.text for prompt in load_prompts()]
+    device = target.spec.decoder.device
+    return [target.tokenizer(text, return_tensors="pt").input_ids.to(device) for text in texts]
+
+
+def _verdicts(target: Loaded, result: CheckResult) -> list[str]:
+    """The results in sentences."""
+    equal = result.texts - len(result.divergences)
+    lines = [f"greedy: {equal} of {result.texts} outputs are equal"]
+    for number, found in result.divergences.items():
+        excuse = " (rounding)" if found.rounding else ""
+        lines.append(f"  output {number} differs at {found.describe(target.tokenizer)}{excuse}")
+    if not result.wide and result.divergences:
+        lines.append("  half precision rounds passes of different width differently")
+    if result.p_values:
+        rate = f"{result.acceptance_rate:.2f} of drafts accepted"
+        lines.append(f"sampled: least p-value {min(result.p_values):.3g}, {rate}")
+    return [*lines, "passed" if result.passed else "FAILED"]
+
+
+@partial(command, source=("model", "heads", "dtype", "device", "kernels"))
+def tune(
+    console: Reporter,
+    source: Source,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--text",
+            "-t",
+            metavar="FILE",
+            help='Text similar to your prompts: plain, or JSON lines with a "prompt" each; may be '
+            "repeated.",
+            show_default="prose, code and maths in the package",
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="YAML file with keys of the tuning; --set overrides it."),
+    ] = None,
+    fields: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            "-s",
+            metavar="KEY=VALUE",
+            help="A key of the tuning: batch=4, temperature=1, exits=[2,4], …; may be repeated.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="File to write the profile to.",
+            show_default="beside the heads or the model, else the user's cache",
+        ),
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Measure again what an earlier tuning has measured.")
+    ] = False,
+) -> None:
+    """Find the fastest draft on this device, and write the profile that generate uses."""
+    from selfspec.apps.bench.tune import TuneConfig
+    from selfspec.apps.bench.tune import tune as measure
+    from selfspec.config import load_config
+    from selfspec.heads.files import one_run
+    from selfspec.schedule.profile import default_path
+
+    wanted = load_config(TuneConfig, config, fields or ())
+    texts = [each for path in text or () for each in read_prompts(None, path)]
+    target = source.load()
+    output = output or default_path(target.spec.decoder, source.heads or resolve(source.model)[1])
+    make_folder_of(output)
+    folder = output.with_suffix(".work")
+    with one_run(folder), _shown_parts() as show:
+        if fresh:
+            (folder / "runs.jsonl").unlink(missing_ok=True)
+        profile = measure(target.spec, target.tokenizer, texts, wanted, folder, show)
+        profile.save(output)
+    _show(console, profile, output)
+    console.answer({**target.to_dict(), "output": str(output), **profile.model_dump(mode="json")})
+
+
+@contextmanager
+def _shown_parts() -> Iterator[Callable[[str, int, int], None]]:
+    """As `progress_bar`; where there is no terminal, every part begins with a line."""
+    begun: set[str] = set()
+    with progress_bar() as bar:
+
+        def show(part: str, done: int, of: int) -> None:
+            bar(part, done, of)
+            if part not in begun and not sys.stderr.isatty():
+                typer.echo(part, err=True)
+            begun.add(part)
+
+        yield show
+
+
+def _show(console: Console, profile: Profile, output: Path) -> None:
+    from selfspec.apps.bench.plots import write_picture
+    from selfspec.apps.display import speedup_map, speedup_table, validation_table
+
+    console.print(speedup_table(profile), validation_table(profile), sep="\n")
+    for name, reason in profile.left_out.items():
+        console.print(f"{name} was left out: {reason}")
+    console.print(f"profile: {output}")
+    picture = output.with_suffix(".png")
+    try:
+        write_picture(picture, "", partial(speedup_map, profile))
+    except ImportError as error:
+        console.print(f"the map as a picture: {error}")
+    else:
+        console.print(f"map: {picture}")

@@ -1,50 +1,107 @@
-"""What commands share: loading a target, reading prompts, printing text or one JSON object."""
+"""What commands share: options in groups, text or JSON, loading a target, reading prompts."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from selfspec import DEMO_MODEL
-from selfspec.apps.cli.options import Dtype, Kernels, KVCacheDtype
+from selfspec.apps.cli.options import (
+    AsJson,
+    Device,
+    Drafting,
+    DtypeOption,
+    Heads,
+    KernelsOption,
+    KVCacheOption,
+    Model,
+    Profile,
+    Writing,
+)
 from selfspec.apps.smollm2 import HEADS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from selfspec.config import DraftConfig
     from selfspec.model import SelfSpecModel
     from selfspec.schedule.stats import Stats
 
 _LINE_EVERY = 10.0  # seconds between lines of progress where there is no terminal
 
 
-@contextmanager
-def reporting(as_json: bool) -> Iterator[Console]:
-    """The console of a command.
+class Reporter(Console):
+    """A command's console. With `--json` it is quiet, and `answer` prints to stdout.
 
-    With `--json` it is quiet, and anything printed to stdout goes to stderr.
+    Args:
+        as_json: whether `--json` was given.
     """
-    if not as_json:
-        yield Console(markup=False, highlight=False)
-        return
-    with redirect_stdout(sys.stderr):
-        yield Console(quiet=True)
+
+    def __init__(self, as_json: bool):
+        super().__init__(markup=False, highlight=False, quiet=as_json)
+        self._stdout = sys.stdout if as_json else None
+
+    def answer(self, data: Mapping[str, Any]) -> None:
+        """With `--json`, print one JSON object on one line, at once: another process may wait."""
+        if self._stdout is not None:
+            self._stdout.write(json.dumps(data, allow_nan=False) + "\n")
+            self._stdout.flush()
 
 
-def print_json(data: Mapping[str, Any]) -> None:
-    """Print one JSON object on one line."""
-    sys.stdout.write(json.dumps(data, allow_nan=False) + "\n")
+def command(function: Callable[..., None], source: Sequence[str] = ()) -> Callable[..., None]:
+    """Make a command of a function of a `Reporter`, groups of options, and options of its own.
+
+    The fields of a group become options, and `--json` is the last. With it, whatever is printed
+    to stdout goes to stderr.
+
+    Args:
+        function: the reporter is its first argument.
+        source: fields of `Source` that are options; none takes all.
+    """
+    groups: dict[str, Any] = {}
+    options: dict[str, tuple[Any, Any]] = {}  # default and annotation by name
+    for each in list(inspect.signature(function, eval_str=True).parameters.values())[1:]:
+        if not is_dataclass(each.annotation):
+            options[each.name] = each.default, each.annotation
+            continue
+        group = groups[each.name] = each.annotation
+        hints = get_type_hints(group, include_extras=True)
+        taken = source if group is Source and source else hints
+        options |= {name: (getattr(group, name), hints[name]) for name in taken}
+    options["as_json"] = False, AsJson
+
+    def run(as_json: bool, **given: Any) -> None:
+        for name, group in groups.items():
+            own = [field.name for field in fields(group) if field.name in given]
+            given[name] = group(**{field: given.pop(field) for field in own})
+        reporter = Reporter(as_json)
+        with redirect_stdout(sys.stderr) if as_json else nullcontext():
+            function(reporter, **given)
+
+    made: Any = run
+    made.__signature__ = inspect.Signature(
+        [
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind
+            )
+            for name, (default, kind) in options.items()
+        ]
+    )
+    made.__name__, made.__doc__, made.__annotations__ = function.__name__, function.__doc__, {}
+    return made
 
 
 def make_folder_of(file: Path) -> None:
@@ -116,15 +173,9 @@ def in_units(count: float, unit: str = "") -> str:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A loaded target.
+    """A loaded target."""
 
-    Attributes:
-        name: the name that the user gave.
-        spec: the wrapped model.
-        tokenizer: its tokenizer.
-    """
-
-    name: str
+    name: str  # as the user gave it
     spec: SelfSpecModel
     tokenizer: PreTrainedTokenizerBase
 
@@ -161,19 +212,6 @@ def own_choices(spec: SelfSpecModel) -> dict[str, Any]:
     }
 
 
-def is_sampled(spec: SelfSpecModel, options: Mapping[str, Any]) -> bool:
-    """Whether a call of `generate` with these options samples."""
-    return bool(options.get("do_sample", spec.generation_config.do_sample))
-
-
-def say_choices(spec: SelfSpecModel, options: Mapping[str, Any]) -> None:
-    """Show on stderr what the checkpoint's generation config says that the options leave."""
-    kept = {name: value for name, value in own_choices(spec).items() if name not in options}
-    if kept:
-        told = ", ".join(f"{name}={value}" for name, value in kept.items())
-        note(f"of the checkpoint's generation_config: {told}")
-
-
 def hint_heads(spec: SelfSpecModel) -> None:
     """Say that the package has an exit head for the checkpoint, if it runs without heads."""
     from selfspec.heads import CONFIG_NAME
@@ -189,6 +227,25 @@ def hint_heads(spec: SelfSpecModel) -> None:
         except ValueError:
             return
     note(f"the package has an exit head for this checkpoint: --heads {HEADS}")
+
+
+def begin(
+    source: Source, drafting: Drafting, writing: Writing
+) -> tuple[Loaded, DraftConfig, dict[str, Any]]:
+    """Load a target to write with; returns it, the draft, and options of transformers' `generate`.
+
+    Shows on stderr what the checkpoint's generation config says that the options leave.
+    """
+    chosen, options = drafting.chosen, writing.options
+    target = source.load()
+    spec = target.spec
+    sampled = bool(options.get("do_sample", spec.generation_config.do_sample))
+    hint_heads(spec)
+    kept = {name: value for name, value in own_choices(spec).items() if name not in options}
+    if kept:
+        told = ", ".join(f"{name}={value}" for name, value in kept.items())
+        note(f"of the checkpoint's generation_config: {told}")
+    return target, chosen or spec.draft_for(sampled=sampled), options
 
 
 def note(message: str) -> None:
@@ -209,16 +266,17 @@ def resolve(model: str | None) -> tuple[str, Path | str]:
     return model, find_checkpoint(model)
 
 
-class Source(NamedTuple):
-    """Where a target comes from, and how it runs; the fields are the options of commands."""
+@dataclass(frozen=True)
+class Source:
+    """Where a target comes from, and how it runs; the fields are options of commands."""
 
-    model: str | None = None
-    heads: str | None = None
-    dtype: Dtype = "auto"
-    device: str | None = None
-    profile: Path | None = None
-    kernels: Kernels = "auto"
-    kv_cache: KVCacheDtype = "auto"
+    model: Model = None
+    heads: Heads = None
+    dtype: DtypeOption = "auto"
+    device: Device = None
+    kernels: KernelsOption = "auto"
+    kv_cache: KVCacheOption = "auto"
+    profile: Profile = None
 
     def load(self) -> Loaded:
         """Load the target and its tokenizer.
@@ -284,35 +342,32 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
         FileNotFoundError: there is no such file.
         ValueError: there is no text, it is not UTF-8, or a line is not a JSON object with a prompt.
     """
-    if prompt not in (None, "-"):
-        source, text = "the argument", prompt
-    else:
-        source, text = _read(None if file is None or str(file) == "-" else file)
-    assert text is not None
+    given = prompt if prompt != "-" else None
+    source, text = ("the argument", given) if given is not None else _read(file)
     if not text.strip():
         raise ValueError(f"empty prompt from {source}; there must be text to continue")
-    if source == "the argument":
+    if given is not None:
         return [text]
-    if text.lstrip().startswith("{"):
-        return [_prompt_of(line, f"{source}, line {n}") for n, line in _lines(text)]
-    return [text.rstrip("\n")]
+    if not text.lstrip().startswith("{"):
+        return [text.rstrip("\n")]
+    lines = enumerate(text.split("\n"), 1)
+    return [_prompt_of(line, f"{source}, line {n}") for n, line in lines if line.strip()]
 
 
 def _read(file: Path | None) -> tuple[str, str]:
     """The name of the source and its text; stdin if there is no file."""
     if file is None and sys.stdin.isatty():
         raise typer.BadParameter("give a prompt, --file, or text on stdin")
-    if file is not None and not file.is_file():
+    if file is None or str(file) == "-":
+        source, read = "stdin", sys.stdin.read
+    elif file.is_file():
+        source, read = str(file), partial(file.read_text, encoding="utf-8")
+    else:
         raise FileNotFoundError(f"no prompt file at {file}")
-    source = "stdin" if file is None else str(file)
     try:
-        return source, sys.stdin.read() if file is None else file.read_text(encoding="utf-8")
+        return source, read()
     except UnicodeDecodeError as error:
         raise ValueError(f"{source} is not UTF-8 text (byte {error.start})") from None
-
-
-def _lines(text: str) -> list[tuple[int, str]]:
-    return [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
 
 
 def _prompt_of(line: str, place: str) -> str:

@@ -21,23 +21,14 @@ from selfspec.schedule.stats import Stats
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn.
+    """One turn."""
 
-    Attributes:
-        prompt: the user's message.
-        text: the reply.
-        stopped: whether the reply was stopped on request.
-        prompt_tokens: tokens before the reply.
-        cached_tokens: how many of them were in the KV cache.
-        stats: counters and clocks of the reply.
-    """
-
-    prompt: str
-    text: str
-    stopped: bool
-    prompt_tokens: int
-    cached_tokens: int
-    stats: Stats
+    prompt: str  # the user's message
+    text: str  # the reply
+    stopped: bool  # whether the reply was stopped on request
+    prompt_tokens: int  # tokens before the reply
+    cached_tokens: int  # how many of them were in the KV cache
+    stats: Stats  # counters and clocks of the reply
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as plain values."""
@@ -81,18 +72,15 @@ def turn_stops(spec: SelfSpecModel, tokenizer: PreTrainedTokenizerBase) -> dict[
 
 
 class Conversation:
-    """Replies to one turn after another.
+    """Replies to one turn after another; with a chat template, turns are messages.
 
     Args:
         spec: the model.
-        tokenizer: its tokenizer; with a chat template, turns are messages.
+        tokenizer: its tokenizer.
         draft: how to draft.
         options: of transformers' `generate`; `max_new_tokens` is the most that a reply has.
         seed: seeds sampling, once for the conversation.
         system: a system message.
-
-    Attributes:
-        tokens: token ids so far.
 
     Raises:
         ValueError: there is a system message, but no chat template.
@@ -141,12 +129,9 @@ class Conversation:
         streamer: BaseStreamer | None = None,
         stop: Callable[[], bool] = lambda: False,
     ) -> Turn:
-        """Send a message and return the turn with the reply.
+        """Send a message and return the turn with the reply, which goes to the streamer, too.
 
-        Args:
-            prompt: the user's message.
-            streamer: receives the reply.
-            stop: called after every token; the reply stops when it returns true.
+        `stop` is called after every token; the reply stops when it returns true.
 
         Raises:
             ValueError: the message is empty, there is no room for a reply, or the draft is invalid.

@@ -1,8 +1,12 @@
-"""`selfspec demo`: plain decoding and self-speculation side by side."""
+"""`selfspec demo` and `app`: plain decoding and self-speculation side by side."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -13,9 +17,8 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from selfspec.apps.cli import options as opt
-from selfspec.apps.cli.common import Loaded, Source, note, print_json, progress, reporting
-from selfspec.apps.cli.options import Dtype
+from selfspec.apps.cli.common import Loaded, Reporter, Source, command, note, progress
+from selfspec.apps.cli.options import Drafting, Dtype, MaxNewTokens, Seed
 from selfspec.apps.smollm2 import HEADS, NAME, QUESTIONS, cache_folder, fetch_checkpoint
 
 if TYPE_CHECKING:
@@ -45,48 +48,38 @@ ROWS = (
 )
 _COLUMNS = ("plain", "speculative")
 
-Prompt = Annotated[
-    str | None, typer.Option(help="Text to continue.", show_default="a held-out passage")
-]
-OfDomain = Annotated[
-    Domain | None,
-    typer.Option(
-        help="Domain of the passage; --seed chooses one.", show_default="prose, then code"
-    ),
-]
-Temperature = Annotated[
-    float | None,
-    typer.Option(
-        min=0, help="Sampling temperature; 0 decodes greedily.", show_default="0.8; 0 for SmolLM2"
-    ),
-]
-Greedy = Annotated[
-    bool, typer.Option("--greedy", help="Decode greedily: the same as --temperature 0.")
-]
-NoRepeatNgram = Annotated[
-    int, typer.Option(min=0, help="Generate no n-gram of this size twice; 0 allows it.")
-]
-Repeats = Annotated[int, typer.Option(min=1, help="Timed runs of each.")]
 
-
+@command
 def demo(
-    model: opt.Model = None,
-    heads: opt.Heads = None,
-    dtype: opt.DtypeOption = "auto",
-    device: opt.Device = None,
-    kernels: opt.KernelsOption = "auto",
-    config: opt.Config = None,
-    draft: opt.Draft = None,
-    profile: opt.Profile = None,
-    prompt: Prompt = None,
-    domain: OfDomain = None,
-    max_new_tokens: opt.MaxNewTokens = 128,
-    temperature: Temperature = None,
-    greedy: Greedy = False,
-    no_repeat_ngram: NoRepeatNgram = 0,
-    seed: opt.Seed = 0,
-    repeats: Repeats = 3,
-    as_json: opt.AsJson = False,
+    console: Reporter,
+    source: Source,
+    drafting: Drafting,
+    prompt: Annotated[
+        str | None, typer.Option(help="Text to continue.", show_default="a held-out passage")
+    ] = None,
+    domain: Annotated[
+        Domain | None,
+        typer.Option(
+            help="Domain of the passage; --seed chooses one.", show_default="prose, then code"
+        ),
+    ] = None,
+    max_new_tokens: MaxNewTokens = 128,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Sampling temperature; 0 decodes greedily.",
+            show_default="0.8; 0 for SmolLM2",
+        ),
+    ] = None,
+    greedy: Annotated[
+        bool, typer.Option("--greedy", help="Decode greedily: the same as --temperature 0.")
+    ] = False,
+    no_repeat_ngram: Annotated[
+        int, typer.Option(min=0, help="Generate no n-gram of this size twice; 0 allows it.")
+    ] = 0,
+    seed: Seed = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each.")] = 3,
 ) -> None:
     """Generate with plain decoding and with self-speculation, and compare outputs and speed.
 
@@ -96,26 +89,23 @@ def demo(
     uses the rule `coupled`, with which a seed gives the same text with and without drafts, so that
     both can be compared token by token.
     """
-    drafting = opt.draft_config(config, draft)
-    with reporting(as_json) as console:
-        source = Source(model, heads, dtype, device, profile, kernels)
-        chosen = (model, prompt, domain)
-        asked = None if any(each is not None for each in chosen) else _chat_model()
-        if asked:
-            source = _with_chat_model(source, asked)
-        if temperature is None:
-            temperature = 0.0 if asked else _TEMPERATURE
-        settings = {
-            "max_new_tokens": max_new_tokens,
-            "temperature": 0.0 if greedy else temperature,
-            "no_repeat_ngram_size": no_repeat_ngram,
-            "seed": seed,
-            "repeats": repeats,
-        }
-        passages = _questions() if asked else _passages(prompt, domain, seed)
-        told, results = _show(console, source.load(), drafting, settings, passages)
-    if as_json:
-        print_json(told)
+    draft = drafting.chosen
+    chosen = (source.model, prompt, domain)
+    asked = None if any(each is not None for each in chosen) else _chat_model()
+    if asked:
+        source = _with_chat_model(source, asked)
+    if temperature is None:
+        temperature = 0.0 if asked else _TEMPERATURE
+    settings = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": 0.0 if greedy else temperature,
+        "no_repeat_ngram_size": no_repeat_ngram,
+        "seed": seed,
+        "repeats": repeats,
+    }
+    passages = _passages(prompt, domain, seed, chat=asked is not None)
+    told, results = _show(console, source.load(), draft, settings, passages)
+    console.answer(told)
     if any(result.exact and not result.equal for result in results.values()):
         raise typer.Exit(1)
 
@@ -131,19 +121,19 @@ def _chat_model() -> Path | None:
 
 
 def _with_chat_model(source: Source, checkpoint: Path) -> Source:
-    """The same with the chat model, its head, and the dtype in which it is fast."""
-    dtype = _fast_dtype() if source.dtype == "auto" else source.dtype
-    return source._replace(model=str(checkpoint), heads=source.heads or str(HEADS), dtype=dtype)
-
-
-def _fast_dtype() -> Dtype:
-    """bfloat16 where it is fast on this device, float32 elsewhere."""
+    """The same with the chat model, its head, and bfloat16 where it is fast on this device."""
     import torch
 
     from selfspec.decoder.kernels.prepacked import packs
 
     half = torch.cuda.is_available() or packs(torch.bfloat16)
-    return "bfloat16" if half else "float32"
+    dtype: Dtype = "bfloat16" if half else "float32"
+    return replace(
+        source,
+        model=str(checkpoint),
+        heads=source.heads or str(HEADS),
+        dtype=dtype if source.dtype == "auto" else source.dtype,
+    )
 
 
 def _show(
@@ -184,10 +174,14 @@ def _filled_in(target: Loaded, draft: DraftConfig) -> DraftConfig:
     return draft.model_copy(update={**chosen, "num_draft_tokens": draft.most_tokens})
 
 
-def _passages(prompt: str | None, domain: Domain | None, seed: int) -> dict[str, DemoPrompt]:
-    """The prompts, by name of their columns."""
+def _passages(
+    prompt: str | None, domain: Domain | None, seed: int, chat: bool
+) -> dict[str, DemoPrompt]:
+    """The prompts, by name of their columns: questions for a chat model."""
     from selfspec.apps.display.demo import DemoPrompt, load_prompts
 
+    if chat:
+        return {name: DemoPrompt("chat", name, text) for name, text in QUESTIONS.items()}
     if prompt is not None:
         return {"": DemoPrompt("prose", "your prompt", prompt)}
     found: dict[str, DemoPrompt] = {}
@@ -197,13 +191,6 @@ def _passages(prompt: str | None, domain: Domain | None, seed: int) -> dict[str,
         passage = passages[seed % len(passages)]
         found[each] = passage._replace(source=f"{passage.source}, held out of training")
     return found
-
-
-def _questions() -> dict[str, DemoPrompt]:
-    """What the chat model is asked, by name of their columns."""
-    from selfspec.apps.display.demo import DemoPrompt
-
-    return {name: DemoPrompt("chat", name, text) for name, text in QUESTIONS.items()}
 
 
 def _headline(head: dict[str, Any]) -> str:
@@ -270,3 +257,41 @@ def exits_table(exits: Sequence[ExitAgreement]) -> Table:
 
 def _table(caption: str) -> Table:
     return Table(caption=caption, caption_justify="left", box=box.SIMPLE_HEAD)
+
+
+_server = partial(typer.Option, rich_help_panel="Page")
+
+
+@command
+def app(
+    console: Reporter,
+    source: Source,
+    drafting: Drafting,
+    host: Annotated[str, _server(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[
+        int | None,
+        _server(
+            min=1, max=65535, help="Port to listen at.", show_default="the first free one from 7860"
+        ),
+    ] = None,
+    open_page: Annotated[bool, _server("--open/--no-open", help="Open the browser.")] = True,
+) -> None:
+    """Open a web page that generates with and without speculation, side by side.
+
+    Exit, draft length and drafter are chosen there; --draft sets their initial values. Ctrl-C ends
+    it. Needs Gradio: pip install 'selfspec[app]'.
+    """
+    draft = drafting.chosen
+    from selfspec.apps.display.app import DraftMenu, SideBySide
+    from selfspec.apps.display.app.page import Page
+
+    target = source.load()
+    ran = target.to_dict()
+    offer = DraftMenu(target.spec, draft or target.spec.default_draft)
+    about = "{model} · {layers} layers · {dtype} · {device}, threads: {threads}".format(**ran)
+    page = Page(SideBySide(target.spec, target.tokenizer), offer, about)
+    with page.served(host, port, open_page) as address:
+        console.answer({**ran, "address": address})
+        console.print(f"{address} shows {target.name}; Ctrl-C ends it")
+        with suppress(KeyboardInterrupt):  # which is how a server ends
+            threading.Event().wait()

@@ -12,19 +12,15 @@ import typer
 from typer.core import TyperGroup
 
 from selfspec import __version__
-from selfspec.apps.cli.app import app
-from selfspec.apps.cli.bench import bench
+from selfspec.apps.cli.bench import bench, check, tune
 from selfspec.apps.cli.chat import chat
-from selfspec.apps.cli.check import check
 from selfspec.apps.cli.common import complain
-from selfspec.apps.cli.demo import demo
+from selfspec.apps.cli.demo import app, demo
 from selfspec.apps.cli.examples import examples
-from selfspec.apps.cli.export import export
+from selfspec.apps.cli.export import export, import_
 from selfspec.apps.cli.fit import fit, measure, regenerate
 from selfspec.apps.cli.generate import generate
-from selfspec.apps.cli.import_heads import import_
 from selfspec.apps.cli.info import info
-from selfspec.apps.cli.tune import tune
 
 _INTERRUPTED = 130  # the exit code of a process that Ctrl-C ended
 _EXPECTED = (ValueError, OSError, ImportError)

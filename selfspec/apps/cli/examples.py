@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 EXAMPLES = {
-    "app": (
-        "selfspec app",
-        "selfspec app --model path/to/model --port 8000 --no-open",
-    ),
+    "app": ("selfspec app", "selfspec app --model path/to/model --port 8000 --no-open"),
     "bench": (
         "selfspec bench max_new_tokens=64 repeats=3",
         "selfspec bench --config configs/bench.yaml --output outputs/bench",
@@ -42,10 +39,7 @@ EXAMPLES = {
     "regenerate": (
         "selfspec regenerate path/to/model --text 'texts/*.txt' --output outputs/written",
     ),
-    "tune": (
-        "selfspec tune",
-        "selfspec tune --text mine.txt --set batch=4 --set temperature=1",
-    ),
+    "tune": ("selfspec tune", "selfspec tune --text mine.txt --set batch=4 --set temperature=1"),
     "export hf-draft": ("selfspec export hf-draft --exit-layer 4 --head block draft",),
     "export eagle3": ("selfspec export eagle3 --heads path/to/heads serve",),
     "export dflash": ("selfspec export dflash --heads path/to/heads serve",),

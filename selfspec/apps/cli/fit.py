@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,52 +13,62 @@ import typer
 from rich import box
 from rich.table import Table
 
-from selfspec.apps.cli import options as opt
-from selfspec.apps.cli.common import (
-    in_units,
-    print_json,
-    quiet_transformers,
-    reporting,
-    resolve,
-)
+from selfspec.apps.cli.common import Reporter, command, in_units, quiet_transformers, resolve
 
 if TYPE_CHECKING:
     from selfspec.apps.bench.forecast import Advice
 
-Words = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[MODEL] [KEY=VALUE]...",
-        help="Folder or Hugging Face id of a causal language model; and keys of the config, such "
-        "as loop.steps=500, with YAML values.",
-        show_default="the small model in the package",
-    ),
-]
-Text = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--text",
-        "-t",
-        metavar="FILES",
-        help="Files of text, or of records with a `text` or a chat each (JSON lines, parquet, also "
-        "compressed), or a quoted pattern such as 'texts/*.txt'; may be repeated.",
-        show_default="for the model in the package, a novel",
-    ),
-]
-ConfigFile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="YAML file with any of the config's keys.")
-]
-Output = Annotated[
-    str | None, typer.Option("--output", "-o", metavar="DIR", help="Folder of the run.")
-]
-
-
 _SHOWN = 5  # candidates
 
 
+@dataclass(frozen=True)
+class Given:
+    """The keys of a config, by the command line and a file."""
+
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[MODEL] [KEY=VALUE]...",
+            help="Folder or Hugging Face id of a causal language model; and keys of the config, "
+            "such as loop.steps=500, with YAML values.",
+            show_default="the small model in the package",
+        ),
+    ] = None
+    text: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--text",
+            "-t",
+            metavar="FILES",
+            help="Files of text, or of records with a `text` or a chat each (JSON lines, parquet, "
+            "also compressed), or a quoted pattern such as 'texts/*.txt'; may be repeated.",
+            show_default="for the model in the package, a novel",
+        ),
+    ] = None
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", metavar="DIR", help="Folder of the run.")
+    ] = None
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="YAML file with any of the config's keys.")
+    ] = None
+
+    def read(self) -> dict[str, Any]:
+        """The keys; those of the command line override the file's."""
+        from selfspec.config import read_config
+
+        model, keys = _split(self.words, "model")
+        given = read_config(self.config, keys)
+        if model is not None:
+            given["target"] = str(resolve(model)[1])
+        if self.text:
+            given["data"] = [{"files": self.text}]
+        return given if self.output is None else {**given, "output": self.output}
+
+
+@command
 def fit(
-    words: Words = None,
-    text: Text = None,
+    console: Reporter,
+    asked: Given,
     held_out: Annotated[
         list[str] | None,
         typer.Option(
@@ -66,12 +77,9 @@ def fit(
             show_default="the last twentieth of the text",
         ),
     ] = None,
-    output: Output = None,
-    config: ConfigFile = None,
     force: Annotated[
         bool, typer.Option("--force", help="Fit a head even if none is expected to pay here.")
     ] = False,
-    as_json: opt.AsJson = False,
 ) -> None:
     """Fit an exit head to a frozen model, measure it on held-out text, and save it.
 
@@ -81,32 +89,32 @@ def fit(
     """
     from selfspec.heads.files import check_free
 
-    given = _given(words, text, output, config)
+    given = asked.read()
     if held_out:
         given["held_out"] = {"held out": {"files": held_out}}
-    with reporting(as_json) as console:
-        quiet_transformers()
-        defaults = _training("exits.defaults")
-        check_free(Path(given.get("output", defaults.OUTPUT)))  # before the text is read
-        settings = defaults.complete(
-            given,
-            str(config or "fit"),
-            show=lambda advice: console.print(forecast_table(advice)),
-            force=force,
-        )
-        checkpoints = _training("loop.checkpoint").Checkpoints(Path(settings.output))
-        checkpoints.check_identity(settings.identity)  # before anything is printed
-        head, loop = settings.heads[0], settings.loop
-        console.print(
-            f"{head.kind} head, exit {head.exit_layer}, for {settings.target}: {loop.steps} steps "
-            f"of {loop.batch_size * settings.block_size:,} tokens; config in {settings.output}"
-        )
-        _training("fit_heads").fit(settings)
-    if as_json:
-        print_json(_result(settings))
+    quiet_transformers()
+    defaults = _training("exits.defaults")
+    check_free(Path(given.get("output", defaults.OUTPUT)))  # before the text is read
+    settings = defaults.complete(
+        given,
+        str(asked.config or "fit"),
+        show=lambda advice: console.print(forecast_table(advice)),
+        force=force,
+    )
+    checkpoints = _training("loop.checkpoint").Checkpoints(Path(settings.output))
+    checkpoints.check_identity(settings.identity)  # before anything is printed
+    head, loop = settings.heads[0], settings.loop
+    console.print(
+        f"{head.kind} head, exit {head.exit_layer}, for {settings.target}: {loop.steps} steps "
+        f"of {loop.batch_size * settings.block_size:,} tokens; config in {settings.output}"
+    )
+    _training("fit_heads").fit(settings)
+    console.answer(_result(settings))
 
 
+@command
 def measure(
+    console: Reporter,
     words: Annotated[
         list[str] | None,
         typer.Argument(
@@ -115,29 +123,21 @@ def measure(
             show_default="outputs/fit",
         ),
     ] = None,
-    as_json: opt.AsJson = False,
 ) -> None:
     """Calibrate and measure fitted heads again, and write their report."""
     from selfspec.config import load_config
 
-    folder, fields = _split(words, "folder")
+    folder, keys = _split(words, "folder")
     folder = Path(folder or "outputs/fit")
     config = _training("exits.fitting").FitConfig
-    settings = load_config(config, folder / "config.yaml", [f"output={folder}", *fields])
-    with reporting(as_json):
-        quiet_transformers()
-        _training("measure_heads").measure_heads(settings)
-    if as_json:
-        print_json(_result(settings))
+    settings = load_config(config, folder / "config.yaml", [f"output={folder}", *keys])
+    quiet_transformers()
+    _training("measure_heads").measure_heads(settings)
+    console.answer(_result(settings))
 
 
-def regenerate(
-    words: Words = None,
-    text: Text = None,
-    output: Output = None,
-    config: ConfigFile = None,
-    as_json: opt.AsJson = False,
-) -> None:
+@command
+def regenerate(console: Reporter, asked: Given) -> None:
     """Have a model continue prompts cut from a text, which makes the best text to fit heads to.
 
     The model drafts with its heads, if it has any. The same command resumes a stopped run.
@@ -145,14 +145,11 @@ def regenerate(
     from selfspec.config import parse
 
     module = _training("regenerate")
-    given = {"output": "outputs/regenerated", **_given(words, text, output, config)}
+    given = {"output": "outputs/regenerated", **asked.read()}
     given.setdefault("data", _training("exits.defaults").default_text(given).get("data"))
-    settings = parse(module.RegenerateConfig, given, str(config or "regenerate"))
-    with reporting(as_json):
-        quiet_transformers()
-        path = module.regenerate(settings)
-    if as_json:
-        print_json({"texts": str(path)})
+    settings = parse(module.RegenerateConfig, given, str(asked.config or "regenerate"))
+    quiet_transformers()
+    console.answer({"texts": str(module.regenerate(settings))})
 
 
 def forecast_table(advice: Advice) -> Table:
@@ -195,23 +192,6 @@ def _training(module: str) -> Any:
     """Import a module of the training code, which in a wheel is inside the package."""
     package = "selfspec.training" if find_spec("selfspec.training") else "training"
     return import_module(f"{package}.{module}")
-
-
-def _given(
-    words: list[str] | None, text: list[str] | None, output: str | None, config: Path | None
-) -> dict[str, Any]:
-    """The keys of a config from the command line and its file."""
-    from selfspec.config import read_config
-
-    model, fields = _split(words, "model")
-    given = read_config(config, fields)
-    if model is not None:
-        given["target"] = str(resolve(model)[1])
-    if text:
-        given["data"] = [{"files": text}]
-    if output is not None:
-        given["output"] = output
-    return given
 
 
 def _result(settings: Any) -> dict[str, Any]:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 from rich.table import Table
 
-from selfspec.apps.cli import options as opt
 from selfspec.apps.cli.common import (
+    Reporter,
     Source,
+    command,
     in_units,
-    print_json,
     quiet_transformers,
-    reporting,
     resolve,
 )
 
@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 _TOKENS = (200_000, 1_000_000, 5_000_000)  # of text that a head would see
 
 
+@partial(command, source=("model", "heads"))
 def info(
-    model: opt.Model = None,
-    heads: opt.Heads = None,
+    console: Reporter,
+    source: Source,
     context: Annotated[
         int | None,
         typer.Option(
@@ -40,27 +41,22 @@ def info(
             show_default="the model's positions",
         ),
     ] = None,
-    as_json: opt.AsJson = False,
 ) -> None:
     """Describe a target and its heads: shape, memory, and the default draft."""
     from selfspec.decoder.checkpoints import folder_of
     from selfspec.heads import CONFIG_NAME
     from selfspec.schedule.profile import PROFILE_NAME
 
-    with reporting(as_json) as console:
-        name, path = resolve(model)
-        beside = any(
-            (Path(folder_of(path)) / file).is_file() for file in (CONFIG_NAME, PROFILE_NAME)
-        )
-        is_bare = heads is None and not beside and not _ships_head(path)
-        engine, profile = _without_weights(path) if is_bare else None, None
-        if engine is None:
-            spec = Source(model, heads).load_spec()
-            engine, profile = spec.engine, spec.profile
-        facts = {"model": name, **describe(engine, context, profile)}
-        console.print(info_table(facts))
-    if as_json:
-        print_json(facts)
+    name, path = resolve(source.model)
+    beside = any((Path(folder_of(path)) / file).is_file() for file in (CONFIG_NAME, PROFILE_NAME))
+    is_bare = source.heads is None and not beside and not _ships_head(path)
+    engine, profile = _without_weights(path) if is_bare else None, None
+    if engine is None:
+        spec = source.load_spec()
+        engine, profile = spec.engine, spec.profile
+    facts = {"model": name, **describe(engine, context, profile)}
+    console.print(info_table(facts))
+    console.answer(facts)
 
 
 def _ships_head(path: Path | str) -> bool:
@@ -87,28 +83,14 @@ def _without_weights(path: Path | str) -> Engine | None:
         with torch.device("meta"):
             model = auto_class(config).from_config(config, dtype=config.dtype or torch.float32)
         engine = Engine(Decoder(model))
-        cache_bytes(engine.decoder)
+        slots_of_two_tokens(engine.decoder)
     except RuntimeError:
         return None
     return engine
 
 
-class CacheBytes(NamedTuple):
-    """Measured sizes of the KV cache of one row.
-
-    Attributes:
-        token: keys and values of a token, in each layer.
-        states: the recurrent states.
-        draft: inputs that recurrent layers keep of a token until its round is committed.
-    """
-
-    token: list[int]
-    states: int
-    draft: int
-
-
-def cache_bytes(decoder: Decoder) -> CacheBytes:
-    """Run two tokens, and measure the size of their KV and states."""
+def slots_of_two_tokens(decoder: Decoder) -> Any:
+    """The slots of a row after two passes over one token, to measure its KV and states."""
     import torch
 
     from selfspec.decoder import Span
@@ -119,7 +101,23 @@ def cache_bytes(decoder: Decoder) -> CacheBytes:
         decoder.run(token, Span(0, decoder.depth), slots)
         slots.commit([1])
         decoder.run(token, Span(0, decoder.depth), slots)
-    return CacheBytes(slots.token_bytes, *slots.state_bytes)
+    return slots
+
+
+class Count(int):
+    """A number that is shown with a unit prefix: 12.9 M."""
+
+    unit = ""
+
+    def __format__(self, spec: str) -> str:
+        """Ignores the format."""
+        return in_units(int(self), self.unit)
+
+
+class Bytes(Count):
+    """A size in bytes: 1.5 GB."""
+
+    unit = "B"
 
 
 def describe(engine: Engine, context: int | None, profile: Profile | None = None) -> dict[str, Any]:
@@ -127,13 +125,17 @@ def describe(engine: Engine, context: int | None, profile: Profile | None = None
     from selfspec.config import Precision
 
     decoder = engine.decoder
-    config, model = decoder.config, decoder.causal_lm
+    config, slots = decoder.config, slots_of_two_tokens(decoder)
     context = context or decoder.max_positions or 4096
-    sizes = cache_bytes(decoder)
-    per_token, attending = sum(sizes.token), len([size for size in sizes.token if size])
+    per_token, attending = sum(slots.token_bytes), sum(size > 0 for size in slots.token_bytes)
     windows = Counter(window for window in decoder.windows if window is not None)
+    weights = _weights(decoder.causal_lm)
+    tuned = profile and {
+        "temperature": profile.temperature,
+        "draft": _of_draft(engine, profile.draft),
+    }
     return {
-        "architecture": type(model).__name__,
+        "architecture": type(decoder.causal_lm).__name__,
         "layers": decoder.depth,
         "hidden_size": config.hidden_size,
         "attention_heads": config.num_attention_heads,
@@ -144,36 +146,37 @@ def describe(engine: Engine, context: int | None, profile: Profile | None = None
         "full_layers": attending - windows.total(),
         "sliding_windows": [{"window": w, "layers": n} for w, n in sorted(windows.items())],
         "dtype": str(decoder.dtype).removeprefix("torch."),
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "weight_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
-        "packed_bytes": decoder.packed_bytes,
-        "kv_bytes_per_token": per_token,
+        "parameters": weights["parameters"],
+        "weight_bytes": weights["bytes"],
+        "packed_bytes": Bytes(decoder.packed_bytes),
+        "kv_bytes_per_token": Bytes(per_token),
         "context": context,
-        "kv_bytes": per_token * context,
+        "kv_bytes": Bytes(per_token * context),
         "recurrent_layers": len(decoder.recurrent_layers),
-        "state_bytes": sizes.states,
-        "state_bytes_per_draft": sizes.draft,
+        "state_bytes": Bytes(slots.state_bytes[0]),
+        "state_bytes_per_draft": Bytes(slots.state_bytes[1]),
         "low_precision": [
-            {"precision": precision, "bytes": decoder.copy_bytes(precision)}
+            {
+                "precision": precision,
+                "bytes": {k: Bytes(size) for k, size in decoder.copy_bytes(precision).items()},
+            }
             for precision in get_args(Precision)
         ],
         "exit_heads": [
-            {
-                "kind": head.kind,
-                "exit_layer": head.exit_layer,
-                "parameters": sum(p.numel() for p in head.parameters()),
-                "bytes": sum(p.numel() * p.element_size() for p in head.parameters()),
-            }
+            {"kind": head.kind, "exit_layer": head.exit_layer, **_weights(head)}
             for head in engine.heads
         ],
         "default_draft": _of_draft(engine, engine.default_draft),
-        "profile": {
-            "temperature": profile.temperature,
-            "draft": _of_draft(engine, profile.draft),
-        }
-        if profile
-        else {},
+        "profile": tuned or {},
         "fitting": {} if engine.heads else expected_of_fitting(decoder),
+    }
+
+
+def _weights(module: Any) -> dict[str, Count]:
+    parameters = list(module.parameters())
+    return {
+        "parameters": Count(sum(each.numel() for each in parameters)),
+        "bytes": Bytes(sum(each.numel() * each.element_size() for each in parameters)),
     }
 
 
@@ -196,99 +199,88 @@ def expected_of_fitting(decoder: Decoder) -> dict[str, Any]:
     """
     import torch
 
-    from selfspec.apps.bench.forecast import COVERAGE, Advice, device_speed, forecast
+    from selfspec.apps.bench.forecast import COVERAGE, Advice, device_speed
 
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     speed = device_speed(decoder, device, decoder.dtype)
     coverage = {size: share for size, share in COVERAGE.items() if size < decoder.vocab_size}
     best = Advice.of(decoder, speed, coverage | {0: 1.0}, _TOKENS[1]).best
-    speedups = {tokens: forecast(decoder, speed, best, tokens).speedup for tokens in _TOKENS}
+    speedups = {tokens: best.after(tokens).speedup for tokens in _TOKENS}
     return {**best.head, "draft_cost": best.cost, "speedups": speedups}
+
+
+_ROWS = {
+    "model": "{model} ({architecture})",
+    "layers": "{layers}, width {hidden_size}",
+    "attention": "{attention}, {full_layers} layers over everything{sliding_windows}",
+    "attention heads": "{attention_heads}, {kv_heads} for keys and values",
+    "vocabulary": "{vocab_size:,}",
+    "positions": "{positions}",
+    "weights": "{parameters} parameters in {dtype}, {weight_bytes}",
+    "packed weights": "{packed_bytes} more with the kernels prepacked, the default\n"
+    "on a CPU if there is memory; `selfspec.prepack_(model)` drops the unpacked ones",
+    "KV": "{kv_bytes_per_token} a token, {kv_bytes} for {context:,} tokens",
+    "recurrent states": "{state_bytes} a row, as much again during a round, and "
+    "{state_bytes_per_draft} a token of a round, in {recurrent_layers} layers",
+    "low precision": "{low_precision}",
+    "exit heads": "{exit_heads}",
+    "default draft": "{default_draft}",
+    "profile": "{profile}",
+    "with a head": "{fitting}",
+}
+# Rows that are left out if the fact is zero or missing.
+_OPTIONAL = {
+    "packed weights": "packed_bytes",
+    "recurrent states": "recurrent_layers",
+    "profile": "profile",
+    "with a head": "fitting",
+}
+_COPIES = "{precision}: {lm_head} for the LM head, {heads} for heads, {layers} for the layers"
+_HEAD = "{kind} after layer {exit_layer}: {parameters} parameters, {bytes}"
+_DRAFTS = {
+    "none": "none: plain decoding",
+    "auto": "auto: lookup where the text repeats itself, plain decoding elsewhere;\nthe exit after "
+    "layer {exit_layer} ({head} head) only if it agrees with the last layer",
+}
+_FITTING = (
+    "{kind} at exit {exit_layer}, drafting {size} tokens; a draft would cost {draft_cost:.2f} of a "
+    "step;\nexpected over plain decoding, by tokens of text: {gains}\n"
+    "fit one: selfspec fit {model} --text FILES"
+)
 
 
 def info_table(facts: dict[str, Any]) -> Table:
     """The facts as a table."""
+    windows = (", {layers} over {window} tokens".format(**w) for w in facts["sliding_windows"])
+    copies = (_COPIES.format(**c, **c["bytes"]) for c in facts["low_precision"])
+    heads = (_HEAD.format(**head) for head in facts["exit_heads"])
+    shown = {
+        **facts,
+        "sliding_windows": "".join(windows),
+        "positions": f"{facts['positions']:,}" if facts["positions"] else "no limit",
+        "low_precision": "\n".join(copies),
+        "exit_heads": "\n".join(heads) or "none fitted",
+        "default_draft": _draft_in_words(facts["default_draft"]),
+    }
+    if tuned := facts["profile"]:
+        which = "when sampling" if tuned["temperature"] else "when decoding greedily"
+        shown["profile"] = f"{which}, by `selfspec tune`:\n{_draft_in_words(tuned['draft'])}"
+    if fitting := facts["fitting"]:
+        gains = (f"{x:.1f}x after {in_units(tokens)}" for tokens, x in fitting["speedups"].items())
+        size = f"{fitting['vocab_size']:,}" if fitting["vocab_size"] else "all"
+        shown["fitting"] = _FITTING.format(
+            **fitting, size=size, gains=", ".join(gains), model=facts["model"]
+        )
     table = Table(show_header=False)
     table.add_column(style="bold")
     table.add_column()
-    attention = [f"{facts['attention']}, {facts['full_layers']} layers over everything"]
-    attention += [f"{w['layers']} over {w['window']} tokens" for w in facts["sliding_windows"]]
-    heads = [
-        f"{head['kind']} after layer {head['exit_layer']}: "
-        f"{in_units(head['parameters'])} parameters, {in_units(head['bytes'], 'B')}"
-        for head in facts["exit_heads"]
-    ]
-    rows = {
-        "model": f"{facts['model']} ({facts['architecture']})",
-        "layers": f"{facts['layers']}, width {facts['hidden_size']}",
-        "attention": ", ".join(attention),
-        "attention heads": f"{facts['attention_heads']}, {facts['kv_heads']} for keys and values",
-        "vocabulary": f"{facts['vocab_size']:,}",
-        "positions": f"{facts['positions']:,}" if facts["positions"] else "no limit",
-        "weights": f"{in_units(facts['parameters'])} parameters in {facts['dtype']}, "
-        f"{in_units(facts['weight_bytes'], 'B')}",
-        "packed weights": f"{in_units(facts['packed_bytes'], 'B')} more with the kernels "
-        "prepacked, the default\non a CPU if there is memory; `selfspec.prepack_(model)` drops the "
-        "unpacked ones",
-        "KV": f"{in_units(facts['kv_bytes_per_token'], 'B')} a token, "
-        f"{in_units(facts['kv_bytes'], 'B')} for {facts['context']:,} tokens",
-        "recurrent states": f"{in_units(facts['state_bytes'], 'B')} a row, as much again during a "
-        f"round, and {in_units(facts['state_bytes_per_draft'], 'B')} a token of a round, in "
-        f"{facts['recurrent_layers']} layers",
-        "low precision": "\n".join(map(_low_precision, facts["low_precision"])),
-        "exit heads": "\n".join(heads) or "none fitted",
-        "default draft": _default_draft(facts["default_draft"]),
-    }
-    if facts["profile"]:
-        tuned = facts["profile"]
-        which = "when sampling" if tuned["temperature"] else "when decoding greedily"
-        rows["profile"] = f"{which}, by `selfspec tune`:\n{_default_draft(tuned['draft'])}"
-    if not facts["packed_bytes"]:
-        del rows["packed weights"]
-    if not facts["recurrent_layers"]:
-        del rows["recurrent states"]
-    if facts["fitting"]:
-        rows["with a head"] = _fitting(facts["model"], facts["fitting"])
-    for name, value in rows.items():
-        table.add_row(name, value)
+    for name, text in _ROWS.items():
+        if name not in _OPTIONAL or facts[_OPTIONAL[name]]:
+            table.add_row(name, text.format(**shown))
     return table
 
 
-def _low_precision(copies: dict[str, Any]) -> str:
-    """What the copies take that drafts with this precision read."""
-    sizes = {part: in_units(size, "B") for part, size in copies["bytes"].items()}
-    return (
-        f"{copies['precision']}: {sizes['lm_head']} for the LM head, {sizes['heads']} for heads, "
-        f"{sizes['layers']} for the layers"
-    )
-
-
-def _default_draft(draft: dict[str, Any]) -> str:
-    """A draft, in words."""
-    if draft["drafter"] == "none":
-        return "none: plain decoding"
-    if draft["drafter"] == "auto":
-        return (
-            "auto: lookup where the text repeats itself, plain decoding elsewhere;\nthe exit after "
-            f"layer {draft['exit_layer']} ({draft['head']} head) only if it agrees with the last "
-            "layer"
-        )
-    if draft["head"] is None:
-        return f"{draft['drafter']}: {draft['num_draft_tokens']} tokens a round"
-    return (
-        f"{draft['drafter']}: exit after layer {draft['exit_layer']} ({draft['head']} head), "
-        f"{draft['num_draft_tokens']} tokens a round"
-    )
-
-
-def _fitting(model: str, fitting: dict[str, Any]) -> str:
-    """The speedup to expect from a fitted head, and how to fit one."""
-    gains = ", ".join(
-        f"{gain:.1f}x after {in_units(tokens)}" for tokens, gain in fitting["speedups"].items()
-    )
-    size = f"{fitting['vocab_size']:,}" if fitting["vocab_size"] else "all"
-    return (
-        f"{fitting['kind']} at exit {fitting['exit_layer']}, drafting {size} tokens; a draft would "
-        f"cost {fitting['draft_cost']:.2f} of a step;\nexpected over plain decoding, by tokens of "
-        f"text: {gains}\nfit one: selfspec fit {model} --text FILES"
-    )
+def _draft_in_words(draft: dict[str, Any]) -> str:
+    exit = ": " if draft["head"] is None else ": exit after layer {exit_layer} ({head} head), "
+    other = "{drafter}" + exit + "{num_draft_tokens} tokens a round"
+    return _DRAFTS.get(draft["drafter"], other).format(**draft)

@@ -1,8 +1,13 @@
-"""Options that several commands share."""
+"""Options of commands, declared once; a command takes them one by one or as a group.
+
+A group is a dataclass whose fields are options; `common.command` makes options of its fields.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -17,136 +22,146 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Kernels = Literal["auto", "eager", "prepacked", "compiled", "graphs"]
 KVCacheDtype = Literal["auto", "int8"]
 
-_TARGET = "Target"
-_DRAFT = "Draft"
-_TEXT = "Text"
+_target = partial(typer.Option, rich_help_panel="Target")
+_draft = partial(typer.Option, rich_help_panel="Draft")
+_text = partial(typer.Option, rich_help_panel="Text")
 
 Model = Annotated[
     str | None,
-    typer.Option(
+    _target(
         "--model",
         "-m",
         metavar="PATH_OR_ID",
         help="Folder or Hugging Face id of a causal language model.",
         show_default="the small model in the package",
-        rich_help_panel=_TARGET,
     ),
 ]
 Heads = Annotated[
     str | None,
-    typer.Option(
+    _target(
         metavar="PATH_OR_ID",
         help="Folder or Hugging Face id of exit heads fitted to the model.",
         show_default="those beside the model, if any",
-        rich_help_panel=_TARGET,
     ),
 ]
 DtypeOption = Annotated[
     Dtype,
-    typer.Option(
+    _target(
         "--dtype",
         help="Dtype of the weights; auto is the checkpoint's own, float32 for the model in the "
         "package.",
-        rich_help_panel=_TARGET,
     ),
 ]
 Device = Annotated[
     str | None,
-    typer.Option(
-        metavar="DEVICE",
-        help="Where to run.",
-        show_default="cuda if there is one, else cpu",
-        rich_help_panel=_TARGET,
-    ),
+    _target(metavar="DEVICE", help="Where to run.", show_default="cuda if there is one, else cpu"),
 ]
 KernelsOption = Annotated[
     Kernels,
-    typer.Option(
+    _target(
         "--kernels",
         help="How layers are computed. auto: prepacked where it pays and fits, else eager. "
         "eager: as transformers does. prepacked: with linear maps packed once for a CPU in half "
         "precision (two or three times the weights' memory) and fewer small operations. compiled: "
         "through torch.compile. graphs: as CUDA graphs on a CUDA device.",
-        rich_help_panel=_TARGET,
     ),
 ]
 KVCacheOption = Annotated[
     KVCacheDtype,
-    typer.Option(
+    _target(
         "--kv-cache-dtype",
         help="Dtype of the KV cache: auto is that of the layers; int8 rounds keys and values.",
-        rich_help_panel=_TARGET,
     ),
 ]
-
 Profile = Annotated[
     Path | None,
-    typer.Option(
+    _draft(
         metavar="FILE",
         help="Profile made by selfspec tune.",
         show_default="the one beside the heads or the model, or in the user's cache",
-        rich_help_panel=_DRAFT,
     ),
 ]
-MaxNewTokens = Annotated[
-    int,
-    typer.Option(
-        "--max-new-tokens", "-n", min=1, help="Tokens to generate.", rich_help_panel=_TEXT
-    ),
-]
-Temperature = Annotated[
-    float,
-    typer.Option(min=0.0, help="Sampling temperature; 0 decodes greedily.", rich_help_panel=_TEXT),
-]
-OwnTemperature = Annotated[
-    float | None,
-    typer.Option(
-        min=0.0,
-        help="Sampling temperature; 0 decodes greedily.",
-        show_default="as the checkpoint's generation_config says, greedily if it says nothing",
-        rich_help_panel=_TEXT,
-    ),
-]
+MaxNewTokens = Annotated[int, _text("--max-new-tokens", "-n", min=1, help="Tokens to generate.")]
+Seed = Annotated[int, _text(help="Seed of sampling.")]
 System = Annotated[
-    str | None,
-    typer.Option(
-        metavar="TEXT", help="A system message, for the chat template.", rich_help_panel=_TEXT
-    ),
+    str | None, _text(metavar="TEXT", help="A system message, for the chat template.")
 ]
-Seed = Annotated[int, typer.Option(help="Seed of sampling.", rich_help_panel=_TEXT)]
-
-AsJson = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")
-]
-
-Config = Annotated[
+Prompts = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="YAML file with a draft: section.", rich_help_panel=_DRAFT),
-]
-Draft = Annotated[
-    list[str] | None,
     typer.Option(
-        "--draft",
-        "-d",
-        metavar="NAME|KEY=VALUE",
-        help="A drafter, such as none, or a field of the draft, such as exit_layer=4; "
-        "may be repeated.",
-        rich_help_panel=_DRAFT,
+        "--file",
+        "-f",
+        help='Prompts: JSON lines with a "prompt" each, or one plain text; - reads stdin.',
+        show_default=False,
     ),
 ]
-TopK = Annotated[
-    int | None,
-    typer.Option(min=1, help="Sample from the K most likely tokens.", rich_help_panel=_TEXT),
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print JSON objects on stdout and nothing else.")
 ]
-TopP = Annotated[
-    float | None,
-    typer.Option(
-        min=0.0,
-        max=1.0,
-        help="Sample from the smallest set of tokens with at least this probability.",
-        rich_help_panel=_TEXT,
-    ),
-]
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """How a command drafts."""
+
+    config: Annotated[
+        Path | None, _draft(metavar="FILE", help="YAML file with a draft: section.")
+    ] = None
+    draft: Annotated[
+        list[str] | None,
+        _draft(
+            "--draft",
+            "-d",
+            metavar="NAME|KEY=VALUE",
+            help="A drafter, such as none, or a field of the draft, such as exit_layer=4; "
+            "may be repeated.",
+        ),
+    ] = None
+
+    @property
+    def chosen(self) -> DraftConfig | None:
+        """The draft; `None` if nothing was given."""
+        return draft_config(self.config, self.draft)
+
+
+@dataclass(frozen=True)
+class Writing:
+    """How long texts are, and how their tokens are chosen."""
+
+    max_new_tokens: MaxNewTokens = 128
+    temperature: Annotated[
+        float | None,
+        _text(
+            min=0.0,
+            help="Sampling temperature; 0 decodes greedily.",
+            show_default="as the checkpoint's generation_config says, greedily if it says nothing",
+        ),
+    ] = None
+    top_k: Annotated[int | None, _text(min=1, help="Sample from the K most likely tokens.")] = None
+    top_p: Annotated[
+        float | None,
+        _text(
+            min=0.0,
+            max=1.0,
+            help="Sample from the smallest set of tokens with at least this probability.",
+        ),
+    ] = None
+    seed: Seed = 0
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of transformers' `generate`; what was not given keeps the checkpoint's value."""
+        limits = {"top_k": self.top_k, "top_p": self.top_p}
+        options: dict[str, Any] = {k: v for k, v in limits.items() if v is not None}
+        if options and not self.temperature:
+            raise typer.BadParameter(
+                "--top-k and --top-p are for sampling; give a --temperature too"
+            )
+        if self.temperature is not None:
+            options["do_sample"] = self.temperature > 0
+        if self.temperature:
+            options["temperature"] = self.temperature
+        return {"max_new_tokens": self.max_new_tokens, **options}
 
 
 def draft_config(file: Path | None, fields: Sequence[str] | None) -> DraftConfig | None:
@@ -165,14 +180,3 @@ def draft_config(file: Path | None, fields: Sequence[str] | None) -> DraftConfig
         f"draft.{field}" if "=" in field else f"draft.drafter={field}" for field in fields or ()
     ]
     return load_config(Sections, file, overrides).draft
-
-
-def sampling(temperature: float | None, top_k: int | None, top_p: float | None) -> dict[str, Any]:
-    """Options of transformers' `generate`; what is `None` keeps the checkpoint's value."""
-    given = {"top_k": top_k, "top_p": top_p}
-    chosen = {name: value for name, value in given.items() if value is not None}
-    if temperature:
-        return {"do_sample": True, "temperature": temperature, **chosen}
-    if chosen:
-        raise typer.BadParameter("--top-k and --top-p are for sampling; give a --temperature too")
-    return {} if temperature is None else {"do_sample": False}

@@ -103,15 +103,10 @@ class SelfSpecLM(HFLM):
 
 
 class _StopSequences(StoppingCriteria):
-    """Stops a row when its output contains a stop sequence.
+    """Stops a row when its output, after `start` tokens of prompt and padding, has a stop sequence.
 
     The criterion of `hf` remembers which rows have stopped. Here rows advance at different speeds,
     so each call looks at the row alone.
-
-    Args:
-        tokenizer: the target's.
-        texts: the stop sequences.
-        start: tokens of the prompt, padding included.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], start: int):
