@@ -24,7 +24,7 @@ from selfspec.apps.bench.prompts import Batch, make_batches, read_prompts
 from selfspec.decoder import CACHE
 from selfspec.decoder.checkpoints import find_checkpoint, load_causal_lm
 from selfspec.generation.streaming import RoundStreamer
-from selfspec.heads.files import append_line, read_lines, read_object, refuse_changes
+from selfspec.heads.files import append_line, read_lines, read_object, refuse_changes, replace_text
 from selfspec.model import SelfSpecModel
 from selfspec.schedule.stats import Round
 
@@ -408,7 +408,7 @@ class RunFile:
 def _claim(folder: Path, identity: dict[str, Any]) -> None:
     path = folder / "bench.json"
     if not path.is_file():
-        path.write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
+        replace_text(path, json.dumps(identity, indent=2) + "\n")
         return
     refuse_changes(
         read_object(path),
