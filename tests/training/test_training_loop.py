@@ -26,6 +26,7 @@ from training_tools import (
     stop,
 )
 
+from selfspec.decoder.kernels import prepacked
 from training.language.task import LanguageModelling
 from training.loop import checkpoint
 from training.loop import metrics as metrics_module
@@ -98,9 +99,9 @@ def test_precisions_follow_one_another_in_one_process(tmp_path, precision):
 
 
 def test_bfloat16_is_the_default_where_the_device_computes_in_it(monkeypatch):
-    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
-    for has_kernels, precision in ((True, "bf16"), (False, "no")):
-        monkeypatch.setattr("training.loop.loop.computes", lambda dtype, has=has_kernels: has)
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: None)
+    for computes, precision in ((True, "bf16"), (False, "no")):
+        monkeypatch.setattr(prepacked, "computes", lambda dtype, it=computes: it)
         assert LoopConfig().precision == precision
 
 

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import Self
 
 from selfspec.config import StrictConfig
-from selfspec.decoder.kernels.prepacked import computes
+from selfspec.decoder.kernels.prepacked import has_kernels
 
 from ..data import Batch, Mixture
 from .checkpoint import Checkpoints, gather_state, restore_state
@@ -66,7 +66,8 @@ class Task(nn.Module):
 
 def _fast_precision() -> Literal["no", "bf16"]:
     """A CPU without kernels for bfloat16 takes several times as long with it."""
-    return "bf16" if torch.accelerator.is_available() or computes(torch.bfloat16) else "no"
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    return "bf16" if has_kernels(device, torch.bfloat16) else "no"
 
 
 # YAML reads a bare `no` as false.

@@ -430,6 +430,11 @@ def computes(dtype: torch.dtype) -> bool:
     return dtype == torch.float16 and _OPS._is_mkldnn_fp16_supported()
 
 
+def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch's own products in a dtype are fast on a device: not in half on every CPU."""
+    return device.type != "cpu" or dtype not in HALF or computes(dtype)
+
+
 def most_tokens(dtype: torch.dtype) -> int:
     """Tokens up to which FBGEMM computes products: any number where oneDNN has no kernels."""
     return _FEW if computes(dtype) else sys.maxsize
