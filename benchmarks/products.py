@@ -22,7 +22,7 @@ from benchmarks.common import console, new_tokens, parser, take_turns, told
 from selfspec import SelfSpecModel
 from selfspec.decoder.checkpoints import load_causal_lm, load_tokenizer
 from selfspec.decoder.kernels import fbgemm
-from selfspec.decoder.kernels.prepacked import bundles, computes, out_by_in
+from selfspec.decoder.kernels.prepacked import bundles, onednn_computes, out_by_in
 
 _PROMPTS = (
     "Explain photosynthesis to a ten-year-old.",
@@ -34,7 +34,7 @@ _TURNS = 15
 
 def _other() -> str:
     """What computes products without FBGEMM: torch's own where oneDNN has no kernels."""
-    return "oneDNN" if computes(torch.bfloat16) else "torch"
+    return "oneDNN" if onednn_computes(torch.bfloat16) else "torch"
 
 
 def products(model: Any) -> dict[str, Callable[[int], None]]:
@@ -42,7 +42,7 @@ def products(model: Any) -> dict[str, Callable[[int], None]]:
     merged = bundles(model.get_decoder(), lambda module: type(module) is nn.Linear)
     weights = [torch.cat([out_by_in(module) for module in modules]) for modules in merged]
     ops: Any = torch.ops.mkldnn
-    has_onednn = computes(torch.bfloat16)
+    has_onednn = onednn_computes(torch.bfloat16)
     packed = [ops._reorder_linear_weight(weight, 5) if has_onednn else weight for weight in weights]
     few = [fbgemm.product(weight, None) for weight in weights]
 

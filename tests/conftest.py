@@ -106,6 +106,27 @@ def greedy(model: PreTrainedModel, ids: Tensor, mask: Tensor | None = None, **op
     return model.generate(ids, attention_mask=mask, do_sample=False, **options)
 
 
+def greedy_logits(
+    spec: SelfSpecModel,
+    *lengths: int,
+    draft: Any = "none",
+    vocab: int = VOCAB,
+    new_tokens: int = 14,
+) -> Tensor:
+    """All logits `[tokens, rows, vocab]` of a greedy call on prompts of these lengths."""
+    ids, mask = prompt(*lengths, vocab=vocab)
+    out = spec.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        draft=draft,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    return torch.stack(out.logits)
+
+
 def equal_to_generate(spec: SelfSpecModel, ids: Tensor, mask=None, drafts=(), **options) -> Tensor:
     """Greedy text of `spec`, which must be what the model's own `generate` writes.
 

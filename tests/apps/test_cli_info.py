@@ -73,14 +73,14 @@ def test_info_shows_the_profile_that_generate_takes(folder, tmp_path):
 def test_info_says_what_packed_weights_would_take(folder, copies, monkeypatch):
     faster = "selfspec.decoder.kernels.fbgemm.is_faster"
     monkeypatch.setattr(faster, lambda: copies == 2)
-    monkeypatch.setattr("selfspec.decoder.kernels.prepacked.computes", lambda dtype: True)
+    monkeypatch.setattr("selfspec.decoder.kernels.prepacked.onednn_computes", lambda dtype: True)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     monkeypatch.setattr("selfspec.decoder.kernels.prepacked.HALF", (model.dtype,))
     found = one_object(call("info", "--model", folder, "--json"))
     linear = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)]
     assert found["packed_bytes"] == copies * sum(weight.nbytes for weight in linear)
     assert "more with the kernels" in call("info", "--model", folder).stdout
-    monkeypatch.setattr("selfspec.decoder.kernels.prepacked.computes", lambda dtype: False)
+    monkeypatch.setattr("selfspec.decoder.kernels.prepacked.onednn_computes", lambda dtype: False)
     monkeypatch.setattr(faster, lambda: False)
     assert one_object(call("info", "--model", folder, "--json"))["packed_bytes"] == 0
     assert "more with the kernels" not in call("info", "--model", folder).stdout

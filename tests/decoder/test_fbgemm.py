@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from conftest import prompt, tiny_llama
+from conftest import greedy_logits, tiny_llama
 from families import CASES_BY_FAMILY, FAMILIES, VOCAB, build
 
 from selfspec import SelfSpecModel
@@ -25,14 +25,14 @@ def seeded():
 @pytest.fixture
 def onednn():
     """OneDNN has kernels for half precision, too."""
-    if not prepacked.computes(HALF):
+    if not prepacked.onednn_computes(HALF):
         pytest.skip("this CPU has no kernels of oneDNN for bfloat16")
 
 
 @pytest.fixture
 def alone(monkeypatch):
     """As on a CPU without AVX-512, where oneDNN has none."""
-    monkeypatch.setattr(prepacked, "computes", lambda dtype: False)
+    monkeypatch.setattr(prepacked, "onednn_computes", lambda dtype: False)
 
 
 @pytest.mark.parametrize("biased", [True, False])
@@ -120,18 +120,12 @@ def test_where_two_copies_do_not_fit_there_is_one(onednn, monkeypatch):
 
 
 def logits(model, kernels, draft="none", new_tokens=10):
-    """All logits `[tokens, rows, vocab]` of a greedy call."""
-    ids, mask = prompt(9, 5, 2, vocab=VOCAB)
-    out = SelfSpecModel(model, kernels=kernels).generate(
-        ids,
-        attention_mask=mask,
-        max_new_tokens=new_tokens,
-        do_sample=False,
-        draft=draft,
-        return_dict_in_generate=True,
-        output_logits=True,
+    """All logits `[tokens, rows, vocab]` of a greedy call on rows of different lengths."""
+    spec, options = (
+        SelfSpecModel(model, kernels=kernels),
+        {"vocab": VOCAB, "new_tokens": new_tokens},
     )
-    return torch.stack(out.logits).float()
+    return greedy_logits(spec, 9, 5, 2, draft=draft, **options).float()
 
 
 @pytest.mark.parametrize(

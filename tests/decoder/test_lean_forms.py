@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 from selfspec.decoder import Decoder, Packing, Span
 from selfspec.decoder.kernels import fbgemm, lean_layer
 from selfspec.decoder.kernels.lean import lean_forwards
-from selfspec.decoder.kernels.prepacked import computes
+from selfspec.decoder.kernels.prepacked import onednn_computes
 from selfspec.decoder.passes import Approximation, Skips
 
 HALF = torch.bfloat16
@@ -208,7 +208,7 @@ def scripts_run(monkeypatch):
 def test_layers_with_the_code_of_llama_run_few_tokens_as_scripts(family, scripts_run):
     model = build(family, "sdpa").to(dtype=HALF)
     depth = len(model.model.layers)
-    many = () if computes(HALF) else (9, 12, 27)  # oneDNN computes more than four, if it can
+    many = () if onednn_computes(HALF) else (9, 12, 27)  # oneDNN computes more than four, if it can
     for rows, few in ((1, (1, 4)), (3, (3,))):
         scripts_run.clear()
         passes(model, "prepacked", rows)

@@ -5,11 +5,12 @@ import gc
 import json
 import pickle
 import weakref
+from functools import partial
 
 import pytest
 import torch
 from cli_tools import PROMPT, call
-from conftest import gates, prompt, tiny_llama
+from conftest import gates, greedy_logits, prompt, tiny_llama
 from families import FAMILIES, LAYERS, VOCAB, build
 from head_tools import own_head
 from peft import LoraConfig, get_peft_model
@@ -41,19 +42,7 @@ def by_onednn_alone(monkeypatch):
     monkeypatch.setattr(prepacked.fbgemm, "is_faster", lambda: False)
 
 
-def logits(spec, *lengths, draft="none", vocab=VOCAB, new_tokens=14):
-    """All logits `[tokens, rows, vocab]` of a greedy call."""
-    ids, mask = prompt(*lengths, vocab=vocab)
-    out = spec.generate(
-        ids,
-        attention_mask=mask,
-        max_new_tokens=new_tokens,
-        do_sample=False,
-        draft=draft,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
-    return torch.stack(out.logits)
+logits = partial(greedy_logits, vocab=VOCAB)
 
 
 def eager(model, *lengths, heads=(), **options):

@@ -101,7 +101,7 @@ def test_precisions_follow_one_another_in_one_process(tmp_path, precision):
 def test_bfloat16_is_the_default_where_the_device_computes_in_it(monkeypatch):
     monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: None)
     for computes, precision in ((True, "bf16"), (False, "no")):
-        monkeypatch.setattr(prepacked, "computes", lambda dtype, it=computes: it)
+        monkeypatch.setattr(prepacked, "onednn_computes", lambda dtype, it=computes: it)
         assert LoopConfig().precision == precision
 
 

@@ -6,6 +6,7 @@ import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -36,9 +37,10 @@ if TYPE_CHECKING:
     from selfspec.schedule.profile import Profile
 
 
-@command
-def bench(
-    console: Reporter,
+@dataclass(frozen=True)
+class Compared:
+    """What `selfspec bench` compares."""
+
     fields: Annotated[
         list[str] | None,
         typer.Argument(
@@ -46,7 +48,7 @@ def bench(
             help="Fields of the config, such as max_new_tokens=64 or target=path; YAML values.",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     config: Annotated[
         Path | None,
         typer.Option(
@@ -54,7 +56,7 @@ def bench(
             help="YAML file with target, prompts, methods, modes, batch_sizes.",
             show_default="selfspec and transformers' own methods on the model in the package",
         ),
-    ] = None,
+    ] = None
     shape: Annotated[
         str | None,
         typer.Option(
@@ -63,7 +65,7 @@ def bench(
             "of a config.json. Acceptance is planted. On a CPU this takes minutes.",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     acceptance: Annotated[
         str | None,
         typer.Option(
@@ -71,7 +73,22 @@ def bench(
             help="Acceptance rates to plant in a shape's drafts, such as 0.6,0.7,0.8.",
             show_default="0.7",
         ),
-    ] = None,
+    ] = None
+
+    def read(self) -> BenchConfig:
+        """The whole config."""
+        from selfspec.apps.bench import BenchConfig
+        from selfspec.config import load_config
+
+        chosen = [] if self.shape is None else [f"shape={self.shape}"]
+        chosen += [] if self.acceptance is None else [f"acceptance=[{self.acceptance}]"]
+        return load_config(BenchConfig, self.config, [*(self.fields or ()), *chosen])
+
+
+@command
+def bench(
+    console: Reporter,
+    compared: Compared,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -82,14 +99,10 @@ def bench(
     ] = None,
 ) -> None:
     """Compare methods on one target: speed, acceptance and equality of outputs, in one run."""
-    from selfspec.apps.bench import BenchConfig
     from selfspec.apps.bench.results import NOTES
-    from selfspec.config import load_config
     from selfspec.heads.files import one_run
 
-    chosen = [] if shape is None else [f"shape={shape}"]
-    chosen += [] if acceptance is None else [f"acceptance=[{acceptance}]"]
-    wanted = load_config(BenchConfig, config, [*(fields or ()), *chosen])
+    wanted = compared.read()
     output = output or _folder(wanted.shape)
     with one_run(output):
         report = run_bench(wanted, output)

@@ -55,7 +55,7 @@ class Reporter(Console):
         self._stdout = sys.stdout if as_json else None
 
     def answer(self, data: Mapping[str, Any]) -> None:
-        """With `--json`, print one JSON object on one line, at once: another process may wait."""
+        """With `--json`, print one JSON object on one line, and flush: another process may wait."""
         if self._stdout is not None:
             self._stdout.write(json.dumps(data, allow_nan=False) + "\n")
             self._stdout.flush()

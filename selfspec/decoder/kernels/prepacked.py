@@ -119,15 +119,15 @@ def packed_bytes(*roots: nn.Module) -> int:
 
     0 if it computes in no such dtype. Weights may be on the meta device.
     """
-    both = _bytes_of(roots, _has_kernels, both=True)
-    return both if _fits(both) else _bytes_of(roots, _has_kernels, both=False)
+    both = _bytes_of(roots, _can_be_packed, both=True)
+    return both if _fits(both) else _bytes_of(roots, _can_be_packed, both=False)
 
 
 def _bytes_of(roots: Iterable[nn.Module], takes: Callable[[Any], bool], both: bool) -> int:
     """Bytes of packed copies; with `both`, of FBGEMM's beside oneDNN's, too."""
     found = [out_by_in(m) for root in roots for each in bundles(root, takes) for m in each]
     return sum(
-        weight.nbytes * (computes(weight.dtype) + _takes_fbgemm(weight.dtype, both))
+        weight.nbytes * (onednn_computes(weight.dtype) + _takes_fbgemm(weight.dtype, both))
         for weight in found
     )
 
@@ -402,10 +402,10 @@ def bundles(root: nn.Module, takes: Callable[[Any], bool]) -> Iterator[list[nn.M
 
 
 def _is_packable(module: Any) -> bool:
-    return _has_kernels(module) and module.weight.device.type == "cpu"
+    return _can_be_packed(module) and module.weight.device.type == "cpu"
 
 
-def _has_kernels(module: Any) -> bool:
+def _can_be_packed(module: Any) -> bool:
     if type(module) not in (nn.Linear, Conv1D) or "forward" in module.__dict__:
         return False  # device hooks bring the weights, or an outer call has packed them
     return type(module.weight) is nn.Parameter and packs(module.weight.dtype)
@@ -413,16 +413,16 @@ def _has_kernels(module: Any) -> bool:
 
 def packs(dtype: torch.dtype) -> bool:
     """Whether weights in this dtype can be packed here."""
-    return computes(dtype) or _takes_fbgemm(dtype, both=False)
+    return onednn_computes(dtype) or _takes_fbgemm(dtype, both=False)
 
 
 def _takes_fbgemm(dtype: torch.dtype, both: bool) -> bool:
     """Whether FBGEMM computes products: of few tokens with `both`, of all where oneDNN does not."""
-    return dtype in HALF and fbgemm.is_faster() and (both or not computes(dtype))
+    return dtype in HALF and fbgemm.is_faster() and (both or not onednn_computes(dtype))
 
 
-def computes(dtype: torch.dtype) -> bool:
-    """Whether oneDNN has kernels for such weights here."""
+def onednn_computes(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has kernels for weights in this dtype here."""
     if not torch.backends.mkldnn.is_available():
         return False
     if dtype == torch.bfloat16:
@@ -432,12 +432,12 @@ def computes(dtype: torch.dtype) -> bool:
 
 def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether torch's own products in a dtype are fast on a device: not in half on every CPU."""
-    return device.type != "cpu" or dtype not in HALF or computes(dtype)
+    return device.type != "cpu" or dtype not in HALF or onednn_computes(dtype)
 
 
 def most_tokens(dtype: torch.dtype) -> int:
     """Tokens up to which FBGEMM computes products: any number where oneDNN has no kernels."""
-    return _FEW if computes(dtype) else sys.maxsize
+    return _FEW if onednn_computes(dtype) else sys.maxsize
 
 
 def _kind(module: Any) -> tuple[Any, ...]:
@@ -465,7 +465,7 @@ def _pack(modules: Sequence[Any], both: bool) -> _Packed | None:
         biased = modules[0].bias is not None
         bias = torch.cat([module.bias.detach() for module in modules]) if biased else None
         product = fbgemm.product(weight, bias) if _takes_fbgemm(weight.dtype, both) else None
-        if computes(weight.dtype):
+        if onednn_computes(weight.dtype):
             weight = _OPS._reorder_linear_weight(weight, _EXPECTED)
         elif product is None:
             return None
