@@ -23,9 +23,9 @@ KVCacheDtype = Literal["auto", "int8"]
 # Bits of the copies of weights that passes which draft may read.
 Precision = Literal["int8", "int4"]
 
-# Default numbers of drafts: of the `optimal` schedule (the most), and of single drafters.
-LONGEST = 12
-_LENGTHS = {"prompt_lookup": 40, "auto": LONGEST}
+# Default numbers of drafts: of the `optimal` schedule (the most), of copies, of single drafters.
+LONGEST, LONGEST_COPY = 12, 40
+_LENGTHS = {"prompt_lookup": LONGEST_COPY, "auto": LONGEST}
 _SINKS = 4  # first keys that a window keeps, as StreamingLLM does
 
 

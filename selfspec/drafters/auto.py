@@ -21,8 +21,8 @@ from selfspec.schedule import MEMORY, OptimalStop, Way
 class Auto(Cascade):
     """A cascade that may also decode plainly, and chooses round by round by measured speed.
 
-    The way with the most expected tokens per second is taken (`Batch.choose`), and a chain ends
-    where another draft is not worth its time (`OptimalStop`).
+    The way that is expected to gain most is taken (`Batch.choose`). A chain ends where another
+    draft is not worth its time (`OptimalStop`), and so does what is looked up.
 
     An exit without a fitted head is compared with the last layer at the end of the prompt, and
     drafts only if it is expected to be faster.
@@ -101,7 +101,10 @@ class Auto(Cascade):
         if way is batch.chain:
             return self.chain
         self._way = way
-        return self.step if way is batch.plain else self.copy
+        if way is batch.plain:
+            return self.step
+        most = way.outlook(batch.rate).drafts
+        return lambda state, limit: self.copy(state, min(limit, most))
 
     def step(self, state: State, limit: int) -> Draft:
         """Draft nothing."""
@@ -111,5 +114,6 @@ class Auto(Cascade):
         """Learn from the round, and show the head what was accepted."""
         super().commit(state, draft, verified, verdict)
         if self._way is not None:  # `None`: a chain, a grammar's tokens, or no room for drafts
-            self.stop.time(self._way, draft.length, verdict.accepted_counts)
+            drafted = [draft.length] * state.rows if draft.counts is None else draft.counts.tolist()
+            self.stop.verified(self._way, drafted, verdict.accepted_counts)
         self._way = None

@@ -10,14 +10,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from selfspec.config import LookupConfig
+from selfspec.config import LONGEST_COPY, LookupConfig
 from selfspec.drafters.engine import Engine
 from selfspec.drafters.text_store import Occurrences, TextStore
 from selfspec.sampling.draft import Draft
 from selfspec.sampling.sampler import Context
 
-# Least and most tokens that are copied at a time, unless a number is given.
-FEWEST, MOST = 10, 40
+FEWEST = 10  # tokens that are copied at a time after a short match, unless a number is given
 
 
 class Match(NamedTuple):
@@ -260,4 +259,4 @@ class Lookup:
         """Number of tokens to copy after a match of that length."""
         if match < self._config.shortest:
             return 0
-        return self._length or min(max(match, FEWEST), MOST)
+        return self._length or min(max(match, FEWEST), LONGEST_COPY)

@@ -1,8 +1,8 @@
 """What rounds have brought, and what the next one is expected to bring.
 
 A plain step, a chain of drafts and copies after a match of some length are the ways to make a
-round. Of each the median of its seconds is kept, and a moving average of its tokens; for chains,
-the acceptance of each position, the seconds of a draft, and of verifying one more token.
+round. What a way brings follows from the acceptance of its drafts by position, the seconds of a
+plain step and of a draft, and the seconds that verifying so many drafts takes.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from torch import nn
 
-from selfspec.config import LONGEST
+from selfspec.config import LONGEST, LONGEST_COPY
 from selfspec.decoder import Decoder
 from selfspec.heads import ExitHead
 
@@ -22,8 +23,8 @@ MEMORY = 32  # observations that are remembered: enough to tell apart rates that
 NEUTRAL = 0.5  # acceptance, cost of a draft, copies per token of the match, where nothing is known
 _APPROXIMATE = 0.9  # acceptance of the whole model with fewer bits or keys, as was measured
 _PRIOR = 3  # observed drafts that an expectation weighs as much as: a wrong one is soon given up
-_GROWTH = 0.03  # time of verifying one more token, in plain steps: .02 to .05 on devices
-_TRIALS = 0.01  # fraction of the tokens that may be lost by trying again what lost
+_GROWTH = 0.03  # time of verifying one more token, in plain steps: .02 to .05 on most devices
+_TRIALS = 0.005  # fraction of the tokens that may be lost by trying again what lost
 
 
 class Average:
@@ -108,74 +109,136 @@ class Acceptance:
         self._all.weight, self._rates = min(self._all.weight, _PRIOR), []
 
 
-class Way:
-    """A way to make a round, with the tokens per row and the seconds that are expected of it."""
+class Verification:
+    """Seconds of a round without those of making its drafts, by their number: a line.
 
-    def __init__(self, tokens: float, seconds: Seconds):
-        self.tokens, self.seconds, self.waited = Average(tokens), seconds, 0
+    It is fitted to the latest rounds by least squares of relative errors, so that one that was
+    disturbed, and took much longer, counts little. One more round is as expected: a plain step if
+    nothing is drafted, and `_GROWTH` of one for each draft. Plain steps have their own median.
+    """
+
+    def __init__(self) -> None:
+        self.step, self._fixed, self.growth = Seconds(1.0), 0.0, _GROWTH  # in plain steps
+        self._seen = deque[tuple[int, float]](maxlen=MEMORY)
+
+    def seconds(self, drafts: int) -> float:
+        """The expected seconds."""
+        longer = self._fixed + self.growth * drafts if drafts else 0.0
+        return self.step.value * (1 + longer)
+
+    def learn(self, drafts: int, seconds: float) -> None:
+        """Take in a round that verified so many drafts."""
+        if not drafts:
+            self.step.learn(seconds)
+            return
+        if not self.step.seen and not self._seen:
+            self.step.share = seconds / (1 + _GROWTH * drafts)
+        self._seen.append((drafts, max(seconds, 1e-9)))
+        total = square = 1.0
+        linear = level = slope = 0.0
+        for x, seconds in self._seen:
+            steps = seconds / self.step.value
+            more, weight = steps - 1 - _GROWTH * x, min(1.0, steps**-2)
+            total, linear, square = total + weight, linear + weight * x, square + weight * x * x
+            level, slope = level + weight * more, slope + weight * more * x
+        rest = total * square - linear * linear  # positive, by Cauchy and Schwarz
+        self._fixed = max(0.0, (level * square - slope * linear) / rest)
+        self.growth = max(0.0, _GROWTH + (slope * total - level * linear) / rest)
+
+
+class Outlook(NamedTuple):
+    """What is expected of a round: its number of drafts, the tokens of a row, and seconds."""
+
+    drafts: int
+    tokens: float
+    seconds: float
 
     @property
     def rate(self) -> float:
         """Tokens per second and row."""
-        return self.tokens.value / max(self.seconds.value, 1e-9)
+        return self.tokens / max(self.seconds, 1e-9)
 
-    def is_due(self, best: float) -> bool:
-        """Whether it is tried again, though another way has a better rate.
-
-        Waits double with every try, until so few tokens are lost by trying as `_TRIALS` allows.
-        """
-        lost = best / max(self.rate, 1e-9) - 1
-        return self.waited > min(2 ** len(self.seconds.seen), lost / _TRIALS)
-
-    def learn(self, drafts: int, tokens: float, seconds: float, made: Sequence[float]) -> None:
-        """Learn from a round, whose drafts were `made` at these seconds, if the device tells."""
-        self.tokens.learn(tokens)
-        self.seconds.learn(seconds)
+    def gain(self, rate: float) -> float:
+        """Tokens more than the same seconds bring at that rate."""
+        return self.tokens - rate * self.seconds
 
 
-class Chain(Way):
-    """Chains of drafts: what they bring follows from the acceptance of each draft.
+class Way:
+    """A way to make a round: what it brings follows from the acceptance of each draft.
 
-    `seconds` are those of a round with `usual` drafts, without making them. A draft that is
-    expected to cost nothing is one of a pass that makes all.
+    Args:
+        verification: how long rounds take.
+        longest: the most drafts of a round; 0 for a plain step.
+        acceptance: how often they are accepted.
+        draft_cost: expected time of making one, in plain steps. One that costs nothing is copied,
+            or made by a pass that makes all.
     """
 
-    def __init__(self, acceptance: Acceptance, draft_cost: float, step: Seconds):
-        super().__init__(1.0, Seconds(1.0, step))
-        self.acceptance, self.usual, self._step = acceptance, Average(1.0), step
-        self.draft, self._growth = Seconds(draft_cost, step), _GROWTH
+    def __init__(
+        self, verification: Verification, longest: int, acceptance: Acceptance, draft_cost: float
+    ):
+        self.verification, self.longest, self.acceptance = verification, longest, acceptance
+        self.draft = Seconds(draft_cost, verification.step)
+        self._waited = self._tries = 0
 
     @property
     def marginal(self) -> float:
         """Seconds by which one more draft makes a round longer."""
-        return self.draft.value + self._growth * self.seconds.value
+        verification = self.verification
+        return self.draft.value + verification.growth * verification.step.value
 
     @property
     def rate(self) -> float:
-        """Tokens per second and row of chains of the best length."""
-        tokens, reach, best, marginal = 1.0, 1.0, 0.0, self.marginal
-        seconds = self.seconds.value * (1 - self._growth * self.usual.value)
-        for position in range(LONGEST):
-            reach *= self.acceptance.rate(position)
-            tokens, seconds = tokens + reach, max(seconds + marginal, 1e-9)
-            best = max(best, tokens / seconds)
-        return best
+        """Tokens per second and row, with the best number of drafts."""
+        return max(outlook.rate for outlook in self._outlooks())
 
-    def learn(self, drafts: int, tokens: float, seconds: float, made: Sequence[float]) -> None:
-        """See `Way.learn`."""
-        rest = seconds / (1 + drafts * self.draft.share)
+    def outlook(self, rate: float) -> Outlook:
+        """Of the round that gains most where others have that rate."""
+        return max(self._outlooks(), key=lambda outlook: outlook.gain(rate))
+
+    def _outlooks(self) -> Iterator[Outlook]:
+        """By the number of drafts."""
+        tokens = reach = 1.0
+        if not self.longest:
+            yield Outlook(0, tokens, self.verification.seconds(0))
+        for drafts in range(1, self.longest + 1):
+            reach *= self.acceptance.rate(drafts - 1)
+            tokens += reach
+            seconds = self.verification.seconds(drafts) + drafts * self.draft.value
+            yield Outlook(drafts, tokens, seconds)
+
+    def is_due(self, lost: float) -> bool:
+        """Whether it is tried again, though another way is expected to bring so many tokens more.
+
+        Waits grow fourfold with every try, until trying loses as few tokens as `_TRIALS` allows.
+        """
+        return self._waited > min(4**self._tries, 1 + lost / _TRIALS)
+
+    def wait(self) -> None:
+        """A round begins in which it could be taken."""
+        self._waited += 1
+
+    def take(self) -> None:
+        """It is taken."""
+        self._waited, self._tries = 0, self._tries + 1
+
+    def verified(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """So many of the drafts of each row were accepted."""
+        self.acceptance.fade()
+        for drafts, count in zip(drafted, accepted, strict=True):
+            for position in range(min(drafts, count + 1)):
+                self.acceptance.learn(position, position < count)
+
+    def learn(self, drafts: int, seconds: float, made: Sequence[float]) -> None:
+        """Learn from a round, whose drafts were `made` at these seconds, if the device tells."""
         if made and self.draft.share:
             first, last = made[0], made[-1]  # the first also does what the round before it left
             self.draft.learn((last - first) / (drafts - 1) if drafts > 1 else first)
-            rest = seconds - last
-        if self.seconds.seen:  # a step of least mean squares (Widrow, Hoff 1960)
-            far = drafts - self.usual.value
-            error = min(1.0, rest / self.seconds.value - 1) - far * self._growth
-            self._growth = max(0.0, self._growth + error * far / (1 + far * far) / MEMORY)
-        self.usual.learn(drafts)
-        self.seconds.learn(rest)
-        if not self._step.seen:
-            self._step.share = self.seconds.value
+            self.verification.learn(drafts, seconds - last)
+        else:
+            verifying = self.verification.seconds(drafts)
+            making = drafts * self.draft.share * self.verification.step.value
+            self.verification.learn(drafts, seconds * verifying / (verifying + making))
 
 
 class Batch:
@@ -185,30 +248,41 @@ class Batch:
     """
 
     def __init__(self, acceptance: Acceptance, draft_cost: float):
-        self._step = Seconds(1.0)
-        self.plain, self.copies = Way(1.0, self._step), dict[int, Way]()
-        self.chain = Chain(acceptance, draft_cost, self._step)
+        self.verification, self.copies = Verification(), dict[int, Way]()
+        self.plain = Way(self.verification, 0, Acceptance(0.0), 0.0)
+        self.chain = Way(self.verification, LONGEST, acceptance, draft_cost)
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second and row of the better of plain steps and chains."""
+        return max(self.plain.rate, self.chain.rate)
 
     @property
     def price(self) -> float:
         """Tokens that the time of one more draft is worth."""
-        return max(self.plain.rate, self.chain.rate) * self.chain.marginal
+        return self.rate * self.chain.marginal
 
     def copying(self, match: int) -> Way:
         """The way to copy after a match of that length; the longer, the more is expected of it."""
         size = 1 << match.bit_length() >> 1
-        new = Way(1 + NEUTRAL * size, Seconds(1 + _GROWTH * size, self._step))
-        return self.copies.setdefault(size, new)
+        if size not in self.copies:
+            copies = NEUTRAL * size
+            expected = Acceptance(copies / (copies + 1))  # whose powers have that sum
+            self.copies[size] = Way(self.verification, LONGEST_COPY, expected, 0.0)
+        return self.copies[size]
 
     def choose(self, ways: Sequence[Way]) -> Way:
         """The best of these ways, or one that is due to be tried again."""
-        best = max(ways, key=lambda way: way.rate)
+        rate = self.rate
+        gains = {way: way.outlook(rate).gain(rate) for way in ways}
+        best = max(ways, key=gains.__getitem__)
         for way in ways:
-            way.waited += 1
-        chosen = next((way for way in ways if way is not best and way.is_due(best.rate)), best)
-        chosen.waited = 0
-        if chosen is self.chain is not best:
-            self.chain.acceptance.doubt()
+            way.wait()
+        others = (way for way in ways if way is not best)
+        chosen = next((way for way in others if way.is_due(gains[best] - gains[way])), best)
+        chosen.take()
+        if chosen is not best:
+            chosen.acceptance.doubt()
         return chosen
 
 

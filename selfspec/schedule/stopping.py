@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import geometric_mean
 
 from torch import Tensor
 
@@ -59,7 +58,7 @@ class OptimalStop(Schedule):
 
     def __init__(self, rounds: Rounds):
         self.rounds, self._began, self._made = rounds, 0.0, list[float]()
-        self._done: tuple[Way, int, float] | None = None
+        self._done: tuple[Way, int] | None = None
         # Of the round in progress:
         self._batch, self._confidence = rounds.batch(1, sampled=False), uncalibrated()
         self._price, self._reach, self._drafted = 0.0, [1.0], 0
@@ -76,8 +75,8 @@ class OptimalStop(Schedule):
         """The last round is over, and another one begins."""
         now = self.rounds.clock()
         if self._done is not None:
-            way, drafts, tokens = self._done
-            way.learn(drafts, tokens, now - self._began, [at - self._began for at in self._made])
+            way, drafts = self._done
+            way.learn(drafts, now - self._began, [at - self._began for at in self._made])
         self._began, self._made, self._done = now, [], None
 
     def goes_on(self, scores: Tensor, tokens: Tensor, probs: Tensor | None) -> bool:
@@ -96,22 +95,22 @@ class OptimalStop(Schedule):
     def end(self, drafted: int, accepted: Sequence[int]) -> None:
         """Learn from the round: `accepted` of the `drafted` tokens in each row."""
         chain = self._batch.chain
-        self.time(chain, drafted, accepted)
-        chain.acceptance.fade()
-        for row, count in enumerate(accepted):
-            for position in range(min(drafted, count + 1)):
-                chain.acceptance.learn(position, position < count)
-                if self._read:
-                    read = self._read[position][row]
-                    chain.acceptance.learn_confidence(position, read, position < count)
+        self.verified(chain, [drafted] * len(accepted), accepted)
+        for position, read in enumerate(self._read):
+            for confidence, count in zip(read, accepted, strict=True):
+                if position <= count:
+                    chain.acceptance.learn_confidence(position, confidence, position < count)
 
-    def time(self, way: Way, drafts: int, accepted: Sequence[int]) -> None:
-        """The round, which lasts until the next one begins, is one of that way.
+    def verified(self, way: Way, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """The round, which lasts until the next one begins, was made in that way.
 
-        Rows count by their geometric mean: a batch is done when its slowest row is, so that drafts
-        for a few rows alone bring little.
+        Args:
+            way: the way.
+            drafted: drafts of each row.
+            accepted: how many of them were accepted.
         """
-        self._done = way, drafts, geometric_mean([count + 1 for count in accepted])
+        way.verified(drafted, accepted)
+        self._done = way, max(drafted)
 
 
 def is_at_hand(tensor: Tensor) -> bool:

@@ -87,8 +87,10 @@ def test_what_is_learned_outlives_the_call(monkeypatch, sampled):
         spec.generate(IDS, attention_mask=MASK, max_new_tokens=20, draft="auto", do_sample=sampled)
     assert spec.engine.rounds(head=spec.heads[0]) is known
     batch = known.batch(3, sampled)
-    assert all(way.seconds.seen for way in (batch.plain, batch.chain, batch.copying(1)))
-    assert not known.batch(3, not sampled).plain.seconds.seen
+    assert batch.verification.step.seen and batch.chain.draft.seen
+    fresh = known.batch(8, sampled)
+    assert batch.copying(1).acceptance.rate(0) != fresh.copying(1).acceptance.rate(0)
+    assert not known.batch(3, not sampled).verification.step.seen
 
 
 def test_a_head_that_is_always_wrong_is_hardly_asked():

@@ -49,7 +49,7 @@ def write(rounds, clock, count, chance, copied=0.0, match=0, seed=0, warm=(), ro
                 if not stop.goes_on(*nothing):
                     break
         elif way is not batch.plain:
-            copies = 10
+            copies = way.outlook(batch.rate).drafts
         kept = [0] * rows
         for row in range(rows):
             while kept[row] < drafts + copies and source.random() < (chance if drafts else copied):
@@ -59,7 +59,7 @@ def write(rounds, clock, count, chance, copied=0.0, match=0, seed=0, warm=(), ro
         if drafts:
             stop.end(drafts, kept)
         else:
-            stop.time(way, copies, kept)
+            stop.verified(way, [copies] * rows, kept)
         tokens += sum(kept) / rows + 1
         made.append((drafts, copies))
     stop.pause()
@@ -77,10 +77,13 @@ def ideal(chance, copied=0.0, **times):
 HALF = {"overhead": 0.02, "draft": 0.11, "verify": 0.02}  # half precision on a CPU
 CLIFF = {"overhead": 0.5, "draft": 0.1, "verify": 0.03}  # float32 on a CPU
 DEAR = {"overhead": 0.3, "draft": 0.5}
+STEEP = {"overhead": 0.02, "draft": 0.13, "verify": 0.17}  # half precision without AVX-512
 WARMING = [8, 4, 3, 2, 1.5, 1.2]  # the first rounds of a process
 
 
-@pytest.mark.parametrize("times", [{}, HALF, CLIFF, DEAR], ids=["usual", "half", "cliff", "dear"])
+@pytest.mark.parametrize(
+    "times", [{}, HALF, CLIFF, DEAR, STEEP], ids=["usual", "half", "cliff", "dear", "steep"]
+)
 @pytest.mark.parametrize("chance", [0.02, 0.35, 0.5, 0.7, 0.85])
 def test_the_fastest_way_is_found_whatever_the_first_rounds_took(clock, times, chance):
     found = []
@@ -91,12 +94,17 @@ def test_the_fastest_way_is_found_whatever_the_first_rounds_took(clock, times, c
     assert sum(found) / len(found) > 0.93 * ideal(chance, **times)
 
 
-@pytest.mark.parametrize("times", [HALF, CLIFF], ids=["half", "cliff"])
-def test_a_head_that_is_always_wrong_costs_next_to_nothing(clock, times):
+@pytest.mark.parametrize("times", [HALF, CLIFF, STEEP], ids=["half", "cliff", "steep"])
+@pytest.mark.parametrize("match", [0, 5], ids=["head", "head and lookup"])
+def test_drafts_that_are_always_wrong_cost_next_to_nothing(clock, times, match):
     """Also in the first call."""
-    rounds = Rounds(0.15, (0.5, 0.5), clock)
-    assert write(rounds, clock, 64, 0.0, **times)[0] > 0.9
-    assert write(rounds, clock, 400, 0.0, seed=1, **times)[0] > 0.98
+    first, later = [], []
+    for seed in range(8):
+        rounds = Rounds(0.15, (0.5, 0.5), clock)
+        first.append(write(rounds, clock, 96, 0.0, match=match, seed=seed, **times)[0])
+        later.append(write(rounds, clock, 400, 0.0, match=match, seed=seed + 8, **times)[0])
+    assert sum(first) / len(first) > 0.94
+    assert sum(later) / len(later) > 0.985
 
 
 @pytest.mark.parametrize("expected", [0.3, 0.5, 0.7, 0.85])
@@ -107,8 +115,8 @@ def test_wrong_drafts_of_a_cheap_head_are_given_up_within_a_few_rounds(clock, ex
         rounds = Rounds(0.1, (expected, expected), clock)
         first.append(write(rounds, clock, 128, 0.0, seed=seed, **cheap)[0])
         later += [write(rounds, clock, 128, 0.0, seed=10 + n, **cheap)[0] for n in range(4)]
-    assert sum(first) / len(first) >= 0.96
-    assert sum(later) / len(later) >= 0.98
+    assert sum(first) / len(first) >= 0.97
+    assert sum(later) / len(later) >= 0.985
 
 
 def test_a_first_time_that_was_disturbed_is_soon_corrected(clock):
@@ -131,7 +139,8 @@ def test_it_is_looked_up_where_that_was_right(clock, copied, seed):
 def test_long_matches_are_expected_to_go_on(clock):
     """Before anything was seen, a match of two tokens is no reason to copy, one of eight is."""
     batch = Rounds(clock=clock).batch(1, False)
-    assert batch.copying(8).rate > batch.copying(4).rate > batch.plain.rate
+    gains = [batch.copying(match).outlook(batch.rate).gain(batch.rate) for match in (4, 8)]
+    assert gains[1] > gains[0] > 0
     assert batch.copying(5) is batch.copying(7) is not batch.copying(8)
 
 
@@ -172,16 +181,19 @@ def test_a_round_lasts_until_the_next_of_its_call_begins(clock):
     way, stop = rounds.batch(1, False).plain, OptimalStop(rounds)
     stop.pause()
     clock.now += 3.0
-    stop.time(way, 0, [0])
+    stop.verified(way, [0], [0])
     clock.now += 1.0
     stop.pause()  # another drafter's round, which tells nothing
     clock.now += 100.0
     stop.pause()
-    assert list(way.seconds.seen) == [pytest.approx(4.0)]
-    stop.time(way, 0, [0])  # the last of its call
+    assert list(way.verification.step.seen) == [pytest.approx(4.0)]
+    stop.verified(way, [0], [0])  # the last of its call
     clock.now += 100.0
     OptimalStop(rounds).pause()
-    assert list(way.seconds.seen) == [pytest.approx(4.0)] and way.seconds.value == 4.0
+    assert (
+        list(way.verification.step.seen) == [pytest.approx(4.0)]
+        and way.verification.step.value == 4.0
+    )
 
 
 def test_acceptance_is_learned_by_position():
