@@ -446,6 +446,8 @@ class SelfSpecModel:
             custom_generate=partial(speculate, call=call),
             **kwargs,
         )
+        if drafting is engine.headless.draft and self.last_stats and self.last_trace:
+            engine.headless.decoded(self.last_stats, len(self.last_trace.rows))
         return restore(output)
 
     def _note(self, session: Session) -> None:

@@ -21,7 +21,7 @@ from selfspec.heads import ExitHead
 
 MEMORY = 32  # observations that are remembered: enough to tell apart rates that differ by a tenth
 NEUTRAL = 0.5  # acceptance, cost of a draft, copies per token of the match, where nothing is known
-_APPROXIMATE = 0.9  # acceptance of the whole model with fewer bits or keys, as was measured
+ACCEPTED = 0.9  # acceptance of the whole model with fewer bits or keys, as was measured
 _PRIOR = 3  # observed drafts that an expectation weighs as much as: a wrong one is soon given up
 _GROWTH = 0.03  # time of verifying one more token, in plain steps: .02 to .05 on most devices
 _TRIALS = 0.005  # fraction of the tokens that may be lost by trying again what lost
@@ -311,7 +311,7 @@ class Rounds:
     def of_head(cls, decoder: Decoder, head: ExitHead, clock: Callable[[], float]) -> Rounds:
         """Expectations of an exit head: its fraction of the weights, its calibrators' mean."""
         if head.exit_layer == decoder.depth:  # it drafts by approximate passes
-            return cls(NEUTRAL, (_APPROXIMATE, _APPROXIMATE), clock)
+            return cls(NEUTRAL, (ACCEPTED, ACCEPTED), clock)
         layer, own = _size(decoder.layers[0]), _size(head.layer) if head.layer is not None else 0
         shallow = head.exit_layer * layer + own + _size(head.lm_head or decoder.lm_head)
         cost = shallow / (decoder.depth * layer + _size(decoder.lm_head))
