@@ -81,7 +81,7 @@ class Setup:
     @property
     def kernels(self) -> tuple[Kernels, ...]:
         """The kernels that run on the device."""
-        return ("eager", "compiled", "graphs") if self.on_gpu else ("eager",)
+        return ("direct", "compiled", "graphs") if self.on_gpu else ("direct",)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def _exact(
 ) -> tuple[list[str], bool]:
     """The last cells of a row, and whether the check passed."""
     decoder = spec.decoder
-    sampled = decoder.kernels == "eager" and decoder.dtype == torch.float32 and setup.on_gpu
+    sampled = decoder.kernels == "direct" and decoder.dtype == torch.float32 and setup.on_gpu
     sampling = Sampling(samples=256) if sampled else None
     found = check_exactness(spec, draft, prompts, 48 if setup.on_gpu else 8, sampling)
     margins = [apart.margin for apart in found.divergences.values() if apart.margin is not None]
@@ -275,7 +275,7 @@ def shape_config(setup: Setup, shape: str, kernels: Kernels) -> BenchConfig:
     methods = [
         method
         for method in default_methods(depth, (_PLANTED,))
-        if method.peer is None or (kernels == "eager" and method.peer == "static_cache")
+        if method.peer is None or (kernels == "direct" and method.peer == "static_cache")
     ]
     return BenchConfig(
         shape=shape,

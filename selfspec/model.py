@@ -67,15 +67,15 @@ class SelfSpecModel:
             `generate`. A profile for another device, dtype, target or kernels is ignored with a
             warning.
         kernels: how layers of target, heads and draft models are computed. `"auto"`: `"prepacked"`
-            on a CPU in half precision if the memory is there, else `"eager"`. `"eager"`: as in
-            transformers. `"prepacked"`: in half precision on a CPU, linear layers have a second
-            copy of their weights in the layout of oneDNN or FBGEMM (where both compute, one in
-            each), and norms, MLPs and attention like Llama's take fewer operations, which round
-            less often.
-            `"compiled"`: passes over few tokens use `torch.compile`; the first ones wait for the
-            compiler. `"graphs"`: on a CUDA device, passes over few tokens run consecutive layers as
-            one CUDA graph. Layers that cannot be packed, compiled or recorded run eagerly, with a
-            warning.
+            on a CPU in half precision if the memory is there, else `"direct"`. `"eager"`: as in
+            transformers. `"direct"`: the same, called without looks for hooks where there are
+            none, and without decorators. `"prepacked"`: in half precision on a CPU, linear layers
+            have a second copy of their weights in the layout of oneDNN or FBGEMM (where both
+            compute, one in each), and norms, MLPs and attention like Llama's take fewer
+            operations, which round less often. `"compiled"`: passes over few tokens use
+            `torch.compile`; the first ones wait for the compiler. `"graphs"`: on a CUDA device,
+            passes over few tokens run consecutive layers as one CUDA graph. Layers that cannot be
+            packed, compiled or recorded run eagerly, with a warning.
         kv_cache_dtype: dtype of the KV cache. `"auto"`: the dtype of the layers. `"int8"`: 8 bits
             per number and a scale per token and head, about half the memory of half precision; the
             output equals that of the model with a cache that rounds in the same way.

@@ -1,4 +1,4 @@
-"""Calls of modules and forwards without their wrappers.
+"""Calls of modules and forwards without their wrappers, by all kernels but `eager`.
 
 `nn.Module.__call__` looks for hooks, and transformers wraps the forwards of models in decorators.
 Where there are no hooks, the plain forward is called. In passes over few tokens of small models

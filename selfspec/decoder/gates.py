@@ -189,7 +189,7 @@ class Gates:
         layers: nn.ModuleList,
         windows: Sequence[int | None],
         run: Callable[[ActivePass, Tensor], Tensor],
-        kernels: Kernels = "eager",
+        kernels: Kernels = "direct",
     ):
         self.model, self.base, self.layers, self.run = model, base, layers, run
         self.depth = len(layers)
@@ -215,6 +215,7 @@ class Gates:
                 special.give_up("attention masks that are tables of its own")
             if special is not None and self.mixers.found:
                 special.give_up("recurrent layers")
+        self.calls_directly = kernels != "eager"
         packs = kernels == "prepacked"
         self.prepacked = PrepackedLinears(type(model).__name__) if packs else None
         self.low_precision = LowPrecisionLinears()
@@ -262,7 +263,7 @@ class Gates:
             name = "_old_forward" if hooked else "forward"
             mixed = self._mixed(mixer, index, getattr(mixer, name))
             self.shadow(mixer.__dict__, name, mixed)
-        if self.compiled is None:  # torch.compile looks for modules
+        if self.calls_directly and self.compiled is None:  # torch.compile looks for modules
             for parent, name, child in shortcuts([*self.layers, *self.others]):
                 self.shadow(parent.__dict__, name, child)
         gates = [Gate(self, index, layer) for index, layer in enumerate(self.layers)]
@@ -270,7 +271,8 @@ class Gates:
         self.dtype = self.model.dtype
         self._devices = self._find_devices()
         for module in (self.base, self.model):
-            if "forward" not in module.__dict__:  # else device hooks have one of their own
+            # Device hooks have a forward of their own.
+            if self.calls_directly and "forward" not in module.__dict__:
                 self.shadow(module.__dict__, "forward", self._lean(module))
         for parent, name in self.parents:
             self.shadow(parent.__dict__, name, StandIn(self.base, self.body))

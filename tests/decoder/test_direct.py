@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import equal_to_generate, greedy, prompt, tiny_llama
-from families import CASES_BY_FAMILY, FAMILIES, build
+from families import CASES_BY_FAMILY, FAMILIES, FLOAT32, build
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from selfspec import SelfSpecModel
@@ -33,6 +33,32 @@ DYNAMIC = {
 def dynamic_llama(kind):
     """A tiny Llama whose frequencies depend on how long the text is."""
     return tiny_llama(max_position_embeddings=16, rope_parameters=DYNAMIC[kind])
+
+
+@pytest.mark.parametrize("kernels", ["eager", "direct"])
+def test_eager_calls_modules_as_transformers_does_and_direct_does_not(monkeypatch, kernels):
+    called, call = set(), torch.nn.Module.__call__
+
+    def counted(module, *args, **kwargs):
+        called.add(module)
+        return call(module, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.Module, "__call__", counted)
+    spec = SelfSpecModel(tiny_llama(), kernels=kernels)
+    called.clear()
+    spec.generate(prompt(5)[0], max_new_tokens=4, draft="none")
+    inside = {module for layer in spec.decoder.layers for module in layer.children()}
+    assert inside and called & inside == (inside if kernels == "eager" else set())
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("drafter", ["none", "early_exit"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_eager_writes_the_models_own_text(family, drafter):
+    model = build(family, CASES_BY_FAMILY[family])
+    model = model.float() if family in FLOAT32 else model.double()
+    spec = SelfSpecModel(model, kernels="eager")
+    equal_to_generate(spec, prompt(7, vocab=61)[0], max_new_tokens=12, draft=drafter)
 
 
 @pytest.mark.matrix

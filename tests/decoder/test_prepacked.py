@@ -279,9 +279,9 @@ def test_one_token_needs_no_mask_elsewhere(family, attention, dtype):
 
 def test_auto_packs_what_can_be_packed_and_fits(monkeypatch):
     half, whole = tiny_llama().to(HALF), tiny_llama()
-    assert Decoder(half).kernels == "prepacked" and Decoder(whole).kernels == "eager"
+    assert Decoder(half).kernels == "prepacked" and Decoder(whole).kernels == "direct"
     with torch.device("meta"):
-        assert Decoder(tiny_llama()).kernels == "eager"
+        assert Decoder(tiny_llama()).kernels == "direct"
     layers = [m for m in half.modules() if isinstance(m, torch.nn.Linear)]
     size = sum(layer.weight.nbytes for layer in layers)
 
@@ -290,7 +290,7 @@ def test_auto_packs_what_can_be_packed_and_fits(monkeypatch):
         monkeypatch.setattr(prepacked.psutil, "virtual_memory", lambda: memory)
         return Decoder(half).kernels
 
-    assert left(2 * size) == "prepacked" and left(size) == "eager"
+    assert left(2 * size) == "prepacked" and left(size) == "direct"
 
 
 # In place

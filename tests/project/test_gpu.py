@@ -85,20 +85,20 @@ def test_no_stage_begins_when_the_time_is_over(ran):
 
 def test_a_shape_is_measured_with_planted_drafts_beside_a_static_cache(setup):
     setup.output.mkdir()
-    found = gpu.measure_shape("tiny", "eager", setup)
+    found = gpu.measure_shape("tiny", "direct", setup)
     assert found.passed and found.facts["fell back"] == "no"
     names = [row[0] for row in found.grids[0].rows]
     assert {"plain", "generate, static cache", "selfspec plain", "medusa 0, 0.7"} <= set(names)
     assert all("planted" in grid.title for grid in found.grids)
-    assert (setup.output / "tiny_eager" / "results.md").is_file()
+    assert (setup.output / "tiny_direct" / "results.md").is_file()
 
 
 def test_a_round_is_a_timeline(setup):
     setup.output.mkdir()
     found = gpu.profile_round(setup)
     (row,) = found.grids[0].rows
-    assert row[0] == "eager" and float(row[1]) >= float(row[2]) > 0 < int(row[4])
-    timeline = json.loads((setup.output / found.facts["timeline, eager"]).read_text())
+    assert row[0] == "direct" and float(row[1]) >= float(row[2]) > 0 < int(row[4])
+    timeline = json.loads((setup.output / found.facts["timeline, direct"]).read_text())
     assert any(event["name"].startswith("aten::") for event in timeline["traceEvents"])
 
 
@@ -115,7 +115,7 @@ def test_drafters_are_checked_and_one_that_fails_is_a_row(setup, monkeypatch):
 def test_waits_of_all_drafters_are_counted(setup, monkeypatch):
     monkeypatch.setattr(gpu, "_DRAFTS", {"none": {"drafter": "none"}})
     rows = gpu.waits(setup).grids[0].rows
-    assert [row[:3] for row in rows] == [["none", "eager", m] for m in ("greedy", "sampled")]
+    assert [row[:3] for row in rows] == [["none", "direct", m] for m in ("greedy", "sampled")]
     assert all(float(row[3]) >= 0 for row in rows)
 
 

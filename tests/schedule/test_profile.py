@@ -171,7 +171,7 @@ def test_where_nothing_can_be_written_the_profile_goes_to_the_users_cache(tmp_pa
     [
         ({"device": "Abacus"}, "it was made for device 'Abacus', here it is"),
         ({"dtype": "bfloat16"}, "it was made for dtype 'bfloat16', here it is 'float64'"),
-        ({"kernels": "compiled"}, "it was made for kernels 'compiled', here it is 'eager'"),
+        ({"kernels": "compiled"}, "it was made for kernels 'compiled', here it is 'direct'"),
         ({"target": {}}, "it was made for another target: model_type is 'llama' here"),
     ],
 )

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 # As in `selfspec.config`, whose import would make `--help` slower.
-Kernels = Literal["auto", "eager", "prepacked", "compiled", "graphs"]
+Kernels = Literal["auto", "eager", "direct", "prepacked", "compiled", "graphs"]
 KVCacheDtype = Literal["auto", "int8"]
 
 _target = partial(typer.Option, rich_help_panel="Target")
@@ -60,10 +60,11 @@ KernelsOption = Annotated[
     Kernels,
     _target(
         "--kernels",
-        help="How layers are computed. auto: prepacked where it pays and fits, else eager. "
-        "eager: as transformers does. prepacked: with linear maps packed once for a CPU in half "
-        "precision (two or three times the weights' memory) and fewer small operations. compiled: "
-        "through torch.compile. graphs: as CUDA graphs on a CUDA device.",
+        help="How layers are computed. auto: prepacked where it pays and fits, else direct. "
+        "eager: as transformers does. direct: the same without decorators and looks for hooks. "
+        "prepacked: with linear maps packed once for a CPU in half precision (two or three times "
+        "the weights' memory) and fewer small operations. compiled: through torch.compile. graphs: "
+        "as CUDA graphs on a CUDA device.",
     ),
 ]
 KVCacheOption = Annotated[

@@ -109,9 +109,9 @@ class PrepackedLinears:
 
 
 def choose_kernels(*roots: nn.Module) -> Kernels:
-    """`"prepacked"` for modules in half precision on a CPU if packed copies fit, else `"eager"`."""
+    """`"prepacked"` in half precision on a CPU if packed copies fit, else `"direct"`."""
     packed = _bytes_of(roots, _is_packable, both=False)
-    return "prepacked" if _half_on_cpu(roots) and fits(packed) else "eager"
+    return "prepacked" if _half_on_cpu(roots) and fits(packed) else "direct"
 
 
 def packed_bytes(*roots: nn.Module) -> int:
