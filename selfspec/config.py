@@ -14,7 +14,8 @@ from typing_extensions import Self
 ConfigT = TypeVar("ConfigT", bound="StrictConfig")
 
 # How layers are computed: in the fastest way that needs no compiler; by transformers' own code;
-# with packed weights for a CPU in half precision; by `torch.compile`; as CUDA graphs.
+# the same without decorators and checks for hooks; with packed weights for a CPU in half precision;
+# by `torch.compile`; as CUDA graphs.
 Kernels = Literal["auto", "eager", "direct", "prepacked", "compiled", "graphs"]
 
 # Dtype of the KV cache: that of the layers, or int8.

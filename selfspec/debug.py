@@ -47,8 +47,8 @@ def watch(spec: SelfSpecModel) -> Iterator[Watched]:
     The prefill runs each layer once over each token. A round runs one verification: the layers
     below `Draft.depth` once over each draft, those above once over all of them. Afterwards the KV
     cache holds all tokens but the pending one. Drafters and heads only read what they are given:
-    the tokens so far, and hidden states. While it watches, other threads must not generate;
-    the layers are seen only where Python calls them (`kernels="eager"` or `"prepacked"`).
+    the tokens so far, and hidden states. While it watches, other threads must not generate; the
+    layers are seen only where Python calls them (kernels `eager`, `direct` or `prepacked`).
 
     Raises:
         AssertionError: in the `with` block, if an invariant does not hold; it says which.

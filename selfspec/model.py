@@ -68,8 +68,8 @@ class SelfSpecModel:
             warning.
         kernels: how layers of target, heads and draft models are computed. `"auto"`: `"prepacked"`
             on a CPU in half precision if the memory is there, else `"direct"`. `"eager"`: as in
-            transformers. `"direct"`: the same, called without looks for hooks where there are
-            none, and without decorators. `"prepacked"`: in half precision on a CPU, linear layers
+            transformers. `"direct"`: the same, without decorators, and without checking for
+            hooks where there are none. `"prepacked"`: in half precision on a CPU, linear layers
             have a second copy of their weights in the layout of oneDNN or FBGEMM (where both
             compute, one in each), and norms, MLPs and attention like Llama's take fewer
             operations, which round less often. `"compiled"`: passes over few tokens use
@@ -446,8 +446,6 @@ class SelfSpecModel:
             custom_generate=partial(speculate, call=call),
             **kwargs,
         )
-        if drafting is engine.headless.draft and self.last_stats and self.last_trace:
-            engine.headless.decoded(self.last_stats, len(self.last_trace.rows))
         return restore(output)
 
     def _note(self, session: Session) -> None:

@@ -254,7 +254,10 @@ class Decoder:
         self.gates.sublayers.check(skips)
 
     def check_approximation(self, approximation: Approximation) -> None:
-        """Raise ValueError, with the reason, if passes cannot be approximated so."""
+        """Raise ValueError, with the reason, if passes cannot be approximated so.
+
+        What is possible is prepared when the gates are put in next.
+        """
         name = type(self.causal_lm).__name__
         if approximation.window is not None and self.counts_keys:
             raise ValueError(
@@ -277,14 +280,10 @@ class Decoder:
             refuse_copies([self.lm_head], f"the LM head of {name}")
         if approximation.layers and approximation.precision is not None:
             refuse_copies([*self.layers], f"the layers of {name}")
-
-    def will_approximate(self, approximation: Approximation) -> None:
-        """Prepare approximate passes when the gates are put in next; see `check_approximation`."""
-        self.check_approximation(approximation)
         self.gates.low_precision.want(approximation)
 
     def approximating(self, approximation: Approximation) -> AbstractContextManager[None]:
-        """While active, this thread's passes are approximate; see `will_approximate`."""
+        """While active, this thread's passes are approximate; see `check_approximation`."""
         return self.gates.approximating(approximation)
 
     @property

@@ -168,6 +168,7 @@ class Gates:
         mixers: the recurrent mixers.
         parents: modules that have the body as a child, and its name there.
         entered: number of open `with gates:` blocks.
+        calls_directly: whether modules without hooks are called without checking for them.
         compiled: calls compiled layers; `None` with other kernels.
         graphs: runs layers as CUDA graphs; `None` with other kernels.
         prepacked: packs linear layers; `None` with other kernels.

@@ -110,7 +110,7 @@ def _approximation(drafter: Drafter, config: DraftConfig) -> Approximation:
         )
     lm_head = config.lm_head_precision or config.precision
     made = Approximation(config.precision, lm_head, config.window, config.sinks, layers)
-    model.will_approximate(made)
+    model.check_approximation(made)
     return made
 
 

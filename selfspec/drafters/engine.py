@@ -15,7 +15,6 @@ from selfspec.config import DraftConfig
 from selfspec.decoder import Decoder, OwnLayer, Pass, Ranks, Span
 from selfspec.decoder.cache import SlotCache
 from selfspec.drafters.draft_models import DraftModels
-from selfspec.drafters.headless import Headless
 from selfspec.drafters.text_store import TextStore
 from selfspec.heads import ExitHead, check_distinct, head_class
 from selfspec.sampling.draft import Draft, Tree, Verdict
@@ -118,7 +117,6 @@ class Engine:
 
     Attributes:
         store: the texts of other calls that lookups read, or `None`.
-        headless: what drafts by default if there are no heads.
 
     Raises:
         OSError: there is no checkpoint at `draft_model`.
@@ -140,7 +138,6 @@ class Engine:
         for head in heads:
             self.add(head)
         self.draft_models = DraftModels(decoder, draft_model)
-        self.headless = Headless(decoder)
 
     def add(self, head: ExitHead) -> None:
         """Add a head.
@@ -167,7 +164,11 @@ class Engine:
         Without heads a seed gives one output, whatever drafts; with heads that would cost too many
         sampled drafts, so `rule="coupled"` has to be asked for.
         """
-        return DraftConfig(drafter="auto") if self.heads else self.headless.draft
+        if self.heads:
+            return DraftConfig(drafter="auto")
+        if self.decoder.depth == 1:  # no exit
+            return DraftConfig(drafter="none")
+        return DraftConfig(drafter="auto", rule="coupled")
 
     def rounds(self, *key: Any, head: ExitHead | None = None) -> Rounds:
         """What is known of rounds with one drafter, kept from call to call.

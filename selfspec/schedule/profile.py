@@ -62,7 +62,7 @@ class Place(StrictConfig):
     dtype: str
     threads: int
     target: dict[str, Any]
-    kernels: Kernels = "eager"
+    kernels: Kernels = "direct"
 
     @classmethod
     def of(cls, decoder: Decoder) -> Place:

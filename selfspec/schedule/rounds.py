@@ -21,7 +21,7 @@ from selfspec.heads import ExitHead
 
 MEMORY = 32  # observations that are remembered: enough to tell apart rates that differ by a tenth
 NEUTRAL = 0.5  # acceptance, cost of a draft, copies per token of the match, where nothing is known
-ACCEPTED = 0.9  # acceptance of the whole model with fewer bits or keys, as was measured
+_APPROXIMATE = 0.9  # acceptance of the whole model with fewer bits or keys, as was measured
 _PRIOR = 3  # observed drafts that an expectation weighs as much as: a wrong one is soon given up
 _GROWTH = 0.03  # time of verifying one more token, in plain steps: .02 to .05 on most devices
 _TRIALS = 0.005  # fraction of the tokens that may be lost by trying again what lost
@@ -113,12 +113,17 @@ class Verification:
     """Seconds of a round without those of making its drafts, by their number: a line.
 
     It is fitted to the latest rounds by least squares of relative errors, so that one that was
-    disturbed, and took much longer, counts little. One more round is as expected: a plain step if
-    nothing is drafted, and `_GROWTH` of one for each draft. Plain steps have their own median.
+    disturbed, and took much longer, counts little. The fit starts from one imaginary round that
+    took what is expected: a plain step, and `_GROWTH` of one for each draft. Plain steps have a
+    median of their own; until one is made, it follows from the other rounds.
+
+    Args:
+        step: the seconds of a plain step, if others know them, too.
     """
 
-    def __init__(self) -> None:
-        self.step, self._fixed, self.growth = Seconds(1.0), 0.0, _GROWTH  # in plain steps
+    def __init__(self, step: Seconds | None = None):
+        self.step = Seconds(1.0) if step is None else step
+        self._fixed, self.growth = 0.0, _GROWTH  # in plain steps
         self._seen = deque[tuple[int, float]](maxlen=MEMORY)
 
     def seconds(self, drafts: int) -> float:
@@ -142,8 +147,13 @@ class Verification:
             total, linear, square = total + weight, linear + weight * x, square + weight * x * x
             level, slope = level + weight * more, slope + weight * more * x
         rest = total * square - linear * linear  # positive, by Cauchy and Schwarz
-        self._fixed = max(0.0, (level * square - slope * linear) / rest)
-        self.growth = max(0.0, _GROWTH + (slope * total - level * linear) / rest)
+        fixed = (level * square - slope * linear) / rest
+        growth = _GROWTH + (slope * total - level * linear) / rest
+        if not self.step.seen:  # a plain step takes what the line says
+            start = max(0.1, 1 + fixed)
+            self.step.share *= start
+            fixed, growth = 0.0, growth / start
+        self._fixed, self.growth = max(0.0, fixed), max(0.0, growth)
 
 
 class Outlook(NamedTuple):
@@ -179,7 +189,7 @@ class Way:
     ):
         self.verification, self.longest, self.acceptance = verification, longest, acceptance
         self.draft = Seconds(draft_cost, verification.step)
-        self._waited = self._tries = 0
+        self._waited, self._wait = 0, 1.0
 
     @property
     def marginal(self) -> float:
@@ -210,9 +220,10 @@ class Way:
     def is_due(self, lost: float) -> bool:
         """Whether it is tried again, though another way is expected to bring so many tokens more.
 
-        Waits grow fourfold with every try, until trying loses as few tokens as `_TRIALS` allows.
+        It waits four times as long with every round that it made, until trying loses as few tokens
+        as `_TRIALS` allows.
         """
-        return self._waited > min(4**self._tries, 1 + lost / _TRIALS)
+        return self._waited > min(self._wait, 1 + lost / _TRIALS)
 
     def wait(self) -> None:
         """A round begins in which it could be taken."""
@@ -220,7 +231,7 @@ class Way:
 
     def take(self) -> None:
         """It is taken."""
-        self._waited, self._tries = 0, self._tries + 1
+        self._waited, self._wait = 0, 4 * self._wait
 
     def verified(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """So many of the drafts of each row were accepted."""
@@ -244,13 +255,16 @@ class Way:
 class Batch:
     """What is known of rounds with about one number of rows, greedy or sampled.
 
-    `copies` are told apart by the power of two up to which the rows' shortest match reaches.
+    `copies` are keyed by the largest power of two that is not above the rows' shortest match. One
+    pass that makes all drafts (`draft_cost` 0) counts as part of verifying them, which then takes
+    longer than for copies.
     """
 
     def __init__(self, acceptance: Acceptance, draft_cost: float):
         self.verification, self.copies = Verification(), dict[int, Way]()
         self.plain = Way(self.verification, 0, Acceptance(0.0), 0.0)
-        self.chain = Way(self.verification, LONGEST, acceptance, draft_cost)
+        apart = self.verification if draft_cost else Verification(self.verification.step)
+        self.chain = Way(apart, LONGEST, acceptance, draft_cost)
 
     @property
     def rate(self) -> float:
@@ -311,7 +325,7 @@ class Rounds:
     def of_head(cls, decoder: Decoder, head: ExitHead, clock: Callable[[], float]) -> Rounds:
         """Expectations of an exit head: its fraction of the weights, its calibrators' mean."""
         if head.exit_layer == decoder.depth:  # it drafts by approximate passes
-            return cls(NEUTRAL, (ACCEPTED, ACCEPTED), clock)
+            return cls(NEUTRAL, (_APPROXIMATE, _APPROXIMATE), clock)
         layer, own = _size(decoder.layers[0]), _size(head.layer) if head.layer is not None else 0
         shallow = head.exit_layer * layer + own + _size(head.lm_head or decoder.lm_head)
         cost = shallow / (decoder.depth * layer + _size(decoder.lm_head))

@@ -151,6 +151,43 @@ def test_drafts_are_tried_again_when_they_may_have_become_better(clock):
     assert sum(drafts > 0 for drafts, _ in made[150:]) > 120
 
 
+def test_chains_alone_are_timed_right_whatever_the_first_rounds_took(clock):
+    """No plain step is ever made."""
+    warm, fresh = Rounds(clock=clock), Rounds(clock=clock)
+    times = iter(WARMING)
+    options = {"fixed_seconds": 1.0, "draft_seconds": 0.1, "verify_seconds": 0.1}
+    play(
+        OptimalStop(warm),
+        clock,
+        lambda _: 0.6,
+        tokens=200,
+        noise=lambda: next(times, 1.0),
+        **options,
+    )
+    play(OptimalStop(fresh), clock, lambda _: 0.6, tokens=200, **options)
+    found = [rounds.batch(1, False).verification.seconds(2) for rounds in (warm, fresh)]
+    assert found[0] == pytest.approx(found[1], rel=0.1) == pytest.approx(1.2, rel=0.1)
+
+
+def test_a_pass_that_makes_all_drafts_makes_no_copies_dearer(clock):
+    batch = Rounds(one_pass=True, clock=clock).batch(1, False)
+    batch.plain.learn(0, 1.0, [])
+    before = batch.copying(8).outlook(1.0)
+    for _ in range(40):
+        batch.chain.learn(4, 3.0, [2.0])
+    assert batch.chain.verification.seconds(4) > 2
+    assert batch.copying(8).outlook(1.0) == before
+
+
+def test_a_way_that_was_long_the_best_is_tried_again_like_another(clock):
+    """Also after so many rounds that its waits are beyond all numbers."""
+    rounds = Rounds(0.15, (0.7, 0.7), clock)
+    write(rounds, clock, 1500, 0.8)
+    write(rounds, clock, 300, 0.02, seed=1)
+    _, made = write(rounds, clock, 300, 0.8, seed=2)
+    assert sum(drafts > 0 for drafts, _ in made[150:]) > 120
+
+
 def test_one_disturbed_round_hardly_changes_the_choice(clock):
     rounds = Rounds(0.15, (0.7, 0.7), clock)
     write(rounds, clock, 60, 0.8)

@@ -61,10 +61,10 @@ KernelsOption = Annotated[
     _target(
         "--kernels",
         help="How layers are computed. auto: prepacked where it pays and fits, else direct. "
-        "eager: as transformers does. direct: the same without decorators and looks for hooks. "
-        "prepacked: with linear maps packed once for a CPU in half precision (two or three times "
-        "the weights' memory) and fewer small operations. compiled: through torch.compile. graphs: "
-        "as CUDA graphs on a CUDA device.",
+        "eager: as transformers does. direct: the same, without decorators and without checking "
+        "for hooks. prepacked: with linear maps packed once for a CPU in half precision (two or "
+        "three times the weights' memory) and fewer small operations. compiled: through "
+        "torch.compile. graphs: as CUDA graphs on a CUDA device.",
     ),
 ]
 KVCacheOption = Annotated[

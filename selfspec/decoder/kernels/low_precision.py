@@ -7,11 +7,9 @@ states in another dtype are cast. A draft may be anything, so this changes no ou
 
 from __future__ import annotations
 
-import statistics
 import threading
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
@@ -34,13 +32,12 @@ _OPS: Any = torch.ops.aten
 _DTYPE = torch.bfloat16  # of activations: in the others these products are slower than plain ones
 # Tokens that a product takes together. With more of them, on a CPU, one of the full weights is as
 # fast, and so it is taken.
-MOST_TOKENS = {"cpu": 4, "cuda": 16}
+_MOST_TOKENS = {"cpu": 4, "cuda": 16}
 _OUTPUTS = 16  # 4-bit products compute a multiple of this number
 # Inputs with a common scale. That of most 4-bit files, so that a checkpoint made from one gets its
 # own values back.
 _GROUP = 32
 _ALIGNED = 32  # bytes: `_weight_int8pack_mm` loads vectors of this size
-_TURNS = 5  # products that are timed; the first ones warm up
 _CHUNK = 256  # rows that are rounded at a time, so that they stay in the processor's cache
 
 
@@ -105,7 +102,7 @@ class LowPrecisionLinears:
         if part not in self.active or self.owner != threading.get_ident():
             return False
         tokens = input.numel() // input.shape[-1]
-        return tokens <= MOST_TOKENS[input.device.type] and not torch.is_grad_enabled()
+        return tokens <= _MOST_TOKENS[input.device.type] and not torch.is_grad_enabled()
 
     def _product(self, part: Part, copy: _Copies, input: Tensor) -> Tensor:
         return copy.product(self.active[part], input)
@@ -335,60 +332,6 @@ def copy_bytes(roots: Iterable[nn.Module], precision: Precision) -> int:
         for modules in _linears(roots)
     ]
     return sum(KINDS[precision].nbytes(*size) for size in sizes)
-
-
-class Trial(NamedTuple):
-    """What copies of some linear layers were measured to take, in seconds.
-
-    Attributes:
-        weights: how many weights the layers have.
-        copying: making the copy.
-        own: the product of one token with the layers' own weights.
-        several: the same, of as many tokens as a copy takes together.
-        copied: the product of one token with the copy.
-    """
-
-    weights: int
-    copying: float
-    own: float
-    several: float
-    copied: float
-
-
-def largest_linears(root: nn.Module) -> list[Any]:
-    """The linear layers with a common input that have most of a module's weights, or none."""
-    return max(_linears([root]), key=_weights, default=[])
-
-
-def _weights(modules: Iterable[Any]) -> int:
-    return sum(module.weight.numel() for module in modules)
-
-
-@torch.inference_mode()
-def try_copies(modules: Sequence[Any], precision: Precision) -> Trial:
-    """Copy linear layers with the same input, and time products; the copy is dropped again."""
-    weight, inputs = modules[0].weight, out_by_in(modules[0]).shape[1]
-    one, several = (weight.new_ones(1, n, inputs) for n in (1, MOST_TOKENS[weight.device.type]))
-    began = time.perf_counter()
-    copied = KINDS[precision](modules)
-    copying = time.perf_counter() - began
-
-    def own(input: Tensor) -> None:
-        for module in modules:
-            module(input)
-
-    products: list[Callable[[], Any]]
-    products = [partial(own, one), partial(own, several), partial(copied, one)]
-    return Trial(_weights(modules), copying, *map(_seconds_of, products))
-
-
-def _seconds_of(product: Callable[[], Any]) -> float:
-    found: list[float] = []
-    for _ in range(_TURNS):
-        began = time.perf_counter()
-        product()
-        found.append(time.perf_counter() - began)
-    return statistics.median(found)
 
 
 def bytes_read(root: nn.Module, precision: Precision | None) -> int:

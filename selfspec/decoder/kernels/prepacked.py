@@ -90,7 +90,7 @@ class PrepackedLinears:
         """The linear layers in these modules that can be packed, each with its replacement."""
         found = False
         if self._both is None:
-            self._both = fits(_bytes_of(roots, _is_packable, both=True))
+            self._both = _fits(_bytes_of(roots, _is_packable, both=True))
         for root in roots:
             for modules in bundles(root, _is_packable):
                 packed = _pack(modules, self._both)
@@ -110,8 +110,8 @@ class PrepackedLinears:
 
 def choose_kernels(*roots: nn.Module) -> Kernels:
     """`"prepacked"` in half precision on a CPU if packed copies fit, else `"direct"`."""
-    packed = _bytes_of(roots, _is_packable, both=False)
-    return "prepacked" if _half_on_cpu(roots) and fits(packed) else "direct"
+    fits = _fits(_bytes_of(roots, _is_packable, both=False))
+    return "prepacked" if _half_on_cpu(roots) and fits else "direct"
 
 
 def packed_bytes(*roots: nn.Module) -> int:
@@ -120,7 +120,7 @@ def packed_bytes(*roots: nn.Module) -> int:
     0 if it computes in no such dtype. Weights may be on the meta device.
     """
     both = _bytes_of(roots, _can_be_packed, both=True)
-    return both if fits(both) else _bytes_of(roots, _can_be_packed, both=False)
+    return both if _fits(both) else _bytes_of(roots, _can_be_packed, both=False)
 
 
 def _bytes_of(roots: Iterable[nn.Module], takes: Callable[[Any], bool], both: bool) -> int:
@@ -132,7 +132,7 @@ def _bytes_of(roots: Iterable[nn.Module], takes: Callable[[Any], bool], both: bo
     )
 
 
-def fits(copies: int) -> bool:
+def _fits(copies: int) -> bool:
     """Whether copies of so many bytes leave a quarter of the free memory."""
     return 4 * copies <= 3 * psutil.virtual_memory().available
 
