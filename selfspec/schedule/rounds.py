@@ -24,6 +24,7 @@ NEUTRAL = 0.5  # acceptance, cost of a draft, copies per token of the match, whe
 _APPROXIMATE = 0.9  # acceptance of the whole model with fewer bits or keys, as was measured
 _PRIOR = 3  # observed drafts that an expectation weighs as much as: a wrong one is soon given up
 _GROWTH = 0.03  # time of verifying one more token, in plain steps: .02 to .05 on most devices
+_TICK = 1e-9  # seconds: no time is shorter, so that all can be divided by
 _TRIALS = 0.005  # fraction of the tokens that may be lost by trying again what lost
 
 
@@ -55,8 +56,8 @@ class Seconds:
         return self._median if self.seen else self.share * (self._unit.value if self._unit else 1)
 
     def learn(self, value: float) -> None:
-        """Take in an observation."""
-        self.seen.append(value)
+        """Take in an observation; a clock may have stood still."""
+        self.seen.append(max(value, _TICK))
         self._median = statistics.median_low(self.seen)
 
 
@@ -136,13 +137,15 @@ class Verification:
         if not drafts:
             self.step.learn(seconds)
             return
+        seconds = max(seconds, _TICK)
         if not self.step.seen and not self._seen:
             self.step.share = seconds / (1 + _GROWTH * drafts)
-        self._seen.append((drafts, max(seconds, 1e-9)))
+        self._seen.append((drafts, seconds))
+        # Sums of the normal equations, over what rounds took more than expected.
         total = square = 1.0
         linear = level = slope = 0.0
-        for x, seconds in self._seen:
-            steps = seconds / self.step.value
+        for x, took in self._seen:
+            steps = took / self.step.value
             more, weight = steps - 1 - _GROWTH * x, min(1.0, steps**-2)
             total, linear, square = total + weight, linear + weight * x, square + weight * x * x
             level, slope = level + weight * more, slope + weight * more * x
@@ -166,7 +169,7 @@ class Outlook(NamedTuple):
     @property
     def rate(self) -> float:
         """Tokens per second and row."""
-        return self.tokens / max(self.seconds, 1e-9)
+        return self.tokens / self.seconds
 
     def gain(self, rate: float) -> float:
         """Tokens more than the same seconds bring at that rate."""

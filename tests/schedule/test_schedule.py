@@ -151,6 +151,18 @@ def test_drafts_are_tried_again_when_they_may_have_become_better(clock):
     assert sum(drafts > 0 for drafts, _ in made[150:]) > 120
 
 
+def test_a_clock_that_stands_still_stops_nothing(clock):
+    """Some devices' clocks tick less often than a tiny model makes a round."""
+    rounds = Rounds(clock=clock)
+    stop, batch = OptimalStop(rounds), rounds.batch(1, False)
+    for _ in range(40):
+        stop.pause()
+        way = batch.choose([batch.plain, batch.chain, batch.copying(5)])
+        drafts = 0 if way is batch.plain else 3
+        stop.verified(way, [drafts], [drafts])
+    assert write(rounds, clock, 200, 0.9)[0] > 1.2
+
+
 def test_chains_alone_are_timed_right_whatever_the_first_rounds_took(clock):
     """No plain step is ever made."""
     warm, fresh = Rounds(clock=clock), Rounds(clock=clock)
