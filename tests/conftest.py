@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -38,19 +40,40 @@ AGREEMENT = {"seldom": 1.0, "sometimes": 0.1, "always": 0.0}
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a matrix, `make test` runs cases in which every value occurs; the others are slow."""
+    """Of a matrix, `make test` runs cases in which every value occurs; the others are slow.
+
+    With `share=n` it runs every nth of these, counted from another one in another test.
+    """
     matrices: dict[str, list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("matrix"):
             matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for cases in matrices.values():
-        new = {case: {(n, id(v)) for n, v in case.callspec.params.items()} for case in cases}
-        while any(new.values()):
-            chosen = max(new, key=lambda case: len(new[case]))
-            found = new.pop(chosen)
-            new = {case: values - found for case, values in new.items()}
-        for case in new:
-            case.add_marker("slow")
+    for name, cases in matrices.items():
+        (mark,) = cases[0].iter_markers("matrix")
+        share = mark.kwargs.get("share", 1)
+        chosen = covering(cases)[crc32(name.encode()) % share :: share]
+        for case in cases:
+            if case not in chosen:
+                case.add_marker("slow")
+
+
+def covering(cases: list[pytest.Function]) -> list[pytest.Function]:
+    """Cases in which every value of every parameter occurs, none much more often than others."""
+    values = {
+        case: {(name, id(value)) for name, value in case.callspec.params.items()} for case in cases
+    }
+    uses, chosen = Counter[tuple[str, int]](), list[pytest.Function]()
+
+    def new(case: pytest.Function) -> int:
+        return sum(not uses[value] for value in values[case])
+
+    def used(case: pytest.Function) -> int:
+        return sum(uses[value] for value in values[case])
+
+    while new(best := max(cases, key=lambda case: (new(case), -used(case)))):
+        chosen.append(best)
+        uses.update(values[best])
+    return chosen
 
 
 @pytest.fixture(autouse=True)

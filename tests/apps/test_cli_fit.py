@@ -175,6 +175,7 @@ def test_the_batch_of_one_pass_fits_the_memory(made, monkeypatch):
     assert all(12 % part == 0 for part in parts)
 
 
+@pytest.mark.matrix(share=4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_gets_a_head_that_it_can_have(family):
     decoder = SelfSpecModel(build(family, "eager")).decoder

@@ -64,6 +64,7 @@ def folded_logits(decoder, head, folder, **options):
 # Folding
 
 
+@pytest.mark.matrix(share=4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_folded_checkpoint_says_what_the_exit_says(family, tmp_path):
     decoder = Decoder(build(family, "eager"))

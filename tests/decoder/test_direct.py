@@ -51,7 +51,7 @@ def test_eager_calls_modules_as_transformers_does_and_direct_does_not(monkeypatc
     assert inside and called & inside == (inside if kernels == "eager" else set())
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(share=4)
 @pytest.mark.parametrize("drafter", ["none", "early_exit"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_eager_writes_the_models_own_text(family, drafter):

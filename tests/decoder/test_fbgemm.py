@@ -128,6 +128,7 @@ def logits(model, kernels, draft="none", new_tokens=10):
     return greedy_logits(spec, 9, 5, 2, draft=draft, **options).float()
 
 
+@pytest.mark.matrix(share=4)
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [*((family, HALF) for family in FAMILIES), ("llama", torch.float16), ("gpt2", torch.float16)],

@@ -17,7 +17,9 @@ from selfspec.decoder.checkpoints import (
 from selfspec.heads import save_heads
 
 
-@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16])
+@pytest.fixture(
+    scope="module", params=[torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
+)
 def stored(request, tmp_path_factory):
     """The demo model and a GGUF file of it."""
     model = load_causal_lm(DEMO_MODEL, dtype=request.param)

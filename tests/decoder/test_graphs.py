@@ -75,6 +75,7 @@ def is_recorded(spec) -> bool:
 
 
 # Sliding windows beside full attention, attention written out, experts, layers side by side.
+@pytest.mark.matrix
 @pytest.mark.parametrize("lengths", [(6,), (9, 5, 2)], ids=["one row", "ragged"])
 @pytest.mark.parametrize(
     ("family", "attention"),

@@ -76,6 +76,7 @@ def test_what_is_kept_of_a_token_depends_on_the_token_alone() -> None:
 # Texts
 
 
+@pytest.mark.matrix(share=4)
 @pytest.mark.parametrize("family", sorted({*FAMILIES} - FLOAT32 - WITHOUT_REFERENCE))
 def test_greedy_text_is_that_over_a_rounding_cache(family: str) -> None:
     model = model_of(family, CASES_BY_FAMILY[family], agreement=0.3)

@@ -47,7 +47,7 @@ def leans(model):
 
 
 # They round less often. Rounding may choose other experts, which moves single logits far.
-@pytest.mark.matrix
+@pytest.mark.matrix(share=4)
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_as_near_to_its_weights_as_its_own_code(family, rows):

@@ -69,6 +69,7 @@ def test_logits_are_the_same_to_the_bit(family, lengths):
 
 
 # For some shapes torch takes a product that is not oneDNN's, which rounds differently.
+@pytest.mark.matrix(share=4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_computes_the_same(family):
     model = build(family, "eager").to(HALF)

@@ -87,6 +87,7 @@ def test_models_that_passes_cannot_run_are_refused_by_name(name: str, kind: str,
     assert "\n" not in str(refusal.value)
 
 
+@pytest.mark.matrix(share=4)
 @pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS])
 def test_every_tested_family_passes(family: str) -> None:
     with torch.no_grad():

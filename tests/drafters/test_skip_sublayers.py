@@ -32,6 +32,7 @@ def run(decoder: Decoder, skips: Skips | None, keep: tuple[int, ...] = ()) -> An
     return decoder.run(TOKENS, ALL, slots, unembed=True, keep=keep, skips=skips)
 
 
+@pytest.mark.matrix(share=4)
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_skipped_sublayers_add_nothing(family: str) -> None:

@@ -92,6 +92,7 @@ def test_the_laws_of_every_round(watch):
     assert ledger.rounds > 8
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["block", "fused", *PARALLEL])
 @pytest.mark.parametrize("trimmed", [False, True], ids=["whole", "trimmed"])
 def test_a_layer_reads_along_each_branch_what_it_was_fitted_on(monkeypatch, kind, trimmed):

@@ -93,7 +93,7 @@ def test_every_request_is_as_alone_with_recurrent_layers(draft, name):
     assert_as_alone(model, prompts, lengths, draft, 3)
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(share=2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("drafter", ["early_exit", "tree", "cascade", "auto"])
 def test_every_head_goes_on_with_rows_that_join(kind, drafter, monkeypatch):
@@ -164,6 +164,7 @@ class Forbid(LogitsProcessor):
         return scores
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("draft", ["early_exit", "tree", "prompt_lookup"])
 @pytest.mark.parametrize(
     "options",

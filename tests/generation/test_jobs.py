@@ -20,6 +20,8 @@ from selfspec.generation.jobs import run_job
 
 PROMPTS = [f"prompt {number}" for number in range(30)]
 IDENTITY = {"model": "a"}
+# More processes that import torch take their time.
+PROCESSES = pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 
 
 @pytest.fixture
@@ -40,7 +42,7 @@ def assert_whole(output, prompts=PROMPTS):
     assert not output.with_name("out.jsonl.parts").exists()
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@PROCESSES
 def test_every_prompt_is_answered_once_and_in_order(tmp_path, output, processes):
     told = []
     run_job(PROMPTS, Shouter(tmp_path), output, IDENTITY, processes, told.append)
@@ -97,7 +99,7 @@ def stopped(tmp_path, output):
     return journal
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@PROCESSES
 def test_a_prompt_that_cannot_be_answered_is_an_error(tmp_path, output, processes):
     maker = Shouter(tmp_path, refuses="prompt 3")
     with pytest.raises(ValueError, match="prompt 3 is no prompt"):
@@ -111,6 +113,7 @@ def test_another_job_is_not_gone_on_with(tmp_path, output):
         run_job(PROMPTS[1:], Shouter(tmp_path), output, {"model": "b"})
 
 
+@pytest.mark.slow
 def test_processes_that_all_die_end_the_job(tmp_path, output):
     with pytest.raises(OSError, match="every process died without an answer"):
         run_job(PROMPTS, Shouter(tmp_path, always=True), output, IDENTITY, 2)
@@ -138,8 +141,7 @@ def generate(*args):
     return CliRunner().invoke(commands, ["generate", *map(str, args)])
 
 
-# Two more processes that import torch take their time.
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@PROCESSES
 def test_a_job_writes_what_one_prompt_after_another_gives(folder, tmp_path, processes):
     file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     prompts = [f"the cat {number}" for number in range(6)]

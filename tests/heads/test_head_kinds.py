@@ -103,6 +103,7 @@ def test_the_target_may_be_wrapped_by_peft(kind):
     assert torch.equal(text, own)
 
 
+@pytest.mark.matrix(share=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_target_may_have_device_hooks_on_every_module(kind):
     """Copies of its modules get hooks of their own."""

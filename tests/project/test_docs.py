@@ -55,10 +55,12 @@ SMALL = {
 # They measure, or start processes, which takes a while even on little work.
 MEASURING = (
     "README.md",
+    "docs/debugging.md",
     "docs/devices.md",
     "docs/faq.md",
     "docs/index.md",
     "docs/performance.md",
+    "docs/training.md",
 )
 SERVING = ("app",)  # until Ctrl-C; tests/apps/page runs it
 # A transparent PNG of one pixel.

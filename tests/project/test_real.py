@@ -226,6 +226,7 @@ def threads():
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_a_run_measures_everything_and_goes_on_where_it_was(chatty, tmp_path, capsys, threads):
     output = tmp_path / "real"
     command = ["--model", str(chatty), "--output", str(output), "--offline", "--prompts", "1"]

@@ -41,6 +41,7 @@ def own_text(model, ids, mask, temperature=0.8, **options):
     )
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("rows", [LONG_ROW, ALL_ROWS], ids=["one row", "ragged"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_seed_gives_the_text_of_the_models_own_generate(name, rows):

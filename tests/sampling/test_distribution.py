@@ -64,6 +64,7 @@ FOLLOW = [
 ]
 
 
+@pytest.mark.matrix(share=2)
 @pytest.mark.parametrize(("draft", "options", "between", "total"), FOLLOW, ids=str)
 def test_sampled_text_follows_the_target(target, draft, options, between, total):
     follows(target, options, draft, between, total=total, draft_model=near())
@@ -75,6 +76,7 @@ def test_sampled_text_follows_the_target_with_a_store(target, rule):
     follows(target, POINTWISE, draft, total=8000, store=TextStore(4000))
 
 
+@pytest.mark.matrix(share=2)
 @pytest.mark.parametrize(
     ("kind", "trimmed", "draft", "options"),
     [
@@ -95,6 +97,7 @@ def test_sampled_text_follows_the_target_with_a_head_of_its_own(
     follows(target, WARPED, draft, (0.1, 0.9), total=10_000, heads=[head])
 
 
+@pytest.mark.matrix(share=2)
 @PROCESSORS
 def test_a_draft_temperature_off_by_5_percent_is_caught(target, options, monkeypatch):
     """The recorded q is not the q that was drawn from."""
@@ -122,6 +125,7 @@ def test_a_trees_q_off_by_5_percent_is_caught(target, monkeypatch):
     assert min(p_values(counts, exact(target, POINTWISE))) < 1e-9
 
 
+@pytest.mark.matrix(share=2)
 @PROCESSORS
 def test_a_bonus_token_from_unprocessed_logits_is_caught(target, options, monkeypatch):
     scored = Sampler.scores

@@ -154,22 +154,7 @@ STATEFUL = {
         "watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=3, keys=[1, 2, 3])
     },
 }
-
-
-def crossed(kinds, drafts):
-    """Every kind of processor with every draft; most pairs of other ones are slow tests."""
-    return pytest.mark.parametrize(
-        ("name", "draft"),
-        [
-            pytest.param(
-                name,
-                DRAFTS[draft],
-                id=f"{name}-{draft}",
-                marks=() if name in kinds or draft in drafts else pytest.mark.slow,
-            )
-            for name, draft in itertools.product(STATEFUL, DRAFTS)
-        ],
-    )
+EVERY_KIND = pytest.mark.parametrize("name", STATEFUL)
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +174,8 @@ def same(texts, others):
 
 
 @pytest.mark.matrix
-@crossed(["record"], ["default", "early exit", "tree"])
+@EVERY_KIND
+@EVERY_DRAFT
 @pytest.mark.parametrize("lengths", [(6,), (4, 7, 3)], ids=["one row", "three rows"])
 def test_output_and_calls_are_those_of_plain_decoding(spec, name, lengths, draft):
     """Rows end at different times, and are then shown with padding."""
@@ -276,7 +262,9 @@ def test_rows_that_a_grammar_forces_wait_for_no_other_row(spec, draft):
             assert output.stats.rounds == (40 if draft == "none" else 10)
 
 
-@crossed(["record"], ["early exit"])
+@pytest.mark.matrix
+@EVERY_KIND
+@EVERY_DRAFT
 def test_each_request_of_a_batch_has_processors_of_its_own(spec, name, draft):
     """Requests join and leave; each is written as by itself."""
     prompts = [prompt(length, seed=length)[0][0].tolist() for length in (4, 7, 3, 5)]
@@ -299,7 +287,9 @@ def test_a_processor_that_cannot_be_copied_for_each_request_is_refused_by_name(s
         spec.generate_batch([[3, 4]], logits_processor=[Held()], max_new_tokens=4)
 
 
-@crossed(["record"], ["early exit"])
+@pytest.mark.matrix
+@EVERY_KIND
+@EVERY_DRAFT
 def test_a_seed_gives_one_coupled_text_with_every_drafter(spec, name, draft):
     ids, mask = prompt(4, 7, 3)
 
