@@ -256,6 +256,7 @@ def committed_states(model: Any, count: int, tolerance: float) -> None:
         assert_states(slots, number, cache, tolerance)
 
 
+@pytest.mark.matrix(share=2)
 @pytest.mark.parametrize("family", RECURRENT)
 def test_states_after_many_rejections(family):
     committed_states(calmed(build(family, "sdpa")), 50, 1e-5)

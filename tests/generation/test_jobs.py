@@ -53,6 +53,7 @@ def test_every_prompt_is_answered_once_and_in_order(tmp_path, output, processes)
     assert workers == set(range(processes))
 
 
+@pytest.mark.slow
 def test_the_rows_of_a_killed_process_are_done_again(tmp_path, output):
     run_job(PROMPTS, Shouter(tmp_path, dies_at="prompt 11"), output, IDENTITY, 2)
     assert (tmp_path / "died").exists()

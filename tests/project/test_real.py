@@ -250,6 +250,7 @@ def test_a_run_measures_everything_and_goes_on_where_it_was(chatty, tmp_path, ca
     assert {name: (output / name).read_text() for name in kept} == kept
 
 
+@pytest.mark.slow
 def test_rows_with_heads_are_run_where_there_are_heads(chatty, tmp_path, threads):
     spec = SelfSpecModel.from_pretrained(chatty, dtype="float32")
     head = build_head(spec.decoder, "lens", 1, {})

@@ -53,13 +53,15 @@ def lean_forwards(
     forms: dict[nn.Module, Callable[..., Any]] = {}
     attentions: dict[nn.Module, LeanAttention] = {}
     modules = {part: None for root in roots for part in root.modules()}
-    for module in filter(_is_plain, modules):
+    for module in modules:
         kind = _kind(module)
+        if kind not in ("norm", "mlp", "attention") or not _is_plain(module):
+            continue
         if kind == "norm":
             forms[module] = _norm(module)
         elif kind == "mlp":
             forms[module] = _mlp(module)
-        elif kind == "attention" and _attends_as_llama(module):
+        elif _attends_as_llama(module):
             norms = [_norm(norm) for norm in _head_norms(module)]
             attentions[module] = LeanAttention(module, norms, rotary, masks)
             forms[module] = attentions[module].forward
