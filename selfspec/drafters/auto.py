@@ -54,13 +54,13 @@ class Auto(Cascade):
         """
 
         def speedup(head: ExitHead) -> float:
-            rounds = engine.rounds(*config.approximated, head=head)
+            rounds = engine.rounds(config, head=head)
             return sum(rounds.speedup(1, sampled) for sampled in (False, True))
 
         head = engine.head(config)
         if config.exit_layer is None and config.head is None:
             head = max([head, *(other for other in engine.heads if other is not head)], key=speedup)
-        stop = OptimalStop(engine.rounds(*config.approximated, head=head))
+        stop = OptimalStop(engine.rounds(config, head=head))
         reader, lookup = make_reader(engine, head), Lookup.of(engine, config.lookup)
         return cls(reader, config.most_tokens, stop, lookup, config.lookup.shortest)
 

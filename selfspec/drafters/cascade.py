@@ -58,7 +58,7 @@ class Cascade(ExitDrafter):
                 "that no n-gram would do; raise longest, or take index='suffix', which has no limit"
             )
         head = engine.head(config)
-        schedule = make_schedule(config, engine.rounds(*config.approximated, head=head))
+        schedule = make_schedule(config, engine.rounds(config, head=head))
         reader = make_reader(engine, head)
         return cls(reader, config.most_tokens, schedule, Lookup.of(engine, lookup), confident)
 

@@ -142,5 +142,5 @@ class EarlyExit(ExitDrafter):
     def from_config(cls, engine: Engine, config: DraftConfig) -> EarlyExit:
         """Take the head that the config names."""
         head = engine.head(config)
-        schedule = make_schedule(config, engine.rounds(*config.approximated, head=head))
+        schedule = make_schedule(config, engine.rounds(config, head=head))
         return cls(make_reader(engine, head), config.most_tokens, schedule)

@@ -170,19 +170,24 @@ class Engine:
             return DraftConfig(drafter="none")
         return DraftConfig(drafter="auto", rule="coupled")
 
-    def rounds(self, *key: Any, head: ExitHead | None = None) -> Rounds:
+    def rounds(self, config: DraftConfig, *key: Any, head: ExitHead | None = None) -> Rounds:
         """What is known of rounds with one drafter, kept from call to call.
 
         Args:
-            key: identifies a drafter without an exit head, and how its passes are approximated.
+            config: how many drafts a chain has at most, and how its passes are approximated.
+            key: identifies a drafter without an exit head.
             head: the exit head; drafters with the same head share what they learn.
         """
         if head is not None:
-            key = (head.kind, head.exit_layer, *key)
+            key = head.kind, head.exit_layer
+        longest, clock = config.most_tokens, self.ranks.clock
+        key = (*key, longest, *config.approximated)
         if key not in self._rounds:
-            clock = self.ranks.clock
-            new = Rounds.of_head(self.decoder, head, clock) if head else Rounds(clock=clock)
-            self._rounds[key] = new
+            self._rounds[key] = (
+                Rounds(clock=clock, longest=longest)
+                if head is None
+                else Rounds.of_head(self.decoder, head, clock, longest)
+            )
         return self._rounds[key]
 
     def head(self, config: DraftConfig) -> ExitHead:

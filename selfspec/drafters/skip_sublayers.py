@@ -229,8 +229,7 @@ class SkipSublayers(Drafter):
             ValueError: the set skips everything, names missing sublayers, or cannot be searched.
         """
         chooser = make_skips(engine.decoder, config.skip)
-        key = cls.name, config.skip, *config.approximated
-        schedule = make_schedule(config, engine.rounds(*key))
+        schedule = make_schedule(config, engine.rounds(config, cls.name, config.skip))
         return cls(engine, chooser, config.most_tokens, schedule)
 
     def propose(self, state: State, limit: int) -> Draft:

@@ -63,8 +63,8 @@ class TwoModel(Drafter):
         """
         model = engine.draft_models.chosen(config)
         name, depth = model.decoder.causal_lm.name_or_path, model.decoder.depth
-        key = cls.name, name, depth, *config.approximated
-        return cls(model, config.most_tokens, make_schedule(config, engine.rounds(*key)))
+        rounds = engine.rounds(config, cls.name, name, depth)
+        return cls(model, config.most_tokens, make_schedule(config, rounds))
 
     def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
         """Prefill the smaller model with the whole prompt, earlier turns included."""

@@ -260,14 +260,14 @@ class Batch:
 
     `copies` are keyed by the largest power of two that is not above the rows' shortest match. One
     pass that makes all drafts (`draft_cost` 0) counts as part of verifying them, which then takes
-    longer than for copies.
+    longer than for copies. A chain has at most `longest` drafts.
     """
 
-    def __init__(self, acceptance: Acceptance, draft_cost: float):
+    def __init__(self, acceptance: Acceptance, draft_cost: float, longest: int):
         self.verification, self.copies = Verification(), dict[int, Way]()
         self.plain = Way(self.verification, 0, Acceptance(0.0), 0.0)
         apart = self.verification if draft_cost else Verification(self.verification.step)
-        self.chain = Way(apart, LONGEST, acceptance, draft_cost)
+        self.chain = Way(apart, longest, acceptance, draft_cost)
 
     @property
     def rate(self) -> float:
@@ -311,6 +311,7 @@ class Rounds:
         acceptance: expected acceptance of greedy and of sampled drafts.
         clock: returns seconds, the same in all processes of one model.
         one_pass: whether one pass makes all drafts of a round.
+        longest: the most drafts of a chain.
     """
 
     def __init__(
@@ -319,16 +320,20 @@ class Rounds:
         acceptance: tuple[float, float] = (NEUTRAL, NEUTRAL),
         clock: Callable[[], float] = time.perf_counter,
         one_pass: bool = False,
+        longest: int = LONGEST,
     ):
         self.clock, self._draft_cost = clock, 0.0 if one_pass else draft_cost
+        self._longest = longest
         self.acceptance = {sampled: Acceptance(acceptance[sampled]) for sampled in (False, True)}
         self._batches: dict[tuple[bool, int], Batch] = {}
 
     @classmethod
-    def of_head(cls, decoder: Decoder, head: ExitHead, clock: Callable[[], float]) -> Rounds:
+    def of_head(
+        cls, decoder: Decoder, head: ExitHead, clock: Callable[[], float], longest: int
+    ) -> Rounds:
         """Expectations of an exit head: its fraction of the weights, its calibrators' mean."""
         if head.exit_layer == decoder.depth:  # it drafts by approximate passes
-            return cls(NEUTRAL, (_APPROXIMATE, _APPROXIMATE), clock)
+            return cls(NEUTRAL, (_APPROXIMATE, _APPROXIMATE), clock, longest=longest)
         layer, own = _size(decoder.layers[0]), _size(head.layer) if head.layer is not None else 0
         shallow = head.exit_layer * layer + own + _size(head.lm_head or decoder.lm_head)
         cost = shallow / (decoder.depth * layer + _size(decoder.lm_head))
@@ -337,13 +342,14 @@ class Rounds:
             float(known[name].bias.float().sigmoid()) if name in known else NEUTRAL  # pyright: ignore
             for name in ("greedy", "sampled")
         )
-        return cls(cost, (greedy, sampled), clock, head.drafts_at_once)
+        longest = min(longest, head.longest or longest)
+        return cls(cost, (greedy, sampled), clock, head.drafts_at_once, longest)
 
     def batch(self, rows: int, sampled: bool) -> Batch:
         """What is known of about that many rows."""
         key = sampled, rows.bit_length()
         if key not in self._batches:
-            self._batches[key] = Batch(self.acceptance[sampled], self._draft_cost)
+            self._batches[key] = Batch(self.acceptance[sampled], self._draft_cost, self._longest)
         return self._batches[key]
 
     def speedup(self, rows: int, sampled: bool) -> float:

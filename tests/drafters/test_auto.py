@@ -35,6 +35,7 @@ def fitted(model, kinds):
     return [own_head(decoder, kind, layer) for kind, layer in kinds]
 
 
+AUTO = DraftConfig(drafter="auto")
 HEADS = [("fused", EXIT), ("block", 1), ("lens", 3)]
 
 
@@ -82,10 +83,10 @@ def test_what_is_learned_outlives_the_call(monkeypatch, sampled):
     take_turns(monkeypatch, ["chain", "plain", "copy"])
     model = tiny_llama("sometimes")
     spec = SelfSpecModel(model, fitted(model, [("block", EXIT)]))
-    known = spec.engine.rounds(head=spec.heads[0])
+    known = spec.engine.rounds(AUTO, head=spec.heads[0])
     for _ in range(2):
         spec.generate(IDS, attention_mask=MASK, max_new_tokens=20, draft="auto", do_sample=sampled)
-    assert spec.engine.rounds(head=spec.heads[0]) is known
+    assert spec.engine.rounds(AUTO, head=spec.heads[0]) is known
     batch = known.batch(3, sampled)
     assert batch.verification.step.seen and batch.chain.draft.seen
     fresh = known.batch(8, sampled)
@@ -106,14 +107,25 @@ def test_the_head_that_is_expected_to_be_fastest_drafts():
     model = tiny_llama("sometimes")
     heads = fitted(model, [("block", EXIT), ("lens", 1)])
     spec = SelfSpecModel(model, heads)
-    drafter = Auto.from_config(spec.engine, DraftConfig(drafter="auto"))
+    drafter = Auto.from_config(spec.engine, AUTO)
     assert drafter.reader.head is heads[1], "it runs fewer layers"
-    known = spec.engine.rounds(head=heads[1])
+    known = spec.engine.rounds(AUTO, head=heads[1])
     for _ in range(50):
         for sampled in (False, True):
             known.acceptance[sampled].learn(0, accepted=False)
-    drafter = Auto.from_config(spec.engine, DraftConfig(drafter="auto"))
+    drafter = Auto.from_config(spec.engine, AUTO)
     assert drafter.reader.head is heads[0]
+
+
+@pytest.mark.parametrize("asked", [None, 2, 20])
+@pytest.mark.parametrize("kind", ["lens", "medusa"])
+def test_a_chain_is_judged_by_the_drafts_that_it_may_have(kind, asked):
+    model = tiny_llama("sometimes")
+    spec = SelfSpecModel(model, fitted(model, [(kind, 0 if kind == "medusa" else EXIT)]))
+    config = DraftConfig(drafter="auto", num_draft_tokens=asked)
+    drafter = Auto.from_config(spec.engine, config)
+    most = min(config.most_tokens, spec.heads[0].longest or config.most_tokens)
+    assert drafter.stop.rounds.batch(1, False).chain.longest == drafter.longest == most
 
 
 def test_one_head_may_be_asked_for():
@@ -132,7 +144,7 @@ def test_priors_follow_from_the_head():
     far.calibrators["greedy"] = Calibrator()
     far.calibrators["greedy"].bias.fill_(2.0)
     spec = SelfSpecModel(model, [near, far])
-    known = [spec.engine.rounds(head=head) for head in (near, far)]
+    known = [spec.engine.rounds(AUTO, head=head) for head in (near, far)]
     costs = [rounds.batch(1, False).chain.marginal for rounds in known]
     assert 0 < costs[0] < costs[1] < 1.1
     assert known[0].acceptance[False].rate(0) == known[1].acceptance[True].rate(0) == 0.5
