@@ -257,8 +257,12 @@ class SelfSpecModel:
         return self.default_draft
 
     def save_pretrained(self, folder: str | Path, **kwargs: Any) -> None:
-        """Write the model (`PreTrainedModel.save_pretrained`) and its heads to `folder`."""
-        self.causal_lm.save_pretrained(folder, **kwargs)
+        """Write the model and its heads to `folder`.
+
+        Of a PEFT model its adapters are written, as PEFT does.
+        """
+        own: Any = self.model
+        own.save_pretrained(folder, **kwargs)
         if self.heads:
             save_heads(self.heads, self.decoder, folder)
 
@@ -430,7 +434,8 @@ class SelfSpecModel:
             tokens, restore = healed(self.causal_lm, tokens, kwargs)
         generation_config = without_tokenizer(generation_config, self.generation_config, kwargs)
         cache, mask = kwargs.get(CACHE), kwargs.get("attention_mask")
-        adapters = take_adapters(self.model, kwargs)
+        with self.decoder.lock:  # PEFT checks names by hooks in the model
+            adapters = take_adapters(self.model, kwargs)
         given = cache, mask, streamer, generator, adapters
         call = Call(engine, drafter, drafting.rule, *given, opened=self._note)
         run: Any = self.causal_lm.generate
@@ -547,7 +552,8 @@ class SelfSpecModel:
         tokenizer = kwargs.get("tokenizer")
         criteria = with_stop_strings(stopping_criteria, config.stop_strings, tokenizer)
         generation_config = without_tokenizer(generation_config, self.generation_config, kwargs)
-        adapters = take_adapters(self.model, kwargs)
+        with self.decoder.lock:  # PEFT checks names by hooks in the model
+            adapters = take_adapters(self.model, kwargs)
         drafter = partial(make_drafter, engine, drafting)
         any_drafter = drafter()  # requests are not run by themselves
         prompts: Iterable[Sequence[int]] = map(_token_ids, inputs)

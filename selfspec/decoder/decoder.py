@@ -200,6 +200,11 @@ class Decoder:
         return self.gates.lm_head
 
     @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """Held by the thread whose passes run; others that want to generate wait for it."""
+        return self.gates.lock
+
+    @property
     def lm_head_weight(self) -> Tensor:
         """The LM head's full weight, `[vocab, hidden]`.
 

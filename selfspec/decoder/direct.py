@@ -240,16 +240,30 @@ def _is_container(module: nn.Module) -> bool:
     return hasattr(type(module), "__getitem__") or hasattr(type(module), "__iter__")
 
 
+def is_of_library(function: Any) -> bool:
+    """Whether transformers or torch has written a function, or the wrapper that it is."""
+    named = getattr(function, "__globals__", {}).get("__name__", "")
+    return named.partition(".")[0] in ("transformers", "torch")
+
+
+def undecorated(function: Any) -> Any:
+    """A function without the decorators of transformers and torch; those of others stay."""
+    while is_of_library(function) and hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function
+
+
 def lean_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A copy of a `forward` without decorators, which returns plain records.
 
     Decorators that read config defaults and capture outputs are left out, and `ModelOutput`s, which
     are dictionaries, become dataclasses. Both are noticeable in passes over few tokens. The copy
-    has globals of its own, so nothing changes for others.
+    has globals of its own, so nothing changes for others. A forward that others have decorated
+    stays as it is.
     """
-    bare = inspect.unwrap(forward)
-    if not isinstance(bare, FunctionType):
-        return bare
+    bare = undecorated(forward)
+    if not isinstance(bare, FunctionType) or hasattr(bare, "__wrapped__"):
+        return forward
     return with_globals(
         bare,
         lambda named: {name: _record(value) for name, value in named.items() if _is_output(value)},
@@ -264,7 +278,9 @@ def with_globals(function: Any, replaced: Callable[[Mapping[str, Any]], dict[str
         replaced: returns the replacements, given the function's globals.
     """
     inner = getattr(function, "__wrapped__", None)
-    named, cells = function.__globals__, function.__closure__
+    named, cells = function.__globals__, function.__closure__ or ()
+    if inner is not None and not any(cell.cell_contents is inner for cell in cells):
+        return function  # it calls by another way what it wraps
     if inner is None:
         named = {**named, **replaced(named)}
     else:

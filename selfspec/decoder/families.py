@@ -13,6 +13,7 @@ from typing import Any, get_args
 import torch
 from peft.tuners.tuners_utils import BaseTuner
 from torch import Tensor, nn
+from torch.jit import ScriptModule
 from transformers import DynamicCache, PreTrainedModel
 
 from selfspec.config import Kernels, KVCacheDtype
@@ -47,6 +48,7 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
 
 # Their own `forward` or `generate` does nothing more outside training.
 _PASS_ON = {"AdaLoraModel", "MixedModel"}
+_MIXES = {"LilyModel"}  # what a token gets depends on all tokens of the pass
 
 
 def _refuse_tuner(model: nn.Module) -> None:
@@ -55,11 +57,11 @@ def _refuse_tuner(model: nn.Module) -> None:
     acts = issubclass(kind, BaseTuner) and (
         kind.forward is not BaseTuner.forward or hasattr(kind, "generate")
     )
-    if acts and kind.__name__ not in _PASS_ON:
+    if (acts and kind.__name__ not in _PASS_ON) or kind.__name__ in _MIXES:
         raise ValueError(
-            f"a {kind.__name__} of PEFT computes something for every call outside the layers, "
-            "which passes over a span of them would miss; use an adapter inside the layers "
-            "(LoRA), or merge it"
+            f"a {kind.__name__} of PEFT computes something for every call outside the layers, or "
+            "from all tokens of a pass, which passes over other layers or tokens would miss; use "
+            "an adapter inside the layers (LoRA), or merge it"
         )
 
 
@@ -92,6 +94,19 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         raise ValueError(
             f"{name} has a generate of its own, which is not transformers' loop over tokens; "
             "wrap the language model inside, if that is a causal LM"
+        )
+    scripted = [path for path, part in model.named_modules() if isinstance(part, ScriptModule)]
+    if scripted:
+        raise ValueError(
+            f"{scripted[0]} of {name} is scripted or traced, so its code cannot be read; put the "
+            "module itself there, or use the model's own generate"
+        )
+    kinds = {type(module).__module__ for module in model.modules()}
+    if any(kind.startswith("torch.ao.nn.quantized.dynamic") for kind in kinds):
+        raise ValueError(
+            f"{name} is quantized dynamically, with one scale for all tokens of a pass, so a token "
+            "depends on those beside it; quantize weights alone (torchao, bitsandbytes), or use "
+            "the model's own generate"
         )
     stages = getattr(getattr(model.config, "distributed_config", None), "pp_size", None) or 1
     if stages > 1:
@@ -351,9 +366,10 @@ class Sublayers:
                 )
 
     def _find(self, index: int, kind: str) -> list[Skipped]:
-        if (index, kind) not in self._found:
-            self._found[index, kind] = _find(self._layers[index], kind)
-        return self._found[index, kind]
+        layer, found = self._layers[index], self._found.get((index, kind))
+        if found is None or not {stand_in.module for stand_in in found} <= {*layer.children()}:
+            found = self._found[index, kind] = _find(layer, kind)
+        return found
 
 
 def _find(layer: nn.Module, kind: str) -> list[Skipped]:

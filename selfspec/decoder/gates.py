@@ -22,7 +22,15 @@ from transformers import PreTrainedModel
 
 from selfspec.config import Kernels
 from selfspec.decoder.devices import device_of
-from selfspec.decoder.direct import StandIn, lean_forward, parents_of, shortcuts, uncompiled
+from selfspec.decoder.direct import (
+    StandIn,
+    is_of_library,
+    lean_forward,
+    parents_of,
+    shortcuts,
+    uncompiled,
+    undecorated,
+)
 from selfspec.decoder.families import (
     LengthRotary,
     RotaryTables,
@@ -133,6 +141,11 @@ def _added(own: Tensor | None, mask: Tensor) -> Tensor:
     return torch.where(mask < 0, mask, own.to(mask.dtype))
 
 
+def _is_transformers(module: nn.Module) -> bool:
+    """Whether the forward of a module's class is as transformers wrote it."""
+    return is_of_library(undecorated(type(module).forward))
+
+
 @cache
 def _takes(forward: Callable[..., Any], name: str) -> bool:
     return name in inspect.signature(forward).parameters
@@ -178,6 +191,7 @@ class Gates:
         others: modules of heads that run in passes.
         dtype: the model's dtype, kept here because finding it takes time.
         unembeds: whether `LogitsTail.unembed` is at work.
+        has_own_forward: whether the model's `forward` is not the one that transformers wrote.
         original_length: the length beyond which rotary embeddings change with the largest position
             of a pass; `None` where they do not.
     """
@@ -200,7 +214,6 @@ class Gates:
         self.returned_values: int | None = None
         self.hands_on: bool | None = None
         self.sublayers = Sublayers(layers)
-        self._rotary = [module for module in base.children() if is_static(module)]
         self._length_rotary, self.original_length = length_rotaries(base)
         self.own_masks = causal_tables(layers)
         self.mixers = Mixers(layers)
@@ -225,7 +238,7 @@ class Gates:
         self.others: list[nn.Module] = []
         self.dtype = model.dtype
         self._devices = model.device, model.device
-        self.unembeds = False
+        self.unembeds = self.has_own_forward = False
         self._tables: list[nn.Module] = []
         self._shadows: list[tuple[dict[str, Any], str, Any]] = []
 
@@ -243,7 +256,11 @@ class Gates:
         return self
 
     def _put_in(self) -> None:
+        self._check_modules()
         self._leave_states()
+        # Device hooks have a forward of their own, too, which moves inputs and changes nothing.
+        put_in = "forward" in self.model.__dict__ and not hasattr(self.model, "_hf_hook")
+        self.has_own_forward = put_in or not _is_transformers(self.model)
         if self.compiled is not None:
             self.compiled.begin()
         if self.graphs is not None:
@@ -273,7 +290,8 @@ class Gates:
         self._devices = self._find_devices()
         for module in (self.base, self.model):
             # Device hooks have a forward of their own.
-            if self.calls_directly and "forward" not in module.__dict__:
+            free = "forward" not in module.__dict__ and _is_transformers(module)
+            if self.calls_directly and free:
                 self.shadow(module.__dict__, "forward", self._lean(module))
         for parent, name in self.parents:
             self.shadow(parent.__dict__, name, StandIn(self.base, self.body))
@@ -281,10 +299,24 @@ class Gates:
             norm = self._norm(self.final_norm.forward)
             self.shadow(self.final_norm.__dict__, "forward", norm)
         self.shadow(self.lm_head.__dict__, "forward", self._read(self.lm_head.forward))
-        for module in self._rotary:
+        for module in filter(is_static, self.base.children()):
             self.shadow(module.__dict__, "forward", self._tabled(module.forward))
         for module in self._length_rotary:
             self.shadow(module.__dict__, "forward", self._by_length(module))
+
+    def _check_modules(self) -> None:
+        """Raise ValueError if others have taken the place of modules that were wrapped."""
+        layers = self.base._modules.get(self.layers_name)
+        same = {
+            "layers": layers is self.layers and len(self.layers) == self.depth,
+            "body": [*parents_of(self.model, self.base)] == self.parents,
+            "rotary embedding": length_rotaries(self.base)[0] == self._length_rotary,
+        }
+        for part in (name for name, is_same in same.items() if not is_same):
+            raise ValueError(
+                f"the {part} of {type(self.model).__name__} changed after it was wrapped; wrap it "
+                "again with SelfSpecModel(...)"
+            )
 
     def parts(self) -> dict[Part, list[nn.Module]]:
         """What drafting reads: the layers, the modules of heads, and the LM head."""

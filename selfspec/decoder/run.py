@@ -84,8 +84,13 @@ class LogitsTail:
         return self._passes_on or self._takes >= inputs.keys()
 
     def prepares(self, inputs: dict[str, Any]) -> bool:
-        """Whether the causal LM has hooks that may change what its body is called with."""
-        return bool(self.causal_lm._forward_pre_hooks) and self.takes_all(inputs)
+        """Whether the causal LM may change what its body is called with, or how it computes.
+
+        By hooks; or by a `forward` that is not transformers' own, as accelerate's for mixed
+        precision.
+        """
+        changes = bool(self.causal_lm._forward_pre_hooks) or self.gates.has_own_forward
+        return changes and self.takes_all(inputs)
 
     def run(self, inputs: dict[str, Any]) -> Tensor:
         """Logits of a pass through body and tail, on the tokens' device."""

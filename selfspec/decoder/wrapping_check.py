@@ -55,8 +55,10 @@ _LARGEST = 4_000_000  # parameters of a model that is small
 
 _Problem = str | None  # the reason why a model is refused
 
-_known: dict[tuple[type, str], _Problem] = {}  # for every class and config so far
-_unknown: set[tuple[type, str]] = set()  # those of which no small model can be made
+_Key = tuple[type, str, frozenset[Any]]  # class, config, and the code of all modules
+
+_known: dict[_Key, _Problem] = {}  # what was found so far
+_unknown: set[_Key] = set()  # those of which no small model can be made
 
 
 def check_passes(model: PreTrainedModel) -> bool:
@@ -67,7 +69,7 @@ def check_passes(model: PreTrainedModel) -> bool:
     Returns:
         Whether it is known; if not, no small model can be made: `check_itself` at the first call.
     """
-    key = type(model), repr(model.config)
+    key = _key(model)
     if key not in _known and key not in _unknown:
         alone = torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False)
         with alone[0], alone[1], warnings.catch_warnings():
@@ -88,7 +90,7 @@ def check_itself(model: PreTrainedModel) -> bool:
     It is put off while the model is in training mode, in which every pass may be another, and if
     its weights are not in memory.
     """
-    key = type(model), repr(model.config)
+    key = _key(model)
     if key in _unknown and not model.training and at_hand(model):
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)
@@ -97,7 +99,14 @@ def check_itself(model: PreTrainedModel) -> bool:
     return _is_right(key)
 
 
-def _is_right(key: tuple[type, str]) -> bool:
+def _key(model: PreTrainedModel) -> _Key:
+    """What a result holds for; somebody may patch the forwards of classes."""
+    kinds = {type(module) for module in model.modules()}
+    forwards = frozenset(getattr(kind, "forward", None) for kind in kinds)
+    return type(model), repr(model.config), forwards
+
+
+def _is_right(key: _Key) -> bool:
     """Whether a class and config is known to be right; raises ValueError if it is wrong."""
     problem = _known.get(key)
     if problem is not None:
@@ -131,6 +140,8 @@ def _random(
         for parameter in small.eval().parameters():
             if parameter.ndim > 1:  # large enough that positions matter
                 parameter.normal_(0, 0.2)
+            elif parameter.is_floating_point():  # norms and biases start alike everywhere
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
         Decoder(small)
         logits = _plainly(small, torch.ones(2, dtype=torch.long, device="cpu"), 1)
         float(logits.sum())  # fails in a mode in which tensors have no values

@@ -77,6 +77,7 @@ def make_drafter(engine: Engine, config: DraftConfig) -> Drafter:
         raise ValueError(unknown_name("drafter", config.drafter, list(DRAFTERS)) + OWN_NAME)
     if config.drafter != Plain.name:
         _check_choices(config)
+    engine.match_heads()
     drafter = DRAFTERS[config.drafter].from_config(engine, config)
     if config.approximates and config.drafter != Plain.name:
         drafter.approximate(_approximation(drafter, config))

@@ -17,6 +17,7 @@ from selfspec.decoder.cache import SlotCache
 from selfspec.drafters.draft_models import DraftModels
 from selfspec.drafters.text_store import TextStore
 from selfspec.heads import ExitHead, check_distinct, head_class
+from selfspec.heads.base import move_to_exit
 from selfspec.sampling.draft import Draft, Tree, Verdict
 from selfspec.sampling.sampler import Context, Sampler
 from selfspec.schedule import Rounds
@@ -133,6 +134,7 @@ class Engine:
     ):
         self.decoder = decoder
         self.heads: list[ExitHead] = []
+        self._places: dict[ExitHead, tuple[Any, ...]] = {}  # the target's dtype and device then
         self.ranks = Ranks(decoder.causal_lm)
         self._rounds: dict[tuple[Any, ...], Rounds] = {}
         for head in heads:
@@ -147,8 +149,22 @@ class Engine:
         """
         check_distinct([*self.heads, head])
         head.check(self.decoder)
-        self.decoder.include(*(part for part in (head, head.lm_head) if part is not None))
+        self.decoder.include(*_parts(head))
         self.heads.append(head)
+        self._places[head] = self._place(head)
+
+    def match_heads(self) -> None:
+        """Bring heads to the target's dtype and devices, which may have changed since they came."""
+        for head in self.heads:
+            place = self._place(head)
+            if self._places.get(head, place) != place:
+                with torch.inference_mode(False):
+                    for part in _parts(head):
+                        move_to_exit(part, self.decoder, head.exit_layer)
+            self._places[head] = place
+
+    def _place(self, head: ExitHead) -> tuple[Any, ...]:
+        return self.decoder.dtype, self.decoder.device_at(head.exit_layer)
 
     def beside(self, draft_model: nn.Module, tokenizers: Sequence[Any] = (None, None)) -> Engine:
         """The same engine with another draft model, for one call; see `DraftModels.beside`."""
@@ -342,3 +358,8 @@ class Engine:
         kept |= {layer: torch.cat(blocks, dim=1) for layer, blocks in state.below.items()}
         state.below.clear()
         return Verified(full.output, [kept[layer] for layer in state.keep])
+
+
+def _parts(head: ExitHead) -> list[nn.Module]:
+    """The modules of a head; its LM head is not among its own."""
+    return [part for part in (head, head.lm_head) if part is not None]

@@ -494,7 +494,7 @@ class Batch:
         """Run rounds until a request has finished; false if no request is left."""
         adapters = self._probe.adapters
         hooked = nullcontext() if adapters is None else adapters.hooked()
-        with hooked, entered(*self._decoders), self.stats.clock("total"):
+        with entered(*self._decoders), hooked, self.stats.clock("total"):
             while not self._done:
                 self._admit()
                 if not self._rows and self._next is None:

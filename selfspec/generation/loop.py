@@ -99,10 +99,11 @@ class Session:
     @torch.inference_mode()
     def run(self) -> State:
         """Generate until every row has stopped."""
+        # PEFT's hooks are put into the model, so other threads have to wait first.
         hooked = nullcontext() if self.adapters is None else self.adapters.hooked()
         with (
-            hooked,
             entered(self.engine.decoder, *self.drafter.decoders),
+            hooked,
             self.stats.clock("total"),
         ):
             state = self.start()
@@ -233,7 +234,7 @@ class Session:
         return rounds
 
     def _check(self, step: RowRound) -> None:
-        if step.broken:
+        if step.broken and not self.sampler.removes_invalid:
             raise ValueError(
                 "the model's logits are NaN or infinite; check its weights and dtype (float16 "
                 "overflows where bfloat16 and float32 do not)"

@@ -39,18 +39,19 @@ class Stops:
         self.eos = {
             int(token)
             for criterion in criteria
-            if isinstance(criterion, EosTokenCriteria)
+            if type(criterion) is EosTokenCriteria
             for token in criterion.eos_token_id.flatten()
         }
-        lengths = [c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)]
+        lengths = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
         self.max_length: int | None = min(lengths, default=None)
         self.deadlines = [
             criterion.initial_timestamp + criterion.max_time
             for criterion in criteria
-            if isinstance(criterion, MaxTimeCriteria)
+            if type(criterion) is MaxTimeCriteria
         ]
+        # A subclass may do something else.
         known = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)
-        self.others: list[StoppingCriteria] = [c for c in criteria if not isinstance(c, known)]
+        self.others: list[StoppingCriteria] = [c for c in criteria if type(c) not in known]
 
     def remaining(self, context: Context) -> int:
         """The most tokens that an unfinished row may still emit."""

@@ -260,6 +260,12 @@ def refuse_unsupported_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> No
     """Raise ValueError for inputs that selfspec does not know, and for sharded weights."""
     if _processes() > 1 and (is_deepspeed_zero3_enabled() or _is_fully_sharded(model)):
         raise ValueError(f"{type(model).__name__} is in shards: {_APART}")
+    if "prepare_inputs_for_generation" in vars(model):
+        raise ValueError(
+            f"prepare_inputs_for_generation of this {type(model).__name__} was replaced, and "
+            "selfspec prepares inputs itself; delete it from the model, or "
+            f"{_INSTEAD}"
+        )
     given = [key for key, value in inputs.items() if not _is_empty(value)]
     unknown = [key for key in given if key not in _KNOWN_INPUTS]
     if unknown:

@@ -117,7 +117,8 @@ def _extremes(bound: float | Tensor) -> tuple[float, float]:
 
 def _fill(wide: Tensor, ids: Tensor, where: Tensor | bool) -> None:
     """Forbid tokens at some positions."""
-    ids = ids.clamp(max=wide.shape[1] - 1)  # the last column takes ids beyond the LM head
+    last = wide.shape[1] - 1  # this column takes ids beyond the LM head, and -1, which is no token
+    ids = ids.clamp(max=last).masked_fill(ids < 0, last)
     if where is True:
         wide.index_fill_(1, ids, -math.inf)
     elif where is not False:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
+from transformers import InfNanRemoveLogitsProcessor, LogitsProcessorList
 
 from selfspec.sampling.coupled_noise import Noise
 from selfspec.sampling.draft import Tree
@@ -233,6 +233,11 @@ class Sampler:
     def walks(self) -> bool:
         """Whether some processor may have a state, so that drafts are verified by `walk`."""
         return not all(map(runs_in_blocks, self.processors))
+
+    @cached_property
+    def removes_invalid(self) -> bool:
+        """Whether a processor replaces logits that are NaN or infinite."""
+        return any(type(p) is InfNanRemoveLogitsProcessor for p in self.processors)
 
     @cached_property
     def in_blocks(self) -> list[Any]:

@@ -1,5 +1,7 @@
 """PEFT models: whatever their own `generate` does with adapters, ours does, or it is refused."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from conftest import EXIT, prompt, tiny_llama
@@ -7,6 +9,7 @@ from families import VOCAB, build
 from peft import (
     AdaLoraConfig,
     IA3Config,
+    LilyConfig,
     LoraConfig,
     PolyConfig,
     RoadConfig,
@@ -14,10 +17,12 @@ from peft import (
     get_peft_model,
 )
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from selfspec import SelfSpecModel
 from selfspec.decoder.kernels.prepacked import bundles
 from selfspec.drafters import DRAFTERS
+from selfspec.heads import LensHead
 
 WHERE = {"target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"}
 LORA = {"r": 4, "init_lora_weights": False, **WHERE}
@@ -262,11 +267,39 @@ def test_models_without_an_adapter_per_row_refuse_names(kind):
         SelfSpecModel(model).generate(IDS, adapter_names=["one"] * 4, **OPTIONS)
 
 
+def test_calls_in_threads_have_adapters_of_their_own():
+    """PEFT puts them into the model, where a running call would see them."""
+    spec = SelfSpecModel(lora(one=LoraConfig(**LORA), two=LoraConfig(**LORA)))
+    options = {"max_new_tokens": 10, "do_sample": False, "draft": "early_exit"}
+    names = [None, "one", "two", "__base__"] * 2
+    calls = [{} if name is None else {"adapter_names": [name]} for name in names]
+    alone = [spec.generate(IDS[2:3], **options, **call) for call in calls]
+    with ThreadPoolExecutor(len(calls)) as pool:
+        together = [pool.submit(spec.generate, IDS[2:3], **options, **call) for call in calls]
+    for text, own in zip(together, alone, strict=True):
+        assert torch.equal(text.result(), own)
+    assert len({tuple(text[0].tolist()) for text in alone}) == 3
+
+
+def test_adapters_are_saved_with_the_heads_and_loaded_again(tmp_path):
+    tiny_llama(dtype=torch.float32).save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    spec = SelfSpecModel(get_peft_model(base, LoraConfig(**LORA)).eval())
+    spec.engine.add(LensHead.build(spec.decoder, EXIT, rank=4))
+    spec.save_pretrained(tmp_path / "adapter")
+    again = SelfSpecModel.from_pretrained(tmp_path / "adapter")
+    assert [head.kind for head in again.heads] == ["lens"]
+    assert torch.equal(again.generate(IDS, **OPTIONS), spec.generate(IDS, **OPTIONS))
+
+
 def test_tuners_that_compute_something_for_every_call_are_refused(tmp_path):
     base = tiny_llama(dtype=torch.float32)
     poly = get_peft_model(base, PolyConfig(r=4, n_tasks=2, n_skills=2, **WHERE))
     with pytest.raises(ValueError, match="PolyModel of PEFT computes something for every call"):
         SelfSpecModel(poly)
+    lily = get_peft_model(tiny_llama(), LilyConfig(r=4, **WHERE))
+    with pytest.raises(ValueError, match=r"LilyModel of PEFT .* from all tokens of a pass"):
+        SelfSpecModel(lily)
     get_peft_model(tiny_llama(dtype=torch.float32), LoraConfig(**LORA)).save_pretrained(tmp_path)
     config = XLoraConfig(task_type="CAUSAL_LM", hidden_size=32, adapters={"a": str(tmp_path)})
     base = tiny_llama(dtype=torch.float32)

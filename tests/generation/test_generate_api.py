@@ -442,6 +442,15 @@ def test_nan_logits(where, do_sample, draft):
 
 
 @pytest.mark.parametrize("draft", [DRAFT, "none"], ids=["drafts", "none"])
+def test_invalid_logits_are_removed_if_that_is_asked_for(draft):
+    model, (ids, mask) = tiny_llama(), prompt(4, 6)
+    with torch.no_grad():
+        model.lm_head.weight[5] = float("nan")
+    options = {"max_new_tokens": 12, "remove_invalid_values": True}
+    equal_to_generate(SelfSpecModel(model), ids, mask, [draft], **options)
+
+
+@pytest.mark.parametrize("draft", [DRAFT, "none"], ids=["drafts", "none"])
 def test_infinite_logits_cannot_be_sampled(draft):
     """An overflow in float16 makes +inf first, and NaN of the probabilities."""
     model = tiny_llama()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import EXIT, VOCAB, equal_to_generate, greedy, prompt, tiny_llama
 from transformers import (
+    EosTokenCriteria,
     GenerationConfig,
     MaxLengthCriteria,
     StoppingCriteria,
@@ -319,3 +320,34 @@ def test_without_drafts_every_token_is_plain(lengths):
 
 def test_the_vocabulary_of_these_tests_is_the_tokenizers(tokenizer):
     assert len(tokenizer) == VOCAB
+
+
+class LateEnd(EosTokenCriteria):
+    """The end token ends a text from some length on only."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        late = input_ids.shape[1] >= 12
+        return super().__call__(input_ids, scores, **kwargs) & late
+
+
+class EarlyEnd(MaxLengthCriteria):
+    """Ends sooner than its length says."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.full((len(input_ids),), input_ids.shape[1] >= self.max_length // 2)
+
+
+@TARGETS
+@pytest.mark.parametrize("kind", [LateEnd, EarlyEnd])
+def test_a_subclass_of_a_known_criterion_is_asked_itself(target, kind):
+    criterion = LateEnd(int(written(target, (5,))[0, 2])) if kind is LateEnd else EarlyEnd(28)
+    own, ours, _ = both(target, (5,), stopping_criteria=StoppingCriteriaList([criterion]))
+    assert torch.equal(own, ours)
+
+
+@BATCHES
+@pytest.mark.parametrize("least", [{"min_new_tokens": 6}, {"min_length": 14}])
+def test_an_end_token_of_minus_one_is_none(lengths, least):
+    """As in configs that turn ends off."""
+    own, ours, _ = both(sometimes, lengths, eos_token_id=-1, **least)
+    assert torch.equal(own, ours)

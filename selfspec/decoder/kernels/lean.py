@@ -22,7 +22,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from selfspec.decoder.direct import direct, is_compiled, is_watched
+from selfspec.decoder.direct import direct, is_compiled, is_watched, undecorated
 from selfspec.decoder.kernels.lean_attention import JoinedMasks, LeanAttention, Rotary
 from selfspec.decoder.kernels.lean_layer import SILU, lean_layer
 from selfspec.decoder.kernels.prepacked import HALF, PackedWeight, joined
@@ -94,10 +94,11 @@ def _kinds() -> dict[Any, str]:
 @cache
 def _code(function: Callable[..., Any]) -> Any:
     """What a function computes, but for the functions that it calls."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    if code is None:
+    bare = undecorated(function)
+    code = getattr(bare, "__code__", None)
+    if code is None or hasattr(bare, "__wrapped__"):
         return None
-    constants = [c for c in code.co_consts if c != inspect.unwrap(function).__doc__]
+    constants = [c for c in code.co_consts if c != bare.__doc__]
     return code.co_code, code.co_names, code.co_varnames, repr(constants)
 
 
@@ -147,7 +148,8 @@ def _head_norms(attention: Any) -> list[nn.Module]:
 
 def _kind(module: nn.Module) -> str | None:
     """The kind of lean form that the code of a module has."""
-    return _kinds().get(_code(type(module).forward))
+    code = _code(type(module).forward)
+    return None if code is None else _kinds().get(code)
 
 
 # The lean forms

@@ -480,7 +480,8 @@ def sum_of(part: Tensor) -> Tensor:
 
     Wider rows are read in half the time, so they are added up first.
     """
-    words = part.contiguous().view(torch.int64 if part.shape[-1] % 4 == 0 else torch.int16).view(-1)
+    fits = part.shape[-1] % 4 == 0 == part.storage_offset() % 4
+    words = part.contiguous().view(torch.int64 if fits else torch.int16).view(-1)
     wide = 16 * _COLUMNS
     whole = len(words) // wide * wide
     rest = pad(words[whole:], (0, -len(words[whole:]) % _COLUMNS))

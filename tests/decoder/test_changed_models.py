@@ -1,0 +1,249 @@
+"""What others do to a model before or after it is wrapped acts as in plain decoding, or is told.
+
+Wrappers around forwards, casts, and modules that take the place of others.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import EXIT, VOCAB, equal_to_generate, greedy, prompt, tiny_llama
+from head_tools import KINDS, own_head
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM, LlamaModel
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
+
+from selfspec import SelfSpecModel
+from selfspec.decoder import Decoder
+
+SKIPS = {"attention": [2], "mlp": [1, 2]}
+DRAFTS: dict[str, Any] = {
+    "none": "none",
+    "early_exit": {"exit_layer": EXIT, "num_draft_tokens": 3},
+    "tree": {"drafter": "tree", "exit_layer": EXIT},
+    "skip_sublayers": {"drafter": "skip_sublayers", "skip": SKIPS},
+    "default": None,
+}
+EVERY_DRAFT = pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS)
+IDS, MASK = prompt(4, 9, 6)
+NEW = 12
+
+
+def decorated(forward: Any, change: Any) -> Any:
+    """A decorated forward that reaches the original by a global name, as at the top of a script."""
+    names = {"original": forward, "change": change}
+    code = "def patched(self, *args, **kwargs): return change(original(self, *args, **kwargs))"
+    exec(code, names)
+    return functools.wraps(forward)(names["patched"])
+
+
+# Forwards that others wrap
+
+
+@EVERY_DRAFT
+def test_mixed_precision_of_accelerate_acts(draft):
+    model = Accelerator(mixed_precision="bf16", cpu=True).prepare(tiny_llama(dtype=torch.float32))
+    spec, options = SelfSpecModel(model), {"max_new_tokens": NEW, "do_sample": False}
+    text = spec.generate(IDS, attention_mask=MASK, draft=draft, **options)
+    assert torch.equal(text, model.generate(IDS, attention_mask=MASK, **options))
+
+
+class Shifted(LlamaForCausalLM):
+    """Adds to the embeddings in its own forward."""
+
+    def forward(self, input_ids=None, inputs_embeds=None, **kwargs: Any) -> Any:
+        if inputs_embeds is None:
+            inputs_embeds = self.get_input_embeddings()(input_ids)
+            inputs_embeds = inputs_embeds + torch.linspace(-1, 1, 32, dtype=inputs_embeds.dtype)
+        return super().forward(inputs_embeds=inputs_embeds, **kwargs)
+
+
+@EVERY_DRAFT
+@pytest.mark.parametrize("how", ["subclass", "instance"])
+def test_a_forward_that_changes_its_inputs_acts(how, draft):
+    model = tiny_llama("sometimes")
+    before = greedy(model, IDS, MASK, max_new_tokens=NEW)
+    if how == "subclass":
+        model.__class__ = Shifted
+    else:
+        model.forward = shifted(model)
+    text = equal_to_generate(SelfSpecModel(model), IDS, MASK, [draft], max_new_tokens=NEW)
+    assert not torch.equal(text, before)
+
+
+def shifted(model: Any) -> Any:
+    own = model.forward
+
+    @functools.wraps(own)
+    def forward(input_ids=None, inputs_embeds=None, **kwargs: Any) -> Any:
+        if inputs_embeds is None:
+            inputs_embeds = model.get_input_embeddings()(input_ids)
+            inputs_embeds = inputs_embeds + torch.linspace(-1, 1, 32, dtype=inputs_embeds.dtype)
+        return own(inputs_embeds=inputs_embeds, **kwargs)
+
+    return forward
+
+
+@EVERY_DRAFT
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("LlamaAttention", lambda output: (output[0] * 3, output[1])),
+        ("LlamaMLP", lambda output: output * 3),
+        ("LlamaDecoderLayer", lambda output: output * 1.5 + output.roll(1, -1)),
+        ("LlamaModel", lambda output: output),
+        ("LlamaForCausalLM", lambda output: output),
+    ],
+)
+def test_a_decorated_forward_of_a_class_acts(kind, change, draft, monkeypatch):
+    model = tiny_llama("sometimes")
+    SelfSpecModel(model)  # what was found of the class must not be taken for that of the patch
+    patched = getattr(modeling_llama, kind)
+    monkeypatch.setattr(patched, "forward", decorated(patched.forward, change))
+    equal_to_generate(SelfSpecModel(model), IDS, MASK, [draft], max_new_tokens=NEW)
+
+
+@pytest.mark.parametrize("kind", ["LlamaRMSNorm", "LlamaMLP", "LlamaAttention"])
+def test_packed_kernels_leave_decorated_forwards_as_they_are(kind, monkeypatch):
+    model = tiny_llama("sometimes", dtype=torch.bfloat16)
+    SelfSpecModel(model, kernels="direct")
+
+    def doubled(output: Any) -> Any:
+        return (2 * output[0], *output[1:]) if isinstance(output, tuple) else 2 * output
+
+    patched = getattr(modeling_llama, kind)
+    monkeypatch.setattr(patched, "forward", decorated(patched.forward, doubled))
+    found = []
+    for kernels in ("eager", "prepacked"):
+        spec = SelfSpecModel(model, kernels=kernels)
+        options = {"output_logits": True, "return_dict_in_generate": True, "max_new_tokens": 1}
+        found += spec.generate(IDS, attention_mask=MASK, draft="none", **options).logits
+    torch.testing.assert_close(*found, rtol=0.05, atol=0.3)
+
+
+def test_a_check_is_made_anew_when_a_patch_is_gone(monkeypatch):
+    """A class that was refused is not refused for ever."""
+    model, own = tiny_llama("sometimes"), LlamaModel.forward
+
+    @functools.wraps(own)
+    def looks_back(self, *args: Any, **kwargs: Any) -> Any:
+        output = own(self, *args, **kwargs)
+        output.last_hidden_state = output.last_hidden_state.cumsum(1)
+        return output
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LlamaModel, "forward", looks_back)
+        with pytest.raises(ValueError, match="gives other logits"):
+            SelfSpecModel(model)
+    equal_to_generate(SelfSpecModel(model), IDS, MASK, max_new_tokens=NEW)
+
+
+def test_inputs_that_the_model_object_prepares_itself_are_refused():
+    model = tiny_llama("sometimes")
+    own, spec = model.prepare_inputs_for_generation, SelfSpecModel(model)
+    model.prepare_inputs_for_generation = lambda *args, **kwargs: own(*args, **kwargs)
+    with pytest.raises(ValueError, match=r"prepare_inputs_for_generation of this Llama.* replaced"):
+        spec.generate(IDS, attention_mask=MASK, max_new_tokens=NEW)
+    del model.prepare_inputs_for_generation
+    equal_to_generate(spec, IDS, MASK, max_new_tokens=NEW)
+
+
+# Casts and modules that take the place of others
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_follow_a_target_that_is_cast(kind):
+    model = tiny_llama("sometimes", dtype=torch.float32)
+    spec = SelfSpecModel(model, [own_head(Decoder(model), kind, EXIT, trimmed=True)])
+    draft = {"head": spec.heads[0].kind, "exit_layer": spec.heads[0].exit_layer}
+    for dtype in (torch.float64, torch.float32, torch.float64):
+        model.to(dtype)
+        equal_to_generate(spec, IDS, MASK, max_new_tokens=NEW, draft=draft)
+        weights = [
+            p for part in (spec.heads[0], spec.heads[0].lm_head) if part for p in part.parameters()
+        ]
+        assert {weight.dtype for weight in weights} <= {dtype}
+        assert not any(weight.is_inference() for weight in weights)
+
+
+def longrope(model: Any) -> None:
+    config = type(model.config)(**model.config.to_dict())
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model.model.rotary_emb = LlamaRotaryEmbedding(config)
+
+
+def pruned(model: Any) -> None:
+    model.model.layers, model.config.num_hidden_layers = model.model.layers[:3], 3
+
+
+def another_body(model: Any) -> None:
+    model.model = tiny_llama("sometimes", seed=3).model
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [(pruned, "layers"), (another_body, "body"), (longrope, "rotary embedding")],
+)
+def test_parts_that_changed_after_wrapping_are_named(change, part):
+    model = tiny_llama("sometimes")
+    spec = SelfSpecModel(model)
+    change(model)
+    with pytest.raises(
+        ValueError, match=f"the {part} of LlamaForCausalLM changed .* wrap it again"
+    ):
+        spec.generate(IDS, attention_mask=MASK, max_new_tokens=NEW)
+    equal_to_generate(SelfSpecModel(model), IDS, MASK, max_new_tokens=NEW)
+
+
+@EVERY_DRAFT
+def test_a_sublayer_that_was_replaced_is_the_one_that_runs(draft):
+    model = tiny_llama("sometimes")
+    spec = SelfSpecModel(model)
+    before = equal_to_generate(spec, IDS, MASK, [draft], max_new_tokens=NEW)
+    torch.manual_seed(3)
+    for layer in model.model.layers:
+        layer.mlp = LlamaMLP(model.config).double()
+    after = equal_to_generate(spec, IDS, MASK, [draft], max_new_tokens=NEW)
+    assert not torch.equal(after, before)
+
+
+# What is refused
+
+
+OLD = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*quantize_per_tensor")
+
+
+@OLD
+def test_a_traced_module_is_refused():
+    model = tiny_llama("sometimes", dtype=torch.float32)
+    states = torch.randn(1, 3, 32)
+    model.model.layers[0].mlp = torch.jit.trace(model.model.layers[0].mlp, states)
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp .* is scripted or traced"):
+        SelfSpecModel(model)
+
+
+@OLD
+def test_activations_quantized_by_pass_are_refused():
+    model = tiny_llama("sometimes", dtype=torch.float32)
+    quantized = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+    with pytest.raises(ValueError, match="quantized dynamically, with one scale for all tokens"):
+        SelfSpecModel(quantized)
+
+
+def test_weights_in_one_buffer_are_packed():
+    """A view may begin at any number of the buffer."""
+    model = tiny_llama("sometimes", dtype=torch.bfloat16)
+    parts: list[Tensor] = [*model.parameters()]
+    flat, at = (
+        torch.cat([torch.zeros(1, dtype=torch.bfloat16), *(p.data.flatten() for p in parts)]),
+        1,
+    )
+    for part in parts:
+        part.data, at = flat[at : at + part.numel()].view_as(part), at + part.numel()
+    text = SelfSpecModel(model).generate(IDS, attention_mask=MASK, max_new_tokens=NEW)
+    assert text.shape == (3, IDS.shape[1] + NEW) and text.max() < VOCAB
