@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import EXIT, TINY, VOCAB, greedy, prompt, tiny_llama
+from conftest import EXIT, TINY, VOCAB, equal_to_generate, greedy, prompt, tiny_llama
 from drafter_tools import DRAFTS
 from head_tools import own_head
 from transformers import (
