@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
+from peft import PeftMixedModel
 from peft.tuners.tuners_utils import BaseTuner
 from torch import Tensor, nn
 from torch.jit import ScriptModule
@@ -38,6 +39,8 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
         _refuse_tuner(model)
         if hasattr(model, "get_base_model"):
             inner = model.get_base_model()  # pyright: ignore[reportCallIssue]
+        elif isinstance(model, PeftMixedModel):
+            inner = model.base_model.model
     if not isinstance(inner, PreTrainedModel):
         remedy = "; SelfSpecModel.from_pretrained loads one" * isinstance(model, (str, Path))
         raise TypeError(

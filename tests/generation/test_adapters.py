@@ -10,6 +10,7 @@ from peft import (
     AdaLoraConfig,
     IA3Config,
     LilyConfig,
+    LoHaConfig,
     LoraConfig,
     PolyConfig,
     RoadConfig,
@@ -319,3 +320,13 @@ def test_tuners_that_only_pass_a_call_on_are_wrapped():
     own = model.generate(input_ids=IDS, **OPTIONS)
     assert torch.equal(SelfSpecModel(model).generate(IDS, draft="early_exit", **OPTIONS), own)
     assert not torch.equal(own, base_text(model))
+
+
+def test_tuners_of_several_kinds_are_wrapped_together():
+    model = get_peft_model(tiny_llama("sometimes"), LoraConfig(**LORA), mixed=True)
+    model.add_adapter("other", LoHaConfig(target_modules=["o_proj"], init_weights=False))
+    model.set_adapter(["default", "other"])
+    own = model.eval().generate(input_ids=IDS, **OPTIONS)
+    for draft in ("early_exit", "tree", "none"):
+        assert torch.equal(SelfSpecModel(model).generate(IDS, draft=draft, **OPTIONS), own)
+    assert not torch.equal(own, tiny_llama("sometimes").generate(IDS, **OPTIONS))

@@ -171,6 +171,12 @@ CALL = {"name": "weather", "arguments": ARGUMENTS}
 CALL_AS_JSON = {**CALL, "arguments": json.dumps(ARGUMENTS)}  # as OpenAI has it
 
 
+def test_the_call_of_a_message_before_there_were_tool_calls():
+    asked = {"role": "assistant", "content": None, "function_call": CALL_AS_JSON}
+    chat = read_chat({"messages": [{"role": "user", "content": "Hi."}, asked]})
+    assert chat.messages[1]["tool_calls"] == [{"type": "function", "function": CALL}]
+
+
 @pytest.mark.parametrize(
     "calls",
     [

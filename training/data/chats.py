@@ -91,7 +91,7 @@ _ROLES = {
     "observation": "tool",
     "function_response": "tool",
 }
-_CALL = "function_call"  # as the role of a turn, in ShareGPT's format
+_CALL = "function_call"  # the role of a turn, in ShareGPT's format, or a field of a message
 # Turns without a role: every field is a message.
 _EXCHANGE = {**_ROLES, "input": "user", "output": "assistant"}
 _OPTIONS: dict[str, type] = {"tools": list, "documents": list, "chat_template_kwargs": dict}
@@ -225,6 +225,9 @@ def _message(turn: Any) -> Message:
         raise BadRecord(f"a chat message has a `role` and a `content`, got {turn!r:.60}")
     if role == _CALL:
         role, content, rest = "assistant", "", {**rest, "tool_calls": [_call(content)]}
+    older = rest.pop(_CALL, None)  # OpenAI's field before there were `tool_calls`
+    if older is not None:
+        rest["tool_calls"] = [_call(older)]
     if said[0] is None and role not in _ROLES.values():
         raise BadRecord(f"a turn of a chat is `from` {role!r}, no known speaker")
     calls = _tool_calls(rest.pop("tool_calls", None) or [])
