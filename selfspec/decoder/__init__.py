@@ -11,7 +11,7 @@ decoder:` the model is exactly what it was.
 This package alone knows transformers' layer API.
 """
 
-from selfspec.decoder.decoder import Decoder, entered
+from selfspec.decoder.decoder import Decoder, entered, locked
 from selfspec.decoder.devices import Ranks, at_hand, bare_copy, device_of, weight_of, weights
 from selfspec.decoder.families import find_layers
 from selfspec.decoder.mixers import is_mixer
@@ -47,6 +47,7 @@ __all__ = [
     "find_layers",
     "is_mixer",
     "is_quantized",
+    "locked",
     "weight_of",
     "weights",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, TypeVar
 
@@ -564,6 +564,19 @@ def entered(*decoders: Decoder) -> Iterator[None]:
     deadlock.
     """
     with ExitStack() as stack:
-        for decoder in sorted(decoders, key=lambda decoder: id(decoder.gates.lock)):
+        for decoder in _sorted(decoders):
             stack.enter_context(decoder)
         yield
+
+
+@contextmanager
+def locked(*decoders: Decoder) -> Iterator[None]:
+    """Have other threads wait for several decoders."""
+    with ExitStack() as stack:
+        for decoder in _sorted(decoders):
+            stack.enter_context(decoder.lock)
+        yield
+
+
+def _sorted(decoders: Iterable[Decoder]) -> list[Decoder]:
+    return sorted(decoders, key=lambda decoder: id(decoder.lock))

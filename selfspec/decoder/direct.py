@@ -241,13 +241,13 @@ def _is_container(module: nn.Module) -> bool:
 
 
 def is_of_library(function: Any) -> bool:
-    """Whether transformers or torch has written a function, or the wrapper that it is."""
+    """Whether transformers has written a function, or a wrapper; or torch the one of `no_grad`."""
     named = getattr(function, "__globals__", {}).get("__name__", "")
-    return named.partition(".")[0] in ("transformers", "torch")
+    return named.partition(".")[0] == "transformers" or named == "torch.utils._contextlib"
 
 
 def undecorated(function: Any) -> Any:
-    """A function without the decorators of transformers and torch; those of others stay."""
+    """A function without the decorators of transformers; those of others stay."""
     while is_of_library(function) and hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     return function

@@ -84,6 +84,9 @@ def refuse_options(kernels: str, kv_cache_dtype: str) -> None:
         )
 
 
+_DYNAMIC = re.compile(r"torch\.ao\.nn\.(intrinsic\.)?quantized\.dynamic")
+
+
 def refuse_unsupported(model: PreTrainedModel) -> None:
     """Raise ValueError, with the reason, for a model that is not supported."""
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
@@ -98,18 +101,18 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
             f"{name} has a generate of its own, which is not transformers' loop over tokens; "
             "wrap the language model inside, if that is a causal LM"
         )
-    scripted = [path for path, part in model.named_modules() if isinstance(part, ScriptModule)]
+    parts = [part for root in text_parts(model) for part in root.modules()]
+    scripted = [type(part).__name__ for part in parts if isinstance(part, ScriptModule)]
     if scripted:
         raise ValueError(
-            f"{scripted[0]} of {name} is scripted or traced, so its code cannot be read; put the "
-            "module itself there, or use the model's own generate"
+            f"{name} has a {scripted[0]} that is scripted or traced, so its code cannot be read; "
+            "put the module itself there, or use the model's own generate"
         )
-    kinds = {type(module).__module__ for module in model.modules()}
-    if any(kind.startswith("torch.ao.nn.quantized.dynamic") for kind in kinds):
+    if any(_DYNAMIC.match(type(part).__module__) for part in parts):
         raise ValueError(
             f"{name} is quantized dynamically, with one scale for all tokens of a pass, so a token "
-            "depends on those beside it; quantize weights alone (torchao, bitsandbytes), or use "
-            "the model's own generate"
+            "depends on those beside it; quantize weights alone (torchao's Int8WeightOnlyConfig), "
+            "or use the model's own generate"
         )
     stages = getattr(getattr(model.config, "distributed_config", None), "pp_size", None) or 1
     if stages > 1:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial, wraps
+from functools import cache, partial, update_wrapper
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -141,9 +141,27 @@ def _added(own: Tensor | None, mask: Tensor) -> Tensor:
     return torch.where(mask < 0, mask, own.to(mask.dtype))
 
 
-def _is_transformers(module: nn.Module) -> bool:
-    """Whether the forward of a module's class is as transformers wrote it."""
-    return is_of_library(undecorated(type(module).forward))
+class LeanForward:
+    """Marks a `forward` that gates have put in."""
+
+    def __init__(self, forward: Callable[..., Any], whole: Callable[..., Any]):
+        update_wrapper(self, whole)  # transformers compares `generate`'s arguments with it
+        self._forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it."""
+        return self._forward(*args, **kwargs)
+
+
+def _has_own_forward(model: nn.Module) -> bool:
+    """Whether the `forward` of a model does something that transformers' does not."""
+    put_in, of_class = model.__dict__.get("forward"), type(model).forward
+    if isinstance(put_in, partial) and put_in.func.__module__ == "accelerate.hooks":
+        put_in = model.__dict__.get("_old_forward")  # device hooks move inputs, and call it
+    known = put_in is None or isinstance(put_in, LeanForward)
+    if known or getattr(put_in, "__func__", None) is of_class:
+        return not is_of_library(undecorated(of_class))
+    return True
 
 
 @cache
@@ -258,9 +276,7 @@ class Gates:
     def _put_in(self) -> None:
         self._check_modules()
         self._leave_states()
-        # Device hooks have a forward of their own, too, which moves inputs and changes nothing.
-        put_in = "forward" in self.model.__dict__ and not hasattr(self.model, "_hf_hook")
-        self.has_own_forward = put_in or not _is_transformers(self.model)
+        self.has_own_forward = _has_own_forward(self.model)
         if self.compiled is not None:
             self.compiled.begin()
         if self.graphs is not None:
@@ -290,8 +306,7 @@ class Gates:
         self._devices = self._find_devices()
         for module in (self.base, self.model):
             # Device hooks have a forward of their own.
-            free = "forward" not in module.__dict__ and _is_transformers(module)
-            if self.calls_directly and free:
+            if self.calls_directly and "forward" not in module.__dict__:
                 self.shadow(module.__dict__, "forward", self._lean(module))
         for parent, name in self.parents:
             self.shadow(parent.__dict__, name, StandIn(self.base, self.body))
@@ -484,7 +499,6 @@ class Gates:
         # One of the decorators that a lean forward leaves out may take this argument.
         drops = not _takes(type(module).forward, "return_dict")
 
-        @wraps(whole)  # transformers compares the arguments of `generate` with the signature
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not self.gated:
                 return whole(*args, **kwargs)
@@ -492,7 +506,7 @@ class Gates:
                 kwargs.pop("return_dict", None)
             return lean(*args, **kwargs)
 
-        return forward
+        return LeanForward(forward, whole)
 
     def _norm(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """The final norm, or nothing if its output is not used."""

@@ -86,8 +86,8 @@ class LogitsTail:
     def prepares(self, inputs: dict[str, Any]) -> bool:
         """Whether the causal LM may change what its body is called with, or how it computes.
 
-        By hooks; or by a `forward` that is not transformers' own, as accelerate's for mixed
-        precision.
+        Hooks may, and so may a `forward` that is not transformers' own, as that of accelerate for
+        mixed precision.
         """
         changes = bool(self.causal_lm._forward_pre_hooks) or self.gates.has_own_forward
         return changes and self.takes_all(inputs)

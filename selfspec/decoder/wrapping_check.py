@@ -91,19 +91,27 @@ def check_itself(model: PreTrainedModel) -> bool:
     its weights are not in memory.
     """
     key = _key(model)
-    if key in _unknown and not model.training and at_hand(model):
+    if key not in _known and not model.training and at_hand(model):
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)
             _known[key] = difference(model)
-        _unknown.remove(key)
+        _unknown.discard(key)
     return _is_right(key)
 
 
 def _key(model: PreTrainedModel) -> _Key:
     """What a result holds for; somebody may patch the forwards of classes."""
     kinds = {type(module) for module in model.modules()}
-    forwards = frozenset(getattr(kind, "forward", None) for kind in kinds)
-    return type(model), repr(model.config), forwards
+    return type(model), repr(model.config), frozenset(_codes(kind) for kind in kinds)
+
+
+def _codes(kind: type) -> tuple[Any, ...]:
+    """The code of a class's forward and of what it wraps; functions would keep closures alive."""
+    forward, codes = getattr(kind, "forward", None), []
+    while forward is not None:
+        codes.append(getattr(forward, "__code__", type(forward)))
+        forward = getattr(forward, "__wrapped__", None)
+    return tuple(codes)
 
 
 def _is_right(key: _Key) -> bool:

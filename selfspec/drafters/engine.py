@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from selfspec.config import DraftConfig
 from selfspec.decoder import Decoder, OwnLayer, Pass, Ranks, Span
 from selfspec.decoder.cache import SlotCache
+from selfspec.decoder.devices import device_of
 from selfspec.drafters.draft_models import DraftModels
 from selfspec.drafters.text_store import TextStore
 from selfspec.heads import ExitHead, check_distinct, head_class
-from selfspec.heads.base import move_to_exit
 from selfspec.sampling.draft import Draft, Tree, Verdict
 from selfspec.sampling.sampler import Context, Sampler
 from selfspec.schedule import Rounds
@@ -157,14 +157,20 @@ class Engine:
         """Bring heads to the target's dtype and devices, which may have changed since they came."""
         for head in self.heads:
             place = self._place(head)
-            if self._places.get(head, place) != place:
-                with torch.inference_mode(False):
-                    for part in _parts(head):
-                        move_to_exit(part, self.decoder, head.exit_layer)
-            self._places[head] = place
+            held, self._places[head] = self._places.get(head, place), place
+            if held != place:
+                changes = dict(zip(held, place, strict=True))
+                own = {id(weight) for weight in self.decoder.causal_lm.parameters()}
+                for part in _parts(head):
+                    _follow(part, changes, own)
 
     def _place(self, head: ExitHead) -> tuple[Any, ...]:
-        return self.decoder.dtype, self.decoder.device_at(head.exit_layer)
+        """What a head has from its target: dtypes and devices of its tensors."""
+        norm = self.decoder.final_norm
+        of_norm = next(iter(() if norm is None else norm.parameters()), None)
+        dtype, device = self.decoder.dtype, self.decoder.device_at(head.exit_layer)
+        normed = dtype if of_norm is None else of_norm.dtype
+        return normed, dtype, device_of(self.decoder.lm_head), device
 
     def beside(self, draft_model: nn.Module, tokenizers: Sequence[Any] = (None, None)) -> Engine:
         """The same engine with another draft model, for one call; see `DraftModels.beside`."""
@@ -363,3 +369,22 @@ class Engine:
 def _parts(head: ExitHead) -> list[nn.Module]:
     """The modules of a head; its LM head is not among its own."""
     return [part for part in (head, head.lm_head) if part is not None]
+
+
+@torch.no_grad()
+def _follow(part: nn.Module, changes: Mapping[Any, Any], target: Container[int]) -> None:
+    """Change dtypes and devices of a head's tensors, but for the target's own and calibrators."""
+    for path, module in part.named_modules():
+        if path.startswith("calibrators"):  # they are computed in float32
+            continue
+        owned: Any = module._parameters, module._buffers
+        for tensors in owned:
+            for name, tensor in tensors.items():
+                if tensor is None or id(tensor) in target:
+                    continue
+                dtype = changes.get(tensor.dtype, tensor.dtype)
+                with torch.inference_mode(False):
+                    moved = tensor.detach().to(changes.get(tensor.device, tensor.device), dtype)
+                    if isinstance(tensor, nn.Parameter):
+                        moved = nn.Parameter(moved, requires_grad=tensor.requires_grad)
+                tensors[name] = moved

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import StoppingCriteriaList
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
-from selfspec.decoder import Pass, entered
+from selfspec.decoder import Pass, entered, locked
 from selfspec.decoder.cache import WIDEST
 from selfspec.drafters import Drafter
 from selfspec.drafters.engine import State
@@ -494,7 +494,7 @@ class Batch:
         """Run rounds until a request has finished; false if no request is left."""
         adapters = self._probe.adapters
         hooked = nullcontext() if adapters is None else adapters.hooked()
-        with entered(*self._decoders), hooked, self.stats.clock("total"):
+        with locked(*self._decoders), hooked, entered(*self._decoders), self.stats.clock("total"):
             while not self._done:
                 self._admit()
                 if not self._rows and self._next is None:

@@ -23,7 +23,7 @@ from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from selfspec.decoder import CACHE, Pass, entered
+from selfspec.decoder import CACHE, Pass, entered, locked
 from selfspec.decoder.cache import WIDEST
 from selfspec.drafters import Drafter
 from selfspec.drafters.engine import Engine, State
@@ -99,13 +99,10 @@ class Session:
     @torch.inference_mode()
     def run(self) -> State:
         """Generate until every row has stopped."""
-        # PEFT's hooks are put into the model, so other threads have to wait first.
         hooked = nullcontext() if self.adapters is None else self.adapters.hooked()
-        with (
-            entered(self.engine.decoder, *self.drafter.decoders),
-            hooked,
-            self.stats.clock("total"),
-        ):
+        decoders = self.engine.decoder, *self.drafter.decoders
+        # PEFT's hooks are put into the model: other threads wait, and kernels look for hooks.
+        with locked(*decoders), hooked, entered(*decoders), self.stats.clock("total"):
             state = self.start()
             while state.rows:
                 self.step(state)

@@ -256,13 +256,17 @@ def check_counts(prompts: int, **given: Any) -> None:
             raise ValueError(f"{name} has {len(values)} numbers for {prompts} prompts")
 
 
+_PREPARE = "prepare_inputs_for_generation"
+
+
 def refuse_unsupported_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> None:
     """Raise ValueError for inputs that selfspec does not know, and for sharded weights."""
     if _processes() > 1 and (is_deepspeed_zero3_enabled() or _is_fully_sharded(model)):
         raise ValueError(f"{type(model).__name__} is in shards: {_APART}")
-    if "prepare_inputs_for_generation" in vars(model):
+    own = vars(model).get(_PREPARE)  # PEFT puts the class's own there
+    if own is not None and getattr(own, "__func__", None) is not getattr(type(model), _PREPARE):
         raise ValueError(
-            f"prepare_inputs_for_generation of this {type(model).__name__} was replaced, and "
+            f"{_PREPARE} of this {type(model).__name__} was replaced, and "
             "selfspec prepares inputs itself; delete it from the model, or "
             f"{_INSTEAD}"
         )

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from conftest import EXIT, VOCAB, equal_to_generate, greedy, prompt, tiny_llama
 from head_tools import KINDS, own_head
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedd
 
 from selfspec import SelfSpecModel
 from selfspec.decoder import Decoder
+from selfspec.heads import Calibrator
 
 SKIPS = {"attention": [2], "mlp": [1, 2]}
 DRAFTS: dict[str, Any] = {
@@ -46,8 +48,12 @@ def decorated(forward: Any, change: Any) -> Any:
 
 
 @EVERY_DRAFT
-def test_mixed_precision_of_accelerate_acts(draft):
-    model = Accelerator(mixed_precision="bf16", cpu=True).prepare(tiny_llama(dtype=torch.float32))
+@pytest.mark.parametrize("hooked", [False, True], ids=["alone", "on device hooks"])
+def test_mixed_precision_of_accelerate_acts(hooked, draft):
+    model = tiny_llama(dtype=torch.float32)
+    if hooked:
+        add_hook_to_module(model, AlignDevicesHook("cpu", io_same_device=True))
+    model = Accelerator(mixed_precision="bf16", cpu=True).prepare(model)
     spec, options = SelfSpecModel(model), {"max_new_tokens": NEW, "do_sample": False}
     text = spec.generate(IDS, attention_mask=MASK, draft=draft, **options)
     assert torch.equal(text, model.generate(IDS, attention_mask=MASK, **options))
@@ -87,6 +93,18 @@ def shifted(model: Any) -> Any:
         return own(inputs_embeds=inputs_embeds, **kwargs)
 
     return forward
+
+
+@EVERY_DRAFT
+@pytest.mark.parametrize("kind", ["LlamaAttention", "LlamaMLP", "LlamaModel", "LlamaForCausalLM"])
+def test_autocast_around_a_forward_of_a_class_acts(kind, draft, monkeypatch):
+    model = tiny_llama("sometimes", dtype=torch.float32)
+    patched = getattr(modeling_llama, kind)
+    mixed = torch.autocast("cpu", torch.bfloat16)(patched.forward)
+    monkeypatch.setattr(patched, "forward", mixed)
+    spec, options = SelfSpecModel(model), {"max_new_tokens": NEW, "do_sample": False}
+    text = spec.generate(IDS, attention_mask=MASK, draft=draft, **options)
+    assert torch.equal(text, model.generate(IDS, attention_mask=MASK, **options))
 
 
 @EVERY_DRAFT
@@ -146,6 +164,8 @@ def test_a_check_is_made_anew_when_a_patch_is_gone(monkeypatch):
 def test_inputs_that_the_model_object_prepares_itself_are_refused():
     model = tiny_llama("sometimes")
     own, spec = model.prepare_inputs_for_generation, SelfSpecModel(model)
+    model.prepare_inputs_for_generation = own  # as PEFT leaves it
+    equal_to_generate(spec, IDS, MASK, max_new_tokens=NEW)
     model.prepare_inputs_for_generation = lambda *args, **kwargs: own(*args, **kwargs)
     with pytest.raises(ValueError, match=r"prepare_inputs_for_generation of this Llama.* replaced"):
         spec.generate(IDS, attention_mask=MASK, max_new_tokens=NEW)
@@ -169,6 +189,20 @@ def test_heads_follow_a_target_that_is_cast(kind):
         ]
         assert {weight.dtype for weight in weights} <= {dtype}
         assert not any(weight.is_inference() for weight in weights)
+
+
+def test_a_cast_leaves_the_targets_own_weights_and_calibrators_alone():
+    model = tiny_llama("sometimes", dtype=torch.float32)
+    head = own_head(Decoder(model), "lora", EXIT)
+    head.calibrators["greedy"] = Calibrator()
+    spec, draft = SelfSpecModel(model, [head]), {"exit_layer": EXIT, "head": "lora"}
+    model.to(torch.bfloat16)
+    model.lm_head.float()
+    model.lm_head.register_forward_pre_hook(lambda module, given: (given[0].float(),))
+    spec.generate(IDS, attention_mask=MASK, max_new_tokens=NEW, draft=draft)
+    assert model.lm_head.weight.dtype == torch.float32
+    assert {part.dtype for part in head.calibrators.buffers()} == {torch.float32}
+    assert {part.dtype for part in head.norm.parameters()} == {torch.bfloat16}
 
 
 def longrope(model: Any) -> None:
@@ -223,7 +257,7 @@ def test_a_traced_module_is_refused():
     model = tiny_llama("sometimes", dtype=torch.float32)
     states = torch.randn(1, 3, 32)
     model.model.layers[0].mlp = torch.jit.trace(model.model.layers[0].mlp, states)
-    with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp .* is scripted or traced"):
+    with pytest.raises(ValueError, match=r"a \w+ that is scripted or traced"):
         SelfSpecModel(model)
 
 
