@@ -6,12 +6,14 @@ Wrappers around forwards, casts, and modules that take the place of others.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from accelerate.state import AcceleratorState
 from conftest import EXIT, VOCAB, equal_to_generate, greedy, prompt, tiny_llama
 from head_tools import KINDS, own_head
 from torch import Tensor, nn
@@ -47,13 +49,21 @@ def decorated(forward: Any, change: Any) -> Any:
 # Forwards that others wrap
 
 
+@pytest.fixture
+def accelerator() -> Iterator[Accelerator]:
+    """One for mixed precision; all of a process share their state."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield Accelerator(mixed_precision="bf16", cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
 @EVERY_DRAFT
 @pytest.mark.parametrize("hooked", [False, True], ids=["alone", "on device hooks"])
-def test_mixed_precision_of_accelerate_acts(hooked, draft):
+def test_mixed_precision_of_accelerate_acts(accelerator, hooked, draft):
     model = tiny_llama(dtype=torch.float32)
     if hooked:
         add_hook_to_module(model, AlignDevicesHook("cpu", io_same_device=True))
-    model = Accelerator(mixed_precision="bf16", cpu=True).prepare(model)
+    model = accelerator.prepare(model)
     spec, options = SelfSpecModel(model), {"max_new_tokens": NEW, "do_sample": False}
     text = spec.generate(IDS, attention_mask=MASK, draft=draft, **options)
     assert torch.equal(text, model.generate(IDS, attention_mask=MASK, **options))

@@ -141,9 +141,9 @@ def test_a_schedule_reads_the_confidence_that_fitting_trains(monkeypatch, readin
 
 def test_what_tokens_add_to_drafts_follows_the_weights(reading):
     """It is computed once for all tokens, and anew when they were trained further."""
-    spec, head, seen = reading("fused parallel")
-    spec.generate(ONE, max_new_tokens=8)
+    (spec, head, seen), options = reading("fused parallel"), {"draft": "early_exit"}
+    spec.generate(ONE, max_new_tokens=8, **options)
     head.mask.of_token.weight.mul_(-2)
     seen.clear()
-    spec.generate(ONE, max_new_tokens=8)
+    spec.generate(ONE, max_new_tokens=8, **options)
     assert_reads_as_forced(spec.decoder, head, seen, close_in_double)
