@@ -102,16 +102,16 @@ def check_itself(model: PreTrainedModel) -> bool:
 def _key(model: PreTrainedModel) -> _Key:
     """What a result holds for; somebody may patch the forwards of classes."""
     kinds = {type(module) for module in model.modules()}
-    return type(model), repr(model.config), frozenset(_codes(kind) for kind in kinds)
+    forwards = (_codes(getattr(kind, "forward", None)) for kind in kinds)
+    return type(model), repr(model.config), frozenset(forwards)
 
 
-def _codes(kind: type) -> tuple[Any, ...]:
-    """The code of a class's forward and of what it wraps; functions would keep closures alive."""
-    forward, codes = getattr(kind, "forward", None), []
-    while forward is not None:
-        codes.append(getattr(forward, "__code__", type(forward)))
-        forward = getattr(forward, "__wrapped__", None)
-    return tuple(codes)
+def _codes(function: Any) -> tuple[Any, ...]:
+    """The code of a function and of those that it wraps; functions would keep closures alive."""
+    if function is None:
+        return ()
+    wrapped = getattr(function, "__wrapped__", None)
+    return getattr(function, "__code__", type(function)), *_codes(wrapped)
 
 
 def _is_right(key: _Key) -> bool:
