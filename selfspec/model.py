@@ -259,7 +259,10 @@ class SelfSpecModel:
     def save_pretrained(self, folder: str | Path, **kwargs: Any) -> None:
         """Write the model and its heads to `folder`.
 
-        Of a PEFT model its adapters are written, as PEFT does.
+        For a PEFT model this writes the adapters, as PEFT's own method does.
+
+        Raises:
+            NotImplementedError: PEFT cannot save adapters of several kinds together.
         """
         own: Any = self.model
         own.save_pretrained(folder, **kwargs)

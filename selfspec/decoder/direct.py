@@ -240,15 +240,15 @@ def _is_container(module: nn.Module) -> bool:
     return hasattr(type(module), "__getitem__") or hasattr(type(module), "__iter__")
 
 
-def is_of_library(function: Any) -> bool:
-    """Whether transformers has written a function, or a wrapper; or torch the one of `no_grad`."""
+def from_transformers(function: Any) -> bool:
+    """Whether a function or wrapper is in transformers' code, or is the wrapper of `no_grad`."""
     named = getattr(function, "__globals__", {}).get("__name__", "")
     return named.partition(".")[0] == "transformers" or named == "torch.utils._contextlib"
 
 
 def undecorated(function: Any) -> Any:
     """A function without the decorators of transformers; those of others stay."""
-    while is_of_library(function) and hasattr(function, "__wrapped__"):
+    while from_transformers(function) and hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     return function
 

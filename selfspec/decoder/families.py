@@ -51,7 +51,7 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
 
 # Their own `forward` or `generate` does nothing more outside training.
 _PASS_ON = {"AdaLoraModel", "MixedModel"}
-_MIXES = {"LilyModel"}  # what a token gets depends on all tokens of the pass
+_MIX_TOKENS = {"LilyModel"}  # what a token gets depends on all tokens of the pass
 
 
 def _refuse_tuner(model: nn.Module) -> None:
@@ -60,7 +60,7 @@ def _refuse_tuner(model: nn.Module) -> None:
     acts = issubclass(kind, BaseTuner) and (
         kind.forward is not BaseTuner.forward or hasattr(kind, "generate")
     )
-    if (acts and kind.__name__ not in _PASS_ON) or kind.__name__ in _MIXES:
+    if (acts and kind.__name__ not in _PASS_ON) or kind.__name__ in _MIX_TOKENS:
         raise ValueError(
             f"a {kind.__name__} of PEFT computes something for every call outside the layers, or "
             "from all tokens of a pass, which passes over other layers or tokens would miss; use "
@@ -399,7 +399,7 @@ _GROWTH = 256  # least positions of a table
 
 def _rope_types(module: nn.Module) -> dict[str | None, str | None]:
     """Rotary types of a rotary embedding by the kind of layers; `None` for all of them."""
-    kind = getattr(module, "rope_type", None)
+    kind = vars(module).get("rope_type")  # asking a module for what it lacks takes long
     return kind if isinstance(kind, dict) else {None: kind}
 
 

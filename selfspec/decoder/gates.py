@@ -24,7 +24,7 @@ from selfspec.config import Kernels
 from selfspec.decoder.devices import device_of
 from selfspec.decoder.direct import (
     StandIn,
-    is_of_library,
+    from_transformers,
     lean_forward,
     parents_of,
     shortcuts,
@@ -160,7 +160,7 @@ def _has_own_forward(model: nn.Module) -> bool:
         put_in = model.__dict__.get("_old_forward")  # device hooks move inputs, and call it
     known = put_in is None or isinstance(put_in, LeanForward)
     if known or getattr(put_in, "__func__", None) is of_class:
-        return not is_of_library(undecorated(of_class))
+        return not from_transformers(undecorated(of_class))
     return True
 
 

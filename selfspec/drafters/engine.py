@@ -134,7 +134,7 @@ class Engine:
     ):
         self.decoder = decoder
         self.heads: list[ExitHead] = []
-        self._places: dict[ExitHead, tuple[Any, ...]] = {}  # the target's dtype and device then
+        self._made_for: dict[ExitHead, tuple[Any, ...]] = {}  # the target's dtype and device then
         self.ranks = Ranks(decoder.causal_lm)
         self._rounds: dict[tuple[Any, ...], Rounds] = {}
         for head in heads:
@@ -151,18 +151,18 @@ class Engine:
         head.check(self.decoder)
         self.decoder.include(*_parts(head))
         self.heads.append(head)
-        self._places[head] = self._place(head)
+        self._made_for[head] = self._place(head)
 
     def match_heads(self) -> None:
         """Bring heads to the target's dtype and devices, which may have changed since they came."""
         for head in self.heads:
             place = self._place(head)
-            held, self._places[head] = self._places.get(head, place), place
+            held, self._made_for[head] = self._made_for.get(head, place), place
             if held != place:
                 changes = dict(zip(held, place, strict=True))
                 own = {id(weight) for weight in self.decoder.causal_lm.parameters()}
                 for part in _parts(head):
-                    _follow(part, changes, own)
+                    _cast_and_move(part, changes, own)
 
     def _place(self, head: ExitHead) -> tuple[Any, ...]:
         """What a head has from its target: dtypes and devices of its tensors."""
@@ -372,7 +372,7 @@ def _parts(head: ExitHead) -> list[nn.Module]:
 
 
 @torch.no_grad()
-def _follow(part: nn.Module, changes: Mapping[Any, Any], target: Container[int]) -> None:
+def _cast_and_move(part: nn.Module, changes: Mapping[Any, Any], target: Container[int]) -> None:
     """Change dtypes and devices of a head's tensors, but for the target's own and calibrators."""
     for path, module in part.named_modules():
         if path.startswith("calibrators"):  # they are computed in float32

@@ -24,7 +24,7 @@ NEUTRAL = 0.5  # acceptance, cost of a draft, copies per token of the match, whe
 _APPROXIMATE = 0.9  # acceptance of the whole model with fewer bits or keys, as was measured
 _PRIOR = 3  # observed drafts that an expectation weighs as much as: a wrong one is soon given up
 _GROWTH = 0.03  # time of verifying one more token, in plain steps: .02 to .05 on most devices
-_START = 0.1  # rounds that the expected start of the line weighs as much as
+_START_WEIGHT = 0.1  # of the expected start of the line, in rounds
 _TICK = 1e-9  # seconds: no time is shorter, so that all can be divided by
 _TRIALS = 0.005  # fraction of the tokens that may be lost by trying again what lost
 
@@ -116,10 +116,10 @@ class Verification:
 
     It is fitted to the latest rounds by least squares of relative errors, so that one that was
     disturbed, and took much longer, counts little. The fit starts from what is expected: a plain
-    step, and `_GROWTH` of one for each draft. The latter weighs as much as a round, the former a
-    tenth (`_START`), because by how much a pass over two tokens is longer than one over a single
-    token depends on the device most. Plain steps have a median of their own; until one is made, it
-    follows from the other rounds.
+    step, and `_GROWTH` of one for each draft. The expected growth weighs as much as one round, the
+    expected start only a tenth (`_START_WEIGHT`): devices differ most in how much longer a pass
+    over two tokens takes than one over a single token. Plain steps have a median of their own;
+    until one is made, it follows from the other rounds.
 
     Args:
         step: the seconds of a plain step, if others know them, too.
@@ -145,7 +145,7 @@ class Verification:
             self.step.share = seconds / (1 + _GROWTH * drafts)
         self._seen.append((drafts, seconds))
         # Sums of the normal equations, over what rounds took more than expected.
-        total, square = _START, 1.0
+        total, square = _START_WEIGHT, 1.0
         linear = level = slope = 0.0
         for x, took in self._seen:
             steps = took / self.step.value

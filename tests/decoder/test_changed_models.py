@@ -215,7 +215,7 @@ def test_a_cast_leaves_the_targets_own_weights_and_calibrators_alone():
     assert {part.dtype for part in head.norm.parameters()} == {torch.bfloat16}
 
 
-def longrope(model: Any) -> None:
+def dynamic_rotary(model: Any) -> None:
     config = type(model.config)(**model.config.to_dict())
     config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     model.model.rotary_emb = LlamaRotaryEmbedding(config)
@@ -231,7 +231,7 @@ def another_body(model: Any) -> None:
 
 @pytest.mark.parametrize(
     ("change", "part"),
-    [(pruned, "layers"), (another_body, "body"), (longrope, "rotary embedding")],
+    [(pruned, "layers"), (another_body, "body"), (dynamic_rotary, "rotary embedding")],
 )
 def test_parts_that_changed_after_wrapping_are_named(change, part):
     model = tiny_llama("sometimes")
