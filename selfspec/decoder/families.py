@@ -1,12 +1,10 @@
-"""What is specific to model families: layers, norms, positions, sublayers, refusals."""
+"""What is specific to model families: layers, masks, windows, refusals."""
 
 from __future__ import annotations
 
-import copy
 import inspect
 import re
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,10 +16,9 @@ from torch.jit import ScriptModule
 from transformers import DynamicCache, PreTrainedModel
 
 from selfspec.config import Kernels, KVCacheDtype
-from selfspec.decoder.cache import SlicedViews, Switch, Window
 from selfspec.decoder.devices import weight_of
 from selfspec.decoder.mixers import is_mixer, unknown_mixers
-from selfspec.decoder.passes import Skips, cache_name
+from selfspec.decoder.passes import cache_name
 from selfspec.decoder.quantized import is_quantized
 
 
@@ -279,209 +276,6 @@ def plain_weight(lm_head: nn.Module, vocab_size: int) -> Tensor:
     return weight_of(lm_head, "weight")
 
 
-# Finding the attention and the MLP of a decoder layer, and skipping them.
-
-Forward = Callable[..., Any]
-
-_NAMES = {
-    "attention": re.compile(r"(self_)?att(n|ention)"),
-    "mlp": re.compile(r"(shared_)?mlp|ffn|feed_forward|(block_sparse_)?moe"),
-}
-_CLASSES = {
-    "attention": re.compile(r"Attention$"),
-    "mlp": re.compile(r"(MLP|FFN|FeedForward|MoE|Moe|MoeBlock)$"),
-}
-
-
-class Skipped:
-    """Replaces the `forward` of a sublayer while it is skipped.
-
-    Args:
-        module: the sublayer.
-        others: number of values it returns beside the hidden states; `None` until it has run.
-    """
-
-    def __init__(self, module: nn.Module, others: int | None = None):
-        self.module, self._others = module, others
-        self._names = list(inspect.signature(type(module).forward).parameters)[1:]
-
-    def __call__(self, own: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what `own` would return if it added nothing."""
-        if self._others is None:
-            # Families differ in what attention or experts return, so the sublayer runs once. The
-            # KV that it writes lies after the committed tokens and is overwritten later.
-            output = own(*args, **kwargs)
-            self._others = len(output) - 1 if isinstance(output, tuple) else 0
-        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        residual: Tensor | None = given.get("residual")
-        added = torch.zeros_like(given[self._names[0]]) if residual is None else residual
-        return (added, *[None] * self._others) if self._others else added
-
-
-class SkippedHalf(Skipped):
-    """The first linear layer of an MLP without a module of its own (OPT)."""
-
-    def __call__(self, own: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the input, which gives the second layer's zeros their width."""
-        return args[0]
-
-
-class Sublayers:
-    """The sublayers of every layer.
-
-    Args:
-        layers: the decoder layers.
-    """
-
-    def __init__(self, layers: nn.ModuleList):
-        self._layers = layers
-        self._found: dict[tuple[int, str], list[Skipped]] = {}
-
-    def skipped(self, index: int, skips: Skips) -> list[Skipped]:
-        """Replacements for the skipped sublayers of a layer that is skipped in part."""
-        stand_ins: list[Skipped] = []
-        for kind, chosen in (("attention", skips.attention), ("mlp", skips.mlp)):
-            if index in chosen:
-                stand_ins += self._find(index, kind)
-        return stand_ins
-
-    def check(self, skips: Skips) -> None:
-        """Raise ValueError unless every skipped sublayer exists and something is left to run."""
-        depth = len(self._layers)
-        for kind, chosen in (("attention", skips.attention), ("mlp", skips.mlp)):
-            strange = sorted(index for index in chosen if not 0 <= index < depth)
-            if strange:
-                raise ValueError(
-                    f"skip.{kind} must name layers in [0, {depth - 1}], got {strange}; "
-                    f"the model has {depth} layers"
-                )
-        if len(skips.layers) == depth:
-            raise ValueError(
-                f"the skip set leaves nothing of the model's {depth} layers; "
-                "keep at least one attention or MLP"
-            )
-        for index in (skips.attention | skips.mlp) - skips.layers:
-            kind = "attention" if index in skips.attention else "mlp"
-            if not self._find(index, kind):
-                layer = self._layers[index]
-                children = ", ".join(name for name, _ in layer.named_children())
-                raise ValueError(
-                    f"cannot tell the {kind} of layer {index}, a {type(layer).__name__}, among its "
-                    f"children ({children}); skip whole layers, named in both skip.attention and "
-                    "skip.mlp"
-                )
-
-    def _find(self, index: int, kind: str) -> list[Skipped]:
-        layer, found = self._layers[index], self._found.get((index, kind))
-        if found is None or not {stand_in.module for stand_in in found} <= {*layer.children()}:
-            found = self._found[index, kind] = _find(layer, kind)
-        return found
-
-
-def _find(layer: nn.Module, kind: str) -> list[Skipped]:
-    children = dict(layer.named_children())
-    found = [
-        Skipped(child)
-        for name, child in children.items()
-        if _NAMES[kind].fullmatch(name) or _CLASSES[kind].search(type(child).__name__)
-    ]
-    if not found and kind == "mlp" and {"fc1", "fc2"} <= children.keys():
-        return [SkippedHalf(children["fc1"]), Skipped(children["fc2"], others=0)]
-    return found
-
-
-# Rotary embeddings, computed once for all positions; a pass takes a view.
-
-# Rotary types with constant frequencies. Others depend on the longest position of the pass.
-_STATIC = {"default", "linear", "llama3", "yarn"}
-_GROWTH = 256  # least positions of a table
-
-
-def _rope_types(module: nn.Module) -> dict[str | None, str | None]:
-    """Rotary types of a rotary embedding by the kind of layers; `None` for all of them."""
-    kind = vars(module).get("rope_type")  # asking a module for what it lacks takes long
-    return kind if isinstance(kind, dict) else {None: kind}
-
-
-def is_static(module: nn.Module) -> bool:
-    """Whether `module` is a rotary embedding with constant frequencies."""
-    return set(_rope_types(module).values()) <= _STATIC
-
-
-class RotaryTables:
-    """Tables of a static rotary embedding, for rows that all write the same slots.
-
-    Args:
-        forward: the embedding's own.
-    """
-
-    def __init__(self, forward: Callable[..., Any]):
-        self._forward = forward
-        self._tables: dict[tuple[Any, ...], SlicedViews] = {}
-
-    def view(self, x: Tensor, window: Window, layer_type: str | None = None) -> Any:
-        """What `forward` returns for the window's positions.
-
-        Args:
-            x: a tensor with the wanted dtype and device.
-            window: the slots of the pass, uniform.
-            layer_type: the kind of layers, where an embedding serves several.
-        """
-        key = len(window.starts), layer_type, x.dtype, x.device
-        tables = self._tables.get(key)
-        if tables is None or tables.length < window.end:
-            tables = self._tables[key] = self._make(x, window, layer_type)
-        views = tables.view(window.starts[0], window.width)
-        if len(views) == 1:
-            return views[0]
-        return views
-
-    def _make(self, x: Tensor, window: Window, layer_type: str | None) -> SlicedViews:
-        more = () if layer_type is None else (layer_type,)
-        # A table outlives its first pass, which may run in inference mode.
-        with torch.inference_mode(False):
-            positions = torch.arange(max(2 * window.end, _GROWTH), device=x.device)
-            made = self._forward(x, positions[None], *more)
-        tables = (made,) if isinstance(made, Tensor) else made
-        rows = len(window.starts)
-        return SlicedViews(*(table.expand(rows, *table.shape[1:]) for table in tables), dim=1)
-
-
-# Rotary embeddings that choose their frequencies by the largest position of a pass.
-
-
-def _original_lengths(module: nn.Module) -> set[int]:
-    """The lengths beyond which a rotary embedding takes other frequencies."""
-    lengths: set[int] = set()
-    for layer_type, kind in _rope_types(module).items():
-        if kind == "longrope":
-            parameters = module.config.rope_parameters  # pyright: ignore
-            parameters = parameters if layer_type is None else parameters[layer_type]  # pyright: ignore
-            lengths.add(parameters["original_max_position_embeddings"])  # pyright: ignore
-        elif kind is not None and "dynamic" in kind:
-            lengths.add(module.original_max_seq_len)  # pyright: ignore
-    return lengths
-
-
-def length_rotaries(base: nn.Module) -> tuple[list[nn.Module], int | None]:
-    """Rotary embeddings whose frequencies depend on the largest position of a pass.
-
-    Returns:
-        The embeddings, and the length beyond which they change; `None` without such embeddings.
-
-    Raises:
-        ValueError: they change at different lengths.
-    """
-    found = {module: _original_lengths(module) for module in base.modules()}
-    lengths = sorted(set().union(*found.values()))
-    if len(lengths) > 1:
-        raise ValueError(
-            f"{type(base).__name__} has rotary embeddings that change beyond different lengths "
-            f"({', '.join(map(str, lengths))} tokens), which selfspec does not run"
-        )
-    return [module for module, own in found.items() if own], next(iter(lengths), None)
-
-
 def prefills_again(model: PreTrainedModel) -> bool:
     """Whether the model's own `generate` computes its cache anew beyond the original length.
 
@@ -489,56 +283,3 @@ def prefills_again(model: PreTrainedModel) -> bool:
     """
     prepare: Any = inspect.unwrap(model.prepare_inputs_for_generation)  # pyright: ignore
     return "original_max_position_embeddings" in prepare.__code__.co_names
-
-
-class LengthRotary:
-    """Gives each token the frequencies that it has in plain decoding, whatever its pass holds.
-
-    Args:
-        module: a rotary embedding of `length_rotaries`.
-        original: the length beyond which it changes.
-    """
-
-    def __init__(self, module: nn.Module, original: int):
-        # It remembers the longest pass, so the model's own is left alone.
-        self._own = copy.copy(module)
-        self._own._buffers = {name: _clone(value) for name, value in module._buffers.items()}
-        self._original = original
-        # LongRoPE has two sets of frequencies, dynamic NTK one for each length.
-        self._two = "longrope" in _rope_types(module).values()
-
-    def __call__(
-        self, x: Tensor, positions: Tensor, switch: Switch, *args: Any, **kwargs: Any
-    ) -> Any:
-        """What the embedding returns for `positions` `[rows, width]`."""
-        # How far the plain pass of a token goes beyond the original length, from -1: it does not.
-        first, last = (max(end, -1) for end in (switch.first, switch.last))
-        if self._two:
-            first, last = min(first, 0), min(last, 0)
-        made = self._run(x, positions, self._original + first, *args, **kwargs)
-        for step in range(first + 1, last + 1):
-            beyond = positions - torch.tensor(switch.at, device=positions.device)[:, None]
-            here = self._run(x, positions, self._original + step, *args, **kwargs)
-            made = _where((beyond >= step)[..., None], here, made)
-        return made
-
-    def _run(self, x: Tensor, positions: Tensor, largest: int, *args: Any, **kwargs: Any) -> Any:
-        """What it returns for positions up to `largest` in a pass that reaches it."""
-        forward = partial(type(self._own).forward, self._own, x)
-        if not self._two:
-            forward(torch.zeros_like(positions[:1, :1]), *args, **kwargs)  # forgets longer passes
-        if not self._two or largest < self._original:
-            positions = positions.clamp(max=largest)
-        wider = torch.nn.functional.pad(positions, (0, 1), value=largest)
-        made = forward(wider, *args, **kwargs)
-        return made[:, :-1] if isinstance(made, Tensor) else tuple(part[:, :-1] for part in made)
-
-
-def _clone(buffer: Tensor | None) -> Tensor | None:
-    return None if buffer is None else buffer.clone()
-
-
-def _where(chosen: Tensor, one: Any, other: Any) -> Any:
-    if isinstance(one, Tensor):
-        return torch.where(chosen, one, other)
-    return tuple(torch.where(chosen, a, b) for a, b in zip(one, other, strict=True))

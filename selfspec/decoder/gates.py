@@ -2,17 +2,15 @@
 
 While gates are active, the model's body iterates over them instead of its layers. A gate records
 what its layer is called with and hands the hidden states on; the last one has the layers of the
-span run (`run.py`). Only instance attributes are shadowed; removing them restores the model.
+span run (`run.py`). Only instance attributes are replaced (`shadows.py`), some by forwards that act
+otherwise in passes (`forwards.py`); putting them back restores the model.
 """
 
 from __future__ import annotations
 
-import inspect
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial, update_wrapper
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,26 +19,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.config import Kernels
+from selfspec.decoder import forwards
 from selfspec.decoder.devices import device_of
-from selfspec.decoder.direct import (
-    StandIn,
-    from_transformers,
-    lean_forward,
-    parents_of,
-    shortcuts,
-    uncompiled,
-    undecorated,
-)
-from selfspec.decoder.families import (
-    LengthRotary,
-    RotaryTables,
-    Skipped,
-    Sublayers,
-    causal_tables,
-    is_static,
-    length_rotaries,
-    text_parts,
-)
+from selfspec.decoder.direct import StandIn, parents_of, shortcuts, uncompiled
+from selfspec.decoder.families import causal_tables, text_parts
 from selfspec.decoder.kernels.compiled import CompiledLayers
 from selfspec.decoder.kernels.graphs import GraphedLayers
 from selfspec.decoder.kernels.lean import lean_forwards
@@ -54,13 +36,12 @@ from selfspec.decoder.passes import (
     Approximation,
     BodyDone,
     BodyError,
+    CurrentPass,
     LayerCall,
 )
-
-
-def at_ends(states: Tensor, ends: Tensor) -> Tensor:
-    """`[rows, 1, any]` the states of each row at its index in `ends`."""
-    return states[torch.arange(len(ends)), ends.to(states.device)][:, None]
+from selfspec.decoder.rotary import is_static, length_rotaries
+from selfspec.decoder.shadows import Shadows
+from selfspec.decoder.sublayers import Skipped, Sublayers
 
 
 class Gate:
@@ -83,8 +64,8 @@ class Gate:
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Record the call and hand its input on; the last gate runs the layers of the span."""
         gates, index = self.gates, self.index
-        active = gates.active
-        if active is None or gates.owner != threading.get_ident():
+        active = gates.current.mine
+        if active is None:
             # Plain use of the model, from a streamer or from another thread.
             return self.layer(hidden_states, *args, **kwargs)
         if active.one_by_one:
@@ -141,37 +122,8 @@ def _added(own: Tensor | None, mask: Tensor) -> Tensor:
     return torch.where(mask < 0, mask, own.to(mask.dtype))
 
 
-class LeanForward:
-    """Marks a `forward` that gates have put in."""
-
-    def __init__(self, forward: Callable[..., Any], whole: Callable[..., Any]):
-        update_wrapper(self, whole)  # transformers compares `generate`'s arguments with it
-        self._forward = forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it."""
-        return self._forward(*args, **kwargs)
-
-
-def _has_own_forward(model: nn.Module) -> bool:
-    """Whether the `forward` of a model does something that transformers' does not."""
-    put_in, of_class = model.__dict__.get("forward"), type(model).forward
-    if isinstance(put_in, partial) and put_in.func.__module__ == "accelerate.hooks":
-        put_in = model.__dict__.get("_old_forward")  # device hooks move inputs, and call it
-    known = put_in is None or isinstance(put_in, LeanForward)
-    if known or getattr(put_in, "__func__", None) is of_class:
-        return not from_transformers(undecorated(of_class))
-    return True
-
-
-@cache
-def _takes(forward: Callable[..., Any], name: str) -> bool:
-    return name in inspect.signature(forward).parameters
-
-
 # A model may have several wrappers; only one at a time may put its gates in.
 _LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
-_NOTHING = object()
 
 
 class Gates:
@@ -190,8 +142,8 @@ class Gates:
         depth: number of layers.
         hands_on: whether the body only hands hidden states from layer to layer, so that its layers
             can run together; `None` before the first pass over all layers.
-        active: the pass in progress.
-        owner: the thread whose passes are gated; other threads use the model as it is.
+        current: the pass in progress, and the thread whose passes are gated.
+        shadows: what is replaced while gates are in.
         returned_values: size of the tuples that layers return; 0 if they return tensors, `None`
             before the first one has run.
         final_norm: the norm between the last layer and the LM head, if there is one.
@@ -208,7 +160,6 @@ class Gates:
         masks_one: whether passes over one token get a mask although they need none (`joins_heads`).
         others: modules of heads that run in passes.
         dtype: the model's dtype, kept here because finding it takes time.
-        unembeds: whether `LogitsTail.unembed` is at work.
         has_own_forward: whether the model's `forward` is not the one that transformers wrote.
         original_length: the length beyond which rotary embeddings change with the largest position
             of a pass; `None` where they do not.
@@ -227,8 +178,7 @@ class Gates:
         self.model, self.base, self.layers, self.run = model, base, layers, run
         self.depth = len(layers)
         self.layers_name, self.windows = layers_name, windows
-        self.active: ActivePass | None = None
-        self.owner: int | None = None
+        self.current, self.shadows = CurrentPass(), Shadows()
         self.returned_values: int | None = None
         self.hands_on: bool | None = None
         self.sublayers = Sublayers(layers)
@@ -256,14 +206,12 @@ class Gates:
         self.others: list[nn.Module] = []
         self.dtype = model.dtype
         self._devices = model.device, model.device
-        self.unembeds = self.has_own_forward = False
-        self._tables: list[nn.Module] = []
-        self._shadows: list[tuple[dict[str, Any], str, Any]] = []
+        self.has_own_forward = False
 
     def __enter__(self) -> Gates:
         """Put the gates in; another thread that enters waits."""
         self.lock.acquire()
-        self.owner = threading.get_ident()
+        self.current.owner = threading.get_ident()
         self.entered += 1
         if self.entered == 1:
             try:
@@ -276,48 +224,53 @@ class Gates:
     def _put_in(self) -> None:
         self._check_modules()
         self._leave_states()
-        self.has_own_forward = _has_own_forward(self.model)
+        current, put = self.current, self.shadows.put
+        self.has_own_forward = forwards.has_own_forward(self.model)
         if self.compiled is not None:
             self.compiled.begin()
         if self.graphs is not None:
             self.graphs.begin([*self.layers, *self.others])
         if self.prepacked is not None:
             for module, forward in self.prepacked.forwards(*text_parts(self.model), *self.others):
-                self.shadow(module.__dict__, "forward", forward)
+                put(module.__dict__, "forward", forward)
             self.masks_one = joins_heads(self.model)
         if self.low_precision.wanted:
             for module, forward in self.low_precision.forwards(self.parts()):
-                self.shadow(module.__dict__, "forward", forward)
+                put(module.__dict__, "forward", forward)
         if self.prepacked is not None:
             roots = [*text_parts(self.model), *self.others]
             for module, forward in lean_forwards(roots, self.low_precision.reads_layers):
-                self.shadow(module.__dict__, "forward", forward)
+                put(module.__dict__, "forward", forward)
         for mixer, index in self.mixers.found:
             hooked = "_old_forward" in mixer.__dict__  # by accelerate, whose hook calls it
             name = "_old_forward" if hooked else "forward"
-            mixed = self._mixed(mixer, index, getattr(mixer, name))
-            self.shadow(mixer.__dict__, name, mixed)
+            own = getattr(mixer, name)
+            mixed = forwards.mixed(current, self.mixers, mixer, index, own)
+            put(mixer.__dict__, name, mixed)
         if self.calls_directly and self.compiled is None:  # torch.compile looks for modules
             for parent, name, child in shortcuts([*self.layers, *self.others]):
-                self.shadow(parent.__dict__, name, child)
+                put(parent.__dict__, name, child)
         gates = [Gate(self, index, layer) for index, layer in enumerate(self.layers)]
-        self.shadow(self.base.__dict__, self.layers_name, gates)
+        put(self.base.__dict__, self.layers_name, gates)
         self.dtype = self.model.dtype
-        self._devices = self._find_devices()
+        self._devices = _devices(self)
         for module in (self.base, self.model):
             # Device hooks have a forward of their own.
             if self.calls_directly and "forward" not in module.__dict__:
-                self.shadow(module.__dict__, "forward", self._lean(module))
+                put(module.__dict__, "forward", forwards.lean(current, module))
         for parent, name in self.parents:
-            self.shadow(parent.__dict__, name, StandIn(self.base, self.body))
+            put(parent.__dict__, name, StandIn(self.base, self.body))
         if self.final_norm is not None:
-            norm = self._norm(self.final_norm.forward)
-            self.shadow(self.final_norm.__dict__, "forward", norm)
-        self.shadow(self.lm_head.__dict__, "forward", self._read(self.lm_head.forward))
+            norm = forwards.norm_if_used(current, self.final_norm.forward)
+            put(self.final_norm.__dict__, "forward", norm)
+        read = forwards.read_at_ends(current, self.lm_head.forward)
+        put(self.lm_head.__dict__, "forward", read)
         for module in filter(is_static, self.base.children()):
-            self.shadow(module.__dict__, "forward", self._tabled(module.forward))
+            put(module.__dict__, "forward", forwards.from_tables(current, module.forward))
         for module in self._length_rotary:
-            self.shadow(module.__dict__, "forward", self._by_length(module))
+            assert self.original_length is not None
+            rotate = forwards.by_length(current, module, self.original_length)
+            put(module.__dict__, "forward", rotate)
 
     def _check_modules(self) -> None:
         """Raise ValueError if others have taken the place of modules that were wrapped."""
@@ -359,7 +312,7 @@ class Gates:
             others = (part for own in self.others for part in own.modules())
             for module in (*modules, *others):
                 if module.__dict__.get("gradient_checkpointing"):
-                    self.shadow(module.__dict__, "gradient_checkpointing", False)
+                    self.shadows.put(module.__dict__, "gradient_checkpointing", False)
         compiled = [module for module in modules if uncompiled(module)]
         if not compiled:  # as nearly always: the rest takes time in every call
             return
@@ -372,21 +325,15 @@ class Gates:
         }
         for module in compiled:
             if module not in plain:
-                self._uncompile(module)
-
-    def _uncompile(self, module: nn.Module) -> int:
-        """Shadow what makes a module run compiled; returns the number of shadows."""
-        attributes = uncompiled(module)
-        for name, value in attributes.items():
-            self.shadow(module.__dict__, name, value)
-        return len(attributes)
+                self.shadows.put_all(module.__dict__, uncompiled(module))
 
     def body(self, *args: Any, **kwargs: Any) -> Any:
         """Call the body, hooks included; a pass keeps its output."""
         output = self.base(*args, **kwargs)
-        if self.gated and self.active is not None:
-            self.active.body_output = output[0]
-            if self.active.body_only:
+        active = self.current.mine
+        if active is not None:
+            active.body_output = output[0]
+            if active.body_only:
                 raise BodyDone
         return output
 
@@ -396,20 +343,25 @@ class Gates:
         try:
             if self.graphs is not None and self.entered == 0:
                 self.graphs.end()
-            while self._shadows and self.entered == 0:
-                self.unshadow()
+            if self.entered == 0:
+                self.shadows.undo_all()
         finally:
             self.lock.release()
 
-    def open_masks(self, active: ActivePass) -> None:
-        """Disable the model's own mask tables until `close_masks`; the pass has masks for all."""
-        self._tables = self.own_masks
+    @contextmanager
+    def opening_masks(self, active: ActivePass) -> Iterator[None]:
+        """Disable the model's own mask tables for a while; the pass has masks for all."""
+        tables = self.own_masks
         if active.own is not None:
-            self._tables = [*self._tables, *causal_tables(active.own.layer)]
-        for module in self._tables:  # the tables assume that the last key is the query's own
+            tables = [*tables, *causal_tables(active.own.layer)]
+        for module in tables:  # the tables assume that the last key is the query's own
             keys = active.masks[None].shape[-1]
             everything = torch.ones_like(module.get_buffer("bias")[..., :1, :1])
-            self.shadow(module._buffers, "bias", everything.expand(-1, -1, keys, keys))
+            self.shadows.put(module._buffers, "bias", everything.expand(-1, -1, keys, keys))
+        try:
+            yield
+        finally:
+            self.shadows.undo(len(tables))
 
     @property
     def lm_head(self) -> nn.Module:
@@ -420,151 +372,38 @@ class Gates:
 
     def devices(self) -> tuple[torch.device, torch.device]:
         """Devices of the LM head, and of the embeddings, where logits come out."""
-        return self._devices if self.are_in else self._find_devices()
-
-    def _find_devices(self) -> tuple[torch.device, torch.device]:
-        return device_of(self.lm_head), device_of(self.model.get_input_embeddings())
+        return self._devices if self.are_in else _devices(self)
 
     @property
     def are_in(self) -> bool:
         """Whether the calling thread has put them in."""
-        return self.entered > 0 and self.owner == threading.get_ident()
-
-    def close_masks(self) -> None:
-        """Put the model's own mask tables back."""
-        for _ in self._tables:
-            self.unshadow()
+        return self.entered > 0 and self.current.owner == threading.get_ident()
 
     @contextmanager
     def skipping(self, layer: nn.Module, skipped: Sequence[Skipped]) -> Iterator[None]:
         """Skip these sublayers of a layer in this thread's passes."""
         names = {child: name for name, child in layer.named_children()}
-        shadows, whole = 2 * len(skipped), layer.__dict__.get("forward")
+        shadows, whole = self.shadows, layer.__dict__.get("forward")
+        count = 2 * len(skipped)
         if isinstance(whole, LeanLayer):
-            self.shadow(layer.__dict__, "forward", whole.in_parts)
-            shadows += 1
+            shadows.put(layer.__dict__, "forward", whole.in_parts)
+            count += 1
         for module in (layer, *(stand_in.module for stand_in in skipped)):
-            shadows += self._uncompile(module)
+            count += shadows.put_all(module.__dict__, uncompiled(module))
         for stand_in in skipped:
             module = stand_in.module
-            self.shadow(module.__dict__, "forward", self._either(stand_in, module.forward))
-            self.shadow(layer.__dict__, names[module], module)  # goes before its shortcut
+            shadows.put(module.__dict__, "forward", forwards.skipped(self.current, stand_in))
+            shadows.put(layer.__dict__, names[module], module)  # goes before its shortcut
         try:
             yield
         finally:
-            for _ in range(shadows):
-                self.unshadow()
-
-    def _either(self, stand_in: Skipped, own: Callable[..., Any]) -> Callable[..., Any]:
-        def either(*args: Any, **kwargs: Any) -> Any:
-            return stand_in(own, args, kwargs) if self.gated else own(*args, **kwargs)
-
-        return either
-
-    def _mixed(self, mixer: nn.Module, index: int, own: Callable[..., Any]) -> Callable[..., Any]:
-        def mixed(*args: Any, **kwargs: Any) -> Any:
-            if not self.gated or self.active is None:
-                return own(*args, **kwargs)
-            return self.mixers.run(mixer, index, self.active, args, kwargs)
-
-        return mixed
-
-    def shadow(self, attributes: dict[str, Any], name: str, value: Any) -> None:
-        """Replace an attribute until `unshadow`."""
-        # It may be replaced already: by device hooks, or by an outer call of another wrapper.
-        self._shadows.append((attributes, name, attributes.get(name, _NOTHING)))
-        attributes[name] = value
-
-    def unshadow(self) -> None:
-        """Undo the last `shadow`."""
-        attributes, name, held = self._shadows.pop()
-        if held is _NOTHING:
-            attributes.pop(name, None)  # a module that was put there since has taken it away
-        else:
-            attributes[name] = held
+            shadows.undo(count)
 
     def returned(self, hidden_states: Tensor) -> Any:
         """The return value of a layer that passes `hidden_states` through unchanged."""
         count = self.returned_values
         return (hidden_states, *[None] * (count - 1)) if count else hidden_states
 
-    @property
-    def gated(self) -> bool:
-        """Whether the calling thread is inside a pass, or on the way from one to logits."""
-        inside = self.active is not None or self.unembeds
-        return inside and self.owner == threading.get_ident()
 
-    def _lean(self, module: nn.Module) -> Callable[..., Any]:
-        whole, lean = module.forward, partial(lean_forward(type(module).forward), module)
-        # One of the decorators that a lean forward leaves out may take this argument.
-        drops = not _takes(type(module).forward, "return_dict")
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if not self.gated:
-                return whole(*args, **kwargs)
-            if drops:
-                kwargs.pop("return_dict", None)
-            return lean(*args, **kwargs)
-
-        return LeanForward(forward, whole)
-
-    def _norm(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The final norm, or nothing if its output is not used."""
-
-        def norm(hidden_states: Tensor) -> Tensor:
-            active = self.active
-            # NanoChat applies the same module to its embeddings, before the layers run.
-            if active is None or not self.gated or active.result is None:
-                return forward(hidden_states)
-            if not active.normed:
-                return hidden_states
-            began = time.perf_counter()
-            output = forward(hidden_states)
-            active.head_seconds += time.perf_counter() - began
-            return output
-
-        return norm
-
-    def _read(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The LM head, at the positions that the pass asks for."""
-
-        def read(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            active = self.active
-            if active is None or not self.gated:
-                return forward(hidden_states, *args, **kwargs)
-            began = time.perf_counter()
-            if active.ends is not None:
-                hidden_states = at_ends(hidden_states, active.ends)
-            output = forward(hidden_states, *args, **kwargs)
-            active.head_seconds += time.perf_counter() - began
-            return output
-
-        return read
-
-    def _tabled(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        # Rebuilt each time: the model may have been cast in between.
-        tables = RotaryTables(forward)
-
-        def tabled(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-            active = self.active
-            if active is not None and self.owner == threading.get_ident():
-                window = active.window
-                if window is not None and window.even and window.positions is position_ids:
-                    return tables.view(x, window, *args, **kwargs)
-            return forward(x, position_ids, *args, **kwargs)
-
-        return tabled
-
-    def _by_length(self, module: nn.Module) -> Callable[..., Any]:
-        assert self.original_length is not None
-        forward, rotary = module.forward, LengthRotary(module, self.original_length)
-
-        def by_length(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-            active = self.active
-            if active is not None and self.owner == threading.get_ident():
-                window = active.window
-                if window is not None and window.switch is not None:
-                    return rotary(x, position_ids, window.switch, *args, **kwargs)
-            return forward(x, position_ids, *args, **kwargs)
-
-        return by_length
+def _devices(gates: Gates) -> tuple[torch.device, torch.device]:
+    return device_of(gates.lm_head), device_of(gates.model.get_input_embeddings())

@@ -10,6 +10,7 @@ behind the pass.
 from __future__ import annotations
 
 import inspect
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -314,3 +315,32 @@ class ActivePass:
         kept = [self.kept[layer] for layer in self.keep] if self.keep else []
         times = self.layer_seconds, self.head_seconds
         return Pass(self.result, output, *times, kept, logits)
+
+
+class CurrentPass:
+    """The pass of a model that is in progress, and the thread whose passes are gated.
+
+    Other threads use the model as it is.
+
+    Attributes:
+        active: the pass; `None` between passes.
+        owner: the thread.
+        unembeds: whether states are on the way from a pass to logits (`LogitsTail.unembed`).
+    """
+
+    def __init__(self) -> None:
+        self.active: ActivePass | None = None
+        self.owner: int | None = None
+        self.unembeds = False
+
+    @property
+    def mine(self) -> ActivePass | None:
+        """The pass, if the calling thread runs it."""
+        active = self.active
+        return active if active is None or self.owner == threading.get_ident() else None
+
+    @property
+    def gated(self) -> bool:
+        """Whether the calling thread is inside a pass, or on the way from one to logits."""
+        inside = self.active is not None or self.unembeds
+        return inside and self.owner == threading.get_ident()

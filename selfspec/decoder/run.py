@@ -11,6 +11,7 @@ import inspect
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -116,16 +117,16 @@ class LogitsTail:
             others.append((gates.lm_head, "forward", _mine(readout, gates.lm_head.forward)))
         with gates.lock:
             for module, name, other in others:
-                gates.shadow(module.__dict__, name, other)
-            outer, gates.unembeds = gates.unembeds, True
+                gates.shadows.put(module.__dict__, name, other)
+            current = gates.current
+            outer, current.unembeds = current.unembeds, True
             try:
                 tail = self.causal_lm.forward(
                     inputs_embeds=normed, use_cache=False, return_dict=True
                 )
             finally:
-                gates.unembeds = outer
-                for _ in others:
-                    gates.unshadow()
+                current.unembeds = outer
+                gates.shadows.undo(len(others))
         return tail.logits.to(device)
 
 
@@ -215,20 +216,17 @@ class Runner:
         gates = self.gates
         ends = active.span.stop == gates.depth and active.own is None
         active.normed = unembed or ends
-        if gates.own_masks:
-            gates.open_masks(active)
-        try:
-            if gates.hands_on is None:
-                return self._run_watched(active, inputs, unembed)
-            active.one_by_one = not gates.hands_on
-            return self._run_once(active, inputs, unembed)
-        except BodyError:  # for other inputs the body did nothing between its layers
-            again = replace(active, one_by_one=True, calls=[], kept={}, result=None)
-            return self._run_once(again, inputs, unembed)
-        finally:
-            gates.active = None
-            if gates.own_masks:
-                gates.close_masks()
+        with gates.opening_masks(active) if gates.own_masks else nullcontext():
+            try:
+                if gates.hands_on is None:
+                    return self._run_watched(active, inputs, unembed)
+                active.one_by_one = not gates.hands_on
+                return self._run_once(active, inputs, unembed)
+            except BodyError:  # for other inputs the body did nothing between its layers
+                again = replace(active, one_by_one=True, calls=[], kept={}, result=None)
+                return self._run_once(again, inputs, unembed)
+            finally:
+                gates.current.active = None
 
     def run_around(self, active: ActivePass, inputs: Mapping[str, Any], slots: Cache) -> Pass:
         """Run a pass over all layers of a prompt with images.
@@ -241,12 +239,12 @@ class Runner:
         gates, body_watch = self.gates, BodyWatch()
         # The body may add features of images between its layers, which says nothing about text.
         active.one_by_one, active.body_watch = True, body_watch if gates.hands_on is None else None
-        gates.active = active
+        gates.current.active = active
         try:
             cache = {cache_name(type(self.tail.causal_lm).forward): slots}
             logits = self.tail.run({**inputs, **cache})
         finally:
-            gates.active = None
+            gates.current.active = None
         if active.body_watch is not None and body_watch.hands_on:
             gates.hands_on = True
         assert active.body_output is not None
@@ -267,7 +265,7 @@ class Runner:
     def _run_once(self, active: ActivePass, inputs: dict[str, Any], unembed: bool) -> Pass:
         """The pass through the model's own code."""
         gates, tail = self.gates, self.tail
-        gates.active, logits = active, None
+        gates.current.active, logits = active, None
         active.body_only = not (unembed and tail.takes_all(inputs))
         try:
             if active.body_only and not tail.prepares(inputs):

@@ -16,7 +16,7 @@ from selfspec import SelfSpecModel
 from selfspec.decoder import Decoder, Span
 from selfspec.decoder.cache import SlicedViews, Window
 from selfspec.decoder.direct import Direct, direct, grouped_attention, lean_forward, shortcuts
-from selfspec.decoder.families import RotaryTables, is_static
+from selfspec.decoder.rotary import RotaryTables, is_static
 
 DYNAMIC = {
     "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0},

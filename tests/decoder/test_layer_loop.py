@@ -114,7 +114,7 @@ def test_every_layer_of_teacher_forcing_is_called_by_the_loop(kind, callers):
 LOOPS = {
     "decoder/run.py:run_layers": "the layers of a pass",
     "decoder/cache/recurrent.py:_after": "a kernel of one layer over the blocks of a round",
-    "decoder/families.py:__call__": "a rotary embedding for the lengths in a pass",
+    "decoder/rotary.py:__call__": "a rotary embedding for the lengths in a pass",
     "decoder/wrapping_check.py:_plainly": "the model's own decoding over tokens",
     "heads/teacher_forcing.py:draft_states": "one layer over draft steps",
     "heads/teacher_forcing.py:_moved_features": "features over draft steps",
