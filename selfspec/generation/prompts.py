@@ -12,7 +12,14 @@ from transformers import GenerationConfig
 from transformers.cache_utils import Cache, DynamicCache
 
 from selfspec.decoder import CACHE, Decoder
-from selfspec.decoder.cache import RowStates, SlotCache, join_rows, take_row
+from selfspec.decoder.cache import (
+    RowStates,
+    SlotCache,
+    join_rows,
+    load_cache,
+    store_cache,
+    take_row,
+)
 from selfspec.drafters.engine import Engine
 from selfspec.sampling.sampler import Context
 
@@ -128,7 +135,7 @@ class Prompt:
             capacity = max(self.lengths) + room
             slots, shift = self.engine.decoder.new_slots(self.rows, capacity), self._shift()
             if isinstance(self.cache, DynamicCache) and self.known[0]:
-                slots.load(self.cache)
+                load_cache(slots, self.cache)
         slots.begin(switches, shift)
         return slots
 
@@ -197,7 +204,7 @@ class Prompt:
         if isinstance(self.cache, DynamicCache) and even:
             if self.restarts:
                 self.cache.reset()
-            whole.store(self.cache, self.known[0])
+            store_cache(whole, self.cache, self.known[0])
             return self.cache
         if isinstance(self.cache, SlotCache):
             self.cache.take(whole)

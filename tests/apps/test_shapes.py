@@ -178,7 +178,7 @@ def test_a_plain_round_reads_all_weights_once_and_all_keys_and_values(tied):
     with torch.inference_mode(), engine.decoder:
         engine.decoder.run(torch.zeros(1, 1, dtype=torch.long), Span(0, 8), slots)
     assert bytes_a_round(engine, None, 0) == matrices
-    assert bytes_a_round(engine, None, 100) - matrices == 100 * sum(slots.token_bytes)
+    assert bytes_a_round(engine, None, 100) - matrices == 100 * sum(slots.sizes.token)
 
 
 def test_a_drafting_round_reads_what_its_passes_read(spec):

@@ -150,9 +150,9 @@ def test_a_token_takes_a_byte_a_number_and_a_scale() -> None:
         with torch.no_grad():
             decoder.run(torch.tensor([[3, 4, 5]]), Span(0, decoder.depth), slots)
         slots.commit([3])
-        sizes[kept] = slots.token_bytes[0]
+        sizes[kept] = slots.sizes.token[0]
         again = join_rows([take_row(slots, 0)], slots)
-        assert again.token_bytes == slots.token_bytes
+        assert again.sizes.token == slots.sizes.token
         for mine, theirs in zip(slots.layers, again.layers, strict=True):
             assert torch.equal(mine.seen(3)[0], theirs.seen(3)[0])
     heads, dim = 2, 8

@@ -11,7 +11,7 @@ from transformers import Cache, DynamicCache, LlamaConfig, MistralConfig
 
 from selfspec import DraftConfig, SelfSpecModel
 from selfspec.decoder import CACHE
-from selfspec.decoder.cache import SlotCache, join_rows, take_row
+from selfspec.decoder.cache import SlotCache, join_rows, load_cache, store_cache, take_row
 from selfspec.sampling.draft import Tree
 
 HEADS, DIM = 2, 4
@@ -312,9 +312,9 @@ def test_a_row_is_a_copy():
 
 def test_nbytes_is_what_the_buffers_take():
     slots = SlotCache([None, 3], 3, capacity=32)
-    assert slots.nbytes == 0
+    assert slots.sizes.whole == 0
     put(slots, [1], [2], [3])
-    assert slots.nbytes == 2 * 2 * (3 * HEADS * 32 * DIM) * 8
+    assert slots.sizes.whole == 2 * 2 * (3 * HEADS * 32 * DIM) * 8
 
 
 def test_reset_and_crop_forget_tokens():
@@ -387,7 +387,7 @@ def filled(config, width):
 def test_a_dynamic_cache_is_loaded_to_its_positions(kind, width):
     window = 4 if kind == "sliding" else None
     slots = SlotCache([window] * 2, 1)
-    slots.load(filled(CONFIGS[kind], width))
+    load_cache(slots, filled(CONFIGS[kind], width))
     assert slots.lengths == [width]
     for keys, values in take_row(slots, 0):
         # A sliding cache has dropped what no later token can see.
@@ -402,10 +402,10 @@ def test_what_is_stored_is_what_plain_decoding_would_hold(kind, known, width):
     slots = SlotCache([4 if kind == "sliding" else None] * 2, 1)
     cache = filled(CONFIGS[kind], known)
     if known:
-        slots.load(cache)
+        load_cache(slots, cache)
     put(slots, list(range(known, width)))
     slots.commit([width - known])
-    slots.store(cache, known)
+    store_cache(slots, cache, known)
     plain = filled(CONFIGS[kind], width)
     assert cache.get_seq_length() == width
     for layer, expected in zip(cache.layers, plain.layers, strict=True):

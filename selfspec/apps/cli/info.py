@@ -125,9 +125,9 @@ def describe(engine: Engine, context: int | None, profile: Profile | None = None
     from selfspec.config import Precision
 
     decoder = engine.decoder
-    config, slots = decoder.config, slots_of_two_tokens(decoder)
+    config, sizes = decoder.config, slots_of_two_tokens(decoder).sizes
     context = context or decoder.max_positions or 4096
-    per_token, attending = sum(slots.token_bytes), sum(size > 0 for size in slots.token_bytes)
+    per_token, attending = sum(sizes.token), sum(size > 0 for size in sizes.token)
     windows = Counter(window for window in decoder.windows if window is not None)
     weights = _weights(decoder.causal_lm)
     tuned = profile and {
@@ -153,8 +153,8 @@ def describe(engine: Engine, context: int | None, profile: Profile | None = None
         "context": context,
         "kv_bytes": Bytes(per_token * context),
         "recurrent_layers": len(decoder.recurrent_layers),
-        "state_bytes": Bytes(slots.state_bytes[0]),
-        "state_bytes_per_draft": Bytes(slots.state_bytes[1]),
+        "state_bytes": Bytes(sizes.state),
+        "state_bytes_per_draft": Bytes(sizes.pending),
         "low_precision": [
             {
                 "precision": precision,

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from selfspec.decoder.cache.layer import SlotLayer, Window
+from selfspec.decoder.cache.layer import SlotLayer
+from selfspec.decoder.cache.window import Window
 
 _MOST = 127
 
@@ -40,7 +41,7 @@ class Int8Layer(SlotLayer):
         self, key_states: Tensor, value_states: Tensor, window: Window
     ) -> tuple[Tensor, Tensor]:
         """Write states to the window's slots, rounded; returns the visible keys and values."""
-        self.make_room(window)
+        self.make_room(window.end)
         for states, buffer in zip(self._kept(key_states, value_states), self.buffers, strict=True):
             window.put(states, buffer)
         return self.seen(window.end)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from selfspec.decoder.cache.layer import Window
+from selfspec.decoder.cache.window import Window
 from selfspec.sampling.draft import Tree
 
 WIDEST = 64  # queries in the table; a wider pass builds its own mask
