@@ -18,8 +18,9 @@ from selfspec.decoder.devices import device_of
 from selfspec.drafters.draft_models import DraftModels
 from selfspec.drafters.text_store import TextStore
 from selfspec.heads import ExitHead, check_distinct, head_class
+from selfspec.sampling.context import Context
 from selfspec.sampling.draft import Draft, Tree, Verdict
-from selfspec.sampling.sampler import Context, Sampler
+from selfspec.sampling.sampler import Sampler
 from selfspec.schedule import Rounds
 from selfspec.schedule.stats import Stats
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from selfspec.config import LONGEST_COPY, LookupConfig
 from selfspec.drafters.engine import Engine
 from selfspec.drafters.text_store import Occurrences, TextStore
+from selfspec.sampling.context import Context
 from selfspec.sampling.draft import Draft
-from selfspec.sampling.sampler import Context
 
 FEWEST = 10  # tokens that are copied at a time after a short match, unless a number is given
 

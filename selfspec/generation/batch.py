@@ -24,14 +24,15 @@ from selfspec.decoder import Pass, entered, locked
 from selfspec.decoder.cache import WIDEST
 from selfspec.drafters import Drafter
 from selfspec.drafters.engine import State
-from selfspec.generation.loop import AT_LAST_POSITION, Session, room_of
+from selfspec.generation.loop import AT_LAST_POSITION, Session, check_logits, room_of
 from selfspec.generation.prompts import Prompt
 from selfspec.generation.rounds import RowRound, StepRecord, read_rounds
 from selfspec.generation.stopping import Stops
+from selfspec.sampling.context import Context
 from selfspec.sampling.coupled_noise import Noise
 from selfspec.sampling.draft import Draft, Tree, Verdict
 from selfspec.sampling.processors import joined, signature
-from selfspec.sampling.sampler import Context, Sampler
+from selfspec.sampling.sampler import Sampler
 from selfspec.schedule.stats import Round, Stats, Trace
 
 PREFILL = 512  # tokens, padding included, that are prefilled between two rounds
@@ -215,7 +216,8 @@ class JoinedSampler(Sampler):
 
     def __init__(self, requests: Requests, like: Sampler, generator: torch.Generator | None):
         noise = None if like.noise is None else JoinedNoise(requests)
-        super().__init__(like.processors, like.do_sample, generator, noise, like.eos, like.rule)
+        options = like.do_sample, generator, noise, like.rule
+        super().__init__(like.processors, *options, eos=like.eos)
         self.requests = requests
         self._joined: tuple[list[int], Sequence[Any]] = ([], [])  # for which rows
 
@@ -410,7 +412,7 @@ class Group(Session):
         rounds = read_rounds(draft, verdict, broken)
         for index, row in enumerate(state.context.rows):
             with self.requests[row].ends_by_error():
-                self._check(rounds[index])
+                check_logits(rounds[index], self.sampler)
             if verdict.cut is not None and self.requests[row].output.error is not None:
                 verdict.stop(index)
         return rounds

@@ -35,9 +35,10 @@ from selfspec.generation.stopping import Stops
 from selfspec.generation.streaming import Stream
 from selfspec.generation.unsupported import refuse_unsupported_inputs, split_media
 from selfspec.sampling import COUPLED, LOSSLESS_RULES, accept, walk
+from selfspec.sampling.context import Context
 from selfspec.sampling.coupled_noise import Noise
 from selfspec.sampling.draft import Draft, Verdict
-from selfspec.sampling.sampler import Context, Sampler
+from selfspec.sampling.sampler import Sampler
 from selfspec.schedule.stats import Round, Stats, Trace
 
 _FIRST_ROOM = 1024  # tokens reserved ahead; buffers double when a call writes more
@@ -155,11 +156,11 @@ class Session:
     def step(self, state: State) -> None:
         """One round."""
         self._run_next(state)
-        self._check_positions(state)
+        _check_positions(state, self.engine.decoder.learned_positions)
         self._prefill_again(state)
-        limit = self._limit(state)
+        limit = _most_drafts(state, self.stops, self.prompt, self.engine.decoder.max_positions)
         draft = nothing = Draft.empty(state.rows, state.pending.device)
-        forced = self._forced(state, limit)
+        forced = _forced(state, limit) if self.drafter.drafts else None
         if forced is not None:
             self.drafter.pause()
             draft = forced
@@ -178,19 +179,6 @@ class Session:
         own = draft if forced is None else nothing
         self.drafter.commit(state, own, verified, verdict)
         self._commit(state, verdict, rounds)
-
-    def _forced(self, state: State, limit: int) -> Draft | None:
-        """What processors with a state force in half of the rows or more, if the call drafts.
-
-        Rows without such tokens take a plain step. At most half of the block is padding: a longer
-        one costs all rows more than it brings a few.
-        """
-        if limit < 1 or not state.sampler.walks or not self.drafter.drafts:
-            return None
-        forced = state.sampler.forced(state.context, min(limit, WIDEST - 1))
-        length = sorted(map(len, forced))[state.rows // 2]
-        forced = [tokens[:length] for tokens in forced]
-        return Draft.of(forced, state.pending.device) if length else None
 
     def _accept(self, state: State, draft: Draft, logits: Tensor) -> tuple[Verdict, Tensor]:
         """Apply the acceptance rule to the target's logits.
@@ -227,20 +215,8 @@ class Session:
         """Copy the round to the host."""
         rounds = read_rounds(draft, verdict, broken)
         for step in rounds:
-            self._check(step)
+            check_logits(step, self.sampler)
         return rounds
-
-    def _check(self, step: RowRound) -> None:
-        if step.broken and not self.sampler.removes_invalid:
-            raise ValueError(
-                "the model's logits are NaN or infinite; check its weights and dtype (float16 "
-                "overflows where bfloat16 and float32 do not)"
-            )
-
-    def _check_positions(self, state: State) -> None:
-        positions = self.engine.decoder.learned_positions
-        if positions is not None and max(state.slots.lengths) >= positions:
-            raise ValueError(AT_LAST_POSITION.format(positions))
 
     def _prefill_again(self, state: State) -> None:
         """Compute the cache anew for rows whose next token is beyond the original length.
@@ -251,18 +227,6 @@ class Session:
             self.prompt.restart()
             with self.stats.clock("prefill"):
                 self.engine.prefill_again(state, self.chunk)
-
-    def _limit(self, state: State) -> int:
-        """The most drafts that can be used: the last allowed token is the target's own."""
-        limit = self.stops.remaining(state.context) - 1
-        positions = self.engine.decoder.max_positions
-        if positions is not None:
-            limit = min(limit, positions - 1 - max(state.slots.lengths))
-        if self.prompt.prefills_again and state.slots.switches is not None:
-            # Drafts beyond the switch need keys and values that are computed anew there.
-            rows = zip(state.slots.lengths, state.slots.switches, strict=True)
-            limit = min(limit, *(at - 1 - have for have, at in rows if have < at), limit)
-        return limit
 
     def _commit(self, state: State, verdict: Verdict, rounds: list[RowRound]) -> None:
         """Cut the new tokens at their stops, then commit the rest."""
@@ -300,19 +264,57 @@ class Session:
         rows, last = state.context.rows, [index for index in stay if index >= len(stay)]
         leaving = {row: index for index, row in enumerate(rows) if index not in stay}
         self.prompt.retire(state.slots, leaving)
-        self._store([*leaving], state.context)
+        store = self.engine.store
+        if store is not None:
+            for row in leaving:
+                new = sum(len(step.tokens) for step in self._rounds(row))
+                # With the last tokens of its prompt.
+                store.add(state.context.text[row][-(new + BEGINNING) :])
         # The last rows take the indices of finished rows, so that few are copied.
         going = [index if index in stay else last.pop() for index in range(len(stay))]
         state.select(going)
         if going:
             self.drafter.select(going)
 
-    def _store(self, rows: Sequence[int], context: Context) -> None:
-        """Add finished rows to the engine's store, behind the last tokens of their prompts."""
-        if self.engine.store is not None:
-            for row in rows:
-                new = sum(len(step.tokens) for step in self._rounds(row))
-                self.engine.store.add(context.text[row][-(new + BEGINNING) :])
+
+def _check_positions(state: State, learned: int | None) -> None:
+    if learned is not None and max(state.slots.lengths) >= learned:
+        raise ValueError(AT_LAST_POSITION.format(learned))
+
+
+def _most_drafts(state: State, stops: Stops, prompt: Prompt, positions: int | None) -> int:
+    """The most drafts that can be used: the last allowed token is the target's own."""
+    limit, lengths = stops.remaining(state.context) - 1, state.slots.lengths
+    if positions is not None:
+        limit = min(limit, positions - 1 - max(lengths))
+    if prompt.prefills_again and state.slots.switches is not None:
+        # Drafts beyond the switch need keys and values that are computed anew there.
+        rows = zip(lengths, state.slots.switches, strict=True)
+        limit = min(limit, *(at - 1 - have for have, at in rows if have < at), limit)
+    return limit
+
+
+def _forced(state: State, limit: int) -> Draft | None:
+    """What processors with a state force in half of the rows or more.
+
+    Rows without such tokens take a plain step. At most half of the block is padding: a longer one
+    costs all rows more than it brings a few.
+    """
+    if limit < 1 or not state.sampler.walks:
+        return None
+    forced = state.sampler.forced(state.context, min(limit, WIDEST - 1))
+    length = sorted(map(len, forced))[state.rows // 2]
+    forced = [tokens[:length] for tokens in forced]
+    return Draft.of(forced, state.pending.device) if length else None
+
+
+def check_logits(step: RowRound, sampler: Sampler) -> None:
+    """Raise ValueError if a row's logits are NaN or infinite, and no processor replaces them."""
+    if step.broken and not sampler.removes_invalid:
+        raise ValueError(
+            "the model's logits are NaN or infinite; check its weights and dtype (float16 "
+            "overflows where bfloat16 and float32 do not)"
+        )
 
 
 def room_of(stops: Stops, context: Context) -> int:
@@ -429,7 +431,7 @@ class Call:
             if self.rule == COUPLED:
                 noise = Noise([prompt.width] * prompt.rows, device, self.generator)
         eos = frozenset(stops.eos)
-        return Sampler(processors, do_sample, self.generator, noise, eos, self.rule)
+        return Sampler(processors, do_sample, self.generator, noise, self.rule, eos=eos)
 
 
 def padding_id(config: GenerationConfig) -> int:

@@ -21,7 +21,7 @@ from selfspec.decoder.cache import (
     take_row,
 )
 from selfspec.drafters.engine import Engine
-from selfspec.sampling.sampler import Context
+from selfspec.sampling.context import Context
 
 _PER_TOKEN = ("position_ids", "token_type_ids", "mm_token_type_ids")  # inputs of `[…, width]`
 

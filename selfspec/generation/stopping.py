@@ -23,7 +23,7 @@ from transformers.generation.stopping_criteria import (
 
 from selfspec.decoder import Ranks
 from selfspec.generation.rounds import StepRecord
-from selfspec.sampling.sampler import Context
+from selfspec.sampling.context import Context
 
 
 class Stops:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from selfspec.sampling.sampler import Context
+from selfspec.sampling.context import Context
 from selfspec.schedule.stats import Round
 
 

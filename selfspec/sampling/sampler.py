@@ -1,366 +1,38 @@
-"""Logits to probabilities through the caller's logits processors."""
+"""Scores to tokens, greedily or by sampling."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import InfNanRemoveLogitsProcessor, LogitsProcessorList
 
+from selfspec.sampling.context import Context
 from selfspec.sampling.coupled_noise import Noise
 from selfspec.sampling.draft import Tree
-from selfspec.sampling.forks import for_request, fork
-from selfspec.sampling.processors import POINTWISE, Prefixes, process, runs_in_blocks
-
-
-class Context:
-    """The tokens so far, as processors and stopping criteria see them.
-
-    One buffer holds every row of the call, finished ones included, because a processor may depend
-    on the index of a row. `rows` are the unfinished ones. Most calls never read the buffer before
-    they end, so committed tokens are written to it when it is read.
-
-    Args:
-        tokens: `[batch, capacity]` the caller's prompt, left padding included, then free space.
-        lengths: committed tokens of each row of the call, padding included.
-        rows: indices of the unfinished rows, in the order of the model's tensors.
-        text: committed tokens of each row on the host, without padding.
-        padding: the token after the end of finished rows.
-
-    Attributes:
-        alike: whether the processors of all rows differ only in what depends on the prompt.
-    """
-
-    alike: bool = True
-
-    def __init__(
-        self,
-        tokens: Tensor,
-        lengths: list[int],
-        rows: list[int],
-        text: Sequence[list[int]] = (),
-        padding: int = 0,
-    ):
-        self.padding = padding
-        self.lengths, self.text = dict(enumerate(lengths)), dict(enumerate(text))  # by row
-        self.rows = rows
-        self._tokens, self._filled = tokens, dict(self.lengths)
-
-    @property
-    def device(self) -> torch.device:
-        """The buffer's device."""
-        return self._tokens.device
-
-    @property
-    def tokens(self) -> Tensor:
-        """`[batch, capacity]` the prompt, the emitted tokens, and space for drafts."""
-        if self._filled != self.lengths:
-            self._fill()
-        return self._tokens
-
-    @torch.inference_mode()  # the loop's tensors can be changed in inference mode only
-    def _fill(self) -> None:
-        for row, length in self.lengths.items():
-            missing = length - self._filled[row]
-            if missing:
-                self._put(row, length - missing, torch.tensor(self.text[row][-missing:]))
-                self._filled[row] = length
-
-    def reserve(self, width: int) -> None:
-        """Reserve space for rows of `width` tokens."""
-        missing = width - self._tokens.shape[1]
-        if missing > 0:
-            self._tokens = torch.nn.functional.pad(self._tokens, (0, missing))
-
-    def write(self, block: Tensor, offset: int = 0) -> None:
-        """Write `block` `[rows, n]` at `offset` after the committed tokens of unfinished rows."""
-        starts, width = [self.lengths[row] + offset for row in self.rows], block.shape[1]
-        if len(starts) == 1:
-            return self._put(self.rows[0], starts[0], block[0])
-        if max(starts) + width > self._tokens.shape[1]:
-            self.reserve(2 * (max(starts) + width))
-        indices = [[self._index(row) for row in self.rows], starts]
-        rows, firsts = torch.tensor(indices, device=self.device)[..., None]
-        columns = firsts + torch.arange(width, device=self.device)
-        self._tokens[rows, columns] = block.to(self.device)
-
-    def _index(self, row: int) -> int:
-        """Index of a row in the buffer."""
-        return row
-
-    def _put(self, row: int, start: int, tokens: Tensor) -> None:
-        stop = start + len(tokens)
-        if stop > self._tokens.shape[1]:
-            self.reserve(2 * stop)
-        self._tokens[self._index(row), start:stop] = tokens
-
-    def commit(self, row: int, tokens: Sequence[int], written: bool) -> None:
-        """Commit tokens of a row; `written` ones are in the buffer already."""
-        if written and self._filled[row] == self.lengths[row]:
-            self._filled[row] += len(tokens)
-        self.lengths[row] += len(tokens)
-        self.text[row].extend(tokens)
-
-    def select(self, rows: Sequence[int]) -> None:
-        """Keep only some of the unfinished rows, by their index among these."""
-        self.rows = [self.rows[index] for index in rows]
-
-    def new(self, row: int, start: int) -> list[int]:
-        """Committed tokens of a row from index `start` on, padding counted."""
-        return self.text[row][start - self.lengths[row] :] if start < self.lengths[row] else []
-
-    def padded(self, ahead: int = 0) -> Tensor:
-        """`[batch, longest + ahead]` the tokens of every row, padded behind the shorter ones.
-
-        Args:
-            ahead: tokens after the committed ones, written before, that unfinished rows also have.
-        """
-        width = max(self.lengths.values()) + ahead
-        ends = [length + ahead * (row in self.rows) for row, length in self.lengths.items()]
-        lengths = torch.tensor(ends, device=self.device)[:, None]
-        behind = torch.arange(width, device=self.device) >= lengths
-        return self.tokens[:, :width].masked_fill(behind, self.padding)
-
-    def column(self, tokens: Tensor) -> Tensor:
-        """`[batch, 1]` one more token of every unfinished row, and padding in the others."""
-        column = torch.full((len(self.lengths), 1), self.padding, device=self.device)
-        column[self.rows, 0] = tokens.to(self.device)
-        return column
-
-    def prefixes(self, width: int, offset: int, filler: int) -> Prefixes:
-        """The texts before `width` positions of every unfinished row, row by row.
-
-        Args:
-            width: number of positions.
-            offset: distance of the first one from the end of the committed tokens; the tokens
-                between have been written.
-            filler: stands behind the end of shorter texts.
-        """
-        counts = [self.lengths[row] + offset for row in self.rows]
-        shortest, longest = min(counts), max(counts) + width - 1
-
-        def lengths() -> Tensor:
-            ahead = torch.arange(width, device=self.device)
-            return (torch.tensor(counts, device=self.device)[:, None] + ahead).flatten()
-
-        def tokens() -> Tensor:
-            text = self._of_rows(longest)
-            if shortest == longest:
-                return text
-            behind = torch.arange(longest, device=self.device) >= before.lengths[:, None]
-            return text.repeat_interleave(width, 0).masked_fill_(behind, filler)
-
-        rows = [row for row in self.rows for _ in range(width)]
-        before = Prefixes(rows, shortest, longest, tokens, lengths)
-        return before
-
-    def branches(self, drafts: Tensor, above: Tensor, filler: int) -> Prefixes:
-        """The texts before positions of a tree of every unfinished row, row by row.
-
-        Args:
-            drafts: `[rows, drafts]` the tree's tokens.
-            above: `[rows, n, drafts]` which of them are on the branch to each position.
-            filler: stands behind the end of shorter texts.
-        """
-        counts = [self.lengths[row] for row in self.rows]
-        committed = torch.tensor(counts, device=self.device)[:, None]
-        longest, room = max(counts), drafts.shape[1]
-
-        def tokens() -> Tensor:
-            behind = torch.arange(longest, device=self.device) >= committed
-            text = self._of_rows(longest).masked_fill(behind, filler)
-            text = torch.nn.functional.pad(text, (0, room + 1), value=filler)
-            text = text[:, None].repeat(1, above.shape[1], 1)
-            # Tokens on other branches go to a column that is dropped.
-            columns = torch.where(
-                above, committed[..., None] + above.cumsum(-1) - 1, longest + room
-            )
-            text.scatter_(2, columns, drafts[:, None].expand_as(above))
-            return text[..., :-1].flatten(0, 1)
-
-        rows = [row for row in self.rows for _ in range(above.shape[1])]
-        lengths = (committed + above.sum(-1)).flatten()
-        return Prefixes(rows, min(counts), longest + room, tokens, lambda: lengths)
-
-    def _of_rows(self, width: int) -> Tensor:
-        """`[rows, width]` the first tokens of unfinished rows."""
-        indices, tokens = [self._index(row) for row in self.rows], self.tokens
-        if indices == list(range(tokens.shape[0])):
-            return tokens[:, :width]
-        return tokens[indices, :width]
+from selfspec.sampling.scorer import Scorer
 
 
 @dataclass
-class Sampler:
-    """Turns scores into tokens with the caller's processors, greedily or by sampling.
+class Sampler(Scorer):
+    """Turns scores into tokens.
 
     Attributes:
-        processors: the caller's logits processors.
         do_sample: whether tokens are sampled.
         generator: source of random numbers; `None` uses torch's global one.
         noise: noise of every position, for the rule "coupled".
-        eos: tokens that end a text.
         rule: how sampled chains are verified, by its name in `CHAIN_RULES`, or "coupled".
     """
 
-    processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
     do_sample: bool = False
     generator: torch.Generator | None = None
     noise: Noise | None = None
-    eos: frozenset[int] = frozenset()
     rule: str = "block"
-    _forks: list[Any] = field(default_factory=list, init=False, repr=False)
-    _vocab: int = field(default=0, init=False, repr=False)  # of the last logits
-
-    def separate(self) -> None:
-        """Take copies of the processors, so that they share no state with other requests.
-
-        Raises:
-            ValueError: one cannot be copied.
-        """
-        self.processors = LogitsProcessorList(map(for_request, self.processors))
 
     @property
     def chooses(self) -> bool:
         """Whether each position has one right token, with which drafts are compared."""
         return not self.do_sample or self.noise is not None
-
-    @cached_property
-    def walks(self) -> bool:
-        """Whether some processor may have a state, so that drafts are verified by `walk`."""
-        return not all(map(runs_in_blocks, self.processors))
-
-    @cached_property
-    def removes_invalid(self) -> bool:
-        """Whether a processor replaces logits that are NaN or infinite."""
-        return any(type(p) is InfNanRemoveLogitsProcessor for p in self.processors)
-
-    @cached_property
-    def in_blocks(self) -> list[Any]:
-        """The processors that can be applied to many positions together, in order."""
-        return list(filter(runs_in_blocks, self.processors))
-
-    @cached_property
-    def reads_prefix(self) -> bool:
-        """Whether some processor reads the tokens before a position."""
-        return any(type(processor) not in POINTWISE for processor in self.processors)
-
-    def apply(self, text: Tensor, logits: Tensor, rows: Sequence[int]) -> Tensor:
-        """Scores `[rows, vocab]` after one position, by every processor as plain decoding calls it.
-
-        Args:
-            text: `[batch, length]` the tokens of every row of the call.
-            logits: `[rows, vocab]` of unfinished rows; those of finished ones are not known, and
-                processors get zeros in their place.
-            rows: the unfinished rows.
-        """
-        self._vocab = logits.shape[-1]
-        return _apply(self.processors, text, logits, rows)
-
-    def scores(self, logits: Tensor, context: Context, offset: int = 0) -> Tensor:
-        """Scores `[batch, n, vocab]` in float32, by the processors that run in blocks.
-
-        If these are all processors, the scores are those of plain decoding. Otherwise they are
-        those of drafts: forks of the other processors, if there are any, are called at the
-        positions of a chain of drafts in order, and made anew at offset 0.
-
-        Position j of a row sees `context` up to that row's length plus `offset + j`, so drafts must
-        have been written after the committed tokens when a processor reads the prefix.
-        """
-        scores = self._in_blocks(logits, context, offset)
-        if offset == 0 and self.walks:
-            self._forks = self._new_forks()
-        return self._pruned(scores, context, offset) if self._forks else scores
-
-    def _pruned(self, scores: Tensor, context: Context, offset: int) -> Tensor:
-        """Scores `[batch, 1, vocab]` of the next draft after the forks.
-
-        A fork sees only texts that it allows, and none that goes on behind its end.
-        """
-        text = context.padded(offset)
-        ended = offset and not self.eos.isdisjoint(text[context.rows, -1].tolist())
-        pruned = None if ended else _apply(self._forks, text, scores[:, 0], context.rows)
-        if pruned is None or bool((pruned.amax(-1) == -torch.inf).any()):
-            self._forks = []
-            return scores
-        return pruned[:, None]
-
-    def _new_forks(self) -> list[Any]:
-        forks = [fork(processor) for processor in self.processors if not runs_in_blocks(processor)]
-        return [copied for copied in forks if copied is not None]
-
-    def forced(self, context: Context, most: int) -> list[list[int]]:
-        """The tokens that the processors are expected to force next, of each unfinished row.
-
-        All rows have as many, at most `most`: processors see the rows in step.
-        """
-        forks, text = self._new_forks(), context.padded()
-        tokens: list[list[int]] = [[] for _ in context.rows]
-        while forks and len(tokens[0]) < most:
-            found = self._forced_next(forks, text, context.rows)
-            count = min(map(len, found))
-            for row, new in zip(tokens, found, strict=True):
-                row.extend(new[:count])
-            # The forks have not seen the tokens in between if there are several.
-            if count != 1 or any(row[-1] in self.eos for row in tokens):
-                break
-            last = torch.tensor([row[-1] for row in tokens], device=context.device)
-            text = torch.cat([text, context.column(last)], dim=1)
-        return [row[:most] for row in tokens]
-
-    def _forced_next(self, forks: list[Any], text: Tensor, rows: Sequence[int]) -> list[list[int]]:
-        """What a fork knows to follow, or else the only token that is allowed, of each row."""
-        blank = torch.zeros(len(rows), self._vocab, device=text.device)
-        allowed = _apply(forks, text, blank, rows) > -torch.inf
-        only = torch.where(allowed.sum(-1) == 1, allowed.long().argmax(-1), -1).tolist()
-        known = [copied.forced(text) for copied in forks if hasattr(copied, "forced")]
-        several = [max([by[row] for by in known], key=len, default=[]) for row in rows]
-        return [more or [one] * (one >= 0) for more, one in zip(several, only, strict=True)]
-
-    def _in_blocks(self, logits: Tensor, context: Context, offset: int) -> Tensor:
-        batch, width, vocab = logits.shape
-        if not self.in_blocks:
-            return logits.float()
-        if self.reads_prefix:
-            return self._process_block(context, context.prefixes(width, offset, vocab), logits)
-        # Pointwise processors read nothing of the tokens but their number of rows.
-        rows = torch.zeros(batch * width, 1, dtype=torch.long, device=context.device)
-        scores = logits.to(torch.float32, copy=True).view(-1, vocab)
-        # The list looks up the signature of every processor at every call; these are known.
-        for processor in self.in_blocks:
-            scores = processor(rows, scores)
-        return scores.view(batch, width, vocab)
-
-    def tree_scores(
-        self, logits: Tensor, context: Context, tokens: Tensor, tree: Tree, first: int = 0
-    ) -> Tensor:
-        """`scores` `[batch, n, vocab]` after positions of a tree's block.
-
-        Args:
-            logits: `[batch, n, vocab]` of the positions from `first` on.
-            context: the text so far.
-            tokens: `[batch, drafts]` the tree's tokens.
-            tree: which continues which; every position sees its own branch.
-            first: the first position.
-        """
-        if not self.in_blocks or not self.reads_prefix:
-            return self._in_blocks(logits, context, 0)
-        above = tree.ancestors[:, first : first + logits.shape[1], 1:]
-        before = context.branches(tokens, above, logits.shape[-1])
-        return self._process_block(context, before, logits)
-
-    def _process_block(self, context: Context, before: Prefixes, logits: Tensor) -> Tensor:
-        """Scores of `logits` `[batch, n, vocab]` at positions with the texts `before` them."""
-        processors = self._for_rows(context)
-        return process(processors, before, logits.flatten(0, 1)).view(logits.shape)
-
-    def _for_rows(self, context: Context) -> Sequence[Any]:
-        """The processors of the unfinished rows that run in blocks."""
-        return self.in_blocks
 
     def drawable(self, scores: Tensor) -> Tensor:
         """Processed scores `[..., vocab]` of a draft with something to draw in every row.
@@ -427,19 +99,6 @@ class Sampler:
         if self.noise is not None:
             return self.order(scores, context, depth).argmax(-1), probs
         return draw(probs, self.generator), probs
-
-
-def _apply(processors: Any, text: Tensor, logits: Tensor, rows: Sequence[int]) -> Tensor:
-    """Scores `[rows, vocab]` by processors that are called with every row of the call.
-
-    Logits of finished rows are not known; processors get zeros in their place.
-    """
-    every_row = list(rows) == list(range(text.shape[0]))
-    if every_row:
-        return LogitsProcessorList(processors)(text, logits.to(torch.float32, copy=True))  # pyright: ignore
-    scores = logits.new_zeros(text.shape[0], logits.shape[-1], dtype=torch.float32)
-    scores[rows] = logits.float()
-    return LogitsProcessorList(processors)(text, scores)[rows]  # pyright: ignore
 
 
 def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:

@@ -15,8 +15,9 @@ from selfspec.sampling.acceptance import (
     first_accepted,
     probs_after,
 )
+from selfspec.sampling.context import Context
 from selfspec.sampling.draft import Draft, Verdict
-from selfspec.sampling.sampler import Context, Sampler, draw
+from selfspec.sampling.sampler import Sampler, draw
 
 # Called after each position with the new tokens of unfinished rows, the text of every row of the
 # call `[batch, length]` and the scores `[rows, vocab]`; returns which of these rows stop.

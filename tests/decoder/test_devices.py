@@ -25,7 +25,8 @@ from selfspec.drafters import make_drafter
 from selfspec.drafters.engine import State
 from selfspec.heads import HEAD_KINDS, save_heads
 from selfspec.sampling import accept
-from selfspec.sampling.sampler import Context, Sampler
+from selfspec.sampling.context import Context
+from selfspec.sampling.sampler import Sampler
 
 IDS, MASK = prompt(5, 3, 7)
 FITTED = [kind for kind in HEAD_KINDS if kind != "shared"]

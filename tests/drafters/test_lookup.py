@@ -12,7 +12,7 @@ from selfspec import SelfSpecModel
 from selfspec.config import LookupConfig
 from selfspec.drafters import Cascade, PromptLookup
 from selfspec.drafters.suffix_lookup import Lookup, NgramIndex, SuffixIndex
-from selfspec.sampling.sampler import Context
+from selfspec.sampling.context import Context
 
 TEXTS = st.integers(1, 4).flatmap(lambda n: st.lists(st.integers(0, n - 1), max_size=40))
 DRAFTERS = pytest.mark.parametrize("drafter", ["prompt_lookup", "cascade"])

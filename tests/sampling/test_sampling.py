@@ -6,8 +6,9 @@ from scipy.stats import chisquare
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
+from selfspec.sampling.context import Context
 from selfspec.sampling.draft import Tree
-from selfspec.sampling.sampler import Context, Sampler, draw
+from selfspec.sampling.sampler import Sampler, draw
 
 VOCAB = 11
 LENGTHS = [6, 4, 7]

@@ -10,9 +10,10 @@ from law_tools import Pair, distributions, p_value
 from transformers import LogitsProcessor, LogitsProcessorList, SynthIDTextWatermarkingConfig
 
 from selfspec import DraftConfig, SelfSpecModel
+from selfspec.sampling.context import Context
 from selfspec.sampling.draft import Draft, Tree
 from selfspec.sampling.forks import fork
-from selfspec.sampling.sampler import Context, Sampler
+from selfspec.sampling.sampler import Sampler
 from selfspec.sampling.walk import walk
 
 DRAFTS = {
