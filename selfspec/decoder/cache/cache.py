@@ -444,8 +444,8 @@ class SlotCache(Cache):
     def state_bytes(self) -> tuple[int, int]:
         """Bytes of one row's recurrent states, and of the inputs kept for uncommitted tokens."""
         layers, rows = self.recurrent.values(), self.rows
-        kept = sum(layer.nbytes for layer in layers), sum(layer.pending_nbytes for layer in layers)
-        return kept[0] // rows, kept[1] // rows
+        states = sum(layer.nbytes for layer in layers)
+        return states // rows, sum(layer.uncommitted.nbytes for layer in layers) // rows
 
     @property
     def token_bytes(self) -> list[int]:
