@@ -6,6 +6,7 @@ import threading
 from array import array
 from collections import Counter
 from collections.abc import Sequence
+from copy import deepcopy
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +37,47 @@ class Occurrences(NamedTuple):
 
     length: int
     ends: list[int]
+
+
+class RingBuffer:
+    """The latest tokens of a sequence that only grows.
+
+    Args:
+        size: the most tokens that are kept.
+
+    Attributes:
+        written: tokens ever written; the position of the next one.
+    """
+
+    def __init__(self, size: int):
+        self.written = 0
+        self._size, self._tokens = size, array("i", bytes(4 * size))
+
+    @property
+    def start(self) -> int:
+        """Position of the oldest token that is kept."""
+        return max(0, self.written - self._size)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory in bytes."""
+        return len(self._tokens) * self._tokens.itemsize
+
+    def append(self, token: int) -> None:
+        """Write a token over the oldest one."""
+        self._tokens[self.written % self._size] = token
+        self.written += 1
+
+    def slice(self, start: int, stop: int) -> array[int]:
+        """The tokens at positions from `start` to `stop` that have not been overwritten."""
+        stop = min(stop, self.written)
+        start = max(start, self.start)
+        if start >= stop:
+            return array("i")
+        first, last = start % self._size, (stop - 1) % self._size + 1
+        if first < last:
+            return self._tokens[first:last]
+        return self._tokens[first:] + self._tokens[:last]
 
 
 class TextStore:
@@ -69,17 +111,16 @@ class TextStore:
     def clear(self) -> None:
         """Forget all texts."""
         size = self.max_tokens
-        self._written = 0  # tokens ever added; the position of the next one
         self._largest = _END
-        self._ring = array("i", bytes(4 * size))
+        self._ring = RingBuffer(size)
         # By size of the n-gram: the latest end of each hash, and the end before each end.
         self._latest = {n: array("q", bytes(8 * size)) for n in SIZES}
         self._before = {n: array("q", bytes(8 * size)) for n in SIZES}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but the lock."""
+        """A copy of everything but the lock."""
         with self._lock:
-            return {name: part for name, part in vars(self).items() if name != "_lock"}
+            return deepcopy({name: part for name, part in vars(self).items() if name != "_lock"})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take a copied or unpickled state."""
@@ -88,13 +129,13 @@ class TextStore:
 
     def __len__(self) -> int:
         """Number of tokens, with one between two texts."""
-        return min(self._written, self.max_tokens)
+        return self._ring.written - self._ring.start
 
     @property
     def nbytes(self) -> int:
         """Memory in bytes; it is the same from the beginning."""
-        parts = [self._ring, *self._latest.values(), *self._before.values()]
-        return sum(len(part) * part.itemsize for part in parts)
+        tables = [*self._latest.values(), *self._before.values()]
+        return self._ring.nbytes + sum(len(table) * table.itemsize for table in tables)
 
     def add(self, text: Sequence[int]) -> None:
         """Add a text.
@@ -111,17 +152,13 @@ class TextStore:
         with self._lock:
             self._largest = max(self._largest, *text)
             for count, token in enumerate(text, 1):
-                self._append(token)
+                self._ring.append(token)
                 self._index(text, count)
-            self._append(_END)
-
-    def _append(self, token: int) -> None:
-        self._ring[self._written % self.max_tokens] = token
-        self._written += 1
+            self._ring.append(_END)
 
     def _index(self, text: list[int], count: int) -> None:
         """Index the n-grams at the end of `text[:count]`, which have just been written."""
-        end, size = self._written, self.max_tokens
+        end, size = self._ring.written, self.max_tokens
         for n in SIZES:
             if n > count:
                 return
@@ -144,23 +181,12 @@ class TextStore:
         wanted, before = array("i", ngram), self._before[n]
         end, ends = self._latest[n][hash(tuple(ngram)) % size], []
         for _ in range(_OCCURRENCES):
-            if not end or end - n < self._written - size:  # none, or overwritten
+            if not end or end - n < self._ring.start:  # none, or overwritten
                 break
-            if self._slice(end - n, end) == wanted:
+            if self._ring.slice(end - n, end) == wanted:
                 ends.append(end)
             end = before[end % size]
         return ends
-
-    def _slice(self, start: int, stop: int) -> array[int]:
-        """The tokens at positions from `start` to `stop` that have not been overwritten."""
-        stop = min(stop, self._written)
-        start = max(start, self._written - self.max_tokens)
-        if start >= stop:
-            return array("i")
-        first, last = start % self.max_tokens, (stop - 1) % self.max_tokens + 1
-        if first < last:
-            return self._ring[first:last]
-        return self._ring[first:] + self._ring[:last]
 
     def continuation(self, found: Occurrences, length: int) -> list[int]:
         """The path that most often followed a match, of at most `length` tokens.
@@ -188,9 +214,9 @@ class TextStore:
 
     def _followed(self, end: int, length: int) -> tuple[int, ...]:
         """`length` tokens from position `end` on; -1 behind the end of the text."""
-        if end < self._written - self.max_tokens:
+        if end < self._ring.start:
             return (_END,) * length
-        path = self._slice(end, end + length).tolist()
+        path = self._ring.slice(end, end + length).tolist()
         real = path.index(_END) if _END in path else len(path)
         return (*path[:real], *[_END] * (length - real))
 
@@ -205,7 +231,7 @@ class TextStore:
     def save(self, path: str | Path) -> None:
         """Write the texts to a safetensors file, atomically."""
         with self._lock:
-            tokens = self._slice(0, self._written).tolist()
+            tokens = self._ring.slice(0, self._ring.written).tolist()
         with replacing(Path(path).expanduser()) as scratch:
             save_file({"tokens": torch.tensor(tokens, dtype=torch.int32)}, scratch)
 

@@ -6,7 +6,7 @@ which is the newest token, and masks; n = tokens that a head can draft.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +51,13 @@ class Reach(NamedTuple):
     window: int | None = None
     from_anchor: bool = False
     causal: bool = False
+
+    @classmethod
+    def of(cls, layer: int, options: Mapping[str, Any]) -> Reach:
+        """The reach of a layer of a head with these options."""
+        windows, causal = options["windows"], options["causal"]
+        from_anchor = options["window_from_anchor"]
+        return cls(windows[layer] if windows else None, from_anchor, bool(causal and causal[layer]))
 
     def sees(self, keys: Tensor, queries: Tensor, anchors: Tensor) -> Tensor:
         """Whether queries see keys, given the positions of both and of the block's anchor."""
@@ -214,11 +221,12 @@ class DFlashHead(ExitHead):
         self.width, self.drafts_at_once = width, True
         self.feature_layers = tuple(self._options["feature_layers"])
         self.block_size: int = self._options["block_size"]
+        self.mask_token: int = self._options["mask_token"]
         self.first_row = 0 if self._options["sample_from_anchor"] else 1
         self.longest = self.block_size - self.first_row
         taps, group = self._options["conv_kernel_size"], self._options["conv_group_size"]
         self.layer = nn.ModuleList(
-            DFlashLayer(made, biases, index, self._reach(index), taps, group)
+            DFlashLayer(made, biases, index, Reach.of(index, options), taps, group)
             for index in range(self._options["num_hidden_layers"])
         )
         self.rotary = Rotary(made)
@@ -228,25 +236,10 @@ class DFlashHead(ExitHead):
         tokens, drafts = self._options["embedding"], self._options["vocabulary"]
         self.embed_tokens = nn.Embedding(tokens, width) if tokens else None
         self.readout = nn.Linear(width, drafts, bias=False) if drafts else None
-        self._add_corrections(decoder.vocab_size, drafts or decoder.vocab_size)
-
-    def _reach(self, layer: int) -> Reach:
-        windows, causal = self._options["windows"], self._options["causal"]
-        from_anchor = self._options["window_from_anchor"]
-        return Reach(
-            windows[layer] if windows else None, from_anchor, bool(causal and causal[layer])
-        )
-
-    def _add_corrections(self, tokens: int, drafts: int) -> None:
-        options, width = self._options, self.width
-        assert width is not None
-        rank, markov_type = options["markov"], options["markov_type"]
-        self.markov_head = MarkovHead(markov_type, rank, width, tokens, drafts) if rank else None
-        of, top_k = options["selector_rank"], options["selector_top_k"]
-        self.candidate_selector = CandidateSelector(of, width, tokens, top_k) if of else None
-        if options["confidence"]:
-            reads_token = rank if options["confidence_with_markov"] else 0
-            self.confidence = nn.Linear(width + reads_token, 1)
+        vocab = decoder.vocab_size
+        self.markov_head = _markov_head(options, width, vocab, drafts or vocab)
+        self.candidate_selector = _candidate_selector(options, width, vocab)
+        self.confidence = _confidence(options, width)
 
     @classmethod
     def build(cls, decoder: Decoder, exit_layer: int = 0, **options: Any) -> DFlashHead:
@@ -274,7 +267,7 @@ class DFlashHead(ExitHead):
         chosen["layer"] = layer_config({**chosen["layer"], "model_type": "qwen3"})
         _check_options(decoder, chosen)
         head = move_to_exit(cls(decoder, chosen), decoder, exit_layer)
-        head._start_from(decoder)
+        _start_from(head, decoder)
         return head
 
     @property
@@ -316,7 +309,7 @@ class DFlashHead(ExitHead):
                 f"target has {decoder.vocab_size} tokens"
             )
 
-    # Context and blocks
+    # Input
 
     def embed(self, decoder: Decoder, tokens: Tensor) -> Tensor:
         """The rows of the head's own embeddings, or of the target's without its own scale."""
@@ -329,126 +322,7 @@ class DFlashHead(ExitHead):
         weight = self.fc.weight
         return self.hidden_norm(self.fc(torch.cat([s.to(weight) for s in features], dim=-1)))
 
-    def remember(self, context: Tensor, positions: Tensor, cache: Cache) -> None:
-        """Store keys and values of verified tokens.
-
-        Args:
-            context: `[rows, width, hidden]` what `fuse_features` made of their features.
-            positions: `[rows, width]` their positions.
-            cache: takes them, at the index of each layer.
-        """
-        angles = self.rotary(context, positions)
-        for layer in self._layers:
-            cache.update(*layer.self_attn.keys_values(context, angles), layer.index)
-
-    def run_block(
-        self, decoder: Decoder, anchors: Tensor, positions: Tensor, first: Tensor, cache: Cache
-    ) -> Tensor:
-        """Run the layers over a block.
-
-        Args:
-            decoder: the target.
-            anchors: `[rows, 1]` the newest token.
-            positions: `[rows, block]` positions of the block.
-            first: `[rows]` the first position that the context has keys for.
-            cache: keys and values of the context, by position; takes those of the block.
-
-        Returns:
-            `[rows, block, hidden]` the last layer's output.
-        """
-        hidden = self.embed(decoder, self._blocks(anchors)[:, 0])
-        angles = self.rotary(hidden, positions)
-        masks: dict[Reach, Tensor] = {}
-        for layer in self._layers:
-            attention = layer.self_attn
-            read, added = layer.enter(hidden)
-            keys, values = cache.update(*attention.keys_values(read, angles), layer.index)
-            if layer.reach not in masks:
-                masks[layer.reach] = _mask(layer.reach, positions, first, keys.shape[2])
-            attended = scaled_dot_product_attention(
-                attention.queries(read, angles),
-                keys,
-                values,
-                attn_mask=masks[layer.reach].to(read.device),
-                enable_gqa=True,
-            )
-            hidden = layer.leave(hidden, attention.joined(attended), added)
-        return hidden
-
-    def forced_states(
-        self, decoder: Decoder, context: Tensor, packing: Packing, tokens: Tensor, steps: int
-    ) -> Iterator[Tensor]:
-        """States of the drafts after every token, with the tokens before each of them known.
-
-        Args:
-            decoder: the target.
-            context: `[rows, width, hidden]` what `fuse_features` made for all tokens.
-            packing: which tokens are of one document.
-            tokens: `[rows, width]` the tokens.
-            steps: the most drafts after a token.
-
-        Yields:
-            `[rows, width, any]` for each depth, at the token before the draft.
-        """
-        hidden = self._forced_blocks(decoder, context, packing, tokens)
-        memory = self.first_memory(hidden[:, :, 0], tokens)
-        for step in range(min(steps, self.longest or steps)):
-            state = torch.cat([hidden[:, :, step + self.first_row], memory], dim=-1)
-            yield state.roll(step, dims=1)
-            _, memory = self.correct(None, state, tokens.roll(-step, dims=1), memory)
-
-    def _forced_blocks(
-        self, decoder: Decoder, context: Tensor, packing: Packing, tokens: Tensor
-    ) -> Tensor:
-        """`[rows, width, block, hidden]` the last layer's output of the block at every token."""
-        hidden = self.embed(decoder, self._blocks(tokens))
-        anchors = packing.positions[..., None]
-        positions = anchors + torch.arange(self.block_size, device=tokens.device)
-        of_context = self.rotary(context, packing.positions)
-        of_blocks = self.rotary(hidden, positions.flatten(1))
-        same = packing.documents[:, :, None] == packing.documents[:, None]
-        known = (same & (packing.positions[:, None] < anchors))[:, :, None]
-        for layer in self._layers:
-            attention, reach = layer.self_attn, layer.reach
-            read, added = layer.enter(hidden)
-            keys, values = attention.keys_values(context, of_context)
-            own_keys, own_values = attention.keys_values(read.flatten(1, 2), of_blocks)
-            queries = attention.queries(read.flatten(1, 2), of_blocks)
-            attended = _attend(
-                queries,
-                (
-                    keys,
-                    values,
-                    known
-                    & reach.sees(
-                        keys=packing.positions[:, None, None],
-                        queries=positions[..., None],
-                        anchors=anchors[..., None],
-                    ),
-                ),
-                (
-                    own_keys,
-                    own_values,
-                    reach.sees(positions[:, :, None], positions[..., None], anchors[..., None]),
-                ),
-                self.block_size,
-            )
-            attended = attention.joined(attended).unflatten(1, (-1, self.block_size))
-            hidden = layer.leave(hidden, attended, added)
-        return hidden
-
-    def _blocks(self, tokens: Tensor) -> Tensor:
-        """`[rows, width, block]` a token and masks after it."""
-        masks = tokens[..., None].new_full(
-            (*tokens.shape, self.block_size - 1), self._options["mask_token"]
-        )
-        return torch.cat([tokens[..., None], masks], dim=-1)
-
-    @property
-    def _layers(self) -> list[DFlashLayer]:
-        return list(self.layer)  # pyright: ignore
-
-    # Logits
+    # Output
 
     def forward(self, hidden: Tensor) -> Tensor:
         """The last layer's output after the head's norm."""
@@ -456,11 +330,7 @@ class DFlashHead(ExitHead):
 
     def logits(self, decoder: Decoder, hidden: Tensor, depth: int = 0) -> Tensor:
         """Draft logits, before they depend on the token before the draft."""
-        return self.read_out(decoder, self(hidden))
-
-    def read_out(self, decoder: Decoder, normed: Tensor) -> Tensor:
-        """Logits `[rows, width, n]` of the LM head for what `forward` returns."""
-        readout = self.lm_head or decoder.lm_head
+        normed, readout = self(hidden), self.lm_head or decoder.lm_head
         logits = readout(normed.to(device_of(readout))).to(decoder.device)
         logits = logits * self._options["output_multiplier"]
         cap = self._options["softcap"]
@@ -518,25 +388,120 @@ class DFlashHead(ExitHead):
             read = torch.cat([read.to(code).expand(*code.shape[:-1], -1), code], dim=-1)
         return self.confidence(read)[..., 0]
 
-    @torch.no_grad()
-    def _start_from(self, decoder: Decoder) -> None:
-        """Copy what fits of the target's last layer with attention, and its last hidden state."""
-        without = decoder.device.type == "meta"
-        if without or any(is_quantized(weight) for weight in decoder.layers.parameters()):
-            return
-        final = None if decoder.final_norm is None else decoder.copy(decoder.final_norm)
-        at = decoder.attention_layers[-1] if decoder.attention_layers else -1
-        source = dict(decoder.copy(decoder.layers[at]).named_parameters())
+
+class DFlashRunner:
+    """Runs the layers of a head over blocks, whose attention also sees the context.
+
+    The context is what `fuse_features` makes of the tokens before a block.
+
+    Args:
+        decoder: the target.
+        head: the head.
+    """
+
+    def __init__(self, decoder: Decoder, head: DFlashHead):
+        self._decoder, self._head, self._layers = decoder, head, _layers(head)
+
+    def remember(self, context: Tensor, positions: Tensor, cache: Cache) -> None:
+        """Store keys and values of verified tokens.
+
+        Args:
+            context: `[rows, width, hidden]` what `fuse_features` made of their features.
+            positions: `[rows, width]` their positions.
+            cache: takes them, at the index of each layer.
+        """
+        angles = self._head.rotary(context, positions)
         for layer in self._layers:
-            for name, weight in layer.named_parameters():
-                found = source.get(name)
-                plain = "norm" not in name or is_plain_norm(final)
-                if plain and found is not None and found.shape == weight.shape:
-                    weight.copy_(found)
-        if final is not None and is_plain_norm(final):
-            self.norm.weight.copy_(final.weight)  # pyright: ignore
-        self.fc.weight.zero_()
-        self.fc.weight[:, -self.fc.out_features :].fill_diagonal_(1)
+            cache.update(*layer.self_attn.keys_values(context, angles), layer.index)
+
+    def run(self, anchors: Tensor, positions: Tensor, first: Tensor, cache: Cache) -> Tensor:
+        """Run the layers over one block in each row.
+
+        Args:
+            anchors: `[rows, 1]` the newest token.
+            positions: `[rows, block]` positions of the block.
+            first: `[rows]` the first position that the context has keys for.
+            cache: keys and values of the context, by position; takes those of the block.
+
+        Returns:
+            `[rows, block, hidden]` the last layer's output.
+        """
+        hidden = self._head.embed(self._decoder, self._blocks(anchors)[:, 0])
+        angles = self._head.rotary(hidden, positions)
+        masks: dict[Reach, Tensor] = {}
+        for layer in self._layers:
+            attention = layer.self_attn
+            read, added = layer.enter(hidden)
+            keys, values = cache.update(*attention.keys_values(read, angles), layer.index)
+            if layer.reach not in masks:
+                masks[layer.reach] = _mask(layer.reach, positions, first, keys.shape[2])
+            attended = scaled_dot_product_attention(
+                attention.queries(read, angles),
+                keys,
+                values,
+                attn_mask=masks[layer.reach].to(read.device),
+                enable_gqa=True,
+            )
+            hidden = layer.leave(hidden, attention.joined(attended), added)
+        return hidden
+
+    def run_packed(self, context: Tensor, packing: Packing, tokens: Tensor) -> Tensor:
+        """Run the layers over the block of every token, all blocks at the same time.
+
+        Args:
+            context: `[rows, width, hidden]` what `fuse_features` made for all tokens.
+            packing: which tokens are of one document.
+            tokens: `[rows, width]` the tokens, each the anchor of a block.
+
+        Returns:
+            `[rows, width, block, hidden]` the last layer's output.
+        """
+        block = self._head.block_size
+        hidden = self._head.embed(self._decoder, self._blocks(tokens))
+        anchors = packing.positions[..., None]
+        positions = anchors + torch.arange(block, device=tokens.device)
+        of_context = self._head.rotary(context, packing.positions)
+        of_blocks = self._head.rotary(hidden, positions.flatten(1))
+        same = packing.documents[:, :, None] == packing.documents[:, None]
+        known = (same & (packing.positions[:, None] < anchors))[:, :, None]
+        for layer in self._layers:
+            attention, reach = layer.self_attn, layer.reach
+            read, added = layer.enter(hidden)
+            keys, values = attention.keys_values(context, of_context)
+            own_keys, own_values = attention.keys_values(read.flatten(1, 2), of_blocks)
+            queries = attention.queries(read.flatten(1, 2), of_blocks)
+            attended = _attend(
+                queries,
+                (
+                    keys,
+                    values,
+                    known
+                    & reach.sees(
+                        keys=packing.positions[:, None, None],
+                        queries=positions[..., None],
+                        anchors=anchors[..., None],
+                    ),
+                ),
+                (
+                    own_keys,
+                    own_values,
+                    reach.sees(positions[:, :, None], positions[..., None], anchors[..., None]),
+                ),
+                block,
+            )
+            attended = attention.joined(attended).unflatten(1, (-1, block))
+            hidden = layer.leave(hidden, attended, added)
+        return hidden
+
+    def _blocks(self, tokens: Tensor) -> Tensor:
+        """`[rows, width, block]` a token and masks after it."""
+        head = self._head
+        masks = tokens[..., None].new_full((*tokens.shape, head.block_size - 1), head.mask_token)
+        return torch.cat([tokens[..., None], masks], dim=-1)
+
+
+def _layers(head: DFlashHead) -> list[DFlashLayer]:
+    return list(head.layer)  # pyright: ignore
 
 
 def _mask(reach: Reach, positions: Tensor, first: Tensor, end: int) -> Tensor:
@@ -579,6 +544,49 @@ def _attend(
     of_context, of_own = probs.split([keys.shape[2], block], dim=-1)
     attended = torch.einsum("bhwqk,bhkd->bhwqd", of_context, values) + of_own @ own_values
     return attended.flatten(2, 3)
+
+
+# Making a head
+
+
+def _markov_head(
+    options: Mapping[str, Any], width: int, tokens: int, drafts: int
+) -> MarkovHead | None:
+    rank = options["markov"]
+    return MarkovHead(options["markov_type"], rank, width, tokens, drafts) if rank else None
+
+
+def _candidate_selector(
+    options: Mapping[str, Any], width: int, tokens: int
+) -> CandidateSelector | None:
+    rank = options["selector_rank"]
+    return CandidateSelector(rank, width, tokens, options["selector_top_k"]) if rank else None
+
+
+def _confidence(options: Mapping[str, Any], width: int) -> nn.Linear | None:
+    reads_token = options["markov"] if options["confidence_with_markov"] else 0
+    return nn.Linear(width + reads_token, 1) if options["confidence"] else None
+
+
+@torch.no_grad()
+def _start_from(head: DFlashHead, decoder: Decoder) -> None:
+    """Copy what fits of the target's last layer with attention, and its last hidden state."""
+    without = decoder.device.type == "meta"
+    if without or any(is_quantized(weight) for weight in decoder.layers.parameters()):
+        return
+    final = None if decoder.final_norm is None else decoder.copy(decoder.final_norm)
+    at = decoder.attention_layers[-1] if decoder.attention_layers else -1
+    source = dict(decoder.copy(decoder.layers[at]).named_parameters())
+    for layer in _layers(head):
+        for name, weight in layer.named_parameters():
+            found = source.get(name)
+            plain = "norm" not in name or is_plain_norm(final)
+            if plain and found is not None and found.shape == weight.shape:
+                weight.copy_(found)
+    if final is not None and is_plain_norm(final):
+        head.norm.weight.copy_(final.weight)  # pyright: ignore
+    head.fc.weight.zero_()
+    head.fc.weight[:, -head.fc.out_features :].fill_diagonal_(1)
 
 
 # Options

@@ -19,7 +19,7 @@ from torch import Tensor
 from selfspec.decoder import Decoder, OwnLayer, Packing, Span, StandaloneLayer
 from selfspec.decoder.cache import StepCache
 from selfspec.heads.base import ExitHead
-from selfspec.heads.dflash import DFlashHead
+from selfspec.heads.dflash import DFlashHead, DFlashRunner
 
 
 @dataclass
@@ -81,8 +81,7 @@ def draft_states(
         ValueError: more than one step for a model whose attention bias counts keys.
     """
     if isinstance(head, DFlashHead):
-        context = head.fuse_features([target.streams[layer] for layer in head.feature_layers])
-        yield from head.forced_states(decoder, context, target.packing, target.tokens, steps)
+        yield from _block_states(decoder, head, target, steps)
         return
     hidden = target.streams[head.exit_layer]
     if head.layer is None:
@@ -112,6 +111,23 @@ def draft_states(
         entered = head.enter(hidden, _of_token_before(features, target.packing))
         features = _run_own_layer(decoder, head, entered, target, memory, step)
         yield features
+
+
+def _block_states(
+    decoder: Decoder, head: DFlashHead, target: TargetStates, steps: int
+) -> Iterator[Tensor]:
+    """For each depth, the output of a block's row after every token, followed by the memory.
+
+    The tokens before a draft are known to `DFlashHead.correct`, which makes the memory of them.
+    """
+    tokens = target.tokens
+    context = head.fuse_features([target.streams[layer] for layer in head.feature_layers])
+    hidden = DFlashRunner(decoder, head).run_packed(context, target.packing, tokens)
+    memory = head.first_memory(hidden[:, :, 0], tokens)
+    for step in range(min(steps, head.longest or steps)):
+        state = torch.cat([hidden[:, :, step + head.first_row], memory], dim=-1)
+        yield state.roll(step, dims=1)
+        _, memory = head.correct(None, state, tokens.roll(-step, dims=1), memory)
 
 
 def _moved_features(head: ExitHead, target: TargetStates, steps: int) -> Iterator[Tensor]:

@@ -117,6 +117,7 @@ LOOPS = {
     "decoder/rotary.py:__call__": "a rotary embedding for the lengths in a pass",
     "decoder/wrapping_check.py:_plainly": "the model's own decoding over tokens",
     "heads/teacher_forcing.py:draft_states": "one layer over draft steps",
+    "heads/teacher_forcing.py:_block_states": "memory over draft steps",
     "heads/teacher_forcing.py:_moved_features": "features over draft steps",
 }
 

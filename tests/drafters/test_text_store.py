@@ -66,7 +66,8 @@ def test_the_longest_match_is_found_in_what_is_still_held(texts, sequence, room,
     if found is None:  # other n-grams of the same hash may hide it, or nothing is there
         return
     assert expected is not None and found.length <= expected[0]
-    held, ends = held_by(texts, room), [end - store._written + len(store) for end in found.ends]
+    held, first = held_by(texts, room), store._ring.start
+    ends = [end - first for end in found.ends]
     for end in ends:
         assert held[end - found.length : end] == sequence[-found.length :]
     assert ends == sorted(ends, reverse=True)
@@ -82,7 +83,7 @@ def test_with_room_enough_nothing_is_missed(texts, sequence):
     assert (found is None) == (expected is None)
     if found is not None and expected is not None:
         assert found.length == expected[0]
-        assert [store._written - end for end in found.ends] == expected[1][:16]
+        assert [store._ring.written - end for end in found.ends] == expected[1][:16]
 
 
 def stored(*texts):

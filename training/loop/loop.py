@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -12,12 +12,12 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import broadcast_object_list
 from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 from typing_extensions import Self
 
 from selfspec.config import StrictConfig
@@ -126,6 +126,16 @@ class LoopConfig(StrictConfig):
         fixed = {"batch_size", "precision", "clip", "seed"}
         return self.model_dump(mode="json", include=fixed)
 
+    def passes(self, processes: int) -> int:
+        """Forward passes of each process in a step; ValueError if the batch does not divide."""
+        size, part = self.batch_size, self.micro_batch_size
+        if size % (part * processes):
+            raise ValueError(
+                f"batch_size {size} must be a multiple of micro_batch_size {part} times "
+                f"{processes} processes"
+            )
+        return size // (part * processes)
+
 
 @dataclass
 class Progress:
@@ -151,6 +161,95 @@ class Progress:
         if better in figures:
             self.worse = 0 if figures[better] < self.best else self.worse + 1
             self.best = min(self.best, figures[better])
+
+
+class DistributedTask:
+    """A task on all processes, with the optimizers of its weights.
+
+    Args:
+        task: the task.
+        config: precision, clipping, compilation and sharding.
+        optimizer: the optimizer.
+        accelerator: this process's accelerator.
+
+    Raises:
+        ValueError: nothing is trained.
+    """
+
+    def __init__(
+        self, task: Task, config: LoopConfig, optimizer: OptimizerConfig, accelerator: Accelerator
+    ):
+        self._task, self._config, self._accelerator = task, config, accelerator
+        self._module, self._optimizers = self._place(optimizer)
+        self._bare_optimizers = [each.optimizer for each in self._optimizers]
+        self._forward = torch.compile(self._module) if config.compile else self._module
+
+    def _place(self, optimizer: OptimizerConfig) -> tuple[nn.Module, list[AcceleratedOptimizer]]:
+        if self._config.fsdp and self._accelerator.num_processes > 1:
+            shard(self._task, self._accelerator)
+            optimizers = make_optimizers(self._task, optimizer)
+            return self._task, [self._accelerator.prepare(each) for each in optimizers]
+        optimizers = make_optimizers(self._task, optimizer)
+        module, *prepared = self._accelerator.prepare(self._task, *optimizers)
+        return module, prepared
+
+    def accumulate(self, batches: Sequence[Batch], step: int) -> dict[str, float]:
+        """Compute a step's gradients over one batch for each forward pass of this process.
+
+        Returns:
+            Means of the loss and of the metrics over all processes, and the gradient's norm.
+        """
+        self._module.train()
+        total = self._over_processes(torch.stack([self._task.terms(b) for b in batches]).sum())
+        total = total.clamp(min=1)
+        sums: dict[str, Tensor] = {}
+        for number, batch in enumerate(batches):
+            for name, value in self._backward(batch, step, total, number + 1 == len(batches)):
+                sums[name] = sums.get(name, torch.zeros_like(value)) + value
+        means = self._over_processes(torch.stack(list(sums.values()))) / total
+        return {**dict(zip(sums, means.tolist(), strict=True)), "grad_norm": self._clip()}
+
+    def update(self, scale: float) -> None:
+        """Update the weights, with learning rates of `scale` times their peak."""
+        set_rate(self._optimizers, scale)
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def evaluate(self) -> dict[str, float]:
+        """Figures on held-out text."""
+        self._module.eval()
+        with torch.no_grad(), self._accelerator.autocast(), whole_root(self._module):
+            # All processes use the first one's figures: they must stop together.
+            (figures,) = broadcast_object_list([self._task.evaluate()])
+        return figures
+
+    def state(self) -> dict[str, Tensor]:
+        """What `restore` needs to resume; see `gather_state`."""
+        return gather_state(self._task, self._bare_optimizers)
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore what `state` returned; ValueError if it is that of another task."""
+        restore_state(self._task, self._bare_optimizers, tensors)
+
+    def _over_processes(self, sums: Tensor) -> Tensor:
+        return self._accelerator.reduce(sums, "sum")  # pyright: ignore[reportReturnType]
+
+    def _backward(
+        self, batch: Batch, step: int, total: Tensor, last: bool
+    ) -> list[tuple[str, Tensor]]:
+        together = nullcontext() if last else self._accelerator.no_sync(self._module)
+        with together, self._accelerator.autocast():
+            loss, metrics = self._forward(batch, step, step / self._config.steps)
+            # Processes' gradients are averaged, the loss is a mean over all terms of the step.
+            self._accelerator.backward(loss * self._accelerator.num_processes / total)
+        summed = {"loss": loss, **metrics}
+        return [(name, value.detach().float()) for name, value in summed.items()]
+
+    def _clip(self) -> float:
+        trained = [p for p in self._module.parameters() if p.requires_grad]
+        norm = self._accelerator.clip_grad_norm_(trained, self._config.clip or math.inf)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)  # pyright: ignore
 
 
 class Loop:
@@ -190,9 +289,8 @@ class Loop:
         self.output, self.progress = output, Progress()
         facts = config.model_dump(mode="json", exclude={"trackers"})
         self.accelerator = make_accelerator(config.precision, config.trackers, output, facts)
-        self.passes = self._count_passes()
-        self.module, self.optimizers = self._place()
-        self.forward = torch.compile(self.module) if config.compile else self.module
+        self.passes = config.passes(self.accelerator.num_processes)
+        self.distributed = DistributedTask(task, config, optimizer, self.accelerator)
 
     @property
     def main(self) -> bool:
@@ -200,36 +298,11 @@ class Loop:
         return self.accelerator.is_main_process
 
     @property
-    def _bare_optimizers(self) -> list[Optimizer]:
-        return [optimizer.optimizer for optimizer in self.optimizers]
-
-    @property
     def finished(self) -> bool:
         """Whether there is nothing left to train."""
         patience = self.config.patience
         stopped = patience > 0 and self.progress.worse >= patience
         return stopped or self.progress.step >= self.config.steps
-
-    # Setting up
-
-    def _count_passes(self) -> int:
-        size, part = self.config.batch_size, self.config.micro_batch_size
-        world = self.accelerator.num_processes
-        if size % (part * world):
-            raise ValueError(
-                f"batch_size {size} must be a multiple of micro_batch_size {part} times "
-                f"{world} processes"
-            )
-        return size // (part * world)
-
-    def _place(self) -> tuple[nn.Module, list[AcceleratedOptimizer]]:
-        if self.config.fsdp and self.accelerator.num_processes > 1:
-            shard(self.task, self.accelerator)
-            optimizers = make_optimizers(self.task, self.optimizer_config)
-            return self.task, [self.accelerator.prepare(each) for each in optimizers]
-        optimizers = make_optimizers(self.task, self.optimizer_config)
-        module, *prepared = self.accelerator.prepare(self.task, *optimizers)
-        return module, prepared
 
     # The run
 
@@ -282,23 +355,11 @@ class Loop:
     def _step(self, step: int) -> dict[str, Any]:
         began = time.perf_counter()
         self._seed(step)
-        self.module.train()
-        scale = rate_scale(self.optimizer_config, step, self.config.steps)
-        set_rate(self.optimizers, scale)
         batches = [self._batch(step, number) for number in range(self.passes)]
-        total = self._over_processes(torch.stack([self.task.terms(b) for b in batches]).sum())
-        total = total.clamp(min=1)
-        sums: dict[str, Tensor] = {}
-        for number, batch in enumerate(batches):
-            for name, value in self._backward(batch, step, total, number + 1 == len(batches)):
-                sums[name] = sums.get(name, torch.zeros_like(value)) + value
-        means = self._over_processes(torch.stack(list(sums.values()))) / total
-        values = dict(zip(sums, means.tolist(), strict=True))
-        values["grad_norm"] = self._clip()
+        values = self.distributed.accumulate(batches, step)
         self._check_finite(values, step)
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        scale = rate_scale(self.optimizer_config, step, self.config.steps)
+        self.distributed.update(scale)
         tokens = self.config.batch_size * batches[0].tokens.shape[1]
         speed = tokens / (time.perf_counter() - began)
         return {**values, "lr_scale": scale, "tokens_per_second": speed}
@@ -312,25 +373,6 @@ class Loop:
         first = step * self.config.batch_size + number * self.config.micro_batch_size * world + rank
         batch = self.data.batch(first, self.config.micro_batch_size, stride=world)
         return batch.to(self.accelerator.device)
-
-    def _over_processes(self, sums: Tensor) -> Tensor:
-        return self.accelerator.reduce(sums, "sum")  # pyright: ignore[reportReturnType]
-
-    def _backward(
-        self, batch: Batch, step: int, total: Tensor, last: bool
-    ) -> list[tuple[str, Tensor]]:
-        together = nullcontext() if last else self.accelerator.no_sync(self.module)
-        with together, self.accelerator.autocast():
-            loss, metrics = self.forward(batch, step, step / self.config.steps)
-            # Processes' gradients are averaged, the loss is a mean over all terms of the step.
-            self.accelerator.backward(loss * self.accelerator.num_processes / total)
-        summed = {"loss": loss, **metrics}
-        return [(name, value.detach().float()) for name, value in summed.items()]
-
-    def _clip(self) -> float:
-        trained = [p for p in self.module.parameters() if p.requires_grad]
-        norm = self.accelerator.clip_grad_norm_(trained, self.config.clip or math.inf)
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)  # pyright: ignore
 
     def _check_finite(self, values: dict[str, float], step: int) -> None:
         # fp16 skips steps whose gradient overflows, and reduces its scale.
@@ -357,10 +399,7 @@ class Loop:
     # Evaluation, display, checkpoints
 
     def _evaluate(self, display: Display) -> dict[str, float]:
-        self.module.eval()
-        with torch.no_grad(), self.accelerator.autocast(), whole_root(self.module):
-            # All processes use the first one's figures: they must stop together.
-            (figures,) = broadcast_object_list([self.task.evaluate()])
+        figures = self.distributed.evaluate()
         self.progress.judge(figures, self.task.better)
         if figures:
             text = "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
@@ -377,7 +416,7 @@ class Loop:
             self.accelerator.log(values, step=step - 1)
 
     def _save(self) -> None:
-        tensors = gather_state(self.task, self._bare_optimizers)
+        tensors = self.distributed.state()
         self._check_weights(tensors)
         if self.main:
             facts = {**asdict(self.progress), "identity": self.identity}
@@ -389,6 +428,6 @@ class Loop:
         if not steps:
             return
         tensors, facts = self.checkpoints.load(steps[-1])
-        restore_state(self.task, self._bare_optimizers, tensors)
+        self.distributed.restore(tensors)
         known = {f.name for f in fields(Progress)} & facts.keys()
         self.progress = Progress(**{name: facts[name] for name in known})

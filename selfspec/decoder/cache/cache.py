@@ -237,7 +237,7 @@ class SlotCache(CacheInterface):
         return CacheSizes(
             whole=sum(layer.nbytes for layer in layers) + of_states,
             state=of_states // rows,
-            pending=sum(state.pending_nbytes for state in states) // rows,
+            pending=sum(state.uncommitted.nbytes for state in states) // rows,
             token=[nbytes // count if count else 0 for nbytes, count in slots],
         )
 

@@ -8,6 +8,7 @@ not read the layer's weights. If all drafts were accepted, the kernel does not r
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +42,29 @@ class KernelCall(NamedTuple):
         """Run over the first `count` tokens of some rows."""
         return self.run(state, {name: self._cut(x, count, rows) for name, x in self.inputs.items()})
 
+    def run_first(
+        self, state: Tensor | None, counts: Sequence[int]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run over the first `counts` tokens of each row; the output is 0 elsewhere."""
+        groups = by_count(counts)
+        if groups.keys() == {self.width}:
+            return self.run(state, self.inputs)
+        whole: Tensor | None = None
+        states: list[tuple[Tensor | None, list[int]]] = []
+        for count, rows in groups.items():
+            after = _of(state, rows)
+            if count:
+                output, after = self.part(after, count, rows)
+                if whole is None:
+                    shape = [len(counts), *output.shape[1:]]
+                    if self.time is not None:
+                        shape[self.time] = self.width
+                    whole = output.new_zeros(shape)
+                (whole if self.time is None else whole.narrow(self.time, 0, count))[rows] = output
+            states.append((after, rows))
+        assert whole is not None
+        return whole, _joined(states, len(counts))
+
     def _cut(self, values: Tensor, count: int, rows: list[int]) -> Tensor:
         if len(rows) < values.shape[0]:
             values = values[rows]
@@ -55,6 +79,72 @@ def by_count(counts: Sequence[int]) -> dict[int, list[int]]:
     return groups
 
 
+@dataclass
+class Uncommitted:
+    """What a recurrent layer has read since the last commit.
+
+    Attributes:
+        read: by number, the last committed inputs of a convolution, followed by those since.
+        calls: the calls of the recurrence's kernel.
+        state: the recurrence's state after these calls.
+        width: number of tokens.
+    """
+
+    read: dict[int, Tensor] = field(default_factory=dict)
+    calls: list[KernelCall] = field(default_factory=list)
+    state: Tensor | None = None
+    width: int = 0
+
+    def begin(self, offset: int, width: int) -> None:
+        """Begin a pass over `width` tokens, with `offset` before them since the last commit."""
+        if offset != self.width:
+            raise RuntimeError(
+                f"a recurrent layer has run {self.width} tokens since the last commit; the pass "
+                f"begins {offset} after it"
+            )
+        self.width = offset + width
+
+    def run(self, call: KernelCall, committed: Tensor | None) -> Tensor:
+        """Run a kernel after the calls so far; the first continues from the committed state."""
+        state = self.state if self.calls else committed
+        if state is committed and state is not None and call.time is None:
+            state = state.clone()
+        output, self.state = call.run(state, call.inputs)
+        self.calls.append(call)
+        return output
+
+    def convs_after(self, counts: Sequence[int]) -> dict[int, Tensor]:
+        """The last inputs of the convolutions, once `counts` tokens of each row are committed."""
+        return {
+            number: _windows(whole, counts, whole.shape[-1] - self.width)
+            for number, whole in self.read.items()
+        }
+
+    def state_after(self, counts: Sequence[int], committed: Tensor | None) -> Tensor | None:
+        """The recurrence's state, once `counts` tokens of each row follow the committed ones."""
+        groups = by_count(counts)
+        if groups.keys() == {self.width}:
+            return self.state
+        if not self.calls:
+            return committed
+        states = [(self._after(n, _of(committed, rows), rows), rows) for n, rows in groups.items()]
+        return _joined(states, len(counts))
+
+    def _after(self, count: int, state: Tensor | None, rows: list[int]) -> Tensor | None:
+        for call in self.calls:
+            if count:
+                ran = min(count, call.width)
+                _, state = call.part(state, ran, rows)
+                count -= ran
+        return state
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the inputs of these tokens."""
+        read = sum(whole[..., -self.width :].nbytes for whole in self.read.values())
+        return read + sum(x.nbytes for call in self.calls for x in call.inputs.values())
+
+
 class RecurrentLayer:
     """The recurrent state of one layer, with the part of transformers' cache API that mixers call.
 
@@ -65,17 +155,12 @@ class RecurrentLayer:
         convs: by number, `[rows, channels, kernel]` the last committed inputs of a convolution.
         state: `[rows, ...]` the recurrence's state after the committed tokens; `None` before the
             first one, and in layers that only convolve.
+        uncommitted: what it has read since these tokens.
     """
 
     def __init__(self, convs: Mapping[int, Tensor] | None = None, state: Tensor | None = None):
         self.convs, self.state = dict(convs or {}), state
-        self._begin_round()
-
-    def _begin_round(self) -> None:
-        self._read: dict[int, Tensor] = {}  # `convs`, followed by the inputs since
-        self._calls: list[KernelCall] = []
-        self._ahead: Tensor | None = None  # the state after these calls
-        self._done = 0  # tokens since the last commit
+        self.uncommitted = Uncommitted()
         self._width = 0  # tokens of the pass
         self._will_commit: list[int] | None = None  # per row, how many update the state immediately
 
@@ -89,13 +174,9 @@ class RecurrentLayer:
                 committed later; all 0 if none are.
         """
         if offset == 0:
-            self._begin_round()
-        if offset != self._done:
-            raise RuntimeError(
-                f"a recurrent layer has run {self._done} tokens since the last commit; the pass "
-                f"begins {offset} after it"
-            )
-        self._width, self._done = width, offset + width
+            self.uncommitted = Uncommitted()
+        self.uncommitted.begin(offset, width)
+        self._width = width
         self._will_commit = (
             [min(max(n - offset, 0), width) for n in will_commit] if any(will_commit) else None
         )
@@ -113,7 +194,7 @@ class RecurrentLayer:
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """The inputs of a convolution before the pass, `None` if there are none."""
-        return self._read.get(state_idx, self.convs.get(state_idx))
+        return self.uncommitted.read.get(state_idx, self.convs.get(state_idx))
 
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, *, conv_kernel_size: int
@@ -124,14 +205,14 @@ class RecurrentLayer:
             before = conv_states.new_zeros(*conv_states.shape[:-1], conv_kernel_size)
         whole = torch.cat([before, conv_states], dim=-1)
         if self._will_commit is None:
-            self._read[state_idx] = whole
+            self.uncommitted.read[state_idx] = whole
         else:
             self.convs[state_idx] = _windows(whole, self._will_commit, conv_kernel_size)
         return whole[..., -conv_kernel_size - self._width :]
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """The recurrence's state before the pass; `None` if it is empty."""
-        return self._ahead if self._calls else self.state
+        return self.uncommitted.state if self.uncommitted.calls else self.state
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, **kwargs: Any
@@ -141,62 +222,19 @@ class RecurrentLayer:
 
     def run(self, call: KernelCall) -> Tensor:
         """Run a kernel from the state before the pass; returns its output."""
-        if self._will_commit is not None:
-            return self._run_committing(call, self._will_commit)
-        state = self._ahead if self._calls else self.state
-        if state is self.state and state is not None and call.time is None:
-            state = state.clone()
-        output, self._ahead = call.run(state, call.inputs)
-        self._calls.append(call)
+        if self._will_commit is None:
+            return self.uncommitted.run(call, self.state)
+        output, self.state = call.run_first(self.state, self._will_commit)
         return output
-
-    def _run_committing(self, call: KernelCall, counts: Sequence[int]) -> Tensor:
-        """Run a kernel over each row's tokens that will be committed; its output is 0 elsewhere."""
-        groups = by_count(counts)
-        if groups.keys() == {call.width}:
-            output, self.state = call.run(self.state, call.inputs)
-            return output
-        whole: Tensor | None = None
-        states: list[tuple[Tensor | None, list[int]]] = []
-        for count, rows in groups.items():
-            state = _of(self.state, rows)
-            if count:
-                output, state = call.part(state, count, rows)
-                if whole is None:
-                    shape = [len(counts), *output.shape[1:]]
-                    if call.time is not None:
-                        shape[call.time] = call.width
-                    whole = output.new_zeros(shape)
-                (whole if call.time is None else whole.narrow(call.time, 0, count))[rows] = output
-            states.append((state, rows))
-        self.state = _joined(states, len(counts))
-        assert whole is not None
-        return whole
 
     # The interface of the KV cache
 
     def commit(self, counts: Sequence[int]) -> None:
         """Commit `counts` more tokens in each row; those after them are rejected."""
-        if self._done and self._will_commit is None:
-            for number, whole in self._read.items():
-                self.convs[number] = _windows(whole, counts, whole.shape[-1] - self._done)
-            groups = by_count(counts)
-            if groups.keys() == {self._done}:
-                self.state = self._ahead
-            elif self._calls:
-                states = [(self._after(count, rows), rows) for count, rows in groups.items()]
-                self.state = _joined(states, len(counts))
-        self._begin_round()
-
-    def _after(self, count: int, rows: list[int]) -> Tensor | None:
-        """The state of some rows after `count` of the tokens since the last commit."""
-        state = _of(self.state, rows)
-        for call in self._calls:
-            if count:
-                ran = min(count, call.width)
-                _, state = call.part(state, ran, rows)
-                count -= ran
-        return state
+        if self.uncommitted.width and self._will_commit is None:
+            self.convs |= self.uncommitted.convs_after(counts)
+            self.state = self.uncommitted.state_after(counts, self.state)
+        self.uncommitted = Uncommitted()
 
     def part(self, rows: Sequence[int]) -> RecurrentLayer:
         """A copy with some rows, in the given order, between rounds."""
@@ -230,12 +268,6 @@ class RecurrentLayer:
         """Bytes of the committed states."""
         state = 0 if self.state is None else self.state.nbytes
         return state + sum(conv.nbytes for conv in self.convs.values())
-
-    @property
-    def pending_nbytes(self) -> int:
-        """Bytes of what is kept of the tokens since the last commit."""
-        read = sum(whole[..., -self._done :].nbytes for whole in self._read.values())
-        return read + sum(x.nbytes for call in self._calls for x in call.inputs.values())
 
 
 def _stacked(states: Sequence[Tensor | None], rows: Sequence[int]) -> Tensor:

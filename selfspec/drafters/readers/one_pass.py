@@ -14,6 +14,7 @@ from selfspec.drafters.engine import Engine, State, Verified
 from selfspec.drafters.readers.token_by_token import ExitReader, LayerReader, chances
 from selfspec.drafters.readers.verified import append_rows, column, pick, pick_from
 from selfspec.heads import DFlashHead, ExitHead
+from selfspec.heads.dflash import DFlashRunner
 from selfspec.heads.mask import MaskToken
 from selfspec.sampling.draft import Tree
 
@@ -174,7 +175,7 @@ class ContextReader(ExitReader):
 
     def __init__(self, engine: Engine, head: DFlashHead):
         super().__init__(engine, head)
-        self._head = head
+        self._head, self._runner = head, DFlashRunner(self.decoder, head)
         self.keep = head.feature_layers
         self._added: dict[int, int] = {}  # the number in the slots of each of its layers
         self._hidden = torch.empty(0)  # [rows, block, hidden] the block's output
@@ -200,7 +201,7 @@ class ContextReader(ExitReader):
         with state.stats.clock("head"):
             context = self._head.fuse_features(features)
             with slots.writing(context.shape[1], offset, self._added) as window:
-                self._head.remember(context, window.positions.to(context.device), slots)
+                self._runner.remember(context, window.positions.to(context.device), slots)
 
     def begin(self, most: int) -> None:
         """Read out `most` drafts; the block has the size that it was trained with."""
@@ -234,7 +235,7 @@ class ContextReader(ExitReader):
         first = torch.tensor(slots.added_from, device=slots.device)
         with slots.writing(head.block_size, 0, self._added) as window:
             positions = window.positions
-            self._hidden = head.run_block(self.decoder, pending, positions, first, slots)
+            self._hidden = self._runner.run(pending, positions, first, slots)
         drafting = self._hidden[:, head.first_row : head.first_row + self._ahead]
         self._drafts = head.logits(self.decoder, drafting).split(1, dim=1)
         self._level = 0

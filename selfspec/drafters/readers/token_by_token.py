@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from selfspec.decoder import OwnLayer, Pass, Span
+from selfspec.decoder import Decoder, OwnLayer, Pass, Span
+from selfspec.decoder.cache import SlotCache
 from selfspec.drafters.engine import Engine, State, Verified
 from selfspec.drafters.readers.verified import OwnKV, VerifiedStates, column, pick, pick_from, put
 from selfspec.heads import Calibrator, Confidence, ExitHead
@@ -126,28 +127,85 @@ class ExitReader:
         """Append the rows of another reader of the same head."""
 
 
+class LayerRunner:
+    """Runs a head's own layer, whose KV is stored beside the target's.
+
+    For each token the layer reads the exit's hidden state, and the features of the token before it;
+    `None` if the head has no features.
+
+    Args:
+        decoder: the target.
+        head: the head.
+    """
+
+    def __init__(self, decoder: Decoder, head: ExitHead):
+        assert head.layer is not None  # `make_reader` gives other heads another reader
+        self._decoder, self._head, self._layer = decoder, head, head.layer
+        self._added = 0  # index of the layer among the layers added to the slots
+
+    def make_room(self, slots: SlotCache) -> None:
+        """Add room for the layer's KV, before the first block of the prompt."""
+        window = self._decoder.windows[self._head.place]
+        add = partial(slots.add_layer, window, self._head, self._head.skips_first)
+        self._added, *_ = [add() for _ in range(OwnLayer(self._layer).depth)]
+
+    def fits_shallow_pass(self, slots: SlotCache) -> bool:
+        """Whether the pass below the exit may continue through the layer.
+
+        This saves the overhead of a second pass. It needs the same attention mask, and the layer
+        has to take the place of the next layer.
+        """
+        head = self._head
+        return not head.exit_layer or (
+            head.place == head.exit_layer
+            and not any(slots.added_from)
+            and not self._decoder.windows_own_layer
+        )
+
+    def in_shallow_pass(self, features: Tensor | None) -> OwnLayer:
+        """The layer, for the pass below the exit, with the features of that pass's tokens."""
+        enter = partial(self._head.enter, features=features)
+        embed = partial(self._head.embed, self._decoder)
+        return OwnLayer(self._layer, enter, self._added, self._head.place, embed)
+
+    def run(
+        self,
+        state: State,
+        hidden: Tensor,
+        features: Tensor | None,
+        offset: int | Sequence[int],
+        tree: Tree | None = None,
+    ) -> Tensor:
+        """`[rows, width, hidden]` the layer's output, in a pass of its own."""
+        with state.stats.clock("head"):
+            entered = self._head.enter(hidden, features)
+        tokens = state.pending.new_zeros(entered.shape[:2])  # the layer starts from `entered`
+        span = Span(self._head.place, self._head.place + 1)
+        own = OwnLayer(self._layer, added=self._added)
+        slots = state.slots
+        out = self._decoder.run(tokens, span, slots, entered, offset=offset, own=own, tree=tree)
+        state.stats.seconds["head"] += out.head_seconds
+        return out.hidden
+
+
 class LayerReader(ExitReader):
     """Draft logits of a head with a decoder layer of its own.
 
-    The layer's KV is stored beside the target's. A round begins by running the layer up to the
-    pending token over all tokens that have no KV yet, or whose KV was made from the head's own
-    output; each draft then adds one. Slots after the pending token are overwritten later, so rows
-    that accepted fewer drafts need no special treatment.
+    A round begins by running the layer up to the pending token over all tokens that have no KV of
+    it yet, or whose KV was made from the head's own output; each draft then adds one. Slots after
+    the pending token are overwritten later, so rows that accepted fewer drafts need no special
+    treatment.
     """
 
     _ahead = 0  # masks that are read after the pending token
 
     def __init__(self, engine: Engine, head: ExitHead):
         super().__init__(engine, head)
-        assert head.layer is not None  # `make_reader` gives other heads another reader
-        self._layer = head.layer
+        self._layer = LayerRunner(self.decoder, head)
         self.keep = (head.exit_layer, *head.feature_layers)
         self._states = VerifiedStates(head.fuse_features if head.feature_layers else None)
         self._kv = OwnKV()
-        self._added = 0  # index of the head's layer among the layers added to the slots
         self._one_pass = False  # whether shallow passes also run the layer
-        self._of_drafts = OwnLayer(self._layer)  # the layer in passes that draft
-        self._before = torch.empty(0)  # [rows, width, hidden] features for the next draft
         self._last = torch.empty(0)  # [rows, width, hidden] the layer's last output
 
     # The prompt
@@ -159,24 +217,16 @@ class LayerReader(ExitReader):
         left = [count - offset for count in counts]
         features = self._states.read_prompt(block.kept, offset == 0, left, ends)
         if offset == 0:
-            self._add_layer(state)
+            self._layer.make_room(state.slots)
         hidden = block.kept[0]
         if self.head.exit_layer:
-            self._run(state, self._enter(state, hidden, features), offset)
+            self._layer.run(state, hidden, features, offset)
         else:
             starts = [length + offset for length in lengths]
             tokens = tokens_from(state, starts, hidden.shape[1])
-            own = self._own(partial(self.head.enter, features=features))
+            own = self._layer.in_shallow_pass(features)
             self.engine.shallow(state, tokens, 0, offset, own=own)
         self._kv.written(ends)
-
-    def _add_layer(self, state: State) -> None:
-        """Make room for the layer's KV, before the first block of the prompt."""
-        slots = state.slots
-        window = self.decoder.windows[self.head.place]
-        add = partial(slots.add_layer, window, self.head, self.head.skips_first)
-        self._added, *_ = [add() for _ in range(self._of_drafts.depth)]
-        self._of_drafts = self._own(lambda hidden: self.head.enter(hidden, self._before))
 
     # After verification
 
@@ -226,7 +276,7 @@ class LayerReader(ExitReader):
             before = self._last if parents is None else pick(self._last, parents)
             at_exit = self._read_drafts(state, tokens, offset, tree, before)
         else:
-            self._one_pass = self._fits_one_pass(state)
+            self._one_pass = self._layer.fits_shallow_pass(state.slots)
             at_exit = self._catch_up(state, tokens)
         with state.stats.clock("head"):
             return self._logits(self._last), at_exit
@@ -241,26 +291,13 @@ class LayerReader(ExitReader):
         """
         exit_layer = self.head.exit_layer
         if self._one_pass:
-            self._before, own = before, self._of_drafts
+            own = self._layer.in_shallow_pass(before)
             out = self.engine.shallow(state, tokens, exit_layer, offset, tree=tree, own=own)
             self._last = out.hidden
             return out.kept[0] if exit_layer else None
         at_exit = self.engine.shallow(state, tokens, exit_layer, offset, tree=tree).hidden
-        self._last = self._run(state, self._enter(state, at_exit, before), offset, tree)
+        self._last = self._layer.run(state, at_exit, before, offset, tree)
         return at_exit
-
-    def _fits_one_pass(self, state: State) -> bool:
-        """Whether the pass below the exit may continue through the head's layer.
-
-        This saves the overhead of a second pass. It needs the same attention mask, and the head's
-        layer has to take the place of the next layer.
-        """
-        head = self.head
-        return not head.exit_layer or (
-            head.place == head.exit_layer
-            and not any(state.slots.added_from)
-            and not self.decoder.windows_own_layer
-        )
 
     # Catching up with the verified tokens
 
@@ -291,19 +328,19 @@ class LayerReader(ExitReader):
         """
         starts, ends = self._missing(state)
         if max(ends) == 0 and not self._states.has_features:
-            return self._run(state, self._enter(state, pending, None), 0)
+            return self._layer.run(state, pending, None, 0)
         width, end = pending.shape[1], column(ends, pending)
         hidden = self._states.exit_from(starts, max(ends) + width, pending[:, :1])
-        entered = self._enter(state, put(hidden, pending, end), self._features(starts, ends))
-        out = self._run(state, entered, [-end for end in ends])
+        hidden, features = put(hidden, pending, end), self._features(starts, ends)
+        out = self._layer.run(state, hidden, features, [-end for end in ends])
         return pick(out, end + torch.arange(width, device=end.device))
 
     def _read_tokens(self, state: State) -> Tensor:
         """`_read_states` of a head at the embeddings, which reads tokens instead."""
         starts, ends = self._missing(state)
         features = self._features(starts, ends)
-        block, embeds = self._inputs(self._tokens(state, starts, ends), ends)
-        own = self._own(partial(self.head.enter, features=features))
+        block, embeds = self._inputs(tokens_to_pending(state, starts, ends), ends)
+        own = self._layer.in_shallow_pass(features)
         offsets = [-end for end in ends]
         out = self.engine.shallow(state, block, 0, offsets, own=own, embeds=embeds)
         return pick_from(out.hidden, ends, 1 + self._ahead)
@@ -313,13 +350,6 @@ class LayerReader(ExitReader):
         with state.stats.clock("head"):
             self._states.merge()
         return self._kv.missing(state.slots.lengths)
-
-    def _tokens(self, state: State, starts: Sequence[int], ends: Sequence[int]) -> Tensor:
-        """`[rows, width]` each row's tokens from `starts` on, its last one repeated at the end."""
-        most = max(ends)
-        if state.emitted is not None and min(ends) == most == state.emitted.shape[1] - 1:
-            return state.emitted  # as after most rounds
-        return tokens_from(state, starts, most + 1)
 
     def _features(self, starts: Sequence[int], ends: Sequence[int]) -> Tensor | None:
         """`[rows, width, hidden]` features from `starts` to the pending token, and of masks."""
@@ -336,33 +366,6 @@ class LayerReader(ExitReader):
         """
         return tokens, None
 
-    # Running the layer
-
-    def _own(self, enter: Callable[[Tensor], Tensor]) -> OwnLayer:
-        """The layer, in the same pass as those below the exit; `enter` makes its inputs."""
-        embed = partial(self.head.embed, self.decoder)
-        return OwnLayer(self._layer, enter, self._added, self.head.place, embed)
-
-    def _run(
-        self,
-        state: State,
-        entered: Tensor,
-        offset: int | Sequence[int],
-        tree: Tree | None = None,
-    ) -> Tensor:
-        """The layer's output, in a pass of its own over what `head.enter` made."""
-        tokens = state.pending.new_zeros(entered.shape[:2])  # the layer starts from `entered`
-        span = Span(self.head.place, self.head.place + 1)
-        own = OwnLayer(self._layer, added=self._added)
-        slots = state.slots
-        out = self.decoder.run(tokens, span, slots, entered, offset=offset, own=own, tree=tree)
-        state.stats.seconds["head"] += out.head_seconds
-        return out.hidden
-
-    def _enter(self, state: State, hidden: Tensor, features: Tensor | None) -> Tensor:
-        with state.stats.clock("head"):
-            return self.head.enter(hidden, features)
-
     # Confidence
 
     def confidence(self, scores: Tensor, probs: Tensor | None, depth: int) -> list[float]:
@@ -374,6 +377,14 @@ class LayerReader(ExitReader):
     def _state(self, depth: int) -> Tensor:
         """`[rows, 1, hidden]` the layer's output that the last draft was read from."""
         return self._last
+
+
+def tokens_to_pending(state: State, starts: Sequence[int], ends: Sequence[int]) -> Tensor:
+    """`[rows, width]` each row's tokens from `starts` on, its pending one, at `ends`, repeated."""
+    most = max(ends)
+    if state.emitted is not None and min(ends) == most == state.emitted.shape[1] - 1:
+        return state.emitted  # as after most rounds
+    return tokens_from(state, starts, most + 1)
 
 
 def tokens_from(state: State, starts: Sequence[int], width: int) -> Tensor:
