@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from selfspec.decoder.cache import SlicedViews, Switch, Window
+from selfspec.decoder.cache import GROWTH, SlicedViews, Switch, Window
 
 # Rotary types with constant frequencies. Others depend on the longest position of the pass.
 _STATIC = {"default", "linear", "llama3", "yarn"}
-_GROWTH = 256  # least positions of a table
 
 
 def _rope_types(module: nn.Module) -> dict[str | None, str | None]:
@@ -65,7 +64,7 @@ class RotaryTables:
         more = () if layer_type is None else (layer_type,)
         # A table outlives its first pass, which may run in inference mode.
         with torch.inference_mode(False):
-            positions = torch.arange(max(2 * window.end, _GROWTH), device=x.device)
+            positions = torch.arange(max(2 * window.end, GROWTH), device=x.device)
             made = self._forward(x, positions[None], *more)
         tables = (made,) if isinstance(made, Tensor) else made
         rows = len(window.starts)

@@ -24,11 +24,7 @@ from selfspec.decoder.decoder import Decoder
 from selfspec.decoder.devices import at_hand
 from selfspec.decoder.passes import CACHE, Span
 
-# Of logits with variance 1: rounding makes 1e-5, in half precision 1e-1, a wrong position 1.
-_TOLERANCE, _TOLERANCE_IN_HALF = 0.1, 0.5
-_TEXT = 12  # tokens of each row
 _PROMPTS = (7, 4)  # tokens of each row's prompt
-_ROUNDS = ((0, 2), (3, 1))  # accepted drafts of each row, of three
 
 # The small model. Numbers of a config whose name matches are reduced to these.
 _HEADS, _HEAD_DIM, _LAYERS = 4, 16, 3
@@ -51,7 +47,6 @@ _REDUCED = {
 }
 _PER_LAYER = re.compile(r"layer|type|pattern")  # lists with an entry for every layer
 _PERIOD = re.compile(r"period|interval|offset|pattern|step")  # of layers of another kind
-_LARGEST = 4_000_000  # parameters of a model that is small
 
 _Problem = str | None  # the reason why a model is refused
 
@@ -138,7 +133,7 @@ def _random(
     try:
         config = reduced(model.config)
         with torch.device("meta"):
-            if type(model)(config).num_parameters() > _LARGEST:
+            if type(model)(config).num_parameters() > 4_000_000:  # not small
                 return None
         attention = model.config._attn_implementation
         with torch.device("cpu"):
@@ -163,8 +158,9 @@ def difference(model: PreTrainedModel) -> str | None:
     """How rounds of `model` differ from its own decoding, or `None`."""
     name, instead = type(model).__name__, "use the model's own generate"
     vocab = model.config.get_text_config(decoder=True).vocab_size
-    texts = torch.randint(1, vocab, (len(_PROMPTS), _TEXT), device="cpu").to(model.device)
-    tolerance = _TOLERANCE if model.dtype.itemsize > 2 else _TOLERANCE_IN_HALF
+    texts = torch.randint(1, vocab, (len(_PROMPTS), 12), device="cpu").to(model.device)
+    # Logits have variance 1: rounding makes 1e-5, in half precision 1e-1, a wrong position 1.
+    tolerance = 0.1 if model.dtype.itemsize > 2 else 0.5
     try:
         ours = _by_rounds(Decoder(model), texts)
     except Exception as problem:
@@ -221,7 +217,7 @@ def _by_rounds(decoder: Decoder, texts: Tensor) -> list[Tensor]:
         parts = [decoder.run(block, everything, slots, unembed=True).output]
         kept: list[tuple[int, ...]] = [_PROMPTS]
         slots.commit(_PROMPTS)
-        for accepted in _ROUNDS:
+        for accepted in ((0, 2), (3, 1)):  # drafts of each row, of three
             parts.append(_verified(decoder, slots, texts, accepted))
             kept.append(tuple(count + 1 for count in accepted))
             slots.commit(kept[-1])

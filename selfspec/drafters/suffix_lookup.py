@@ -16,8 +16,6 @@ from selfspec.drafters.text_store import Occurrences, TextStore
 from selfspec.sampling.context import Context
 from selfspec.sampling.draft import Draft
 
-FEWEST = 10  # tokens that are copied at a time after a short match, unless a number is given
-
 
 class Match(NamedTuple):
     """A suffix of the sequence that occurred before.
@@ -259,4 +257,4 @@ class Lookup:
         """Number of tokens to copy after a match of that length."""
         if match < self._config.shortest:
             return 0
-        return self._length or min(max(match, FEWEST), LONGEST_COPY)
+        return self._length or min(max(match, 10), LONGEST_COPY)  # after short ones 10

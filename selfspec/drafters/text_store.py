@@ -19,12 +19,11 @@ from selfspec.heads.files import read_tensors, replacing
 MOST = 2**18  # tokens of a store, unless a number is given
 SIZES = (2, 4, 8, 16, 32)  # tokens of the matches that can be found
 BEGINNING = SIZES[-1]  # tokens of a prompt that are kept, so that its answer's first are found
-_OCCURRENCES = 16  # latest occurrences of a match that are compared
 # A draft ends where the probability of its path falls below it, as in SuffixDecoding (Oliaro et
 # al. 2024) and vLLM's `suffix` method.
 _LEAST_PROBABILITY = 0.1
 _END = -1  # stands behind every text; no match and no draft goes across
-_LARGEST = 2**31 - 1
+_LARGEST = torch.iinfo(torch.int32).max
 
 
 class Occurrences(NamedTuple):
@@ -176,11 +175,11 @@ class TextStore:
         return None
 
     def _ends(self, ngram: list[int]) -> list[int]:
-        """The latest ends of an n-gram, the latest first."""
+        """The latest 16 ends of an n-gram, the latest first."""
         n, size = len(ngram), self.max_tokens
         wanted, before = array("i", ngram), self._before[n]
         end, ends = self._latest[n][hash(tuple(ngram)) % size], []
-        for _ in range(_OCCURRENCES):
+        for _ in range(16):
             if not end or end - n < self._ring.start:  # none, or overwritten
                 break
             if self._ring.slice(end - n, end) == wanted:

@@ -18,7 +18,7 @@ from selfspec.sampling.draft import Draft, Tree, Verdict
 
 # Fraction of a sibling's chance that is left once the one before it was rejected. Any is exact;
 # this one gave the longest accepted branches.
-_SECOND_CHANCE = 0.5
+SECOND_CHANCE = 0.5
 
 
 @dataclass
@@ -143,7 +143,7 @@ class TreeExpansion:
         judge = self.reader.calibrator(sampled)
         first = judge(scores.flatten(0, 1), depth).view(*scores.shape[:2], 1)
         ranks = torch.arange(width, device=scores.device)
-        return first.log() + ranks * ((1 - first) * _SECOND_CHANCE).log()
+        return first.log() + ranks * ((1 - first) * SECOND_CHANCE).log()
 
 
 def share(nodes: int, levels: int) -> list[int]:

@@ -10,9 +10,6 @@ from torch.nn.functional import rms_norm, silu
 
 from selfspec.decoder import Decoder
 
-_EPS = 1e-6
-_EMBEDDED = 8192  # tokens whose embeddings are in memory together
-
 
 class MaskHidden(nn.Module):
     """The mask of a P-EAGLE head: a token of the vocabulary, beside learned hidden states.
@@ -75,7 +72,7 @@ class MaskToken(nn.Module):
     def code(self, embedded: Tensor) -> Tensor:
         """`[rows, width, rank]` W1 e of tokens, from their embeddings `[rows, width, hidden]`."""
         embedded = embedded.to(self.of_token.weight)
-        return self.of_token(rms_norm(embedded, embedded.shape[-1:], eps=_EPS))
+        return self.of_token(rms_norm(embedded, embedded.shape[-1:], eps=1e-6))
 
     def bias(self, gate: Tensor, code: Tensor) -> Tensor:
         """The bias `[rows, width, n]` of the logits.
@@ -95,7 +92,8 @@ class MaskToken(nn.Module):
         state = (weight.dtype, weight.device, weight.data_ptr(), version)
         if self._codes is None or self._codes[0] != state:
             every = torch.arange(decoder.vocab_size, device=decoder.device)
-            parts = [self.code(decoder.embed(ids)) for ids in every.split(_EMBEDDED)]
+            # Some embeddings at a time, to save memory.
+            parts = [self.code(decoder.embed(ids)) for ids in every.split(8192)]
             self._codes = state, torch.cat(parts)
         return self._codes[1]
 

@@ -12,8 +12,6 @@ from torch.nn.functional import pad
 from selfspec.sampling.draft import Draft, Tree, Verdict
 from selfspec.sampling.sampler import Sampler, draw
 
-# Medusa's settings (Cai et al. 2024, section 2.3.1).
-_TYPICAL_FLOOR, _TYPICAL_SHARE = 0.09, 0.3
 # A tiny multiple of p is added to residuals, so that p remains where rounding leaves nothing else.
 _EPSILON = 1e-25
 
@@ -149,7 +147,7 @@ def typical_lossy(
     """
     p, _ = _of_drafts(tokens, draft_probs, target_probs)
     entropy = torch.special.entr(target_probs[:, :-1]).sum(-1)
-    needed = (_TYPICAL_SHARE * (-entropy).exp()).clamp(max=_TYPICAL_FLOOR)
+    needed = (0.3 * (-entropy).exp()).clamp(max=0.09)  # their section 2.3.1
     accepted = _of_real(p > needed, counts).cumprod(-1).sum(-1)
     return chain_verdict(tokens, accepted, draw(_at(target_probs, accepted), generator))
 

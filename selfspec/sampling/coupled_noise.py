@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-_NOISE_BLOCK = 8  # positions of a row whose noise is drawn together
-
 
 class Noise:
     """Gumbel noise for every token at every position of the output.
@@ -55,7 +53,7 @@ class Noise:
         while len(drawn) < width:
             # Drawn in blocks of fixed size, so that the noise does not depend on how many
             # positions are asked for at a time.
-            uniform = torch.empty(_NOISE_BLOCK, vocab, dtype=self._dtype, device=source.device)
+            uniform = torch.empty(8, vocab, dtype=self._dtype, device=source.device)
             uniform.uniform_(generator=source)  # on a CPU five times as fast as `exponential_`
             drawn = torch.cat([drawn, uniform.log_().neg_().log_().neg_()])
         self._drawn[row], self._starts[row] = drawn, length

@@ -21,10 +21,8 @@ from selfspec.heads import ExitHead
 
 MEMORY = 32  # observations that are remembered: enough to tell apart rates that differ by a tenth
 NEUTRAL = 0.5  # acceptance, cost of a draft, copies per token of the match, where nothing is known
-_APPROXIMATE = 0.9  # acceptance of the whole model with fewer bits or keys, as was measured
 _PRIOR = 3  # observed drafts that an expectation weighs as much as: a wrong one is soon given up
 _GROWTH = 0.03  # time of verifying one more token, in plain steps: .02 to .05 on most devices
-_START_WEIGHT = 0.1  # of the expected start of the line, in rounds
 _TICK = 1e-9  # seconds: no time is shorter, so that all can be divided by
 _TRIALS = 0.005  # fraction of the tokens that may be lost by trying again what lost
 
@@ -117,7 +115,7 @@ class Verification:
     It is fitted to the latest rounds by least squares of relative errors, so that one that was
     disturbed, and took much longer, counts little. The fit starts from what is expected: a plain
     step, and `_GROWTH` of one for each draft. The expected growth weighs as much as one round, the
-    expected start only a tenth (`_START_WEIGHT`): devices differ most in how much longer a pass
+    expected start only a tenth: devices differ most in how much longer a pass
     over two tokens takes than one over a single token. Plain steps have a median of their own;
     until one is made, it follows from the other rounds.
 
@@ -144,8 +142,9 @@ class Verification:
         if not self.step.seen and not self._seen:
             self.step.share = seconds / (1 + _GROWTH * drafts)
         self._seen.append((drafts, seconds))
-        # Sums of the normal equations, over what rounds took more than expected.
-        total, square = _START_WEIGHT, 1.0
+        # Sums of the normal equations, over what rounds took more than expected. The
+        # first are the weights of the expected start and growth.
+        total, square = 0.1, 1.0
         linear = level = slope = 0.0
         for x, took in self._seen:
             steps = took / self.step.value
@@ -336,7 +335,7 @@ class Rounds:
     ) -> Rounds:
         """Expectations of an exit head: its fraction of the weights, its calibrators' mean."""
         if head.exit_layer == decoder.depth:  # it drafts by approximate passes
-            return cls(NEUTRAL, (_APPROXIMATE, _APPROXIMATE), clock, longest=longest)
+            return cls(NEUTRAL, (0.9, 0.9), clock, longest=longest)  # acceptance as was measured
         layer, own = _size(decoder.layers[0]), _size(head.layer) if head.layer is not None else 0
         shallow = head.exit_layer * layer + own + _size(head.lm_head or decoder.lm_head)
         cost = shallow / (decoder.depth * layer + _size(decoder.lm_head))

@@ -57,14 +57,11 @@ def _next_scores(
     return output.scores[0]
 
 
-_CONTEXT = 16  # prompt tokens before sampled continuations
 _ROWS = 64  # continuations that are sampled or scored in one call
 # In half precision, passes of different width or kernels may swap two nearly equal candidates.
 # Continuations with a candidate that lies within so many roundings of one that is left out do not
 # count, and this share of all may be impossible under plain decoding.
 _ROUNDINGS, _SWAPPED = 4, 0.05
-_DEVIATIONS = 4  # standard deviations by which their number may exceed what is expected
-_FEWEST = 5  # continuations expected less often are counted together
 
 
 class Sampling(NamedTuple):
@@ -159,7 +156,7 @@ def check_exactness(
     """
     divergences = _greedy(spec, draft, prompts, max_new_tokens)
     found = [
-        _distribution(spec, draft, prompt[:, :_CONTEXT], sampling, seed + number)
+        _distribution(spec, draft, prompt[:, :16], sampling, seed + number)
         for number, prompt in enumerate(prompts)
         if sampling is not None
     ]
@@ -298,7 +295,7 @@ def _p_value(
     words = [word[:length] for word in drawn if word[:length] in counts]
     total, samples = sum(probs.values()), len(drawn)
     left_out = max(0.0, 1 - total)
-    luck = _DEVIATIONS * (left_out * total * samples) ** 0.5
+    luck = 4 * (left_out * total * samples) ** 0.5
     if samples - len(words) > (left_out + swapped + 1e-9) * samples + luck:
         return 0.0
     for word in words:
@@ -306,7 +303,7 @@ def _p_value(
     cells: list[tuple[float, float]] = [(0.0, 0.0)]
     for word, chance in probs.items():
         cell = (float(counts[word]), chance / total * len(words))
-        if cell[1] < _FEWEST:
+        if cell[1] < 5:
             cells[0] = (cells[0][0] + cell[0], cells[0][1] + cell[1])
         else:
             cells.append(cell)

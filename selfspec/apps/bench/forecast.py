@@ -128,8 +128,6 @@ def write(
 
 _BYTES = 2**30  # of the layers of the timed model
 _CHAINS = (1, 3, 6)  # drafts of the timed rounds
-_VOCABULARIES = (8_000, 32_000)  # of the timed heads
-_TOKENS, _PROMPT = 8, 32  # of a timed call
 _WIDE, _READ = 512, 64  # tokens of a timed pass of training, and of the LM head
 _VERIFIED, _TRAINED = 0.03, 0.1  # plain steps a token, where nothing can be timed
 _TURNS, _SECONDS = 3, 8.0  # at least: every call is timed once a turn
@@ -167,6 +165,11 @@ class DeviceSpeed:
         return 1 / (self.wide + 3 * depths * layer + (1 + 2 * depths) * vocab_size * self.read_out)
 
 
+def _timed_sizes() -> tuple[int, int]:
+    """Vocabularies of the timed heads: the smallest and the largest that a head may have."""
+    return min(COVERAGE), max(COVERAGE)
+
+
 def _along(known: dict[int, float], at: int) -> float:
     """The line through the two known points nearest to `at`; a single point holds everywhere."""
     points = sorted(known, key=lambda point: abs(point - at))[:2]
@@ -193,7 +196,7 @@ def measure_device(decoder: Decoder, device: torch.device, dtype: torch.dtype) -
     needed = 2 * (deep * layer + words)  # packed weights are there twice
     if device.type == "cpu" and needed > psutil.virtual_memory().available / 2:
         raise RuntimeError(f"{needed / 1e9:.1f} GB are too many to time a model of that size here")
-    sizes = sorted({min(size, vocab) for size in _VOCABULARIES})
+    sizes = sorted({min(size, vocab) for size in _timed_sizes()})
     config, half = decoder.causal_lm.config, deep // 2
     timed = {n: _Timed(_cut(config, n), sizes, device, dtype) for n in (half, deep)}
     found = _shortest({(n, *key): call for n, t in timed.items() for key, call in t.calls.items()})
@@ -240,7 +243,7 @@ def assumed_speed(decoder: Decoder, device: torch.device, dtype: torch.dtype) ->
     plain = every / second
     rounds = {
         size: {n: plain * (1 + _VERIFIED * n) + n * (layer + size * row) / second for n in _CHAINS}
-        for size in _VOCABULARIES
+        for size in _timed_sizes()
     }
     layers = {n: layer / second * (1 + _VERIFIED * (n - 1)) for n in (1, max(_CHAINS) + 1)}
     trained = _TRAINED * plain
@@ -283,7 +286,7 @@ class _Timed:
     def _round(self, head: ExitHead | None, drafts: int) -> float:
         self.spec.engine.heads = [] if head is None else [head]
         draft = DraftConfig(drafter="none") if head is None else draft_of(head, drafts)
-        return round_seconds(self.spec, draft, self._tokens(_PROMPT), _TOKENS, repeats=1)
+        return round_seconds(self.spec, draft, self._tokens(32), tokens=8, repeats=1)
 
     @torch.no_grad()
     def _wide(self) -> float:

@@ -20,13 +20,12 @@ from selfspec.config import DraftConfig
 from selfspec.decoder import CACHE
 from selfspec.drafters import EarlyExit, ExitTree, make_drafter
 from selfspec.drafters.engine import State
+from selfspec.drafters.tree import SECOND_CHANCE
 from selfspec.generation.loop import Call, Session, speculate
 from selfspec.model import SelfSpecModel
 from selfspec.sampling.draft import Tree
 
 _CANDIDATES = 8  # candidates of a position; more than a tree has siblings
-_SECOND_CHANCE = 0.5  # a sibling's share of the acceptance, as the tree drafter expects
-_FLOOR = -30.0  # logit of all other tokens
 
 Read = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -56,7 +55,7 @@ def planted_ranks(rows: int, length: int, acceptance: float, seed: int) -> Tenso
     with half of that. A seed gives the same random numbers to every method. Those of a row are
     spread evenly, so that the share of right drafts is close to `acceptance` in a short text, too.
     """
-    again = (1 - acceptance) * _SECOND_CHANCE
+    again = (1 - acceptance) * SECOND_CHANCE  # of a sibling, as the tree drafter expects
     reached = acceptance * (again ** torch.arange(_CANDIDATES)).cumsum(0)
     order = torch.rand(rows, length, generator=torch.Generator().manual_seed(seed)).argsort(-1)
     coins = (order + 0.5) / length
@@ -101,7 +100,7 @@ class PlantedRead:
         self._level += 1
         ids = ids[:, None].expand(-1, logits.shape[1], -1)
         scores = self._scores.to(logits.dtype).expand(ids.shape)
-        return torch.full_like(logits, _FLOOR).scatter_(2, ids, scores), at_exit
+        return torch.full_like(logits, -30.0).scatter_(2, ids, scores), at_exit
 
     def _begin(self, state: State) -> None:
         """Find each row's position in its text, with one copy to the device per round."""

@@ -39,7 +39,6 @@ _TEMPLATES = {
     "spec_bench": "{turn}",
 }
 _MBPP_TEST = range(11, 511)
-_CHARACTERS = 24  # more characters than a token has on average
 
 
 def read_prompts(
@@ -218,7 +217,8 @@ def _passage(
 ) -> list[int] | None:
     """`length` tokens from the line after `place`, or else from the start of the text."""
     for start in (text.find("\n", place) + 1, 0):
-        ids = _encode(config, tokenizer, text[start : start + _CHARACTERS * length])
+        # Far more characters than as many tokens have on average.
+        ids = _encode(config, tokenizer, text[start : start + 24 * length])
         if len(ids) >= length:
             return ids[:length]
     # The passages in the package are short; they may have a few tokens less.

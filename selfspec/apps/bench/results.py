@@ -25,9 +25,7 @@ from selfspec.apps.display.report import HTMLReport
 from selfspec.heads.files import replace_text
 from selfspec.schedule.stats import PARTS, Stats
 
-_DRAWS = 4000
 _TAIL = 32  # tokens at the end of an output that repeat themselves if it loops
-_LONGEST_PERIOD = 16
 
 
 class Interval(NamedTuple):
@@ -47,7 +45,7 @@ def median_interval(values: Sequence[float], seed: int = 0) -> Interval | None:
     if not values:
         return None
     found = np.asarray(values, dtype=float)
-    picks = np.random.default_rng(seed).integers(len(found), size=(_DRAWS, len(found)))
+    picks = np.random.default_rng(seed).integers(len(found), size=(4000, len(found)))
     low, high = np.percentile(np.median(found[picks], axis=1), (2.5, 97.5))
     return Interval(float(np.median(found)), float(low), float(high), len(found))
 
@@ -62,7 +60,7 @@ def loops(tokens: Sequence[int]) -> bool:
     tail = list(tokens[-_TAIL:])
     if len(tail) < _TAIL:
         return False
-    return any(tail[period:] == tail[:-period] for period in range(1, _LONGEST_PERIOD + 1))
+    return any(tail[period:] == tail[:-period] for period in range(1, _TAIL // 2 + 1))
 
 
 @dataclass(frozen=True)
@@ -281,9 +279,6 @@ def _equality(
     )
 
 
-_GAP = 2  # characters between columns
-
-
 def _longest(texts: Sequence[str]) -> int:
     return max(map(len, texts), default=0)
 
@@ -307,7 +302,7 @@ class Grid(NamedTuple):
         longest_word = _longest(" ".join(names).split())
 
         def room() -> int:
-            return width - sum(_GAP + self._width(column) for column in others)
+            return width - sum(2 + self._width(column) for column in others)  # 2 between columns
 
         spare = list(self.spare)
         while room() < longest_word and spare:

@@ -38,14 +38,9 @@ _FOLDER = Path(__file__).with_name("shape_configs")
 SHAPES = sorted(path.stem for path in _FOLDER.glob("*.json"))
 """Names of the shapes in the package."""
 
-_DRAFTS = 4  # drafts of a round in the default methods
 _NODES = 12  # of a tree, on as many levels
-# Scale of attention's outputs in random models. They are means over the prompt and similar at all
-# positions, so at full scale they would outweigh the tokens after a few layers.
-_ATTENTION = 0.3
 _CHUNK = 2048  # prompt tokens of a pass: the mask of a long prompt would not fit in memory
 _USABLE = 0.8  # share of the memory that a benchmark may fill
-_CPU_PROMPTS = 256  # prompt tokens of a batch by default on a CPU: more would take minutes
 
 
 def read_shape(name: str) -> PretrainedConfig:
@@ -83,7 +78,9 @@ def random_model(
             bound = (3 / weight.shape[-1]) ** 0.5  # variance 1 for inputs of variance 1
             weight.uniform_(-bound, bound, generator=source)
             if wide and name.endswith("o_proj.weight"):
-                weight.mul_(_ATTENTION)
+                # Attention's outputs are means over the prompt, similar at all positions: at full
+                # scale they would outweigh the tokens after a few layers.
+                weight.mul_(0.3)
             elif not wide and weight is not words and weight.shape[-2] == width:
                 weight.mul_(quiet)
         else:
@@ -139,7 +136,7 @@ def default_methods(depth: int, acceptances: Sequence[float]) -> tuple[MethodCon
 
 
 def _early_exit(head: str, exit_layer: int, **fields: Any) -> DraftConfig:
-    return DraftConfig(head=head, exit_layer=exit_layer, num_draft_tokens=_DRAFTS, **fields)
+    return DraftConfig(head=head, exit_layer=exit_layer, num_draft_tokens=4, **fields)
 
 
 def with_defaults(config: BenchConfig, depth: int, device: torch.device) -> BenchConfig:
@@ -205,7 +202,9 @@ class ShapeBench(Bench):
         self.measured = {
             "bandwidth GB/s": round(self.bandwidth / 1e9, 1),
             "left out": self._leave_out(
-                usable_memory(device), None if chosen or device.type != "cpu" else _CPU_PROMPTS
+                # On a CPU more prompt tokens would take minutes.
+                usable_memory(device),
+                None if chosen or device.type != "cpu" else 256,
             ),
         }
         self.facts: dict[str, Any] = {

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 Domain = Literal["prose", "code", "maths"]
 
-# Of the model in the package, whose greedy text loops.
-_TEMPERATURE = 0.8
 # Drafters with one fixed exit.
 _AT_ONE_EXIT = ("early_exit", "tree")
 
@@ -95,7 +93,7 @@ def demo(
     if asked:
         source = _with_chat_model(source, asked)
     if temperature is None:
-        temperature = 0.0 if asked else _TEMPERATURE
+        temperature = 0.0 if asked else 0.8  # the package's model loops in greedy text
     settings = {
         "max_new_tokens": max_new_tokens,
         "temperature": 0.0 if greedy else temperature,

@@ -5,6 +5,7 @@ Commands import torch and transformers when they run, so `--help` is fast.
 
 from __future__ import annotations
 
+import signal
 import sys
 from typing import Annotated, Any
 
@@ -22,7 +23,6 @@ from selfspec.apps.cli.fit import fit, measure, regenerate
 from selfspec.apps.cli.generate import generate
 from selfspec.apps.cli.info import info
 
-_INTERRUPTED = 130  # the exit code of a process that Ctrl-C ended
 _EXPECTED = (ValueError, OSError, ImportError)
 # The base class of click's usage errors; typer has moved it before.
 _UsageError: Any = typer.BadParameter.__base__
@@ -49,7 +49,7 @@ class _Commands(TyperGroup):
             raise  # typer ends quietly if the reader of a pipe is gone
         except KeyboardInterrupt:
             sys.stderr.write("\n")
-            raise typer.Exit(_INTERRUPTED) from None
+            raise typer.Exit(128 + signal.SIGINT) from None
         except Exception as error:
             if ctx.params.get("debug"):
                 raise

@@ -18,8 +18,6 @@ from selfspec.apps.cli.common import Reporter, command, in_units, quiet_transfor
 if TYPE_CHECKING:
     from selfspec.apps.bench.forecast import Advice
 
-_SHOWN = 5  # candidates
-
 
 @dataclass(frozen=True)
 class Given:
@@ -168,7 +166,7 @@ def forecast_table(advice: Advice) -> Table:
     told = ("head", "vocabulary", "in text", "draft")
     for name in (*told, "α, run", "speed", "tokens, hour", "α", "speed"):
         table.add_column(f" {name}", justify="right")
-    for head, later in list(zip(advice.now, advice.then, strict=True))[:_SHOWN]:
+    for head, later in list(zip(advice.now, advice.then, strict=True))[:5]:
         size = f"{head.vocab_size:,}" if head.vocab_size else "all"
         told = (f"{head.kind} at {head.exit_layer}", size, f"{head.coverage:.0%}")
         run = (f"{head.cost:.2f}", f"{head.rates[0]:.2f}", f"{head.speedup:.2f}x")

@@ -9,9 +9,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-# Roundings that a score may differ by between a pass over one token and one over several.
-_ROUNDINGS = 32
-
 
 class Divergence(NamedTuple):
     """The first difference of two continuations.
@@ -64,5 +61,6 @@ def find_divergence(
     scores = scores_after(plain[:position])
     margin = abs(float(scores[a] - scores[b]))
     size = float(scores[scores.isfinite()].abs().max())
-    rounding = margin <= _ROUNDINGS * torch.finfo(dtype).eps * size
+    # By so many roundings a score may differ between a pass over one token and one over several.
+    rounding = margin <= 32 * torch.finfo(dtype).eps * size
     return Divergence(position, a, b, margin if margin < float("inf") else None, rounding)

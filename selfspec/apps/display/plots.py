@@ -327,9 +327,7 @@ def _short(piece: str) -> str:
     return seen if len(seen) <= _LONGEST else f"{seen[: _LONGEST - 1]}…"
 
 
-# Colour of equal speed, and the distance from 1 that has the full colour.
-_EVEN, _FARTHEST = (235, 235, 235), 0.6
-_FASTER, _SLOWER = (0, 158, 115), (213, 94, 0)  # Okabe and Ito's, for colour-blind readers
+_SLOWER, _FASTER = COLOURS[1:3]
 
 
 def speedup_table(profile: Profile) -> Table:
@@ -357,12 +355,10 @@ def _cell(speedup: float, best: bool) -> Text:
 
 
 def _colour(speedup: float) -> tuple[int, int, int]:
-    """From grey, for equal speed, to green or orange."""
-    share = min(1.0, abs(speedup - 1) / _FARTHEST)
-    end = _FASTER if speedup >= 1 else _SLOWER
-    red, green, blue = (
-        round(even + share * (far - even)) for even, far in zip(_EVEN, end, strict=True)
-    )
+    """From grey, for equal speed, to green or orange, for speeds that differ by 0.6 or more."""
+    share, even = min(1.0, abs(speedup - 1) / 0.6), 235
+    end = bytes.fromhex((_FASTER if speedup >= 1 else _SLOWER).removeprefix("#"))
+    red, green, blue = (round(even + share * (far - even)) for far in end)
     return red, green, blue
 
 

@@ -22,7 +22,6 @@ from selfspec.schedule.stats import Origin, Round, Stats, Trace
 
 Kind = Literal[Origin, "rejected"]
 
-_LONGEST = 8  # the most tokens held for one character; UTF-8 has at most four bytes
 _CONTEXT = 4  # tokens decoded again before a new one, for the space between words
 _BROKEN = "\ufffd"
 
@@ -62,7 +61,8 @@ class Detokenizer:
         """The text that a token completes."""
         self.held.append(token)
         text = self._new_text()
-        if text.endswith(_BROKEN) and len(self.held) < _LONGEST:
+        # A character has at most four bytes; after twice as many tokens it stays broken.
+        if text.endswith(_BROKEN) and len(self.held) < 8:
             return ""
         return self._release(text)
 

@@ -24,7 +24,6 @@ from selfspec.heads import CARD_NAME, ExitHead, LensHead, LoraHead, fingerprint
 FOLDABLE = ("block", "lora", "lens", "shared")
 """Kinds of heads that can be folded, the best drafters first."""
 SIDE_CAR = "selfspec_export.json"
-_FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ def export_draft(
 
 def _side_car(decoder: Decoder, head: ExitHead, exported: Exported) -> dict[str, Any]:
     return {
-        "format_version": _FORMAT,
+        "format_version": 1,
         "selfspec_version": selfspec.__version__,
         "transformers_version": transformers.__version__,
         **asdict(exported),
@@ -271,8 +270,6 @@ def _per_layer(fields: dict[str, Any], depth: int, layers: Sequence[int]) -> dic
 
 # The LM head
 
-_LOW_BIAS = -1e4  # fits into float16, with the logit added
-
 
 def _folded_lm_head(decoder: Decoder, head: ExitHead) -> dict[str, Tensor]:
     """Parameters of the draft model's LM head; empty if it is the target's own.
@@ -319,7 +316,8 @@ def _expanded(decoder: Decoder, weight: Tensor, vocab_ids: Tensor) -> dict[str, 
     bias: Tensor | None = getattr(decoder.lm_head, "bias", None)
     if bias is None:
         return {"weight": expanded}
-    bias = bias.detach().masked_fill(outside.to(bias.device), _LOW_BIAS)
+    # Fits into float16, with the logit added.
+    bias = bias.detach().masked_fill(outside.to(bias.device), -1e4)
     return {"weight": expanded, "bias": bias}
 
 

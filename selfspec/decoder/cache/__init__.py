@@ -6,9 +6,10 @@ from selfspec.decoder.cache.int8 import RoundedCache
 from selfspec.decoder.cache.layer import SlotLayer
 from selfspec.decoder.cache.masks import WIDEST
 from selfspec.decoder.cache.recurrent import Inputs, KernelCall, RecurrentLayer
-from selfspec.decoder.cache.window import SlicedViews, Switch, Window
+from selfspec.decoder.cache.window import GROWTH, SlicedViews, Switch, Window
 
 __all__ = [
+    "GROWTH",
     "WIDEST",
     "Inputs",
     "KernelCall",

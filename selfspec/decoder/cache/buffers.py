@@ -8,7 +8,7 @@ from operator import is_not
 import torch
 from torch import Tensor
 
-_GROWTH = 256  # smallest step by which a buffer grows, in slots
+from selfspec.decoder.cache.window import GROWTH
 
 
 class GrowingBuffers:
@@ -107,4 +107,4 @@ class GrowingBuffers:
     def make_room(self, end: int) -> None:
         """Double the buffers unless they reach up to slot `end`."""
         if self.capacity < end:
-            self.grow(max(end, 2 * self.capacity, _GROWTH))
+            self.grow(max(end, 2 * self.capacity, GROWTH))

@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicCache
 from selfspec.decoder.cache.layer import SlotLayer
 from selfspec.decoder.cache.window import Window
 
-_MOST = 127
+_MOST = torch.iinfo(torch.int8).max
 
 
 def to_int8(states: Tensor) -> tuple[Tensor, Tensor]:

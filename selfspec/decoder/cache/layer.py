@@ -8,9 +8,8 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from selfspec.decoder.cache.buffers import GrowingBuffers
+from selfspec.decoder.cache.masks import WIDEST
 from selfspec.decoder.cache.window import View, Window
-
-_VIEW_ROOM = 64  # slots after a view, for the later passes of its round
 
 
 class SlotLayer(GrowingBuffers, CacheLayerMixin):
@@ -71,7 +70,8 @@ class SlotLayer(GrowingBuffers, CacheLayerMixin):
         if held is not None and view.follows(held[0], window.width):
             start, copies = held[0].size, held[1]
         else:
-            shapes = [(*b.shape[:2], view.size + _VIEW_ROOM, b.shape[3]) for b in self.buffers]
+            room = view.size + WIDEST  # the later passes of a round add slots
+            shapes = [(*b.shape[:2], room, b.shape[3]) for b in self.buffers]
             pairs = zip(self.buffers, shapes, strict=True)
             copies = [buffer.new_empty(shape) for buffer, shape in pairs]
         for buffer, copy in zip(self.buffers, copies, strict=True):

@@ -8,11 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from selfspec.decoder.cache.window import Window
+from selfspec.decoder.cache.window import GROWTH, Window
 from selfspec.sampling.draft import Tree
 
 WIDEST = 64  # queries in the table; a wider pass builds its own mask
-_GROWTH = 256  # least number of keys in the table on either side
 
 
 def hide(keys: Tensor, queries: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
@@ -82,7 +81,7 @@ class CausalMasks:
     def _table(self, window: int | None, dtype: torch.dtype, end: int) -> Tensor:
         table = self._tables.get((window, dtype))
         if table is None or table.shape[1] < 2 * end:
-            half = max(2 * end, _GROWTH)
+            half = max(2 * end, GROWTH)
             keys = torch.arange(-half, half, device=self.device)
             queries = torch.arange(WIDEST, device=self.device)
             table = self._tables[window, dtype] = hide(keys, queries, window, dtype)

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from selfspec.decoder.cache.masks import WIDEST, CausalMasks, hide, tree_mask
-from selfspec.decoder.cache.window import SlicedViews, Switch, View, Window
+from selfspec.decoder.cache.window import GROWTH, SlicedViews, Switch, View, Window
 from selfspec.sampling.draft import Tree
-
-_GROWTH = 256  # least length of the table of slot numbers
 
 
 class RowSlots:
@@ -90,7 +88,7 @@ class RowSlots:
         page = self._page if paged and width <= WIDEST else 1
         end = max(starts) + width + page
         if self._counted.length < end:  # extend 0, 1, 2, …
-            counted = torch.arange(max(2 * end, _GROWTH), device=self.device)
+            counted = torch.arange(max(2 * end, GROWTH), device=self.device)
             self._counted = SlicedViews(counted[None], dim=1)
         switch = self._switch(starts, width, 0 if tree is None else first)
         return Window(starts, width, self._counted, tree, first, page, rows, switch)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from selfspec.sampling.draft import Tree
 
+GROWTH = 256  # least slots of tables and buffers, and by which buffers grow
 _VIEWS = 64  # views of one position that are made together
 
 

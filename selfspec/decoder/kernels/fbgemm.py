@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 _OPS: Any = torch.ops.quantized
-_WITHOUT_SCRIPT = (3, 14)  # Python's first version in which torch does not support it
 
 
 def is_faster() -> bool:
@@ -88,7 +87,7 @@ def product(weight: Tensor, bias: Tensor | None) -> Rounded | None:
 
 def has_scripts() -> bool:
     """Whether torch supports TorchScript with this version of Python."""
-    return sys.version_info < _WITHOUT_SCRIPT
+    return sys.version_info < (3, 14)
 
 
 def scripted(module: nn.Module) -> Callable[..., Any]:

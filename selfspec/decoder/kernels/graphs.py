@@ -2,8 +2,7 @@
 
 A GPU finishes small operations faster than Python launches them. A CUDA graph launches the recorded
 kernels with one call, on fixed addresses and shapes. Inputs are copied to where the graph reads
-them, and the visible part of the KV cache grows in pages, so that shapes change once in `PAGE`
-tokens.
+them, and the visible part of the KV cache grows in pages, so that shapes change seldom.
 
 Every recording is compared with the layers once in every call of `generate`, bit by bit, so changes
 that a user makes to the model between calls cannot make it stale. It lasts as long as the keys and
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from selfspec.decoder.cache import WIDEST, LayerKV, SlotCache
+from selfspec.decoder.cache import GROWTH, WIDEST, LayerKV, SlotCache
 from selfspec.decoder.direct import hooked_part
 from selfspec.decoder.kernels.fallback import FallbackKernel, summarize
 from selfspec.decoder.passes import ActivePass, LayerCall
@@ -100,10 +99,8 @@ Recorder = Callable[[Callable[[], list[Tensor]]], Tape]
 RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaRecorder}
 
 
-PAGE = 256  # slots by which the visible KV cache grows
 MOST = 64  # graphs kept for a model
 _KNOWN = (Tensor, SlotCache, torch.dtype, bool, int, float, str, type(None))  # argument types
-_PATIENCE = 2  # passes of a shape, of several calls, that run eagerly before one is recorded
 
 
 class _Recording:
@@ -221,7 +218,7 @@ class GraphedLayers(FallbackKernel):
     @property
     def page(self) -> int:
         """Step in slots by which the visible KV cache grows."""
-        return PAGE if self.problem is None else 1
+        return GROWTH if self.problem is None else 1
 
     def begin(self, layers: Iterable[nn.Module]) -> None:
         """Check layers and recordings again: the model may have changed since the last call."""
@@ -308,7 +305,7 @@ class GraphedLayers(FallbackKernel):
     ) -> _Recording | None:
         """Record a pass, if its shape has occurred before."""
         self._passes[key] += 1
-        if self._passes[key] <= _PATIENCE:
+        if self._passes[key] <= 2:  # a shape may be that of few passes
             return None
         self._make_room()
         recording = make()

@@ -37,8 +37,6 @@ _OUTPUTS = 16  # 4-bit products compute a multiple of this number
 # Inputs with a common scale. That of most 4-bit files, so that a checkpoint made from one gets its
 # own values back.
 _GROUP = 32
-_ALIGNED = 32  # bytes: `_weight_int8pack_mm` loads vectors of this size
-_CHUNK = 256  # rows that are rounded at a time, so that they stay in the processor's cache
 
 
 class LowPrecisionLinears:
@@ -223,7 +221,7 @@ class Int8Weights(RoundedWeights):
     def _product(self, states: Tensor) -> Tensor:
         numbers, scales = self.tensors
         states = _padded(states, numbers.shape[1])
-        if states.data_ptr() % _ALIGNED:
+        if states.data_ptr() % 32:  # bytes of the vectors that `_weight_int8pack_mm` loads
             states = states.clone()
         return _OPS._weight_int8pack_mm(states.contiguous(), numbers, scales)
 
@@ -252,7 +250,8 @@ class Int4Weights(RoundedWeights):
             packed = _OPS._convert_weight_to_int4pack_for_cpu(numbers, 1)
         else:
             bytes_ = (numbers[:, ::2] << 4 | numbers[:, 1::2]).to(torch.uint8)
-            packed = _OPS._convert_weight_to_int4pack(bytes_, _TILES)
+            # With 2 inner tiles the layout takes multiples of 32 inputs.
+            packed = _OPS._convert_weight_to_int4pack(bytes_, 2)
         return packed, torch.stack([scales.T, zeros.T], dim=-1).contiguous()
 
     def _product(self, states: Tensor) -> Tensor:
@@ -270,7 +269,6 @@ class Int4Weights(RoundedWeights):
 
 
 KINDS: dict[Precision, type[RoundedWeights]] = {"int8": Int8Weights, "int4": Int4Weights}
-_TILES = 2  # inner tiles of the layout on CUDA, which takes multiples of 32 inputs
 
 
 def round_to_4_bits(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -290,7 +288,7 @@ def round_to_4_bits(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _pieces(weights: Sequence[Tensor]) -> Iterator[Tensor]:
     """Rows of several weights, some at a time, in float32."""
-    for piece in torch.cat([*weights]).split(_CHUNK):
+    for piece in torch.cat([*weights]).split(256):  # stays in the processor's cache
         yield piece.float()
 
 

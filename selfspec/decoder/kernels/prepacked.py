@@ -36,10 +36,6 @@ _OPS: Any = torch.ops.mkldnn
 HALF = (torch.bfloat16, torch.float16)
 _FEW = 4  # tokens up to which FBGEMM is faster than oneDNN
 
-# Tokens of a pass for which oneDNN chooses the layout. On CPUs with AMX the one it chooses for a
-# single token is read 1.3 times as slowly, whatever the number of tokens; elsewhere all are alike.
-_EXPECTED = 5
-
 # A prime number, so that weights' rows or columns that change places are seen.
 _COLUMNS = 1021
 
@@ -466,7 +462,9 @@ def _pack(modules: Sequence[Any], both: bool) -> _Packed | None:
         bias = torch.cat([module.bias.detach() for module in modules]) if biased else None
         product = fbgemm.product(weight, bias) if _takes_fbgemm(weight.dtype, both) else None
         if onednn_computes(weight.dtype):
-            weight = _OPS._reorder_linear_weight(weight, _EXPECTED)
+            # In the layout for 5 tokens. On CPUs with AMX the one for a single token is read 1.3
+            # times as slowly, whatever the number of tokens; elsewhere all are alike.
+            weight = _OPS._reorder_linear_weight(weight, 5)
         elif product is None:
             return None
         else:

@@ -16,10 +16,6 @@ from selfspec.drafters.readers.verified import OwnKV, VerifiedStates, column, pi
 from selfspec.heads import Calibrator, Confidence, ExitHead
 from selfspec.sampling.draft import Tree
 
-# The most tokens that a head's own layer may lag behind while others draft. It bounds the memory of
-# their states, and the length of the one pass that catches up.
-_MOST_LAG = 512
-
 
 class ExitReader:
     """Draft logits of a head that reads only the exit's hidden state of the token itself.
@@ -236,7 +232,8 @@ class LayerReader(ExitReader):
         if not drafted:
             self._kv.rejected(lengths)
             _, lags = self._kv.missing(lengths)
-            if max(lags) < _MOST_LAG:
+            # A bound for the memory of their states, and the length of the pass that catches up.
+            if max(lags) < 512:
                 self._states.note(lengths, verified.hidden_states)
                 return
             self.begin(1)  # without masks

@@ -19,11 +19,7 @@ except ImportError as error:
 
 _LOG = logging.getLogger(__name__)
 _EXPECTED = (ValueError, OSError)
-_MOST_TOKENS = 512
-_FIRST_TOKENS = 160
-_BEGINNING = 45  # characters of a passage in the list of examples
 _NARROW = 120  # pixels, so that two controls stand side by side
-_READERS = 16  # generations that may wait for the model
 # Features of Gradio that are switched off: the page serves one purpose on one machine.
 _AT_HOME = {
     "share": False,
@@ -73,8 +69,7 @@ class Page:
     def _prompt(self) -> tuple[Any, Any]:
         passages = load_prompts()
         choices = [
-            (f"{each.domain}: {' '.join(each.text.split())[:_BEGINNING]} …", each.text)
-            for each in passages
+            (f"{each.domain}: {' '.join(each.text.split())[:45]} …", each.text) for each in passages
         ]
         first = passages[0].text
         example = gr.Dropdown(choices, value=first, label="Example", elem_id="example")
@@ -86,7 +81,7 @@ class Page:
         offer, drafter = self.offer, self.offer.base.drafter
         at_exit, heads = offer.at_an_exit(drafter), offer.heads(offer.exit_layer)
         positions = self.side.spec.decoder.max_positions
-        most = min(_MOST_TOKENS, positions or _MOST_TOKENS)
+        most = min(512, positions or 512)
         with gr.Row():
             self.drafter = gr.Dropdown(
                 offer.drafters, value=drafter, label="Drafter", min_width=_NARROW, elem_id="drafter"
@@ -120,7 +115,7 @@ class Page:
             count = _slider(
                 "Tokens to write",
                 (1, most),
-                min(_FIRST_TOKENS, most),
+                min(160, most),
                 info="for each method",
                 elem_id="tokens",
             )
@@ -139,7 +134,7 @@ class Page:
             shown,
             api_name="write",
             show_progress="hidden",
-            concurrency_limit=_READERS,
+            concurrency_limit=16,  # generations that may wait for the model
         )
         self.example.input(None, self.example, self.prompt, js="text => text")
         quick = {"queue": False, "api_visibility": "private", "show_progress": "hidden"}
