@@ -187,7 +187,9 @@ def _refusal(path: Path, looks: str) -> ValueError:
 
 _OBJECT = re.compile(r'\s*\{\s*"')
 _PYTHON_DICT = re.compile(r"\s*\{\s*'")
-_ARRAY = re.compile(r'\s*\[\s*((?:\[\s*)*\{\s*["}]|"(?:[^"\\]|\\.)*"\s*[,\]]|\]\s*$)', re.DOTALL)
+_ARRAY = re.compile(  # of objects, or of strings, or empty; other elements may come first
+    r'\s*\[\s*((?:[\w.+-]+\s*,\s*)*(?:\[\s*)*\{\s*["}]|"(?:[^"\\]|\\.)*"\s*[,\]]|\]\s*$)', re.DOTALL
+)
 _HEADING = re.compile(r'"?[\w.-]+"?(?:([,;\t])"?[\w.-]+"?)+')
 _AS_TEXT = "; `format: text` reads it as text"
 

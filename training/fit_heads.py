@@ -13,7 +13,7 @@ from .data import Mixture
 from .exits.drafts import HeldOutDrafts
 from .exits.features import open_features, streams_of
 from .exits.fitting import FitConfig, write_heads
-from .exits.heads import build_heads, go_on_from, heads_with, trim_heads
+from .exits.heads import build_heads, go_on_from, heads_with, trim_heads, with_saved_options
 from .exits.measure import open_held_out
 from .exits.task import ExitTask
 from .loop.checkpoint import Checkpoints, digest, target_facts
@@ -35,7 +35,10 @@ def _fit(config: FitConfig, output: Path) -> Path:
         spec.model.to(processes().device)
     decoder = spec.decoder
     torch.manual_seed(config.loop.seed)
-    heads = build_heads(decoder, config.heads)
+    configs = config.heads
+    if config.start:
+        configs = with_saved_options(configs, decoder, config.start)
+    heads = build_heads(decoder, configs)
     if config.start:
         go_on_from(heads, decoder, config.start)
     data, held_out = config.read_text(tokenizer)
@@ -54,7 +57,7 @@ def _fit(config: FitConfig, output: Path) -> Path:
     if loop.main:
         if config.loop.fsdp:  # a target in shards is of no use to one process
             spec = config.load_target()[0]
-        fitted = heads_with(weights, spec.decoder, config.heads)
+        fitted = heads_with(weights, spec.decoder, configs)
         for head in fitted:
             head.facts["data"] = config.text_summary
         write_heads(config, fitted, spec, output / CONFIG_NAME)

@@ -647,6 +647,9 @@ def _check_options(decoder: Decoder, options: Mapping[str, Any]) -> None:
     for name in ("windows", "causal"):
         if len(options[name]) not in (0, count):
             raise ValueError(f"{name} must have one entry for each of {count} layers")
+    for window in options["windows"]:
+        if window is not None and (type(window) is not int or window < 1):
+            raise ValueError(f"windows must hold whole numbers >= 1 or null, got {window!r}")
     group = options["conv_group_size"]
     if options["conv_kernel_size"] and (group < 1 or width % group):
         raise ValueError(

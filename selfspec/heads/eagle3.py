@@ -302,8 +302,16 @@ class Eagle3Head(ExitHead):
 
 
 def _check_counts(decoder: Decoder, options: Mapping[str, Any]) -> None:
-    """Raise ValueError unless there is a layer, and the mask token is in the vocabulary."""
+    """Raise ValueError, naming the option, for a number that does not fit the target."""
     count, token = options["num_hidden_layers"], options["mask_token"]
+    if options["embedding"] not in (0, decoder.vocab_size):
+        raise ValueError(
+            f"embedding must be 0, for the target's, or the target's {decoder.vocab_size} tokens, "
+            f"got {options['embedding']!r}"
+        )
+    rows = options["vocabulary"]
+    if type(rows) is not int or not 0 <= rows <= decoder.vocab_size:
+        raise ValueError(f"vocabulary must be in [0, {decoder.vocab_size}], got {rows!r}")
     if count < 1:
         raise ValueError(f"num_hidden_layers must be at least 1, got {count}")
     tokens = options["embedding"] or decoder.vocab_size

@@ -226,7 +226,7 @@ class CheckpointFiles:
                 self._add(main)
         folder = Path(self._path) if main is None else main.parent
         for beside in sorted(folder.glob("*.safetensors")):
-            if beside.name not in self.files.values():
+            if beside.name not in self.files.values() and beside.is_file():
                 try:
                     self._add(beside)
                 except ValueError as error:

@@ -53,6 +53,8 @@ def layer_config(raw: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: the architecture is neither Llama's nor Qwen3's, a size is absent, or a value
             does not fit.
     """
+    if not isinstance(raw, Mapping):
+        raise ValueError(f"the option `layer` holds the keys of a config, got {raw!r}")
     kind = raw.get("model_type", "llama")
     if kind not in _KINDS:
         raise ValueError(unknown_name("architecture of a head's layer", str(kind), list(_KINDS)))

@@ -88,6 +88,7 @@ _ROLES = {
     "ai": "assistant",
     "model": "assistant",
     "tool": "tool",
+    "function": "tool",
     "observation": "tool",
     "function_response": "tool",
 }
@@ -99,6 +100,7 @@ _OPTIONS: dict[str, type] = {"tools": list, "documents": list, "chat_template_kw
 
 def is_chat_record(fields: Mapping[str, Any]) -> bool:
     """Whether a record's fields are those of a chat, and not those of a text."""
+    fields = _told(fields)
     if any(fields.get(name) is not None for name in _LISTS):
         return True
     if fields.get("text") is not None:
@@ -117,6 +119,7 @@ def read_chat(fields: Mapping[str, Any]) -> Chat:
     Raises:
         BadRecord: it is none of these, or a message has no text.
     """
+    fields = _told(fields)
     name = next((name for name in _LISTS if fields.get(name) is not None), None)
     pair = _pair(fields)
     if name is not None:
@@ -135,6 +138,13 @@ def read_chat(fields: Mapping[str, Any]) -> Chat:
     if said is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": _word(said, fields[said])})
     return Chat(messages, _options(fields))
+
+
+def _told(fields: Any) -> Any:
+    """The fields, and those inside them, without pandas' NaN, which stands for null."""
+    if isinstance(fields, Mapping):
+        return {name: _told(value) for name, value in fields.items() if value == value}
+    return [_told(value) for value in fields] if isinstance(fields, list) else fields
 
 
 def _pair(fields: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -205,6 +215,11 @@ def _from_json(value: Any) -> Any:
 
 def _options(fields: Mapping[str, Any]) -> dict[str, Any]:
     found = {name: _from_json(fields[name]) for name in _OPTIONS if fields.get(name) is not None}
+    older = _from_json(fields.get("functions"))  # OpenAI's field before there were `tools`
+    if isinstance(older, list) and "tools" not in found:
+        found["tools"] = [{"type": "function", "function": function} for function in older]
+    if isinstance(found.get("tools"), list):  # in Arrow, whose lists hold one type
+        found["tools"] = [_from_json(tool) for tool in found["tools"]]
     for name, value in found.items():
         if not isinstance(value, _OPTIONS[name]):
             wanted = _OPTIONS[name].__name__
@@ -277,10 +292,10 @@ def _content(content: Any) -> str:
 
 def _part(part: Any) -> str:
     text = part.get("text") if isinstance(part, dict) else part
-    if not isinstance(text, str):
+    if not is_word(text):
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         raise BadRecord(f"a part of a chat message is not text, but {kind!r}")
-    return text
+    return str(text)
 
 
 # Documents
@@ -362,6 +377,10 @@ def _reply(chat: Chat, place: int, tokenizer: PreTrainedTokenizerBase) -> _Reply
     prompt = before.render(tokenizer, reply_next=True)
     whole = Chat(chat.messages[: place + 1], chat.options).render(tokenizer, reply_next=False)
     shown = whole[len(prompt) :]
+    if not message["content"].strip() and message.get("tool_calls"):
+        silent = [*before.messages, {**message, "tool_calls": []}]
+        if Chat(silent, chat.options).render(tokenizer, reply_next=False) == whole:
+            raise BadRecord("the chat template leaves out the `tool_calls` of a reply without text")
     if whole.startswith(prompt) and message["content"].strip() in shown:
         return _Reply(prompt, shown, True)
     opened, end = frame(before, tokenizer, prompt, message)
@@ -419,6 +438,11 @@ def _document(
 ) -> Document:
     """A text as tokens; those that begin in one of the spans are trained."""
     # Replies are found by characters: a token may span the end of a prompt.
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"{type(tokenizer).__name__} is a tokenizer in Python, which does not tell where in a "
+            "text its tokens stand; chats need one with a tokenizer.json (PreTrainedTokenizerFast)"
+        )
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     starts = [start for start, _ in encoded.offset_mapping]
     trained = [any(first <= start < last for first, last in spans) for start in starts]

@@ -115,6 +115,11 @@ def _of_chat(
 
 
 def _nothing(source: SourceConfig, config: PromptConfig, found: int, longest: int | None) -> str:
+    if longest is not None and longest < 1:
+        return (
+            f"new_tokens leaves no room for a prompt: it is {1 - longest} tokens or more too long "
+            "for the model's positions; lower it"
+        )
     if found:
         return (
             f"all {found} prompts of {source.name} are longer than {longest} tokens, what the "

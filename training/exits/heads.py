@@ -78,7 +78,7 @@ def trim_heads(
 
     Raises:
         ValueError: a vocabulary is not smaller than the target's, or has another size than that
-            of the head to continue from.
+            of the head to continue from, or than a head's own LM head.
     """
     for head, config in zip(heads, configs, strict=True):
         known = None if head.vocab_ids is None else len(head.vocab_ids)
@@ -89,6 +89,7 @@ def trim_heads(
             )
         if config.vocab_size and known is None:
             head.trim(decoder, frequent_tokens(text, decoder.vocab_size, config.vocab_size))
+        head.check(decoder)
 
 
 def is_trained(head: ExitHead) -> bool:
@@ -113,6 +114,19 @@ def frequent_tokens(text: Sequence[Blocks], vocab_size: int, count: int) -> Tens
     return seen.argsort(descending=True, stable=True)[:count].sort().values
 
 
+def with_saved_options(
+    configs: Sequence[HeadConfig], decoder: Decoder, folder: str
+) -> list[HeadConfig]:
+    """Heads to fit, with the options of those in `folder` from which they go on, if not given."""
+    saved = {(head.kind, head.exit_layer): head.options for head in load_heads(decoder, folder)}
+    return [
+        config.model_copy(
+            update={"options": saved.get((config.kind, config.exit_layer), {}) | config.options}
+        )
+        for config in configs
+    ]
+
+
 def go_on_from(heads: Sequence[ExitHead], decoder: Decoder, folder: str) -> None:
     """Start heads from the weights of heads of the same kind and exit layer in `folder`.
 
@@ -129,11 +143,13 @@ def go_on_from(heads: Sequence[ExitHead], decoder: Decoder, folder: str) -> None
         raise ValueError(f"start: none of the heads to fit is among {sorted(saved)} in {folder}")
     for head in known:
         before = saved[head.kind, head.exit_layer]
-        new = {name: v for name, v in head.options.items() if name not in before.options}
-        if before.options | new != head.options:
+        changed = [name for name, v in before.options.items() if head.options.get(name, v) != v]
+        if changed:
+            name = changed[0]
             raise ValueError(
-                f"start: {folder} has {head.kind}@{head.exit_layer} with options {before.options}; "
-                f"a fit goes on from the same options, got {head.options}"
+                f"start: {head.kind}@{head.exit_layer} in {folder} has {name}="
+                f"{before.options[name]!r}, got {head.options[name]!r}; a fit goes on with the "
+                "same options: leave it out"
             )
         if before.vocab_ids is not None:  # the head learned to choose among these tokens
             head.trim(decoder, before.vocab_ids)

@@ -73,9 +73,10 @@ def draft_losses(
     """Losses `[...]` of every position, by name; gradients flow to `draft_logits` only.
 
     * `ce`: -log q(next token), the loss of language modelling. It is 0 where the next token is
-      -100 or outside a trimmed vocabulary.
-    * `kl`: Σ p log(p / q), forward, the usual loss of distillation. Over a trimmed vocabulary p is
-      restricted to it and normalised, because the divergence of p itself is infinite.
+      -100 or cannot be drafted.
+    * `kl`: Σ p log(p / q), forward, the usual loss of distillation. p is restricted to the tokens
+      that can be drafted (a trimmed vocabulary, the candidates of a DFlash2 head) and normalised,
+      because the divergence of p itself is infinite.
     * `tv`: total variation, ½ Σ |p - q| = 1 - Σ min(p, q): the probability that a draft drawn from
       q is rejected (Leviathan et al. 2023, theorem 3.5). Exact over a trimmed vocabulary.
     * `acceptance`: -log Σ min(p, q), the logarithm of the acceptance rate itself. It has the
@@ -107,7 +108,10 @@ def draft_losses(
         return losses
     log_p = _target_log_probs(target_logits, vocab_ids)
     if "kl" in wanted:
+        never = log_q == -torch.inf
         within = log_p if vocab_ids is None else log_p.log_softmax(-1)
+        if bool(never.any()):
+            within = log_p.masked_fill(never, -torch.inf).log_softmax(-1)
         losses["kl"] = _Divergence.apply(within, log_q)
     if "tv" in wanted or "acceptance" in wanted:
         log_alpha = _log_overlap(log_p, log_q)
@@ -214,7 +218,8 @@ def _cross_entropy(log_q: Tensor, next_tokens: Tensor | None, vocab_ids: Tensor 
     places = next_tokens if vocab_ids is None else _places(next_tokens, vocab_ids)
     there = places != NO_TOKEN
     chosen = log_q.gather(-1, places.where(there, 0)[..., None]).squeeze(-1)
-    return torch.where(there, -chosen, 0)
+    there &= chosen > -torch.inf
+    return -chosen.where(there, 0)
 
 
 def _places(tokens: Tensor, vocab_ids: Tensor) -> Tensor:

@@ -165,9 +165,12 @@ class Checkpoints:
 
     def _facts(self, step: int) -> dict[str, Any]:
         try:
-            return json.loads((self._path(step) / _FACTS).read_text(encoding="utf-8"))
+            facts = json.loads((self._path(step) / _FACTS).read_text(encoding="utf-8"))
+            if not isinstance(facts, dict) or not isinstance(facts.get("identity"), dict):
+                raise ValueError(f"{_FACTS} lacks the run's identity")
         except (OSError, ValueError) as error:
             raise self._damaged(step, error) from None
+        return facts
 
     def _damaged(self, step: int, error: Exception) -> ValueError:
         return ValueError(

@@ -83,12 +83,19 @@ def run_folder(
         BlockingIOError: another process runs in the folder.
         ValueError: the facts differ; the folder is left as it is.
     """
-    main = processes().is_main_process
+    main, path, checkpoints = processes().is_main_process, output / CONFIG_NAME, Checkpoints(output)
     with one_run(output) if main else nullcontext():
-        Checkpoints(output).check_identity(identity or {})
+        checkpoints.check_identity(identity or {})
+        steps = checkpoints.steps()
+        before = path.read_text(encoding="utf-8") if main and steps and path.exists() else None
         if main:
-            replace_text(output / CONFIG_NAME, as_yaml(config))
-        yield output
+            replace_text(path, as_yaml(config))
+        try:
+            yield output
+        except ValueError:  # refused later, when the text was read
+            if before is not None and checkpoints.steps() == steps:
+                replace_text(path, before)
+            raise
 
 
 def as_yaml(config: StrictConfig) -> str:

@@ -139,16 +139,45 @@ def render_chat(
     With `reply_next`, the assistant's turn is open. Raises ValueError if there is no template.
     """
     check_template(tokenizer)
+    template = _at_noon(tokenizer.get_chat_template(tools=tools))
+    said = map(_in_parts, messages) if _takes_parts(tokenizer, template) else messages
     text = tokenizer.apply_chat_template(
-        list(messages),
+        list(said),
         tools=tools,
         documents=documents,
-        chat_template=_at_noon(tokenizer.get_chat_template(tools=tools)),
+        chat_template=template,
         tokenize=False,
         add_generation_prompt=reply_next,
         **(chat_template_kwargs or {}),
     )
     return str(text)
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with its content as a list of parts."""
+    text = message.get("content")
+    return {**message, "content": [{"type": "text", "text": text}]} if text else message
+
+
+_TAKES_PARTS: dict[str, bool] = {}  # by template
+
+
+def _takes_parts(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    """Whether a template shows contents only as lists of parts, as those of image models do."""
+    if template not in _TAKES_PARTS:
+        message = {"role": "user", "content": "selfspec"}
+
+        def shows(message: dict[str, Any]) -> bool:
+            try:
+                told = tokenizer.apply_chat_template(
+                    [message], chat_template=template, tokenize=False
+                )
+            except Exception:  # a template is a program of its own
+                return False
+            return "selfspec" in str(told)
+
+        _TAKES_PARTS[template] = not shows(message) and shows(_in_parts(message))
+    return _TAKES_PARTS[template]
 
 
 _MOMENT = datetime(2026, 1, 1, 12)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from selfspec.apps.export.eagle3 import (
+    absent_biases,
     draft_vocabulary,
     layer_config,
     lm_head_rows,
@@ -88,9 +89,12 @@ def _algorithm(decoder: Decoder, head: DFlashHead) -> str:
     """
     options = head.options
     strange = [name for name, value in _GIVEN.items() if options[name] != value]
-    sliding = any(window is not None for window in options["windows"])
-    if sliding and not options["window_from_anchor"]:
+    sliding = [window is not None for window in options["windows"]]
+    if any(sliding) and not options["window_from_anchor"]:
         strange.append("window_from_anchor")
+    alike = [any(options["causal"]) and slides for slides in sliding]
+    if any(options["causal"]) and list(options["causal"]) != alike:
+        strange.append("causal")
     spark = options["markov"] > 0 or options["confidence"]
     convolved, selects = options["conv_kernel_size"] > 0, options["selector_rank"] > 0
     if convolved != selects or (spark and selects):
@@ -120,6 +124,8 @@ def dflash_tensors(decoder: Decoder, head: DFlashHead) -> dict[str, Tensor]:
         if head.readout is None:
             tensors["lm_head.weight"] = lm_head_rows(decoder, head.vocab_ids)
         tensors |= draft_vocabulary(decoder, head.vocab_ids)
+    layers = [f"layers.{index}" for index in range(head.options["num_hidden_layers"])]
+    tensors |= absent_biases(layers, head.options["layer"]["biases"], tensors)
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from re import match
@@ -103,12 +103,14 @@ def eagle3_tensors(decoder: Decoder, head: Eagle3Head) -> dict[str, Tensor]:
         tensors["lm_head.weight"] = lm_head_rows(decoder, head.vocab_ids)
     if head.vocab_ids is not None:
         tensors |= draft_vocabulary(decoder, head.vocab_ids)
-    tensors |= _absent_biases(head, tensors)
+    count = head.options["num_hidden_layers"]
+    layers = ["midlayer", *(f"layers.{i}" for i in range(1, count))]
+    tensors |= absent_biases(layers, head.options["layer"]["biases"], tensors)
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
 def lm_head_rows(decoder: Decoder, vocab_ids: Tensor | None) -> Tensor:
-    """The rows of the target's LM head for these tokens, or all.
+    """The rows of the target's LM head for these tokens, or all, with the scale of its logits.
 
     Raises:
         ValueError: the LM head has a bias, or is quantized.
@@ -118,8 +120,20 @@ def lm_head_rows(decoder: Decoder, vocab_ids: Tensor | None) -> Tensor:
             f"the LM head of {type(decoder.causal_lm).__name__} has a bias, which files of heads "
             "cannot hold; fit the head with an LM head of its own (option vocabulary)"
         )
-    rows = decoder.lm_head_weight.detach()
-    return rows if vocab_ids is None else rows[vocab_ids.to(rows.device)]
+    whole = decoder.lm_head_weight.detach()
+    rows = whole if vocab_ids is None else whole[vocab_ids.to(whole.device)]
+    scale = _logits_scale(decoder, whole)
+    return rows if scale == 1 else rows * scale
+
+
+def _logits_scale(decoder: Decoder, weight: Tensor) -> float:
+    """By what a target multiplies its logits (Granite, Cohere); 1 if it computes anything else."""
+    states = torch.linspace(-1, 1, weight.shape[1]).to(weight)[None, None]
+    plain, logits = (states.to(weight) @ weight.T).float(), decoder.unembed(states).float()
+    plain = plain.to(logits.device)[..., : logits.shape[-1]]
+    scale = float((logits * plain).sum() / plain.square().sum())
+    error = float((logits - scale * plain).abs().max() / logits.abs().max())
+    return scale if error < 1e-2 < abs(scale - 1) else 1.0
 
 
 def draft_vocabulary(decoder: Decoder, vocab_ids: Tensor) -> dict[str, Tensor]:
@@ -139,18 +153,24 @@ def _published_name(name: str) -> str:
     return others.get(name, name.replace("layer.", "midlayer.").replace("readout.", "lm_head."))
 
 
-def _absent_biases(head: Eagle3Head, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def absent_biases(
+    layers: Iterable[str], biases: Iterable[str], tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """Zeros for linear maps without a bias beside others with one.
 
     Engines read `attention_bias` and `mlp_bias`, which mean all maps of a part.
+
+    Args:
+        layers: prefixes of the layers' tensors.
+        biases: the maps of a layer that have one.
+        tensors: the tensors by name.
     """
-    biases = head.options["layer"]["biases"]
-    layers = ["midlayer", *(f"layers.{i}" for i in range(1, head.options["num_hidden_layers"]))]
+    biases = set(biases)
     absent = [
         f"{layer}.{name}"
         for layer in layers
         for maps in (ATTENTION_MAPS, MLP_MAPS)
-        if not set(maps).isdisjoint(biases)
+        if not biases.isdisjoint(maps)
         for name in maps
         if name not in biases
     ]
@@ -178,6 +198,8 @@ def layer_config(decoder: Decoder, options: Mapping[str, Any], dtype: str) -> di
     rope, biases = dict(layer.pop("rope_parameters")), set(layer.pop("biases"))
     partial = {key: rope[key] for key in ("partial_rotary_factor",) if key in rope}
     theta, kind = rope.pop("rope_theta"), rope.get("rope_type", "default")
+    # The frequencies of other kinds depend on the head's own number of positions.
+    longest = decoder.max_positions if kind in ("default", "linear", "llama3") else None
     return {
         **layer,
         **partial,
@@ -187,7 +209,7 @@ def layer_config(decoder: Decoder, options: Mapping[str, Any], dtype: str) -> di
         "vocab_size": decoder.vocab_size,
         "rope_theta": theta,
         "rope_scaling": None if kind == "default" else rope,
-        "max_position_embeddings": decoder.max_positions or layer["max_position_embeddings"],
+        "max_position_embeddings": longest or layer["max_position_embeddings"],
         "tie_word_embeddings": False,
         "torch_dtype": dtype.removeprefix("torch."),
     }

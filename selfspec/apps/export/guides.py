@@ -12,6 +12,8 @@ from re import fullmatch
 from shlex import quote
 from typing import Any
 
+from safetensors import SafetensorError
+
 from selfspec import DEMO_MODEL
 
 _HUB_ID = r"[\w-][\w.-]*/[\w.-]+"
@@ -77,5 +79,7 @@ def new_folder(folder: str | Path) -> Iterator[Path]:
         if path.exists():
             path.rmdir()
         scratch.rename(path)
+    except SafetensorError as error:  # on a full disk
+        raise OSError(f"{folder} could not be written: {error}") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -49,6 +49,10 @@ def load_published(decoder: Decoder, folder: Path) -> ExitHead:
         FileNotFoundError: there is no config, or no safetensors file.
         ValueError: the format is unknown, a file is damaged, or the head does not fit the target.
     """
+    checkpoint = CheckpointFiles(folder)
+    mtp = find_mtp(checkpoint, decoder.depth)
+    if mtp is not None:
+        return read_mtp(decoder, mtp, checkpoint)
     return _load(decoder, read_folder(folder))
 
 

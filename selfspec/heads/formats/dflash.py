@@ -8,7 +8,7 @@ index of the layer whose output is read, one less, and -1 is the embedding.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -141,6 +141,7 @@ def _of_speculators(published: PublishedHead) -> dict[str, Any]:
         )
     spark = algorithm == "dspark"
     both_ways = config.get("sliding_window_non_causal", algorithm == "dflash2")
+    sliding = _sliding(published, layer)
     return {
         "layer": layer,
         "feature_layers": _ids(published, config, "aux_hidden_state_layer_ids"),
@@ -148,7 +149,12 @@ def _of_speculators(published: PublishedHead) -> dict[str, Any]:
         "mask_token": config.get("mask_token_id"),
         "sample_from_anchor": bool(config.get("sample_from_anchor", spark)),
         "window_from_anchor": True,
-        **_windows(published, layer, not both_ways),
+        **_windows(
+            published,
+            sliding,
+            [slides and not both_ways for slides in sliding],
+            layer.get("sliding_window"),
+        ),
         "selector_top_k": config.get("selector_top_k", 16),
     }
 
@@ -168,23 +174,19 @@ def _of_others(published: PublishedHead) -> dict[str, Any]:
     merged = {**config, **nested}
     native = config.get("model_type") == _NATIVE
     spark = any("DSpark" in str(name) for name in config.get("architectures") or [])
-    causal = bool(config.get("is_causal", not native))
     theta = {"rope_theta": 500_000.0} if native and "rope_parameters" not in config else {}
-    found = {
+    return {
         "layer": {**theta, **config},
         "feature_layers": _layers_below(published, nested),
         "block_size": merged.get("block_size", 16),
         "mask_token": next((merged[key] for key in _MASK_TOKENS if key in merged), None),
         "sample_from_anchor": bool(config.get("sample_from_anchor", spark)),
-        **_windows(published, _windowed(config, nested), causal, inclusive=native),
+        **_attention(published, nested, native),
         "embedding_scale": merged.get("input_embedding_scale") or 1.0,
         "output_multiplier": merged.get("output_multiplier") or 1.0,
         "softcap": merged.get("final_logit_softcapping"),
         "selector_top_k": merged.get("selector_top_k", 16),
     }
-    if nested.get("causal"):
-        found["causal"] = [True] * _count(published)
-    return found
 
 
 def _check_architecture(published: PublishedHead) -> None:
@@ -232,44 +234,66 @@ def _ids(published: PublishedHead, source: Mapping[str, Any], key: str) -> list[
     return found
 
 
-def _windowed(config: Mapping[str, Any], nested: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys about sliding windows, which z-lab's older configs nest."""
-    if not nested.get("use_swa"):
-        return dict(config)
-    window = nested.get("swa_window_size") or config.get("sliding_window")
-    return {**config, "sliding_window": window}
+def _attention(published: PublishedHead, nested: Mapping[str, Any], native: bool) -> dict[str, Any]:
+    """Options of the layers' attention, as z-lab's code and vLLM read them; `native`: transformers.
 
-
-def _windows(
-    published: PublishedHead, layer: Mapping[str, Any], causal: bool, inclusive: bool = False
-) -> dict[str, Any]:
-    """Options of the layers that attend to a sliding window.
-
-    Args:
-        published: the head.
-        layer: config of its layers.
-        causal: whether a row of a block in such a layer sees only those before it.
-        inclusive: whether a window of w reaches w tokens back, not w - 1.
+    `use_swa` makes every layer slide where no layer is said to. Rows of a block see only those
+    before them in layers that slide otherwise, if nothing is said of it.
     """
-    kinds = layer.get("layer_types") or []
+    config = published.config
+    sliding = _sliding(published, config)
+    forced = bool(nested.get("use_swa")) and not any(sliding)
+    sliding = [slides or forced for slides in sliding]
+    causal = [slides and not forced and not native for slides in sliding]
+    said = nested.get("causal", config.get("is_causal"))
+    if said is not None and not native:
+        causal = [bool(said)] * len(sliding)
+    window = nested.get("swa_window_size") or config.get("sliding_window")
+    return _windows(published, sliding, causal, window, inclusive=native)
+
+
+def _sliding(published: PublishedHead, layer: Mapping[str, Any]) -> list[bool]:
+    """Which layers attend to a sliding window; without a list of them, as in Qwen3's config."""
+    kinds, count = layer.get("layer_types"), _count(published)
+    if kinds is None:
+        first = layer.get("max_window_layers", 28) if layer.get("use_sliding_window") else count
+        return [index >= first for index in range(count)]
     if not isinstance(kinds, list):
         raise ValueError(f"layer_types in {published.folder} must be a list, got {kinds!r}")
     sliding = [kind == "sliding_attention" for kind in kinds]
-    if not any(sliding):
-        return {}
-    window, count = layer.get("sliding_window"), _count(published)
-    if not isinstance(window, int) or window < 1:
-        raise ValueError(
-            f"the config in {published.folder} has sliding layers, but sliding_window is {window!r}"
-        )
-    if len(kinds) < count:
+    if any(sliding) and len(kinds) < count:
         raise ValueError(
             f"layer_types in {published.folder} names {len(kinds)} layers, its tensors are of "
             f"{count}"
         )
+    return sliding[:count] if any(sliding) else [False] * count
+
+
+def _windows(
+    published: PublishedHead,
+    sliding: Sequence[bool],
+    causal: Sequence[bool],
+    window: Any,
+    inclusive: bool = False,
+) -> dict[str, Any]:
+    """Options of the layers that attend to a sliding window, or in which rows of a block differ.
+
+    Args:
+        published: the head.
+        sliding: whether a layer attends to a window.
+        causal: whether a row of a block in it sees only those before it.
+        window: its width.
+        inclusive: whether a window of w reaches w tokens back, not w - 1.
+    """
+    if not any(sliding):
+        return {"causal": list(causal)} if any(causal) else {}
+    if not isinstance(window, int) or window < 1:
+        raise ValueError(
+            f"the config in {published.folder} has sliding layers, but sliding_window is {window!r}"
+        )
     return {
-        "windows": [window + inclusive if slides else None for slides in sliding[:count]],
-        "causal": [causal and slides for slides in sliding[:count]],
+        "windows": [window + inclusive if slides else None for slides in sliding],
+        "causal": list(causal),
     }
 
 

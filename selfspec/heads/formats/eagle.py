@@ -45,10 +45,12 @@ def read(decoder: Decoder, published: PublishedHead) -> ExitHead:
     layer, config = _layer_source(published, names), published.config
     if any(own == "layer.hidden_norm.weight" for own in names.values()):
         nested = dict(config.get("eagle_config") or {})
-        outputs = nested.pop(LAYER_IDS, None)
+        outputs, below = nested.pop(LAYER_IDS, None), nested.pop("layer_ids", None)
         if outputs:
             shift = int(_layer_ids(published, outputs)[0] == 1)
             nested[LAYER_IDS] = [index + shift for index in outputs]
+        elif below:  # vLLM's other name for what stands at the top
+            nested[LAYER_IDS] = below
         return read_eagle3(decoder, published, layer, {**nested, **layer, **config})
     return _read_eagle(decoder, published, layer, names)
 
@@ -80,8 +82,8 @@ def read_eagle3(
     options: dict[str, Any] = {
         "layer": config,
         "norm_before_residual": bool(flags.get("norm_before_residual", False)),
-        "norm_before_fc": bool(flags.get("norm_before_fc", False)),
-        "fc_norm": bool(flags.get("fc_norm", False)),
+        "norm_before_fc": "input_norm.weight" in by_own or bool(flags.get("norm_before_fc")),
+        "fc_norm": "fc_norm.0.weight" in by_own or bool(flags.get("fc_norm")),
         "norm_output": output_normed,
         "embedding": _own_rows(decoder, rows),
         "raw_embedding": True,

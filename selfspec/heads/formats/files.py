@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -78,16 +77,27 @@ def _wrapper(names: Mapping[str, Any]) -> str:
 def read_checkpoint(
     checkpoint: CheckpointFiles, folder: Path, config: dict[str, Any], inside: str
 ) -> PublishedHead:
-    """Read the tensors under a prefix, which is left out of their names."""
+    """Read the tensors under a prefix, which is left out of their names.
+
+    Keys of the config that are null are left out, too: others, or defaults, have the value.
+    """
     names = [name for name in checkpoint.files if name.startswith(inside)]
     tensors = checkpoint.read(names)
     return PublishedHead(
         folder,
-        config,
+        _without_nulls(config),
         {name.removeprefix(inside): tensors[name] for name in names},
         {name.removeprefix(inside): checkpoint.files[name] for name in names},
         inside,
     )
+
+
+def _without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_nulls(value) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if value is not None
+    }
 
 
 _MEDUSA = re.compile(r"(?P<prefix>(.*\.)?medusa_heads?\.)\d+\.")
@@ -148,11 +158,13 @@ def convert(folder: Path, out: Path) -> Path:
     for path in pickles:
         try:
             loaded = torch.load(path, map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-            reason = str(error).splitlines()[0]
+        except Exception as error:  # a damaged pickle may lead to any
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
             raise ValueError(f"{path} is not a file of plain tensors: {reason}") from None
-        if not isinstance(loaded, dict) or not all(isinstance(v, Tensor) for v in loaded.values()):
-            raise ValueError(f"{path} must hold tensors by name, got a {type(loaded).__name__}")
+        if not isinstance(loaded, dict) or not all(map(_is_plain, loaded.values())):
+            raise ValueError(
+                f"{path} must hold plain tensors by name, got a {type(loaded).__name__}"
+            )
         tensors |= loaded
     out.mkdir(parents=True, exist_ok=True)
     # Tensors that share memory cannot be stored; clones can.
@@ -164,9 +176,18 @@ def convert(folder: Path, out: Path) -> Path:
     return weights
 
 
+def _is_plain(value: object) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized
+
+
+# What trainers put beside weights.
+_NO_WEIGHTS = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state.*)\.(bin|pt|pth)")
+
+
 def _pickles(folder: Path) -> list[Path]:
     """Files that may hold pickled weights."""
-    return sorted(path for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+    found = (path for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+    return sorted(path for path in found if not _NO_WEIGHTS.fullmatch(path.name))
 
 
 def fill(head: ExitHead, published: PublishedHead, names: Mapping[str, str]) -> None:
@@ -227,9 +248,11 @@ def is_embedding_of(decoder: Decoder, rows: Tensor, module: nn.Module | None = N
     own = getattr(module or decoder.causal_lm.get_input_embeddings(), "weight", None)
     if not isinstance(own, Tensor) or own.shape != rows.shape or own.is_meta:
         return False
-    chosen = torch.linspace(0, len(rows) - 1, min(len(rows), 256)).long()
-    mine = own.detach()[chosen.to(own.device)].float().cpu()
-    return torch.allclose(mine, rows[chosen].float(), rtol=2**-7, atol=1e-6)
+    parts = zip(own.detach().split(4096), rows.split(4096), strict=True)  # to save memory
+    return all(
+        torch.allclose(mine.float().cpu(), part.float().cpu(), rtol=2**-7, atol=1e-6)
+        for mine, part in parts
+    )
 
 
 def token_order(where: str, ids: Tensor, decoder: Decoder) -> tuple[Tensor, Tensor]:

@@ -58,7 +58,15 @@ def read(decoder: Decoder, published: PublishedHead) -> MedusaHead:
         )
     _warn_of_other_counts(published, heads, layers)
     shared = bool(published.config.get("original_lm_head", False))  # one LM head for all positions
-    rows = shapes.get("readouts.0.weight")
+    tokens = None
+    if "token_map" in tensors:
+        where = f"token_map of {published.where}"
+        tokens, order = token_order(where, tensors["token_map"], decoder)
+        for name in (name for name, own in names.items() if own.startswith("readouts.")):
+            # The rows of these tokens, or of all, as vLLM reads them.
+            chosen = {len(order): order, decoder.vocab_size: tokens}.get(len(tensors[name]))
+            tensors[name] = tensors[name] if chosen is None else tensors[name][chosen]
+    rows = next((tensors[n].shape for n, own in names.items() if own == "readouts.0.weight"), None)
     head = MedusaHead.build(
         decoder,
         0,
@@ -67,15 +75,11 @@ def read(decoder: Decoder, published: PublishedHead) -> MedusaHead:
         bias=any(own.startswith("blocks.") and own.endswith(".bias") for own in shapes),
         vocabulary=0 if rows is None or shared else rows[0],
     )
-    if "token_map" in tensors:
-        where = f"token_map of {published.where}"
-        tokens, order = token_order(where, tensors["token_map"], decoder)
+    if tokens is not None:
         head.trim(decoder, tokens)
-        for name, own in names.items():
-            if own.startswith("readouts.") and len(tensors[name]) == len(order):
-                tensors[name] = tensors[name][order]
     if shared:
-        names = {name: own for name, own in names.items() if not own.startswith("readouts.")}
+        copies = ("readouts.", "lm_head.")
+        names = {name: own for name, own in names.items() if not own.startswith(copies)}
     fill(head, published, names)
     return head
 
