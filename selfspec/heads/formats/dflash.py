@@ -10,11 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from selfspec.config import JsonObject
 from selfspec.decoder import Decoder
 from selfspec.heads.dflash import DFlashHead
 from selfspec.heads.formats.eagle import check_readout
@@ -129,7 +129,7 @@ def _names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 # Configs
 
 
-def _of_speculators(published: PublishedHead) -> dict[str, Any]:
+def _of_speculators(published: PublishedHead) -> JsonObject:
     """The options that a config of speculators states; absent keys have its defaults."""
     config = published.config
     algorithm = config["speculators_model_type"]
@@ -153,7 +153,7 @@ def _of_speculators(published: PublishedHead) -> dict[str, Any]:
     }
 
 
-def _of_others(published: PublishedHead) -> dict[str, Any]:
+def _of_others(published: PublishedHead) -> JsonObject:
     """The options that a config of z-lab, DeepSpec or transformers states."""
     config = published.config
     _check_architecture(published)
@@ -203,7 +203,7 @@ def _check_architecture(published: PublishedHead) -> None:
         )
 
 
-def _layers_below(published: PublishedHead, nested: Mapping[str, Any]) -> list[int] | None:
+def _layers_below(published: PublishedHead, nested: JsonObject) -> list[int] | None:
     """The hidden states that the head reads, by the number of layers below each."""
     config = published.config
     # Looked for in the same order as in vLLM.
@@ -220,7 +220,7 @@ def _layers_below(published: PublishedHead, nested: Mapping[str, Any]) -> list[i
     return None
 
 
-def _ids(published: PublishedHead, source: Mapping[str, Any], key: str) -> list[int] | None:
+def _ids(published: PublishedHead, source: JsonObject, key: str) -> list[int] | None:
     """The whole numbers under a key; `None` if it is absent."""
     found = source.get(key)
     if found is None:
@@ -232,7 +232,7 @@ def _ids(published: PublishedHead, source: Mapping[str, Any], key: str) -> list[
     return found
 
 
-def _windowed(config: Mapping[str, Any], nested: Mapping[str, Any]) -> dict[str, Any]:
+def _windowed(config: JsonObject, nested: JsonObject) -> JsonObject:
     """The keys about sliding windows, which z-lab's older configs nest."""
     if not nested.get("use_swa"):
         return dict(config)
@@ -241,8 +241,8 @@ def _windowed(config: Mapping[str, Any], nested: Mapping[str, Any]) -> dict[str,
 
 
 def _windows(
-    published: PublishedHead, layer: Mapping[str, Any], causal: bool, inclusive: bool = False
-) -> dict[str, Any]:
+    published: PublishedHead, layer: JsonObject, causal: bool, inclusive: bool = False
+) -> JsonObject:
     """Options of the layers that attend to a sliding window.
 
     Args:
@@ -286,8 +286,8 @@ def _of_tensors(
     decoder: Decoder,
     published: PublishedHead,
     tensors: Mapping[str, Tensor],
-    facts: Mapping[str, Any],
-) -> dict[str, Any]:
+    facts: JsonObject,
+) -> JsonObject:
     """The options that the tensors tell.
 
     Raises:
@@ -358,7 +358,7 @@ def _sizes(
     }
 
 
-def _of_corrections(shapes: Mapping[str, tuple[int, ...]], width: int) -> dict[str, Any]:
+def _of_corrections(shapes: Mapping[str, tuple[int, ...]], width: int) -> JsonObject:
     """The options of what DSpark and DFlash2 add, from the shapes of the tensors."""
     kinds = {"markov_head.gate_proj.weight": "gated", "markov_head.joint_proj.weight": "rnn"}
 
@@ -380,7 +380,7 @@ def _of_corrections(shapes: Mapping[str, tuple[int, ...]], width: int) -> dict[s
     }
 
 
-def _plain(layer: Mapping[str, Any]) -> dict[str, Any]:
+def _plain(layer: JsonObject) -> JsonObject:
     """The config of the layers without what describes the whole head."""
     others = ("architectures", "layer_types", "sliding_window", "use_sliding_window")
     return {key: value for key, value in layer.items() if key not in others}
