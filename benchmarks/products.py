@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -37,9 +37,13 @@ def _other() -> str:
     return "oneDNN" if onednn_computes(torch.bfloat16) else "torch"
 
 
+def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    return type(module) is nn.Linear
+
+
 def products(model: Any) -> dict[str, Callable[[int], None]]:
     """What is timed: all maps of a number of tokens, by name."""
-    merged = bundles(model.get_decoder(), lambda module: type(module) is nn.Linear)
+    merged = bundles(model.get_decoder(), _is_linear)
     weights = [torch.cat([out_by_in(module) for module in modules]) for modules in merged]
     ops: Any = torch.ops.mkldnn
     has_onednn = onednn_computes(torch.bfloat16)

@@ -13,6 +13,12 @@ from typing_extensions import Self
 
 ConfigT = TypeVar("ConfigT", bound="StrictConfig")
 
+# Values by name that are only read: arguments of a call, options of `generate` or of a head.
+Options = Mapping[str, Any]
+
+# An object that is read from JSON or YAML, or written there.
+JsonObject = dict[str, Any]
+
 # How layers are computed: in the fastest way that needs no compiler; by transformers' own code;
 # the same without decorators and checks for hooks; with packed weights for a CPU in half precision;
 # by `torch.compile`; as CUDA graphs.
@@ -37,7 +43,7 @@ class StrictConfig(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _name_the_nearest_key(cls, data: Any) -> Any:
+    def _name_the_nearest_key(cls, data: object) -> object:
         if isinstance(data, Mapping):
             for key in data:
                 if key not in cls.model_fields:
@@ -231,19 +237,19 @@ class DraftConfig(StrictConfig):
         return self.approximate == "all"
 
     @property
-    def approximated(self) -> tuple[Any, ...]:
+    def approximated(self) -> tuple[object, ...]:
         """What tells approximate drafts from one another; empty for exact ones."""
         chosen = self.precision, self.lm_head_precision, self.window, self.approximate
         return chosen if self.approximates else ()
 
     @model_validator(mode="before")
     @classmethod
-    def _read_a_name(cls, data: Any) -> Any:
+    def _read_a_name(cls, data: object) -> object:
         return {"drafter": data} if isinstance(data, str) else data
 
     @model_validator(mode="before")
     @classmethod
-    def _name_what_replaced_a_key(cls, data: Any) -> Any:
+    def _name_what_replaced_a_key(cls, data: object) -> object:
         if isinstance(data, Mapping) and "times" in data:
             raise ValueError(
                 f"times={data['times']!r} is gone: times are always measured, and a seed gives "
@@ -275,7 +281,7 @@ class DraftConfig(StrictConfig):
         return self
 
     @classmethod
-    def of(cls, draft: DraftConfig | Mapping[str, Any] | str | None) -> DraftConfig:
+    def of(cls, draft: DraftConfig | Options | str | None) -> DraftConfig:
         """A config from the values that `generate(draft=...)` takes."""
         if draft is None:
             return cls()
@@ -290,7 +296,7 @@ class DraftConfig(StrictConfig):
         )
 
 
-def parse(config: type[ConfigT], data: Mapping[str, Any], source: str) -> ConfigT:
+def parse(config: type[ConfigT], data: Mapping[str, object], source: str) -> ConfigT:
     """Validate `data`; errors become one `ValueError` whose lines name `source` and the key."""
     try:
         return config.model_validate(dict(data))
@@ -305,7 +311,7 @@ def _error_lines(error: ValidationError, source: str) -> Iterator[str]:
         yield f"{source}: {key + ': ' if key else ''}{message}{given_value(item)}"
 
 
-def given_value(item: Mapping[str, Any]) -> str:
+def given_value(item: Mapping[str, object]) -> str:
     """The end of the message of one of pydantic's errors; our own messages name the value."""
     return "" if item["type"] in ("missing", "value_error") else f", got {item['input']!r:.80}"
 
@@ -322,7 +328,7 @@ def load_config(
     return parse(config, read_config(path, overrides), str(path or "overrides"))
 
 
-def read_config(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def read_config(path: str | Path | None, overrides: Sequence[str] = ()) -> JsonObject:
     """Read a YAML file and overrides without validation; raises as `load_config` does."""
     data: Any = {}
     if path is not None:
@@ -337,7 +343,7 @@ def read_config(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[
     return data
 
 
-def _override(data: dict[str, Any], override: str) -> None:
+def _override(data: JsonObject, override: str) -> None:
     key, separator, value = override.partition("=")
     if not separator or not key:
         raise ValueError(f"an override reads section.field=value, got {override!r}")

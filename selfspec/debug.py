@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from selfspec.decoder import Decoder
+from selfspec.decoder.direct import Forward
 from selfspec.drafters import Drafter
 from selfspec.drafters.engine import Engine, State, Verified
 from selfspec.generation.loop import Session
@@ -101,7 +101,7 @@ def watch(spec: SelfSpecModel) -> Iterator[Watched]:
         yield watched
 
 
-def _replace(changes: ExitStack, owner: Any, name: str, value: Any) -> None:
+def _replace(changes: ExitStack, owner: object, name: str, value: object) -> None:
     """Set an attribute until `changes` are undone."""
     own = owner.__dict__.get(name)
     setattr(owner, name, value)
@@ -111,8 +111,8 @@ def _replace(changes: ExitStack, owner: Any, name: str, value: Any) -> None:
         changes.callback(setattr, owner, name, own)
 
 
-def _counting(forward: Callable[..., Any], seen: list[int]) -> Callable[..., Any]:
-    def counted(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _counting(forward: Forward, seen: list[int]) -> Forward:
+    def counted(hidden_states: Tensor, *args: object, **kwargs: object) -> object:
         seen.append(hidden_states.shape[1])
         return forward(hidden_states, *args, **kwargs)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from selfspec.config import DraftConfig, Kernels, KVCacheDtype, unknown_name
+from selfspec.config import DraftConfig, Kernels, KVCacheDtype, Options, unknown_name
 from selfspec.decoder import CACHE, Decoder
 from selfspec.decoder.checkpoints import find_checkpoint, folder_of, load_causal_lm
 from selfspec.decoder.families import refuse_options
@@ -129,7 +129,7 @@ class SelfSpecModel:
 
     # Copies and pickles hold what the engine is made of; it has locks and is made again.
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """The arguments of `_wrap`, and the other attributes.
 
         Raises:
@@ -166,7 +166,7 @@ class SelfSpecModel:
         kernels: Kernels = "auto",
         kv_cache_dtype: KVCacheDtype = "auto",
         store: TextStore | str | Path | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> SelfSpecModel:
         """Load a checkpoint with `AutoModelForCausalLM.from_pretrained` and wrap it.
 
@@ -209,7 +209,7 @@ class SelfSpecModel:
             spec.profile = spec._load_or_none(find_profile(spec.decoder, folders))
         return spec
 
-    def _draft_with_shipped(self, path: str | Path, options: Mapping[str, Any]) -> None:
+    def _draft_with_shipped(self, path: str | Path, options: Options) -> None:
         """Add the head that the checkpoint holds; warn if it cannot be used."""
         try:
             head = load_shipped(self.decoder, path, **options)
@@ -256,7 +256,7 @@ class SelfSpecModel:
             return self.engine.default_draft
         return self.default_draft
 
-    def save_pretrained(self, folder: str | Path, **kwargs: Any) -> None:
+    def save_pretrained(self, folder: str | Path, **kwargs: object) -> None:
         """Write the model and its heads to `folder`.
 
         For a PEFT model this writes the adapters, as PEFT's own method does.
@@ -386,7 +386,7 @@ class SelfSpecModel:
         negative_prompt_attention_mask: Tensor | None = None,
         custom_generate: str | Callable[..., Any] | None = None,
         *,
-        draft: DraftConfig | Mapping[str, Any] | str | None = None,
+        draft: DraftConfig | Options | str | None = None,
         generator: torch.Generator | None = None,
         **kwargs: Any,
     ) -> Tensor | SpecOutput:
@@ -463,7 +463,7 @@ class SelfSpecModel:
         self,
         inputs: Iterable[Sequence[int]],
         generation_config: GenerationConfig | None = None,
-        continuous_batching_config: Any = None,
+        continuous_batching_config: object = None,
         record_timestamps: bool = False,
         progress_bar: bool = False,
         persistent_manager: bool = False,
@@ -516,7 +516,7 @@ class SelfSpecModel:
         generation_config: GenerationConfig | None = None,
         *,
         batch_size: int = 8,
-        draft: DraftConfig | Mapping[str, Any] | str | None = None,
+        draft: DraftConfig | Options | str | None = None,
         assistant_model: nn.Module | None = None,
         max_new_tokens: int | Sequence[int] | None = None,
         seed: int | Sequence[int] | None = None,
@@ -591,7 +591,7 @@ class SelfSpecModel:
         self.last_stats, self.last_trace = batch.stats, None
         return iter(batch)
 
-    def _open(self, prompt: Sequence[int], call: Call, options: Mapping[str, Any]) -> Session:
+    def _open(self, prompt: Sequence[int], call: Call, options: Options) -> Session:
         """The session of one request; transformers prepares it as it prepares `generate`."""
         tokens = torch.tensor([list(prompt)], dtype=torch.long, device=call.engine.decoder.device)
         run: Any = self.causal_lm.generate
@@ -602,16 +602,14 @@ class SelfSpecModel:
             **options,
         )
 
-    def _merged(
-        self, config: GenerationConfig | None, options: Mapping[str, Any]
-    ) -> GenerationConfig:
+    def _merged(self, config: GenerationConfig | None, options: Options) -> GenerationConfig:
         """The generation config of a call."""
         self.causal_lm.generation_config = self.generation_config  # as PEFT does
         return merged(self.causal_lm, config, options)
 
     def _drafting(
         self,
-        draft: DraftConfig | Mapping[str, Any] | str | None,
+        draft: DraftConfig | Options | str | None,
         assistant: nn.Module | None,
         options: dict[str, Any],
         sampled: bool,
@@ -633,7 +631,7 @@ class SelfSpecModel:
 _OPTIONS = ("heads", "draft_model", "profile", "kernels", "kv_cache_dtype", "store")
 
 
-def _with_our_options(error: TypeError, options: Mapping[str, Any]) -> TypeError:
+def _with_our_options(error: TypeError, options: Options) -> TypeError:
     """The error of loading, which for an unknown option names the nearest one of ours."""
     unknown = [name for name in options if f"unexpected keyword argument '{name}'" in str(error)]
     if not unknown:

@@ -356,7 +356,7 @@ def _parquet_rows(path: Path, file: IO[bytes]) -> Iterator[Record]:
         raise ValueError(f"{path} is a damaged parquet file, behind row {number}: {text}") from None
 
 
-def without_nulls(value: Any) -> Any:
+def without_nulls(value: object) -> Any:
     """A row of Arrow without its nulls, which stand for absent fields, too."""
     if isinstance(value, dict):
         return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}

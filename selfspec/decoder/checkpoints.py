@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -22,6 +21,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.utils.import_utils import is_gguf_available, is_kernels_available
+
+from selfspec.config import Options
 
 GGUF = ".gguf"
 # Options of `from_pretrained` with which a folder needs no config.json of its own.
@@ -76,7 +77,7 @@ def folder_of(path: str | Path) -> str | Path:
     return Path(path).parent if Path(path).suffix.lower() == GGUF else path
 
 
-def _named(path: str | Path) -> tuple[str | Path, dict[str, Any]]:
+def _named(path: str | Path) -> tuple[str | Path, dict[str, object]]:
     """What `from_pretrained` takes as the checkpoint, and its option for a GGUF file.
 
     Raises:
@@ -103,7 +104,9 @@ def load_config(path: str | Path) -> PreTrainedConfig:
     return AutoConfig.from_pretrained(source, **named)
 
 
-def auto_class(config: PreTrainedConfig) -> Any:
+def auto_class(
+    config: PreTrainedConfig,
+) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
     """The class that makes a causal LM: some multimodal ones are no `AutoModelForCausalLM`."""
     named = getattr(config, "auto_map", None) or {}
     known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or AutoModelForCausalLM.__name__ in named
@@ -111,7 +114,9 @@ def auto_class(config: PreTrainedConfig) -> Any:
     return AutoModelForImageTextToText if sees and not known else AutoModelForCausalLM
 
 
-def _auto_class(source: str | Path, options: Mapping[str, Any]) -> Any:
+def _auto_class(
+    source: str | Path, options: Options
+) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
     """The class that loads a checkpoint."""
     config = options.get("config")
     if not isinstance(config, PreTrainedConfig):
@@ -123,7 +128,7 @@ def _auto_class(source: str | Path, options: Mapping[str, Any]) -> Any:
     return auto_class(config)
 
 
-def load_causal_lm(path: str | Path, **options: Any) -> PreTrainedModel:
+def load_causal_lm(path: str | Path, **options: object) -> PreTrainedModel:
     """Load a checkpoint, ready to decode.
 
     `AutoModelForCausalLM` loads it, or `AutoModelForImageTextToText` if that does not know its

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, TypeVar
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from selfspec.config import Kernels, KVCacheDtype, Precision
+from selfspec.config import Kernels, KVCacheDtype, Options, Precision
 from selfspec.decoder.cache import RoundedCache, SlotCache, StepCache, Window
 from selfspec.decoder.devices import bare_copy, device_of, weight_of
 from selfspec.decoder.families import (
@@ -68,7 +68,7 @@ class Inputs:
         positions: Tensor,
         masks: dict[int | None, Tensor],
         embeds: Tensor | None = None,
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Arguments of the body's `forward`.
 
         Args:
@@ -79,7 +79,7 @@ class Inputs:
             masks: by sliding window; empty where the family's own masks are used.
             embeds: `[rows, width, hidden]` embeddings, in place of the tokens'.
         """
-        inputs: dict[str, Any] = {
+        inputs: dict[str, object] = {
             **({"input_ids": tokens} if embeds is None else {"inputs_embeds": embeds}),
             self._cache: slots,
             # MiniMax refuses other caches than its own if this is set; its layers do not.
@@ -158,7 +158,7 @@ class Decoder:
         self.depth = self.gates.depth
         self.recurrent_layers = [index for _, index in self.gates.mixers.found]
         # The KV cache of the last call, and dtype and devices of its layers then.
-        self._spare: tuple[SlotCache | None, tuple[Any, ...] | None] = (None, None)
+        self._spare: tuple[SlotCache | None, tuple[object, ...] | None] = (None, None)
         self.is_multimodal = is_multimodal(self.causal_lm)
         self._kinds = {None, *self.windows}  # of masks: one for each sliding window
         kind = self.config.model_type
@@ -200,7 +200,7 @@ class Decoder:
         return self.gates.lm_head
 
     @property
-    def lock(self) -> AbstractContextManager[Any]:
+    def lock(self) -> AbstractContextManager[object]:
         """Held by the thread whose passes run; others that want to generate wait for it."""
         return self.gates.lock
 
@@ -344,7 +344,7 @@ class Decoder:
             self._spare = slots, self._dtype_and_devices
 
     @property
-    def _dtype_and_devices(self) -> tuple[Any, ...]:
+    def _dtype_and_devices(self) -> tuple[object, ...]:
         """Dtype and devices of the layers' states."""
         return self.dtype, *map(device_of, self.layers)
 
@@ -379,7 +379,7 @@ class Decoder:
         tree: Tree | None = None,
         skips: Skips | None = None,
         embeds: Tensor | None = None,
-        prompt: Mapping[str, Any] | None = None,
+        prompt: Options | None = None,
         ends: Tensor | None = None,
     ) -> Pass:
         """Run `span` over `tokens`, writing its KV after each row's committed tokens.
@@ -451,9 +451,7 @@ class Decoder:
         simple = window.even and window.tight and window.width in widths and window.view is None
         return not simple or bool(self.gates.own_masks) or (added and any(slots.added_from))
 
-    def prompt_inputs(
-        self, tokens: Tensor, real: Tensor, given: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    def prompt_inputs(self, tokens: Tensor, real: Tensor, given: Options) -> dict[str, object]:
         """What the model's own `generate` passes to its forward for a prompt with images.
 
         Args:

@@ -7,7 +7,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from accelerate.utils import align_module_device
@@ -64,7 +64,7 @@ def bare_copy(module: ModuleT) -> ModuleT:
     with ExitStack() as stack:
         for part in module.modules():
             stack.enter_context(align_module_device(part))
-        memo: dict[int, Any] = {}
+        memo: dict[int, object] = {}
         for part in module.modules():
             hook = getattr(part, "_hf_hook", None)
             if hook is not None:  # it knows the weights of the whole model

@@ -9,7 +9,7 @@ compiler looks for them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, make_dataclass
 from functools import cache, partial
 from types import CellType, FunctionType
@@ -22,7 +22,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 from transformers.utils.generic import ModelOutput
 
+from selfspec.config import Options
 from selfspec.decoder.cache import WIDEST
+
+Forward = Callable[..., Any]  # what a module's `forward` takes and returns depends on its class
 
 _TABLE = "ALL_ATTENTION_FUNCTIONS"  # by which attentions find the function that was chosen
 _COMPILED = "_orig_mod"  # what the wrapper of `torch.compile` calls its module
@@ -41,14 +44,14 @@ class Direct:
 
     __slots__ = ("_forward", "_hooks", "_module", "_pre_hooks")
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Any]):
+    def __init__(self, module: nn.Module, forward: Forward):
         keep = partial(object.__setattr__, self)
         keep("_module", module)
         keep("_forward", forward)
         keep("_hooks", module._forward_hooks)
         keep("_pre_hooks", module._forward_pre_hooks)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Call it."""
         if self._hooks or self._pre_hooks:  # registered since
             return self._module(*args, **kwargs)
@@ -58,7 +61,7 @@ class Direct:
         """An attribute of the module."""
         return getattr(self._module, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         """Set an attribute of the module."""
         setattr(self._module, name, value)
 
@@ -71,7 +74,9 @@ class Direct:
         """The module's class, for `isinstance`."""
         return type(self._module)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(
+        self, protocol: object
+    ) -> tuple[Callable[[nn.Module], nn.Module], tuple[nn.Module]]:
         """Copies copy the module."""
         return _itself, (self._module,)
 
@@ -81,7 +86,7 @@ class StandIn(Direct):
 
     __slots__ = ()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Run `forward`."""
         return self._forward(*args, **kwargs)
 
@@ -95,12 +100,12 @@ def parents_of(root: nn.Module, child: nn.Module) -> Iterator[tuple[nn.Module, s
                 yield parent, name
 
 
-def uncompiled(module: nn.Module) -> dict[str, Any]:
+def uncompiled(module: nn.Module) -> dict[str, object]:
     """Attributes with which the module runs as it was before the user compiled it.
 
     Covers `module.compile()` and `module.forward = torch.compile(module.forward)`.
     """
-    plain: dict[str, Any] = {}
+    plain: dict[str, object] = {}
     if module._compiled_call_impl is not None:
         plain["_compiled_call_impl"] = None
     forward = module.__dict__.get("forward")
@@ -140,7 +145,7 @@ def hooked_part(layer: nn.Module) -> str | None:
     return None
 
 
-def direct(module: nn.Module) -> Callable[..., Any]:
+def direct(module: nn.Module) -> Forward:
     """The fastest callable that does what calling the module does."""
     if is_watched(module):
         return module
@@ -154,7 +159,7 @@ def direct(module: nn.Module) -> Callable[..., Any]:
     return Direct(module, module.forward)
 
 
-def _reads_attention_functions(forward: Any) -> bool:
+def _reads_attention_functions(forward: Forward) -> bool:
     bare = inspect.unwrap(forward)  # since transformers 5.24 a decorator renames the cache
     if not isinstance(bare, FunctionType):
         return False
@@ -175,7 +180,7 @@ def _grouping_table() -> AttentionInterface:
 
 
 def grouped_attention(
-    module: Any,
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -223,7 +228,7 @@ def _look_up(weight: Tensor, input: Tensor) -> Tensor:
     return torch.embedding(weight, input)  # the forward's other arguments are for training
 
 
-def shortcuts(roots: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, Any]]:
+def shortcuts(roots: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, Forward]]:
     """For every child below these modules: its parent, its name, and a direct callable."""
     for parent in roots:
         if is_compiled(parent):
@@ -240,7 +245,7 @@ def _is_container(module: nn.Module) -> bool:
     return hasattr(type(module), "__getitem__") or hasattr(type(module), "__iter__")
 
 
-def from_transformers(function: Any) -> bool:
+def from_transformers(function: object) -> bool:
     """Whether a function or wrapper is in transformers' code, or is the wrapper of `no_grad`."""
     named = getattr(function, "__globals__", {}).get("__name__", "")
     return named.partition(".")[0] == "transformers" or named == "torch.utils._contextlib"
@@ -253,7 +258,7 @@ def undecorated(function: Any) -> Any:
     return function
 
 
-def lean_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+def lean_forward(forward: Forward) -> Forward:
     """A copy of a `forward` without decorators, which returns plain records.
 
     Decorators that read config defaults and capture outputs are left out, and `ModelOutput`s, which
@@ -270,7 +275,7 @@ def lean_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
-def with_globals(function: Any, replaced: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Any:
+def with_globals(function: Any, replaced: Callable[[Options], dict[str, Any]]) -> Any:
     """A copy of a function with some globals replaced; its decorators are kept.
 
     Args:
@@ -291,7 +296,7 @@ def with_globals(function: Any, replaced: Callable[[Mapping[str, Any]], dict[str
     return made
 
 
-def _is_output(value: Any) -> bool:
+def _is_output(value: object) -> bool:
     return isinstance(value, type) and issubclass(value, ModelOutput) and value is not ModelOutput
 
 
@@ -302,12 +307,12 @@ def _record(output: type[ModelOutput]) -> type:
     return make_dataclass(output.__name__, names, namespace={"__getitem__": _item, "keys": _keys})
 
 
-def _keys(record: Any) -> list[str]:
+def _keys(record: object) -> list[str]:
     """Fields that have a value, so that `**record` works as with a `ModelOutput`."""
     return [name for name, value in vars(record).items() if value is not None]
 
 
-def _item(record: Any, index: Any) -> Any:
+def _item(record: object, index: str | int | slice) -> object:
     if isinstance(index, str):
         return getattr(record, index)
     return tuple(value for value in vars(record).values() if value is not None)[index]

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from peft import PeftMixedModel
+from peft import PeftConfig, PeftMixedModel
 from peft.tuners.tuners_utils import BaseTuner
 from torch import Tensor, nn
 from torch.jit import ScriptModule
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from selfspec.config import Kernels, KVCacheDtype
 from selfspec.decoder.devices import weight_of
@@ -26,7 +26,7 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside, PEFT wrapping removed."""
     inner = model
     if hasattr(model, "peft_config"):
-        configs: dict[str, Any] = model.peft_config  # pyright: ignore[reportAssignmentType]
+        configs: dict[str, PeftConfig] = model.peft_config  # pyright: ignore[reportAssignmentType]
         config = next(iter(configs.values()))
         if getattr(config, "is_prompt_learning", False):
             raise ValueError(
@@ -139,7 +139,7 @@ _ATTENDING = {
 _OTHERS = {"LinearAttentionLayer", "DummyLayer"}
 
 
-def _refuse_caches(model: PreTrainedModel, config: Any) -> None:
+def _refuse_caches(model: PreTrainedModel, config: PreTrainedConfig) -> None:
     """Raise ValueError unless each layer has KV of its own, a known recurrent state, or nothing."""
     name, sized = type(model).__name__, hasattr(config, "num_hidden_layers")
     kinds = (
@@ -251,7 +251,7 @@ def layer_windows(config: Any, depth: int) -> list[int | None]:
     return windows or [None] * depth
 
 
-def attention_layers(config: Any, depth: int) -> list[int]:
+def attention_layers(config: PreTrainedConfig, depth: int) -> list[int]:
     """Indices of the layers that attend and have no recurrent state."""
     kinds = [type(layer).__name__ for layer in DynamicCache(config=config).layers]
     plain = {"DynamicLayer", "DynamicSlidingWindowLayer"}

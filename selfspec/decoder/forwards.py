@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from selfspec.decoder.direct import from_transformers, lean_forward, undecorated
+from selfspec.decoder.direct import Forward, from_transformers, lean_forward, undecorated
 from selfspec.decoder.mixers import Mixers
 from selfspec.decoder.passes import CurrentPass
 from selfspec.decoder.rotary import LengthRotary, RotaryTables
@@ -24,11 +24,11 @@ from selfspec.decoder.sublayers import Skipped
 class LeanForward:
     """Marks a `forward` that gates have put in."""
 
-    def __init__(self, forward: Callable[..., Any], whole: Callable[..., Any]):
+    def __init__(self, forward: Forward, whole: Forward):
         update_wrapper(self, whole)  # transformers compares `generate`'s arguments with it
         self._forward = forward
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Call it."""
         return self._forward(*args, **kwargs)
 
@@ -50,7 +50,7 @@ def lean(current: CurrentPass, module: nn.Module) -> LeanForward:
     # One of the decorators that a lean forward leaves out may take this argument.
     drops = not _takes(type(module).forward, "return_dict")
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: object, **kwargs: object) -> object:
         if not current.gated:
             return whole(*args, **kwargs)
         if drops:
@@ -61,7 +61,7 @@ def lean(current: CurrentPass, module: nn.Module) -> LeanForward:
 
 
 @cache
-def _takes(forward: Callable[..., Any], name: str) -> bool:
+def _takes(forward: Forward, name: str) -> bool:
     return name in inspect.signature(forward).parameters
 
 
@@ -88,7 +88,7 @@ def norm_if_used(
 def read_at_ends(current: CurrentPass, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The LM head's forward, at the positions that the pass asks for."""
 
-    def read(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def read(hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
         active = current.mine
         if active is None:
             return forward(hidden_states, *args, **kwargs)
@@ -107,12 +107,12 @@ def at_ends(states: Tensor, ends: Tensor) -> Tensor:
     return states[torch.arange(len(ends)), ends.to(states.device)][:, None]
 
 
-def from_tables(current: CurrentPass, forward: Callable[..., Any]) -> Callable[..., Any]:
+def from_tables(current: CurrentPass, forward: Forward) -> Forward:
     """A static rotary embedding's forward, which takes views of tables in passes."""
     # Rebuilt each time: the model may have been cast in between.
     tables = RotaryTables(forward)
 
-    def tabled(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def tabled(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> object:
         active = current.mine
         window = None if active is None else active.window
         if window is not None and window.even and window.positions is position_ids:
@@ -122,11 +122,11 @@ def from_tables(current: CurrentPass, forward: Callable[..., Any]) -> Callable[.
     return tabled
 
 
-def by_length(current: CurrentPass, module: nn.Module, original: int) -> Callable[..., Any]:
+def by_length(current: CurrentPass, module: nn.Module, original: int) -> Forward:
     """The forward of a rotary embedding that changes beyond the length `original`."""
     forward, rotary = module.forward, LengthRotary(module, original)
 
-    def by_length(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def by_length(x: Tensor, position_ids: Tensor, *args: object, **kwargs: object) -> object:
         active = current.mine
         window = None if active is None else active.window
         if window is not None and window.switch is not None:
@@ -137,11 +137,11 @@ def by_length(current: CurrentPass, module: nn.Module, original: int) -> Callabl
 
 
 def mixed(
-    current: CurrentPass, mixers: Mixers, mixer: nn.Module, index: int, own: Callable[..., Any]
-) -> Callable[..., Any]:
+    current: CurrentPass, mixers: Mixers, mixer: nn.Module, index: int, own: Forward
+) -> Forward:
     """A recurrent mixer's forward `own`, with the states of the pass's slots."""
 
-    def mixed(*args: Any, **kwargs: Any) -> Any:
+    def mixed(*args: object, **kwargs: object) -> object:
         active = current.mine
         if active is None:
             return own(*args, **kwargs)
@@ -150,11 +150,11 @@ def mixed(
     return mixed
 
 
-def skipped(current: CurrentPass, stand_in: Skipped) -> Callable[..., Any]:
+def skipped(current: CurrentPass, stand_in: Skipped) -> Forward:
     """A sublayer's forward, which passes skip."""
     own = stand_in.module.forward
 
-    def either(*args: Any, **kwargs: Any) -> Any:
+    def either(*args: object, **kwargs: object) -> object:
         return stand_in(own, args, kwargs) if current.gated else own(*args, **kwargs)
 
     return either

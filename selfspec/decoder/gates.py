@@ -11,14 +11,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from selfspec.config import Kernels
+from selfspec.config import Kernels, Options
 from selfspec.decoder import forwards
 from selfspec.decoder.devices import device_of
 from selfspec.decoder.direct import StandIn, parents_of, shortcuts, uncompiled
@@ -57,11 +57,11 @@ class Gate:
         """What the layer has: the body may ask it for its type."""
         return getattr(self.layer, name)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse copies, which would have gates and no layers."""
         raise RuntimeError("copy or pickle a model between calls of `generate`")
 
-    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, hidden_states: Tensor, *args: object, **kwargs: object) -> object:
         """Record the call and hand its input on; the last gate runs the layers of the span."""
         gates, index = self.gates, self.index
         active = gates.current.mine
@@ -79,7 +79,7 @@ class Gate:
             hidden_states = gates.run(active, hidden_states)
         return gates.returned(hidden_states)
 
-    def _record(self, active: ActivePass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _record(self, active: ActivePass, args: tuple[object, ...], kwargs: Options) -> None:
         if active.masks:
             args, kwargs = self._masked(active, args, kwargs)
         active.calls.append(LayerCall(self.index, self.layer, args, kwargs))
@@ -88,8 +88,8 @@ class Gate:
         self,
         active: ActivePass,
         hidden_states: Tensor,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: tuple[object, ...],
+        kwargs: Options,
     ) -> Tensor:
         """Run the layer alone, where the body may do more than hand its output on."""
         body_watch = active.body_watch
@@ -103,8 +103,8 @@ class Gate:
         return hidden_states if body_watch is None else body_watch.give(hidden_states)
 
     def _masked(
-        self, active: ActivePass, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self, active: ActivePass, args: tuple[object, ...], kwargs: Options
+    ) -> tuple[tuple[object, ...], Options]:
         """The layer's arguments with the slots' mask for its window."""
         mask, full = active.masks[self.window], active.masks[None]
         if active.add_masks:
@@ -327,7 +327,7 @@ class Gates:
             if module not in plain:
                 self.shadows.put_all(module.__dict__, uncompiled(module))
 
-    def body(self, *args: Any, **kwargs: Any) -> Any:
+    def body(self, *args: object, **kwargs: object) -> Any:
         """Call the body, hooks included; a pass keeps its output."""
         output = self.base(*args, **kwargs)
         active = self.current.mine
@@ -399,7 +399,7 @@ class Gates:
         finally:
             shadows.undo(count)
 
-    def returned(self, hidden_states: Tensor) -> Any:
+    def returned(self, hidden_states: Tensor) -> Tensor | tuple[Tensor | None, ...]:
         """The return value of a layer that passes `hidden_states` through unchanged."""
         count = self.returned_values
         return (hidden_states, *[None] * (count - 1)) if count else hidden_states

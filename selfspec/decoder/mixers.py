@@ -10,7 +10,7 @@ stores the kernel's inputs.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -19,11 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from selfspec.config import Options
 from selfspec.decoder.cache import Inputs, KernelCall, RecurrentLayer
-from selfspec.decoder.direct import with_globals
+from selfspec.decoder.direct import Forward, with_globals
 from selfspec.decoder.passes import CACHES, MASK, ActivePass
-
-Forward = Callable[..., Any]
 
 
 class Recurrence(NamedTuple):
@@ -119,7 +118,7 @@ class Mixers:
         index: int,
         active: ActivePass,
         args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        kwargs: Options,
     ) -> Any:
         """Run the mixer of layer `index` in a pass, from the state of its slots."""
         named = next(name for name in CACHES if name in kwargs)
@@ -141,7 +140,7 @@ class Mixers:
         finally:
             self._layer = None
 
-    def _kernels(self, named: Mapping[str, Any]) -> dict[str, Forward]:
+    def _kernels(self, named: Options) -> dict[str, Forward]:
         """Replacements for the kernels among a module's globals."""
         return {
             name: partial(self._call, KERNELS[name], named[name], named)
@@ -149,7 +148,7 @@ class Mixers:
         }
 
     def _call(
-        self, kernel: Recurrence, own: Forward, named: Mapping[str, Any], *args: Any, **kwargs: Any
+        self, kernel: Recurrence, own: Forward, named: Options, *args: Any, **kwargs: Any
     ) -> Any:
         """Call a kernel from the layer's state."""
         layer = self._layer
@@ -173,7 +172,7 @@ def _run_kernel(
     own: Forward,
     given: dict[int | str, Any],
     one_token: Forward,
-    state: Any,
+    state: Tensor | None,
     inputs: Inputs,
 ) -> tuple[Tensor, Tensor]:
     """Output and new state of a kernel, called with `given` but another state and other inputs."""
@@ -225,7 +224,7 @@ class _LightningCache:
 
 
 def _run_lightning(
-    forward: Forward, others: Mapping[str, Any], named: str, state: Tensor | None, inputs: Inputs
+    forward: Forward, others: Options, named: str, state: Tensor | None, inputs: Inputs
 ) -> tuple[Tensor, Tensor]:
     """Output and new state of a lightning attention, whose whole mixer is the kernel."""
     cache = _LightningCache(state)

@@ -14,7 +14,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from accelerate.utils import send_to_device
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from selfspec.config import Precision
+from selfspec.config import Options, Precision
 from selfspec.decoder.cache import Window
 from selfspec.decoder.devices import device_of
 
@@ -31,7 +31,7 @@ MASK = "attention_mask"  # the name that bodies and layers take masks by
 CACHES = ("cache", "past_key_values", "cache_params")
 
 
-def cache_name(taker: Callable[..., Any]) -> str:
+def cache_name(taker: Callable[..., object]) -> str:
     """The name by which a module's `forward`, or a class of outputs, takes the KV cache.
 
     Since transformers 5.24 it is `cache`. Modules that take any keyword do not see another name.
@@ -123,8 +123,8 @@ class LayerCall(NamedTuple):
 
     layer_index: int
     layer: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: tuple[object, ...]
+    kwargs: Options
 
 
 class StandaloneLayer(nn.Module, ABC):

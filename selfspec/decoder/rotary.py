@@ -8,7 +8,6 @@ that it has in plain decoding.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.decoder.cache import GROWTH, SlicedViews, Switch, Window
+from selfspec.decoder.direct import Forward
 
 # Rotary types with constant frequencies. Others depend on the longest position of the pass.
 _STATIC = {"default", "linear", "llama3", "yarn"}
@@ -39,11 +39,13 @@ class RotaryTables:
         forward: the embedding's own.
     """
 
-    def __init__(self, forward: Callable[..., Any]):
+    def __init__(self, forward: Forward):
         self._forward = forward
-        self._tables: dict[tuple[Any, ...], SlicedViews] = {}
+        self._tables: dict[tuple[object, ...], SlicedViews] = {}
 
-    def view(self, x: Tensor, window: Window, layer_type: str | None = None) -> Any:
+    def view(
+        self, x: Tensor, window: Window, layer_type: str | None = None
+    ) -> Tensor | tuple[Tensor, ...]:
         """What `forward` returns for the window's positions.
 
         Args:
@@ -123,8 +125,8 @@ class LengthRotary:
         self._two = "longrope" in _rope_types(module).values()
 
     def __call__(
-        self, x: Tensor, positions: Tensor, switch: Switch, *args: Any, **kwargs: Any
-    ) -> Any:
+        self, x: Tensor, positions: Tensor, switch: Switch, *args: object, **kwargs: object
+    ) -> Tensor | tuple[Tensor, ...]:
         """What the embedding returns for `positions` `[rows, width]`."""
         # How far the plain pass of a token goes beyond the original length, from -1: it does not.
         first, last = (max(end, -1) for end in (switch.first, switch.last))
@@ -137,7 +139,9 @@ class LengthRotary:
             made = _where((beyond >= step)[..., None], here, made)
         return made
 
-    def _run(self, x: Tensor, positions: Tensor, largest: int, *args: Any, **kwargs: Any) -> Any:
+    def _run(
+        self, x: Tensor, positions: Tensor, largest: int, *args: object, **kwargs: object
+    ) -> Tensor | tuple[Tensor, ...]:
         """What it returns for positions up to `largest` in a pass that reaches it."""
         forward = partial(type(self._own).forward, self._own, x)
         if not self._two:
@@ -153,7 +157,7 @@ def _clone(buffer: Tensor | None) -> Tensor | None:
     return None if buffer is None else buffer.clone()
 
 
-def _where(chosen: Tensor, one: Any, other: Any) -> Any:
+def _where(chosen: Tensor, one: Any, other: Any) -> Tensor | tuple[Tensor, ...]:
     if isinstance(one, Tensor):
         return torch.where(chosen, one, other)
     return tuple(torch.where(chosen, a, b) for a, b in zip(one, other, strict=True))

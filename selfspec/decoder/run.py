@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from selfspec.config import Kernels
+from selfspec.config import Kernels, Options
 from selfspec.decoder.devices import device_of
-from selfspec.decoder.direct import StandIn, parents_of
+from selfspec.decoder.direct import Forward, StandIn, parents_of
 from selfspec.decoder.gates import Gates
 from selfspec.decoder.passes import (
     ActivePass,
@@ -37,7 +37,8 @@ from selfspec.decoder.passes import (
     cache_name,
 )
 
-CallLayer = Callable[[nn.Module, int, Tensor, tuple[Any, ...], dict[str, Any]], Any]
+# Calls a layer, given its index, its input, and its other arguments.
+CallLayer = Callable[[nn.Module, int, Tensor, tuple[object, ...], Options], Any]
 
 
 class Normed:
@@ -50,7 +51,7 @@ class Normed:
     def __init__(self, states: Tensor):
         self.last_hidden_state = states
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: str | int | slice) -> object:
         """Outputs by position, or by name."""
         return getattr(self, index) if isinstance(index, str) else (self.last_hidden_state,)[index]
 
@@ -80,11 +81,11 @@ class LogitsTail:
         bodies = {base} if inside else {base, around}
         self._parents = [(*at, body) for body in bodies for at in parents_of(causal_lm, body)]
 
-    def takes_all(self, inputs: dict[str, Any]) -> bool:
+    def takes_all(self, inputs: Options) -> bool:
         """Whether the causal LM's `forward` takes what its body is called with."""
         return self._passes_on or self._takes >= inputs.keys()
 
-    def prepares(self, inputs: dict[str, Any]) -> bool:
+    def prepares(self, inputs: Options) -> bool:
         """Whether the causal LM may change what its body is called with, or how it computes.
 
         Hooks may, and so may a `forward` that is not transformers' own, as that of accelerate for
@@ -93,7 +94,7 @@ class LogitsTail:
         changes = bool(self.causal_lm._forward_pre_hooks) or self.gates.has_own_forward
         return changes and self.takes_all(inputs)
 
-    def run(self, inputs: dict[str, Any]) -> Tensor:
+    def run(self, inputs: dict[str, object]) -> Tensor:
         """Logits of a pass through body and tail, on the tokens' device."""
         if "output_router_logits" in self._takes:
             inputs["output_router_logits"] = False
@@ -109,7 +110,7 @@ class LogitsTail:
         head_device, device = gates.devices()
         normed = normed.to(head_device if readout is None else device_of(readout))
         output = Normed(normed)
-        others: list[tuple[nn.Module, str, Any]] = [
+        others: list[tuple[nn.Module, str, Forward]] = [
             (parent, name, StandIn(body, _mine(lambda *args, **kwargs: output, body)))
             for parent, name, body in self._parents
         ]
@@ -130,18 +131,22 @@ class LogitsTail:
         return tail.logits.to(device)
 
 
-def _mine(mine: Callable[..., Any], others: Callable[..., Any]) -> Callable[..., Any]:
+def _mine(mine: Forward, others: Forward) -> Forward:
     """`mine` in this thread, `others` in every other thread."""
     owner = threading.get_ident()
 
-    def either(*args: Any, **kwargs: Any) -> Any:
+    def either(*args: object, **kwargs: object) -> object:
         return (mine if threading.get_ident() == owner else others)(*args, **kwargs)
 
     return either
 
 
 def call_layer(
-    layer: nn.Module, index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    layer: nn.Module,
+    index: int,
+    hidden: Tensor,
+    args: tuple[object, ...],
+    kwargs: Options,
 ) -> Any:
     """Call a layer as it is."""
     return layer(hidden, *args, **kwargs)
@@ -205,7 +210,7 @@ class Runner:
         compiled = self.gates.compiled
         self._call: CallLayer = call_layer if compiled is None else compiled
 
-    def run(self, active: ActivePass, inputs: dict[str, Any], unembed: bool) -> Pass:
+    def run(self, active: ActivePass, inputs: dict[str, object], unembed: bool) -> Pass:
         """Run a pass.
 
         Args:
@@ -228,7 +233,7 @@ class Runner:
             finally:
                 gates.current.active = None
 
-    def run_around(self, active: ActivePass, inputs: Mapping[str, Any], slots: Cache) -> Pass:
+    def run_around(self, active: ActivePass, inputs: Options, slots: Cache) -> Pass:
         """Run a pass over all layers of a prompt with images.
 
         Args:
@@ -250,7 +255,7 @@ class Runner:
         assert active.body_output is not None
         return active.done(active.body_output, logits)
 
-    def _run_watched(self, active: ActivePass, inputs: dict[str, Any], unembed: bool) -> Pass:
+    def _run_watched(self, active: ActivePass, inputs: dict[str, object], unembed: bool) -> Pass:
         """Run one of the first passes, and learn what the body does between its layers."""
         gates, body_watch = self.gates, BodyWatch()
         active.one_by_one, active.body_watch = True, body_watch
@@ -262,7 +267,7 @@ class Runner:
                 gates.graphs.give_up(f"{body} does more than call them one by one")
         return result
 
-    def _run_once(self, active: ActivePass, inputs: dict[str, Any], unembed: bool) -> Pass:
+    def _run_once(self, active: ActivePass, inputs: dict[str, object], unembed: bool) -> Pass:
         """The pass through the model's own code."""
         gates, tail = self.gates, self.tail
         gates.current.active, logits = active, None
@@ -346,8 +351,8 @@ class Runner:
         layer: nn.Module,
         index: int,
         hidden: Tensor,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: tuple[object, ...],
+        kwargs: Options,
     ) -> Any:
         """Call a layer in one of the first passes, and learn what layers return."""
         output = self._call(layer, index, hidden, args, kwargs)
@@ -360,8 +365,8 @@ class Runner:
         layer: nn.Module,
         index: int,
         hidden: Tensor,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: tuple[object, ...],
+        kwargs: Options,
     ) -> Any:
         """Call a layer without its skipped sublayers."""
         if index in skips.layers:
@@ -373,6 +378,6 @@ class Runner:
             return layer(hidden, *args, **kwargs)
 
 
-def _device_of_inputs(inputs: dict[str, Any]) -> torch.device:
+def _device_of_inputs(inputs: Options) -> torch.device:
     given = inputs.get("input_ids")
     return (inputs["inputs_embeds"] if given is None else given).device

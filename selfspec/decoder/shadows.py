@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
+
+from selfspec.config import Options
+
+ValueT = TypeVar("ValueT")
 
 _NOTHING = object()
 
@@ -12,15 +15,15 @@ class Shadows:
     """What was replaced, the latest last."""
 
     def __init__(self) -> None:
-        self._held: list[tuple[dict[str, Any], str, Any]] = []
+        self._held: list[tuple[dict[str, Any], str, object]] = []
 
-    def put(self, attributes: dict[str, Any], name: str, value: Any) -> None:
+    def put(self, attributes: dict[str, ValueT], name: str, value: ValueT) -> None:
         """Replace an attribute until `undo`."""
         # It may be replaced already: by device hooks, or by an outer call of another wrapper.
         self._held.append((attributes, name, attributes.get(name, _NOTHING)))
         attributes[name] = value
 
-    def put_all(self, attributes: dict[str, Any], values: Mapping[str, Any]) -> int:
+    def put_all(self, attributes: dict[str, object], values: Options) -> int:
         """Replace several attributes; returns their number."""
         for name, value in values.items():
             self.put(attributes, name, value)

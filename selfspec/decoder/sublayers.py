@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from selfspec.config import Options
+from selfspec.decoder.direct import Forward
 from selfspec.decoder.passes import Skips
-
-Forward = Callable[..., Any]
 
 _NAMES = {
     "attention": re.compile(r"(self_)?att(n|ention)"),
@@ -36,14 +35,14 @@ class Skipped:
         self.module, self._others = module, others
         self._names = list(inspect.signature(type(module).forward).parameters)[1:]
 
-    def __call__(self, own: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, own: Forward, args: tuple[object, ...], kwargs: Options) -> Any:
         """Return what `own` would return if it added nothing."""
         if self._others is None:
             # Families differ in what attention or experts return, so the sublayer runs once. The
             # KV that it writes lies after the committed tokens and is overwritten later.
             output = own(*args, **kwargs)
             self._others = len(output) - 1 if isinstance(output, tuple) else 0
-        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        given: Options = {**dict(zip(self._names, args, strict=False)), **kwargs}
         residual: Tensor | None = given.get("residual")
         added = torch.zeros_like(given[self._names[0]]) if residual is None else residual
         return (added, *[None] * self._others) if self._others else added
@@ -52,7 +51,7 @@ class Skipped:
 class SkippedHalf(Skipped):
     """The first linear layer of an MLP without a module of its own (OPT)."""
 
-    def __call__(self, own: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, own: Forward, args: tuple[object, ...], kwargs: Options) -> Any:
         """Return the input, which gives the second layer's zeros their width."""
         return args[0]
 

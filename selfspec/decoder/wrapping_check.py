@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from selfspec.config import JsonObject
 from selfspec.decoder.cache import SlotCache
 from selfspec.decoder.decoder import Decoder
 from selfspec.decoder.devices import at_hand
@@ -50,7 +51,7 @@ _PERIOD = re.compile(r"period|interval|offset|pattern|step")  # of layers of ano
 
 _Problem = str | None  # the reason why a model is refused
 
-_Key = tuple[type, str, frozenset[Any]]  # class, config, and the code of all modules
+_Key = tuple[type, str, frozenset[tuple[object, ...]]]  # class, config, and the code of all modules
 
 _known: dict[_Key, _Problem] = {}  # what was found so far
 _unknown: set[_Key] = set()  # those of which no small model can be made
@@ -101,7 +102,7 @@ def _key(model: PreTrainedModel) -> _Key:
     return type(model), repr(model.config), frozenset(forwards)
 
 
-def _codes(function: Any) -> tuple[Any, ...]:
+def _codes(function: object) -> tuple[object, ...]:
     """The code of a function and of those that it wraps; functions would keep closures alive."""
     if function is None:
         return ()
@@ -283,7 +284,7 @@ def _reduce(config: PreTrainedConfig) -> None:
         config.num_hidden_layers = len(kept)
 
 
-def _set(config: PreTrainedConfig, name: str, value: Any) -> None:
+def _set(config: PreTrainedConfig, name: str, value: object) -> None:
     try:
         setattr(config, name, value)
     except AttributeError:  # a property
@@ -297,10 +298,10 @@ def _reduced_number(name: str, value: int) -> int:
     return min([value, *limits])
 
 
-def _reduced_rope(parameters: dict[str, Any]) -> dict[str, Any]:
+def _reduced_rope(parameters: JsonObject) -> JsonObject:
     """Rotary parameters whose lists fit the small heads."""
     half = int(_HEAD_DIM * parameters.get("partial_rotary_factor", 1.0)) // 2
-    fitting: dict[str, Any] = {}
+    fitting: JsonObject = {}
     for name, value in parameters.items():
         if isinstance(value, dict):
             value = _reduced_rope(value)
@@ -312,7 +313,7 @@ def _reduced_rope(parameters: dict[str, Any]) -> dict[str, Any]:
     return fitting
 
 
-def _is_per_layer(name: str, value: Any, layers: int) -> bool:
+def _is_per_layer(name: str, value: object, layers: int) -> bool:
     listed = isinstance(value, (list, tuple)) and len(value) == layers
     return listed and _PER_LAYER.search(name) is not None
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+
+from typing_extensions import Self
 
 from selfspec.config import DraftConfig
 from selfspec.decoder import Pass
@@ -92,7 +93,7 @@ class Cascade(ExitDrafter):
         else:
             super().commit(state, draft, verified, verdict)
 
-    def join(self, other: Any) -> None:
+    def join(self, other: Self) -> None:
         """Append the rows of another drafter."""
         super().join(other)
         self.lookup.join(other.lookup)

@@ -58,7 +58,7 @@ class DraftModels:
         """The model that is used if a config names none."""
         return None if self._given is None else self._given.decoder.causal_lm
 
-    def beside(self, model: nn.Module, tokenizers: Sequence[Any] = (None, None)) -> DraftModels:
+    def beside(self, model: nn.Module, tokenizers: Sequence[object] = (None, None)) -> DraftModels:
         """A copy with another given model.
 
         Args:
@@ -96,7 +96,7 @@ class DraftModels:
         return self._loaded[path]
 
     def _admit(
-        self, draft_model: nn.Module, tokenizers: Sequence[Any] = (None, None)
+        self, draft_model: nn.Module, tokenizers: Sequence[object] = (None, None)
     ) -> DraftModel:
         """A checked draft model."""
         try:
@@ -109,7 +109,7 @@ class DraftModels:
         return DraftModel(self._target if itself else decoder, tokens)
 
 
-def token_map(target: Decoder, small: Decoder, tokenizers: Sequence[Any]) -> TokenMap:
+def token_map(target: Decoder, small: Decoder, tokenizers: Sequence[object]) -> TokenMap:
     """How `small` reads and writes the tokens of `target`.
 
     Models of one tokenizer may have padded its vocabulary to different sizes. Where the tokenizers
@@ -135,7 +135,7 @@ def token_map(target: Decoder, small: Decoder, tokenizers: Sequence[Any]) -> Tok
     return TokenMap(target.vocab_size, small.vocab_size)
 
 
-def _tokenizer(decoder: Decoder, given: Any) -> Tokenizer | Path | None:
+def _tokenizer(decoder: Decoder, given: object) -> Tokenizer | Path | None:
     """The tokenizer that was given for a model, else the file of its own."""
     if given is None:
         return _tokenizer_of(decoder)
@@ -175,7 +175,7 @@ def _same_words(one: Tokenizer | Path, other: Tokenizer | Path) -> bool:
     return _words(one) == _words(other)
 
 
-def _words(tokenizer: Tokenizer | Path) -> Any:
+def _words(tokenizer: Tokenizer | Path) -> object:
     """The vocabulary of a tokenizer: ids of words, or words with their scores."""
     if isinstance(tokenizer, Tokenizer):
         return json.loads(tokenizer.to_str())["model"]["vocab"]

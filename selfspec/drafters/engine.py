@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from selfspec.config import DraftConfig
+from selfspec.config import DraftConfig, Options
 from selfspec.decoder import Decoder, OwnLayer, Pass, Ranks, Span
 from selfspec.decoder.cache import SlotCache
 from selfspec.decoder.devices import device_of
@@ -135,9 +135,10 @@ class Engine:
     ):
         self.decoder = decoder
         self.heads: list[ExitHead] = []
-        self._made_for: dict[ExitHead, tuple[Any, ...]] = {}  # the target's dtype and device then
+        # The target's dtype and device when each was made.
+        self._made_for: dict[ExitHead, tuple[object, ...]] = {}
         self.ranks = Ranks(decoder.causal_lm)
-        self._rounds: dict[tuple[Any, ...], Rounds] = {}
+        self._rounds: dict[tuple[object, ...], Rounds] = {}
         for head in heads:
             self.add(head)
         self.draft_models = DraftModels(decoder, draft_model)
@@ -165,7 +166,7 @@ class Engine:
                 for part in _parts(head):
                     _cast_and_move(part, changes, own)
 
-    def _place(self, head: ExitHead) -> tuple[Any, ...]:
+    def _place(self, head: ExitHead) -> tuple[object, ...]:
         """What a head has from its target: dtypes and devices of its tensors."""
         norm = self.decoder.final_norm
         of_norm = next(iter(() if norm is None else norm.parameters()), None)
@@ -173,7 +174,7 @@ class Engine:
         normed = dtype if of_norm is None else of_norm.dtype
         return normed, dtype, device_of(self.decoder.lm_head), device
 
-    def beside(self, draft_model: nn.Module, tokenizers: Sequence[Any] = (None, None)) -> Engine:
+    def beside(self, draft_model: nn.Module, tokenizers: Sequence[object] = (None, None)) -> Engine:
         """The same engine with another draft model, for one call; see `DraftModels.beside`."""
         other = copy.copy(self)
         other.draft_models = self.draft_models.beside(draft_model, tokenizers)
@@ -193,7 +194,7 @@ class Engine:
             return DraftConfig(drafter="none")
         return DraftConfig(drafter="auto", rule="coupled")
 
-    def rounds(self, config: DraftConfig, *key: Any, head: ExitHead | None = None) -> Rounds:
+    def rounds(self, config: DraftConfig, *key: object, head: ExitHead | None = None) -> Rounds:
         """What is known of rounds with one drafter, kept from call to call.
 
         Args:
@@ -255,7 +256,7 @@ class Engine:
         chunk: int | None = None,
         keep: Sequence[int] = (),
         on_block: OnBlock | None = None,
-        prompt: Mapping[str, Any] | None = None,
+        prompt: Options | None = None,
     ) -> Tensor:
         """Write KV of new tokens in every layer; the caller commits the lengths.
 

@@ -6,9 +6,9 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from typing_extensions import Self
 
 from selfspec.config import DraftConfig, LookaheadConfig
 from selfspec.decoder import Pass
@@ -184,7 +184,7 @@ class Lookahead(Drafter):
         """Keep only these rows."""
         self._rows = [self._rows[row] for row in rows]
 
-    def join(self, other: Any) -> None:
+    def join(self, other: Self) -> None:
         """Append the rows of another drafter."""
         self._rows = self._rows + other._rows
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+
+from typing_extensions import Self
 
 from selfspec.config import DraftConfig
 from selfspec.decoder import Pass
@@ -41,6 +42,6 @@ class PromptLookup(Drafter):
         """Copy what followed each row's match; rows without one draft nothing."""
         return self.lookup.draft(state.context, limit)
 
-    def join(self, other: Any) -> None:
+    def join(self, other: Self) -> None:
         """Append the rows of another drafter."""
         self.lookup.join(other.lookup)

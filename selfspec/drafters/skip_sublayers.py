@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from selfspec.config import DraftConfig, SkipConfig
 from selfspec.decoder import Decoder, Skips, Span
@@ -274,7 +274,7 @@ class SkipSublayers(Drafter):
         """Keep only these rows."""
         self.chooser.select(rows)
 
-    def join(self, other: Any) -> None:
+    def join(self, other: Self) -> None:
         """Append the rows of another drafter."""
         self.chooser.join()
 

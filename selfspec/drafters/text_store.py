@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -116,12 +116,12 @@ class TextStore:
         self._latest = {n: array("q", bytes(8 * size)) for n in SIZES}
         self._before = {n: array("q", bytes(8 * size)) for n in SIZES}
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """A copy of everything but the lock."""
         with self._lock:
             return deepcopy({name: part for name, part in vars(self).items() if name != "_lock"})
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         """Take a copied or unpickled state."""
         vars(self).update(state)
         self._lock = threading.Lock()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from selfspec.config import DraftConfig
 from selfspec.decoder import Pass
@@ -201,6 +201,6 @@ class ExitTree(Drafter):
         """Keep only these rows."""
         self.reader.select(rows)
 
-    def join(self, other: Any) -> None:
+    def join(self, other: Self) -> None:
         """Append the rows of another drafter."""
         self.reader.join(other.reader)

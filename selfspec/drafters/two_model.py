@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from selfspec.config import DraftConfig
 from selfspec.decoder import Pass
@@ -138,7 +138,7 @@ class TwoModel(Drafter):
         self._encoded = [self._encoded[row] for row in rows]
         self._unread = [self._unread[row] for row in rows]
 
-    def join(self, other: Any) -> None:
+    def join(self, other: Self) -> None:
         """Append the rows of another drafter."""
         self.slots.join(other.slots)
         self._encoded, self._unread = self._encoded + other._encoded, self._unread + other._unread

@@ -29,7 +29,7 @@ class OfRows(Sequence[Any]):
         entry: gives the entry of a row, by its index in the call and in the pass.
     """
 
-    def __init__(self, rows: Callable[[], Sequence[int]], entry: Callable[[int, int], Any]):
+    def __init__(self, rows: Callable[[], Sequence[int]], entry: Callable[[int, int], object]):
         self._rows, self._entry = rows, entry
 
     def __len__(self) -> int:
@@ -55,7 +55,9 @@ class RowAdapters:
         ValueError: PEFT does not know a name, or the model is in training mode.
     """
 
-    def __init__(self, model: Any, names: Sequence[str] | None, offsets: Sequence[Any] | None):
+    def __init__(
+        self, model: Any, names: Sequence[str] | None, offsets: Sequence[int | None] | None
+    ):
         self.model, self.names, self._offsets = model, names, offsets
         self._state: State | None = None  # the rows that run now
         self._activated = is_activated(model, names) or offsets is not None
@@ -109,7 +111,7 @@ class RowAdapters:
         return window.width - min(max(first - window.starts[index], 0), window.width)
 
 
-def is_activated(model: Any, names: Sequence[str] | None) -> bool:
+def is_activated(model: object, names: Sequence[str] | None) -> bool:
     """Whether PEFT's `generate` looks for invocation tokens."""
     searches = isinstance(model, PeftModelForCausalLM)
     return searches and is_alora_relevant_in_batch(model, names)  # pyright: ignore[reportArgumentType]

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import StoppingCriteriaList
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
+from selfspec.config import Options
 from selfspec.decoder import Pass, entered, locked
 from selfspec.decoder.cache import WIDEST
 from selfspec.drafters import Drafter
@@ -31,7 +31,7 @@ from selfspec.generation.stopping import Stops
 from selfspec.sampling.context import Context
 from selfspec.sampling.coupled_noise import Noise
 from selfspec.sampling.draft import Draft, Tree, Verdict
-from selfspec.sampling.processors import joined, signature
+from selfspec.sampling.processors import Processor, joined, signature
 from selfspec.sampling.sampler import Sampler
 from selfspec.schedule.stats import Round, Stats, Trace
 
@@ -106,7 +106,7 @@ class Request:
     output: RequestOutput
     session: Session
     context: Context
-    signature: list[Any] | None = None
+    signature: list[tuple[type, Options]] | None = None
 
     @contextmanager
     def ends_by_error(self) -> Iterator[None]:
@@ -219,9 +219,9 @@ class JoinedSampler(Sampler):
         options = like.do_sample, generator, noise, like.rule
         super().__init__(like.processors, *options, eos=like.eos)
         self.requests = requests
-        self._joined: tuple[list[int], Sequence[Any]] = ([], [])  # for which rows
+        self._joined: tuple[list[int], Sequence[Processor]] = ([], [])  # for which rows
 
-    def _for_rows(self, context: Context) -> Sequence[Any]:
+    def _for_rows(self, context: Context) -> Sequence[Processor]:
         if self._joined[0] != context.rows:
             own = [self.requests[row].session.sampler.in_blocks for row in context.rows]
             self._joined = list(context.rows), joined(own)

@@ -12,21 +12,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
 
+from selfspec.config import JsonObject
 from selfspec.heads.files import one_run, read_object, refuse_changes
 
-Answer = dict[str, Any]
 # Called in every process with its number and the number of processes; returns the function that
 # answers prompts by row, in any order.
-Maker = Callable[[int, int], Callable[[Mapping[int, str]], Iterable[tuple[int, Answer]]]]
+Maker = Callable[[int, int], Callable[[Mapping[int, str]], Iterable[tuple[int, JsonObject]]]]
 
 
 def run_job(
     prompts: Sequence[str],
     maker: Maker,
     output: str | Path,
-    identity: Mapping[str, Any],
+    identity: Mapping[str, object],
     processes: int = 1,
     answered: Callable[[int], None] = lambda count: None,
 ) -> None:
@@ -70,7 +69,7 @@ def _answer_all(
     parts: Path,
     processes: int,
     answered: Callable[[int], None],
-) -> dict[int, Answer]:
+) -> dict[int, JsonObject]:
     """Answer the prompts that have no answer yet; returns the answers of all, by row."""
     known = _journals(parts)
     answered(len(known))
@@ -85,7 +84,7 @@ def _answer_all(
     return known
 
 
-def _claim(parts: Path, identity: dict[str, Any]) -> None:
+def _claim(parts: Path, identity: JsonObject) -> None:
     """Begin a job, or resume it."""
     file = parts / "job.json"
     if not file.is_file():
@@ -97,9 +96,9 @@ def _claim(parts: Path, identity: dict[str, Any]) -> None:
     refuse_changes(read_object(file), identity, f"{parts} holds answers of a job", remedy)
 
 
-def _journals(parts: Path) -> dict[int, Answer]:
+def _journals(parts: Path) -> dict[int, JsonObject]:
     """The answers so far, by row; unfinished lines are ignored."""
-    found: dict[int, Answer] = {}
+    found: dict[int, JsonObject] = {}
     for journal in parts.glob("*.jsonl"):
         for line in journal.read_bytes().split(b"\n")[:-1]:
             entry = json.loads(line)

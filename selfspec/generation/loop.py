@@ -23,6 +23,7 @@ from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from selfspec.config import Options
 from selfspec.decoder import CACHE, Pass, entered, locked
 from selfspec.decoder.cache import WIDEST
 from selfspec.drafters import Drafter
@@ -382,7 +383,7 @@ def speculate(*prepared: Any, call: Call, **options: Any) -> Tensor | SpecOutput
     final_cache = session.prompt.final_cache(state.slots)
     if not session.config.return_dict_in_generate:
         return sequences
-    cache: dict[str, Any] = {CACHE: final_cache}
+    cache: Options = {CACHE: final_cache}
     return SpecOutput(
         sequences=sequences,  # pyright: ignore[reportArgumentType]
         scores=session.scores.steps(),  # pyright: ignore[reportArgumentType]

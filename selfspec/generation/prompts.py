@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
 from transformers.cache_utils import Cache, DynamicCache
 
+from selfspec.config import Options
 from selfspec.decoder import CACHE, Decoder
 from selfspec.decoder.cache import (
     RowStates,
@@ -22,6 +23,11 @@ from selfspec.decoder.cache import (
 )
 from selfspec.drafters.engine import Engine
 from selfspec.sampling.context import Context
+
+# Undoes in the output of `generate`, a tensor or a record, what was done to its prompt.
+Restore = Callable[[Any], Any]
+
+OutputT = TypeVar("OutputT")
 
 _PER_TOKEN = ("position_ids", "token_type_ids", "mm_token_type_ids")  # inputs of `[…, width]`
 
@@ -54,7 +60,7 @@ class Prompt:
         keep_cache: bool,
         chunk: int | None = None,
         positions: Tensor | None = None,
-        media: Mapping[str, Any] | None = None,
+        media: Options | None = None,
     ):
         self.engine, self.tokens = engine, tokens.to(engine.decoder.device, torch.long)
         self.rows, self.width = tokens.shape
@@ -147,7 +153,7 @@ class Prompt:
         shift = last + 1 - torch.tensor(self.lengths, device=last.device)
         return shift if bool(shift.any()) else None
 
-    def own_inputs(self) -> dict[str, Any] | None:
+    def own_inputs(self) -> Options | None:
         """`Decoder.prompt_inputs` for a prompt with images, else `None`."""
         if not self.media:
             return None
@@ -278,7 +284,7 @@ def _check_layers(cache: Cache | None, decoder: Decoder) -> None:
         )
 
 
-def with_cache_renamed(kwargs: dict[str, Any]) -> dict[str, Any]:
+def with_cache_renamed(kwargs: Options) -> dict[str, Any]:
     """Arguments of `generate` with the cache under the name that transformers has for it."""
     given = [name for name in ("cache", "past_key_values") if kwargs.get(name) is not None]
     if len(given) > 1:
@@ -291,7 +297,7 @@ def left_padded(
     inputs: Tensor | None,
     kwargs: dict[str, Any],
     infer: Callable[[Tensor], Tensor] | None = None,
-) -> tuple[Tensor | None, Any]:
+) -> tuple[Tensor | None, Restore]:
     """Move right padding to the left; also returns a function that undoes it in the output.
 
     Args:
@@ -324,7 +330,7 @@ def left_padded(
     return aligned, restore
 
 
-def _unchanged(output: Any) -> Any:
+def _unchanged(output: OutputT) -> OutputT:
     return output
 
 
@@ -361,7 +367,9 @@ def inferred_mask(model: Any, config: GenerationConfig, tokens: Tensor) -> Tenso
     return model._prepare_attention_mask_for_generation(tokens, config, {})
 
 
-def healed(model: Any, tokens: Tensor | None, kwargs: dict[str, Any]) -> tuple[Tensor | None, Any]:
+def healed(
+    model: Any, tokens: Tensor | None, kwargs: dict[str, Any]
+) -> tuple[Tensor | None, Restore]:
     """The prompt after transformers' token healing, which rewrites its last tokens.
 
     Returns what `left_padded` returns. As in transformers, the output begins with this prompt.

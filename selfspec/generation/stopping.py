@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
+    PreTrainedTokenizerBase,
     StoppingCriteria,
     StoppingCriteriaList,
     StopStringCriteria,
@@ -143,7 +144,7 @@ class StopOnRequest(StoppingCriteria):
     def __init__(self, asked: Callable[[], bool]):
         self.asked, self.said = asked, False
 
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+    def __call__(self, input_ids: Tensor, scores: object, **kwargs: object) -> Any:
         """`[batch]` whether to stop, the same for all rows."""
         self.said = self.said or self.asked()
         return torch.full(input_ids.shape[:1], self.said, device=input_ids.device)
@@ -180,7 +181,9 @@ def without_tokenizer(
 
 
 def with_stop_strings(
-    criteria: StoppingCriteriaList | None, strings: Any, tokenizer: Any
+    criteria: StoppingCriteriaList | None,
+    strings: str | list[str] | None,
+    tokenizer: PreTrainedTokenizerBase | None,
 ) -> StoppingCriteriaList:
     """The caller's criteria, and one for stop strings, unless the caller has one already.
 

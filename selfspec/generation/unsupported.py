@@ -13,6 +13,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
+from selfspec.config import Options
 from selfspec.decoder import CACHE
 from selfspec.decoder.families import is_multimodal
 
@@ -58,9 +59,7 @@ _APART = (
 )
 
 
-def merged(
-    model: Any, config: GenerationConfig | None, options: Mapping[str, Any]
-) -> GenerationConfig:
+def merged(model: Any, config: GenerationConfig | None, options: Options) -> GenerationConfig:
     """The generation config of a call, merged as transformers merges it.
 
     The call's options come before its config, and this before the model's own. Options are judged
@@ -69,7 +68,7 @@ def merged(
     return model._prepare_generation_config(config, **options)[0]
 
 
-def refuse_other_loops(config: GenerationConfig, options: Mapping[str, Any]) -> None:
+def refuse_other_loops(config: GenerationConfig, options: Options) -> None:
     """Raise ValueError for options that select another decoding method, cache or output.
 
     Args:
@@ -144,9 +143,7 @@ def _refuse_caches(config: GenerationConfig) -> None:
     )
 
 
-def refuse_media(
-    model: PreTrainedModel, config: GenerationConfig, options: Mapping[str, Any]
-) -> None:
+def refuse_media(model: PreTrainedModel, config: GenerationConfig, options: Options) -> None:
     """Raise ValueError, before encoders run, for images, video or audio that are not covered.
 
     Args:
@@ -178,15 +175,15 @@ def refuse_media(
         )
 
 
-def _other_media(outputs: Mapping[str, Any] | None) -> list[str]:
+def _other_media(outputs: Options | None) -> list[str]:
     """What encoders returned for anything but images."""
     kinds = [kind for kind, value in (outputs or {}).items() if not _is_empty(value)]
     return [f"mm_encoder_outputs[{kind!r}]" for kind in kinds if kind != "image"]
 
 
 def split_media(
-    model: PreTrainedModel, inputs: Mapping[str, Any], config: GenerationConfig
-) -> tuple[dict[str, Any], dict[str, Any]]:
+    model: PreTrainedModel, inputs: Options, config: GenerationConfig
+) -> tuple[Options, Options]:
     """What describes the images of a prompt, and the other inputs; types of mere text are dropped.
 
     Raises:
@@ -212,7 +209,7 @@ def split_media(
 
 
 def refuse_in_batches(
-    config: GenerationConfig, options: MutableMapping[str, Any], batch_size: int
+    config: GenerationConfig, options: MutableMapping[str, object], batch_size: int
 ) -> None:
     """Raise ValueError for options that `generate_batch` does not have.
 
@@ -249,7 +246,7 @@ def refuse_in_batches(
         )
 
 
-def check_counts(prompts: int, **given: Any) -> None:
+def check_counts(prompts: int, **given: object) -> None:
     """Raise ValueError unless each option that is a sequence has one entry per prompt."""
     for name, values in given.items():
         if isinstance(values, Sequence) and len(values) != prompts:
@@ -259,7 +256,7 @@ def check_counts(prompts: int, **given: Any) -> None:
 _PREPARE = "prepare_inputs_for_generation"
 
 
-def refuse_unsupported_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> None:
+def refuse_unsupported_inputs(model: nn.Module, inputs: Options) -> None:
     """Raise ValueError for inputs that selfspec does not know, and for sharded weights."""
     if _processes() > 1 and (is_deepspeed_zero3_enabled() or _is_fully_sharded(model)):
         raise ValueError(f"{type(model).__name__} is in shards: {_APART}")
@@ -288,6 +285,6 @@ def _is_fully_sharded(model: nn.Module) -> bool:
     return any(isinstance(part, kinds) for part in model.modules())
 
 
-def _is_empty(value: Any) -> bool:
+def _is_empty(value: object) -> bool:
     """Whether an input is not given: transformers puts outputs of encoders into a dictionary."""
     return value is None or (isinstance(value, Mapping) and all(map(_is_empty, value.values())))

@@ -5,13 +5,13 @@ Legend: rows = sequences of a batch; width = tokens of each; n = tokens that a h
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Sequence
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from selfspec.config import OWN_NAME, unknown_name
+from selfspec.config import OWN_NAME, JsonObject, Options, unknown_name
 from selfspec.decoder import Decoder, weight_of
 from selfspec.heads.mask import MaskHidden, MaskToken
 
@@ -76,17 +76,17 @@ class ExitHead(nn.Module):
         self.mask: MaskToken | MaskHidden | None = None
         self.confidence: nn.Linear | None = None
         self.calibrators = nn.ModuleDict()
-        self.facts: dict[str, Any] = {}
+        self.facts: JsonObject = {}
         # In a tuple, because it shares the target's weights: it is neither stored nor trained.
         self._lm_head: tuple[nn.Module, ...] = ()
 
     @classmethod
-    def build(cls, decoder: Decoder, exit_layer: int, **options: Any) -> ExitHead:
+    def build(cls, decoder: Decoder, exit_layer: int, **options: object) -> ExitHead:
         """An untrained head for `decoder`."""
         raise NotImplementedError(f"a {cls.kind} head defines no build")
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> JsonObject:
         """The options with which `build` makes a head of this shape."""
         return {}
 
@@ -280,9 +280,7 @@ def head_class(kind: str) -> type[ExitHead]:
     return HEAD_KINDS[kind]
 
 
-def build_head(
-    decoder: Decoder, kind: str, exit_layer: int, options: Mapping[str, Any]
-) -> ExitHead:
+def build_head(decoder: Decoder, kind: str, exit_layer: int, options: Options) -> ExitHead:
     """An untrained head for `decoder`.
 
     Args:

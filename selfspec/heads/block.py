@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from selfspec.config import JsonObject
 from selfspec.decoder import Decoder
 from selfspec.heads.base import ExitHead, copy_final_norm, move_to_exit, register_head
 from selfspec.heads.mask import MaskToken
@@ -53,7 +54,7 @@ class BlockHead(ExitHead):
         parallel: bool = False,
         markov: int = 0,
         confidence: bool = False,
-        **_: Any,
+        **_: object,
     ) -> None:
         """Draft in one pass, if `parallel`; predict acceptance, if `confidence`.
 
@@ -80,7 +81,7 @@ class BlockHead(ExitHead):
             self.confidence = move_to_exit(nn.Linear(self.width, 1), decoder, self.exit_layer)
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> JsonObject:
         """The index of the copied layer, and the options of what `add_parts` added."""
         of_mask = {} if self.mask is None else self.mask.options
         of_confidence = {} if self.confidence is None else {"confidence": True}

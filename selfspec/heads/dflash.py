@@ -6,7 +6,7 @@ which is the newest token, and masks; n = tokens that a head can draft.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 from transformers.models.glm4_moe.modeling_glm4_moe import apply_rotary_pos_emb
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from selfspec.config import unknown_name
+from selfspec.config import JsonObject, Options, unknown_name
 from selfspec.decoder import Decoder, Packing, device_of, is_quantized
 from selfspec.heads.base import (
     ExitHead,
@@ -53,7 +53,7 @@ class Reach(NamedTuple):
     causal: bool = False
 
     @classmethod
-    def of(cls, layer: int, options: Mapping[str, Any]) -> Reach:
+    def of(cls, layer: int, options: Options) -> Reach:
         """The reach of a layer of a head with these options."""
         windows, causal = options["windows"], options["causal"]
         from_anchor = options["window_from_anchor"]
@@ -213,7 +213,7 @@ class DFlashHead(ExitHead):
     lowest_exit = highest_exit = 0
     skips_first = True
 
-    def __init__(self, decoder: Decoder, options: Mapping[str, Any]):
+    def __init__(self, decoder: Decoder, options: Options):
         super().__init__(0)
         self._options = dict(options)
         width: int = decoder.config.hidden_size
@@ -271,7 +271,7 @@ class DFlashHead(ExitHead):
         return head
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> JsonObject:
         """The options of `build`."""
         return {**self._options, "feature_layers": list(self.feature_layers)}
 
@@ -549,21 +549,17 @@ def _attend(
 # Making a head
 
 
-def _markov_head(
-    options: Mapping[str, Any], width: int, tokens: int, drafts: int
-) -> MarkovHead | None:
+def _markov_head(options: Options, width: int, tokens: int, drafts: int) -> MarkovHead | None:
     rank = options["markov"]
     return MarkovHead(options["markov_type"], rank, width, tokens, drafts) if rank else None
 
 
-def _candidate_selector(
-    options: Mapping[str, Any], width: int, tokens: int
-) -> CandidateSelector | None:
+def _candidate_selector(options: Options, width: int, tokens: int) -> CandidateSelector | None:
     rank = options["selector_rank"]
     return CandidateSelector(rank, width, tokens, options["selector_top_k"]) if rank else None
 
 
-def _confidence(options: Mapping[str, Any], width: int) -> nn.Linear | None:
+def _confidence(options: Options, width: int) -> nn.Linear | None:
     reads_token = options["markov"] if options["confidence_with_markov"] else 0
     return nn.Linear(width + reads_token, 1) if options["confidence"] else None
 
@@ -592,7 +588,7 @@ def _start_from(head: DFlashHead, decoder: Decoder) -> None:
 # Options
 
 
-def _defaults(decoder: Decoder) -> dict[str, Any]:
+def _defaults(decoder: Decoder) -> JsonObject:
     depth = decoder.depth
     return {
         "layer": layer_config_like(decoder),
@@ -620,7 +616,7 @@ def _defaults(decoder: Decoder) -> dict[str, Any]:
     }
 
 
-def _check_options(decoder: Decoder, options: Mapping[str, Any]) -> None:
+def _check_options(decoder: Decoder, options: Options) -> None:
     """Raise ValueError, naming the option, unless they fit the target and one another."""
     width, count = options["layer"]["hidden_size"], options["num_hidden_layers"]
     check_feature_layers(decoder, options["feature_layers"], 0)

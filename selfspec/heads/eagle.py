@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from selfspec.config import JsonObject, Options
 from selfspec.decoder import Decoder
 from selfspec.heads.base import ExitHead, check_lm_head_input, move_to_exit, register_head
 from selfspec.heads.llama_layer import LlamaLayer, layer_config, layer_config_like
@@ -54,7 +54,7 @@ class EagleHead(ExitHead):
         self,
         exit_layer: int,
         decoder: Decoder,
-        layer: Mapping[str, Any],
+        layer: Options,
         bias: bool,
         embedding: int,
         raw_embedding: bool,
@@ -94,7 +94,7 @@ class EagleHead(ExitHead):
         return move_to_exit(head, decoder, exit_layer)
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> JsonObject:
         """The options of `build`."""
         embedding = 0 if self.embed_tokens is None else self.embed_tokens.num_embeddings
         return {

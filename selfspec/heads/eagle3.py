@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from selfspec.config import JsonObject, Options
 from selfspec.decoder import Decoder, is_quantized
 from selfspec.heads.base import (
     ExitHead,
@@ -27,7 +27,7 @@ from selfspec.heads.mask import MaskHidden
 class DecoderLayer(LlamaLayer):
     """A plain decoder layer, as the layers of a head after its first one."""
 
-    def __init__(self, config: Mapping[str, Any], place: int):
+    def __init__(self, config: Options, place: int):
         super().__init__(config, place)
         self.input_layernorm = LlamaRMSNorm(self.width, config["rms_norm_eps"])
 
@@ -58,7 +58,7 @@ class Eagle3Layer(LlamaLayer):
 
     def __init__(
         self,
-        config: Mapping[str, Any],
+        config: Options,
         place: int,
         norm_before_residual: bool = False,
         norm_output: bool = False,
@@ -114,7 +114,7 @@ class Eagle3Head(ExitHead):
     lowest_exit = highest_exit = 0
     skips_first = True
 
-    def __init__(self, exit_layer: int, decoder: Decoder, options: Mapping[str, Any]):
+    def __init__(self, exit_layer: int, decoder: Decoder, options: Options):
         super().__init__(exit_layer)
         self._options = dict(options)
         config = self._options["layer"]
@@ -157,7 +157,7 @@ class Eagle3Head(ExitHead):
         """
         cls.check_exit(decoder, exit_layer)
         depth = decoder.depth
-        defaults: dict[str, Any] = {
+        defaults: JsonObject = {
             "layer": layer_config_like(decoder),
             "feature_layers": sorted({min(2, depth - 1), depth // 2, max(1, depth - 3)}),
             "norm_before_residual": False,
@@ -188,7 +188,7 @@ class Eagle3Head(ExitHead):
         return head
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> JsonObject:
         """The options of `build`."""
         return {**self._options, "feature_layers": list(self.feature_layers)}
 
@@ -301,7 +301,7 @@ class Eagle3Head(ExitHead):
             self.fc.weight[:, -width:].fill_diagonal_(1)
 
 
-def _check_counts(decoder: Decoder, options: Mapping[str, Any]) -> None:
+def _check_counts(decoder: Decoder, options: Options) -> None:
     """Raise ValueError, naming the option, for a number that does not fit the target."""
     count, token = options["num_hidden_layers"], options["mask_token"]
     if options["embedding"] not in (0, decoder.vocab_size):

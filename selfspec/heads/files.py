@@ -12,7 +12,7 @@ from datetime import datetime
 from itertools import groupby
 from pathlib import Path
 from socket import gethostname
-from typing import IO, Any
+from typing import IO
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
+from selfspec.config import JsonObject
 from selfspec.decoder.checkpoints import folder_of
 
 _HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
@@ -123,7 +124,7 @@ def _owner(file: IO[str]) -> str:
         return "another process"
 
 
-def read_object(path: Path, remedy: str = "it may be truncated") -> dict[str, Any]:
+def read_object(path: Path, remedy: str = "it may be truncated") -> JsonObject:
     """The JSON object in a file; ValueError, ending with `remedy`, if it is damaged."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -134,7 +135,7 @@ def read_object(path: Path, remedy: str = "it may be truncated") -> dict[str, An
     return found
 
 
-def changes(saved: Any, given: Any, name: str = "") -> Iterator[str]:
+def changes(saved: object, given: object, name: str = "") -> Iterator[str]:
     """Names of the leaves in which two trees of dicts and lists differ, with short values."""
     if isinstance(saved, list) and isinstance(given, list) and len(saved) == len(given):
         saved, given = dict(enumerate(saved)), dict(enumerate(given))
@@ -147,7 +148,7 @@ def changes(saved: Any, given: Any, name: str = "") -> Iterator[str]:
         yield name + values * (len(values) < 80)
 
 
-def refuse_changes(saved: Any, given: Any, what: str, remedy: str) -> None:
+def refuse_changes(saved: object, given: object, what: str, remedy: str) -> None:
     """Raise ValueError, naming the differences, unless the facts of both are the same.
 
     Args:
@@ -161,7 +162,7 @@ def refuse_changes(saved: Any, given: Any, what: str, remedy: str) -> None:
         raise ValueError(f"{what} with another {different}; {remedy}")
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[JsonObject]:
     """The JSON objects in the lines of a file; an unfinished last line is removed from it."""
     text = path.read_bytes() if path.is_file() else b""
     whole = text[: text.rfind(b"\n") + 1]
@@ -170,7 +171,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in whole.splitlines()]
 
 
-def append_line(path: Path, record: Mapping[str, Any]) -> None:
+def append_line(path: Path, record: JsonObject) -> None:
     """Append a JSON object in a line of its own."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record, allow_nan=False) + "\n")
@@ -185,7 +186,7 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[Any]:
+def opened(path: Path) -> Iterator[safe_open]:
     """A safetensors file to read tensors from; ValueError if it is damaged or lacks one."""
     try:
         with safe_open(path, "pt") as file:
@@ -212,7 +213,7 @@ class CheckpointFiles:
         ValueError: the index or `model.safetensors` is damaged.
     """
 
-    def __init__(self, path: str | Path, **options: Any):
+    def __init__(self, path: str | Path, **options: object):
         self._path = folder_of(path)
         self._options = {name: options[name] for name in _HUB_OPTIONS if name in options}
         self.files: dict[str, str] = {}

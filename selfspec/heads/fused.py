@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
+from selfspec.config import JsonObject
 from selfspec.decoder import Decoder
 from selfspec.heads.base import (
     check_feature_layers,
@@ -85,7 +86,7 @@ class FusedHead(BlockHead):
         check_feature_layers(decoder, self.feature_layers, self.exit_layer)
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> JsonObject:
         """The index of the layer that was copied, and the residual streams to fuse."""
         return {**super().options, "feature_layers": list(self.feature_layers)}
 

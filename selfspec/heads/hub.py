@@ -6,10 +6,10 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from re import fullmatch
-from typing import Any
 
 from huggingface_hub import HfApi, snapshot_download
 
+from selfspec.config import JsonObject
 from selfspec.decoder import Decoder
 from selfspec.heads.base import ExitHead
 from selfspec.heads.formats.files import PUBLISHED_FILES
@@ -140,7 +140,7 @@ def _measured(heads: Sequence[ExitHead]) -> Iterator[str]:
             yield _row(domain, head, figures)
 
 
-def _row(domain: str, head: ExitHead, figures: dict[str, Any]) -> str:
+def _row(domain: str, head: ExitHead, figures: JsonObject) -> str:
     lengths = figures.get("accepted_length", {})
     cells = [
         domain,

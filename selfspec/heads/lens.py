@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from selfspec.config import JsonObject
 from selfspec.decoder import Decoder
 from selfspec.heads.base import ExitHead, copy_final_norm, move_to_exit, register_head
 
@@ -44,7 +45,7 @@ class LensHead(ExitHead):
         return move_to_exit(head, decoder, exit_layer)
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> JsonObject:
         """The rank."""
         return {"rank": self.rank}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
@@ -17,8 +17,9 @@ from transformers.models.glm4_moe.modeling_glm4_moe import (
     Glm4MoeRotaryEmbedding,
 )
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from typing_extensions import Self
 
-from selfspec.config import unknown_name
+from selfspec.config import JsonObject, Options, unknown_name
 from selfspec.decoder import Decoder, StandaloneLayer, cache_name
 
 _KINDS = ("llama", "qwen3")
@@ -43,7 +44,7 @@ _REFUSALS = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
 _SCALED_ROPES = ("longrope", "yarn", "llama3")
 
 
-def layer_config(raw: Mapping[str, Any]) -> dict[str, Any]:
+def layer_config(raw: JsonObject) -> JsonObject:
     """The keys of a model's config that a layer needs, with transformers' defaults filled in.
 
     `biases` names the linear maps that have one, such as `self_attn.q_proj`. Where it is absent,
@@ -59,7 +60,7 @@ def layer_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     if kind not in _KINDS:
         raise ValueError(unknown_name("architecture of a head's layer", str(kind), list(_KINDS)))
     given = {key: raw[key] for key in _KEYS if raw.get(key) is not None}
-    values: dict[str, Any] = {
+    values: JsonObject = {
         "max_position_embeddings": 2048,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
@@ -75,7 +76,7 @@ def layer_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {key: values[key] for key in _KEYS}
 
 
-def _biases(raw: Mapping[str, Any]) -> list[str]:
+def _biases(raw: JsonObject) -> list[str]:
     given = raw.get("biases")
     if given is None:
         attention = ATTENTION_MAPS if raw.get("attention_bias") else ()
@@ -87,7 +88,7 @@ def _biases(raw: Mapping[str, Any]) -> list[str]:
     return list(given)
 
 
-def _check_values(values: Mapping[str, Any]) -> None:
+def _check_values(values: JsonObject) -> None:
     """Raise ValueError, naming the key, for a size that is absent or a value that does not fit."""
     for key in _SIZES:
         if key == "head_dim" and key not in values:
@@ -112,7 +113,7 @@ def _check_values(values: Mapping[str, Any]) -> None:
         raise ValueError(f"the head's layer has an unknown activation: {activation!r}")
 
 
-def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _rope(raw: JsonObject) -> JsonObject:
     """The parameters of the rotary embedding, where and as configs of every age have them.
 
     Raises:
@@ -137,7 +138,7 @@ def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_theta": 10_000.0, **found, "rope_type": kind}
 
 
-def _checked_rope(values: Mapping[str, Any]) -> dict[str, Any]:
+def _checked_rope(values: JsonObject) -> JsonObject:
     """The rope parameters as transformers completes them; ValueError if it cannot use them."""
     rope = values["rope_parameters"]
     what = f"the rope parameters of the head's layer ({rope})"
@@ -156,7 +157,7 @@ def _checked_rope(values: Mapping[str, Any]) -> dict[str, Any]:
     return made.rope_parameters
 
 
-def transformers_config(config: Mapping[str, Any]) -> Any:
+def transformers_config(config: Options) -> Any:
     """The config from which transformers' modules are made.
 
     It is Qwen3's for both architectures, because Llama's refuses a width that is not a multiple of
@@ -171,7 +172,7 @@ def transformers_config(config: Mapping[str, Any]) -> Any:
     return made
 
 
-def layer_config_like(decoder: Decoder) -> dict[str, Any]:
+def layer_config_like(decoder: Decoder) -> JsonObject:
     """The config of a layer with the sizes of the target's own layers."""
     config = decoder.config
     width, heads = config.hidden_size, config.num_attention_heads
@@ -197,7 +198,7 @@ class Rotary(Glm4MoeRotaryEmbedding):
     ignores.
     """
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         exact = self.inv_freq
         super()._apply(fn, recurse)
         self.inv_freq = exact.to(self.inv_freq.device)
@@ -213,12 +214,12 @@ class LlamaLayer(StandaloneLayer):
         inputs: width of what attention reads, in hidden sizes.
     """
 
-    def __init__(self, config: Mapping[str, Any], place: int, inputs: int = 1):
+    def __init__(self, config: Options, place: int, inputs: int = 1):
         super().__init__()
         made, biases = transformers_config(config), config["biases"]
         self.width, eps = made.hidden_size, made.rms_norm_eps
         # GLM's attention is Llama's, or with `use_qk_norm` Qwen3's, and turns a part of each head.
-        self.self_attn: Any = Glm4MoeAttention(made, place)
+        self.self_attn = Glm4MoeAttention(made, place)
         self._remake(_READERS, inputs * self.width, biases)
         self._remake(("self_attn.o_proj",), None, biases)
         self.mlp = LlamaMLP(made)

@@ -11,6 +11,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
+from selfspec.config import JsonObject
 from selfspec.decoder import Decoder, at_hand, bare_copy, device_of
 from selfspec.heads.base import ExitHead, copy_final_norm, move_to_exit, register_head
 
@@ -44,7 +45,7 @@ class LoraHead(ExitHead):
         return head
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> JsonObject:
         """The rank."""
         return {"rank": self.rank}
 

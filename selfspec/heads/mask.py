@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
@@ -62,7 +60,7 @@ class MaskToken(nn.Module):
             self.of_state = nn.Linear(width, rank, bias=False)
             self.readout = nn.Linear(rank, decoder.vocab_size, bias=False)
             nn.init.zeros_(self.readout.weight)
-        self._codes: tuple[tuple[Any, ...], Tensor] | None = None
+        self._codes: tuple[tuple[object, ...], Tensor] | None = None
 
     @property
     def options(self) -> dict[str, int | bool]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from selfspec.config import JsonObject
 from selfspec.decoder import Decoder
 from selfspec.heads.base import (
     ExitHead,
@@ -102,7 +103,7 @@ class MedusaHead(ExitHead):
         return move_to_exit(head, decoder, exit_layer)
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> JsonObject:
         """The options of `build`."""
         return dict(self._options)
 

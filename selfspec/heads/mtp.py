@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
+from selfspec.config import JsonObject, Options
 from selfspec.decoder import Decoder, find_layers, is_mixer
 from selfspec.heads.base import ExitHead, copy_final_norm, move_to_exit, register_head
 
@@ -27,7 +28,9 @@ class MtpLayer(nn.Module):
         super().__init__()
         self.block, self.norm = block, norm
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(
+        self, hidden_states: Tensor, *args: object, **kwargs: object
+    ) -> Tensor | tuple[object, ...]:
         """What the layer returns, its hidden states normed."""
         output = self.block(hidden_states, *args, **kwargs)
         if isinstance(output, tuple):
@@ -53,7 +56,7 @@ class MtpHead(ExitHead):
     lowest_exit = highest_exit = 0
     skips_first = True
 
-    def __init__(self, exit_layer: int, decoder: Decoder, options: Mapping[str, Any]):
+    def __init__(self, exit_layer: int, decoder: Decoder, options: Options):
         super().__init__(exit_layer)
         self._options = dict(options)
         width: int = decoder.config.hidden_size
@@ -76,7 +79,7 @@ class MtpHead(ExitHead):
         self._final_norm = (decoder.final_norm or nn.Identity(),)
 
     @classmethod
-    def build(cls, decoder: Decoder, exit_layer: int = 0, **options: Any) -> MtpHead:
+    def build(cls, decoder: Decoder, exit_layer: int = 0, **options: object) -> MtpHead:
         """An untrained head.
 
         The options are `sparse` (whether the layer has experts; default: as the target's last),
@@ -99,7 +102,7 @@ class MtpHead(ExitHead):
         return move_to_exit(cls(exit_layer, decoder, chosen), decoder, exit_layer)
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> JsonObject:
         """The options of `build`."""
         return dict(self._options)
 
@@ -186,7 +189,7 @@ def _shrink(config: PreTrainedConfig, depth: int, sparse: bool) -> None:
     for name, value in list(vars(config).items()):
         if isinstance(value, list) and len(value) == depth:
             setattr(config, name, value[-1:])
-    kinds: dict[str, Any] = {
+    kinds: dict[str, object] = {
         "layer_types": ["full_attention"],
         "mlp_layer_types": ["sparse" if sparse else "dense"],
         "first_k_dense_replace": 0 if sparse else 1,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from selfspec.decoder import Decoder
@@ -26,7 +24,7 @@ class SharedHead(ExitHead):
         self._norm = (norm,)
 
     @classmethod
-    def build(cls, decoder: Decoder, exit_layer: int, **options: Any) -> SharedHead:
+    def build(cls, decoder: Decoder, exit_layer: int, **options: object) -> SharedHead:
         """A head without parameters."""
         return cls(exit_layer, decoder.final_norm or nn.Identity())
 

@@ -11,7 +11,6 @@ import math
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from pydantic import Field
@@ -20,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from selfspec.config import StrictConfig, parse
+from selfspec.config import JsonObject, StrictConfig, parse
 from selfspec.decoder import Decoder, is_quantized, weights
 from selfspec.heads.base import ExitHead, build_head, check_distinct
 from selfspec.heads.calibrator import Calibrator
@@ -36,10 +35,10 @@ _FORMAT = 1
 class _HeadEntry(StrictConfig):
     kind: str
     exit_layer: int
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: JsonObject = Field(default_factory=dict)
     trimmed: bool = False
     calibrated: list[str] = Field(default_factory=list)
-    facts: dict[str, Any] = Field(default_factory=dict)
+    facts: JsonObject = Field(default_factory=dict)
 
     @property
     def prefix(self) -> str:
@@ -49,7 +48,7 @@ class _HeadEntry(StrictConfig):
 
 class _HeadsFile(StrictConfig):
     format_version: int
-    target: dict[str, Any]
+    target: JsonObject
     heads: list[_HeadEntry]
 
 
@@ -147,7 +146,7 @@ def load_heads(
 
 
 def _load_head(
-    decoder: Decoder, entry: _HeadEntry, weights: dict[str, Any], folder: Path
+    decoder: Decoder, entry: _HeadEntry, weights: dict[str, Tensor], folder: Path
 ) -> ExitHead:
     own = {
         name.removeprefix(entry.prefix): tensor
@@ -192,7 +191,7 @@ def _where_heads_are(folder: Path) -> str:
     return "selfspec fit and selfspec.heads.save_heads write it"
 
 
-def _read_weights(path: Path) -> dict[str, Any]:
+def _read_weights(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise FileNotFoundError(f"no {WEIGHTS_NAME} in {path.parent} beside its {CONFIG_NAME}")
     return read_tensors(path)
@@ -206,7 +205,7 @@ _RELATIVE, _ABSOLUTE = 2**-7, 1e-6
 _WEIGHTS_DIFFER = "the weights differ"
 
 
-def fingerprint(decoder: Decoder, checkpoint: CheckpointFiles | None = None) -> dict[str, Any]:
+def fingerprint(decoder: Decoder, checkpoint: CheckpointFiles | None = None) -> JsonObject:
     """Facts that must agree between the target a head was fitted to and the one it drafts for.
 
     `weights` holds a few values of the embedding and one value of every floating-point parameter
@@ -224,7 +223,7 @@ def fingerprint(decoder: Decoder, checkpoint: CheckpointFiles | None = None) -> 
 
 def check_fingerprint(
     decoder: Decoder,
-    fitted: dict[str, Any],
+    fitted: JsonObject,
     source: str,
     checkpoint: CheckpointFiles | None = None,
 ) -> None:
@@ -250,7 +249,7 @@ def check_fingerprint(
     )
 
 
-def differences(own: dict[str, Any], recorded: dict[str, Any]) -> list[str]:
+def differences(own: JsonObject, recorded: JsonObject) -> list[str]:
     """The differences between a target's fingerprint and a recorded one; empty if they agree."""
     found = [
         f"{key} is {own[key]!r} here and {recorded.get(key)!r} there"

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.sampling.processors import runs_in_blocks
+from selfspec.sampling.processors import Processor, runs_in_blocks
 
 
-def fork(processor: Any) -> Any | None:
+def fork(processor: object) -> Processor | None:
     """A fork of a processor, by its own method `fork()` or an adapter; `None` if there is none."""
     own = getattr(processor, "fork", None)
     if own is not None:
@@ -34,7 +34,7 @@ def fork(processor: Any) -> Any | None:
     return None if adapter is None else adapter(processor)
 
 
-def for_request(processor: Any) -> Any:
+def for_request(processor: Processor) -> Processor:
     """A processor for one of several requests, so that each has a state of its own.
 
     Known processors have none. Of others a fork is made, or else a deep copy, which shares models
@@ -59,19 +59,19 @@ def for_request(processor: Any) -> Any:
         ) from error
 
 
-def _xgrammar(processor: Any) -> Any | None:
+def _xgrammar(processor: Any) -> Processor | None:
     """A fork of `xgrammar.contrib.hf.LogitsProcessor`."""
     return _of_xgrammar(processor, "matchers", "token_bitmask", processor.compiled_grammars[0])
 
 
-def _outlines_xgrammar(processor: Any) -> Any | None:
+def _outlines_xgrammar(processor: Any) -> Processor | None:
     """A fork of the logits processor of outlines' backend `xgrammar`."""
     if processor.is_first_token:
         return _copy(processor)
     return _of_xgrammar(processor, "_matchers", "_bitmask", processor.compiled_grammar)
 
 
-def _of_xgrammar(processor: Any, matchers: str, bitmask: str, grammar: Any) -> Any | None:
+def _of_xgrammar(processor: object, matchers: str, bitmask: str, grammar: Any) -> Processor | None:
     originals = getattr(processor, matchers)
     if not originals:
         return _copy(processor)  # it makes its matchers when it is first called
@@ -107,7 +107,7 @@ class Words:
         self.longest = max(map(len, self.tokens), default=0)
 
     @classmethod
-    def of(cls, grammar: Any, tokenizer: Any) -> Words:
+    def of(cls, grammar: object, tokenizer: Any) -> Words:
         """Those of xgrammar's `TokenizerInfo`, kept as long as the grammar lives."""
         key = id(grammar)  # it has no hash
         if key not in cls._of_grammars:
@@ -150,7 +150,7 @@ class Words:
         return next((self.tokens[string[:n]] for n in sizes if string[:n] in self.tokens), None)
 
 
-def _outlines_llguidance(processor: Any) -> Any | None:
+def _outlines_llguidance(processor: Any) -> Processor | None:
     """A fork of the logits processor of outlines' backend `llguidance`."""
     if processor.is_first_token:
         return _copy(processor)
@@ -160,7 +160,7 @@ def _outlines_llguidance(processor: Any) -> Any | None:
     return copied
 
 
-def _outlines_core(processor: Any) -> Any | None:
+def _outlines_core(processor: Any) -> Processor | None:
     """A fork of the logits processor of outlines' backend `outlines_core`."""
     if processor.is_first_token:
         return _copy(processor)
@@ -189,7 +189,7 @@ class OutlinesCoreFork:
         return scores.masked_fill(~allowed, -torch.inf)
 
 
-def _copy(processor: Any, **changed: Any) -> Any:
+def _copy(processor: object, **changed: object) -> Any:
     """A shallow copy with some attributes of its own; methods kept as attributes are its own."""
     copied = copy.copy(processor)
     for name, value in vars(processor).items():
@@ -201,7 +201,7 @@ def _copy(processor: Any, **changed: Any) -> Any:
 
 
 # By the class's name, so that no library is imported for it. A subclass may have more state.
-_ADAPTERS: dict[str, Callable[[Any], Any | None]] = {
+_ADAPTERS: dict[str, Callable[[Any], Processor | None]] = {
     "outlines.backends.llguidance.LLGuidanceLogitsProcessor": _outlines_llguidance,
     "outlines.backends.outlines_core.OutlinesCoreLogitsProcessor": _outlines_core,
     "outlines.backends.xgrammar.XGrammarLogitsProcessor": _outlines_xgrammar,

@@ -18,8 +18,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor
 from transformers.generation import logits_process as hf
+
+from selfspec.config import Options
+
+# Maps the tokens of all rows and the scores of the next ones to other scores: a processor of
+# transformers or of the user, or a fork of one.
+Processor = Callable[[Tensor, Tensor], Tensor]
 
 POINTWISE = (
     hf.TemperatureLogitsWarper,
@@ -102,7 +107,7 @@ class Prefixes:
         low, high = self._of_positions(low), self._of_positions(high)
         return ((self.lengths >= low) & (self.lengths <= high))[:, None]
 
-    def _of_positions(self, bound: Any) -> Any:
+    def _of_positions(self, bound: float | Tensor) -> Any:
         """A bound of each row as that of each position; other bounds as they are."""
         if not isinstance(bound, Tensor):
             return bound
@@ -133,33 +138,43 @@ def _force(wide: Tensor, ids: Tensor, where: Tensor | bool) -> None:
         wide.copy_(forced if where is True else torch.where(where, forced, wide))
 
 
-def _min_length(processor: Any, before: Prefixes, wide: Tensor) -> None:
+def _min_length(processor: hf.MinLengthLogitsProcessor, before: Prefixes, wide: Tensor) -> None:
     where = before.within(0, processor.min_length - 1)
     _fill(wide, processor.eos_token_id.to(wide.device), where)
 
 
-def _min_new_tokens(processor: Any, before: Prefixes, wide: Tensor) -> None:
+def _min_new_tokens(
+    processor: hf.MinNewTokensLengthLogitsProcessor, before: Prefixes, wide: Tensor
+) -> None:
     least = processor.prompt_length_to_skip + processor.min_new_tokens
     _fill(wide, processor.eos_token_id.to(wide.device), before.within(0, least - 1))
 
 
-def _suppress_at_begin(processor: Any, before: Prefixes, wide: Tensor) -> None:
+def _suppress_at_begin(
+    processor: hf.SuppressTokensAtBeginLogitsProcessor, before: Prefixes, wide: Tensor
+) -> None:
     begin = processor.begin_index
     ids = processor.begin_suppress_tokens.to(wide.device)
     _fill(wide, ids, before.within(begin, begin))
 
 
-def _forced_bos(processor: Any, before: Prefixes, wide: Tensor) -> None:
+def _forced_bos(
+    processor: hf.ForcedBOSTokenLogitsProcessor, before: Prefixes, wide: Tensor
+) -> None:
     ids = torch.tensor([processor.bos_token_id], device=wide.device)
     _force(wide, ids, before.within(1, 1))
 
 
-def _forced_eos(processor: Any, before: Prefixes, wide: Tensor) -> None:
+def _forced_eos(
+    processor: hf.ForcedEOSTokenLogitsProcessor, before: Prefixes, wide: Tensor
+) -> None:
     last = processor.max_length - 1
     _force(wide, processor.eos_token_id.to(wide.device), before.within(last, last))
 
 
-def _exponential_decay(processor: Any, before: Prefixes, wide: Tensor) -> None:
+def _exponential_decay(
+    processor: hf.ExponentialDecayLengthPenalty, before: Prefixes, wide: Tensor
+) -> None:
     start, base = processor.regulation_start, processor.regulation_factor
     if before.longest <= start:
         return
@@ -170,7 +185,7 @@ def _exponential_decay(processor: Any, before: Prefixes, wide: Tensor) -> None:
     ]
     ids = processor.eos_token_id.to(wide.device)
     scores = wide.index_select(1, ids)
-    factor: Any = factors[0]
+    factor: float | Tensor = factors[0]
     if not before.alike:
         table = torch.tensor(factors, device=wide.device)
         factor = table[before.lengths - before.shortest][:, None]
@@ -178,7 +193,9 @@ def _exponential_decay(processor: Any, before: Prefixes, wide: Tensor) -> None:
     wide.index_copy_(1, ids, scores + penalty)
 
 
-def _repetition(processor: Any, before: Prefixes, wide: Tensor) -> None:
+def _repetition(
+    processor: hf.RepetitionPenaltyLogitsProcessor, before: Prefixes, wide: Tensor
+) -> None:
     tokens, ignored = before.tokens, processor.prompt_ignore_length
     if isinstance(ignored, Tensor):  # the padding of each row
         starts = ignored.to(tokens.device)[torch.tensor(before.rows, device=tokens.device)]
@@ -193,7 +210,9 @@ def _repetition(processor: Any, before: Prefixes, wide: Tensor) -> None:
     wide.scatter_(1, tokens, harsher(seen * penalty, seen / penalty))
 
 
-def _no_repeat_ngram(processor: Any, before: Prefixes, wide: Tensor) -> None:
+def _no_repeat_ngram(
+    processor: hf.NoRepeatNGramLogitsProcessor, before: Prefixes, wide: Tensor
+) -> None:
     size, nothing = processor.ngram_size, wide.shape[1] - 1
     if before.longest < size:
         return
@@ -222,7 +241,7 @@ def _sequence_bias(processor: Any, before: Prefixes, wide: Tensor) -> None:
     scores.add_(bias)
 
 
-_IN_BLOCKS: dict[type[LogitsProcessor], Callable[[Any, Prefixes, Tensor], None]] = {
+_IN_BLOCKS: dict[type, Callable[[Any, Prefixes, Tensor], None]] = {
     hf.ExponentialDecayLengthPenalty: _exponential_decay,
     hf.ForcedBOSTokenLogitsProcessor: _forced_bos,
     hf.ForcedEOSTokenLogitsProcessor: _forced_eos,
@@ -237,7 +256,7 @@ _IN_BLOCKS: dict[type[LogitsProcessor], Callable[[Any, Prefixes, Tensor], None]]
 
 
 # Attributes that depend on a row's prompt. Only `Prefixes.within` reads them.
-_OF_ROWS: dict[type[LogitsProcessor], str] = {
+_OF_ROWS: dict[type, str] = {
     hf.ForcedEOSTokenLogitsProcessor: "max_length",
     hf.MinLengthLogitsProcessor: "min_length",
     hf.MinNewTokensLengthLogitsProcessor: "prompt_length_to_skip",
@@ -245,7 +264,7 @@ _OF_ROWS: dict[type[LogitsProcessor], str] = {
 }
 
 
-def signature(processors: Sequence[Any]) -> list[Any] | None:
+def signature(processors: Sequence[Processor]) -> list[tuple[type, Options]] | None:
     """What two rows' new processors must have in common to be applied as one (`joined`).
 
     `None` if they are only applied on their own.
@@ -264,7 +283,7 @@ def signature(processors: Sequence[Any]) -> list[Any] | None:
     return known
 
 
-def joined(rows: Sequence[Sequence[Any]]) -> list[Any]:
+def joined(rows: Sequence[Sequence[Processor]]) -> list[Processor]:
     """Processors for all rows together, from those of each row, which have one `signature`."""
     together = []
     for step in zip(*rows, strict=True):
@@ -276,7 +295,7 @@ def joined(rows: Sequence[Sequence[Any]]) -> list[Any]:
     return together
 
 
-def runs_in_blocks(processor: LogitsProcessor) -> bool:
+def runs_in_blocks(processor: object) -> bool:
     """Whether `process` can run a processor; any other one, a user's own too, is called one by one.
 
     A subclass may do anything, so only the classes themselves are known.
@@ -284,7 +303,7 @@ def runs_in_blocks(processor: LogitsProcessor) -> bool:
     return type(processor) in (*POINTWISE, *_IN_BLOCKS)
 
 
-def process(processors: Sequence[Any], before: Prefixes, logits: Tensor) -> Tensor:
+def process(processors: Sequence[Processor], before: Prefixes, logits: Tensor) -> Tensor:
     """Scores `[n, vocab]` in float32 after processors that `runs_in_blocks`.
 
     Args:

@@ -14,7 +14,7 @@ from transformers import InfNanRemoveLogitsProcessor, LogitsProcessorList
 from selfspec.sampling.context import Context, before_chain, before_nodes
 from selfspec.sampling.draft import Tree
 from selfspec.sampling.forks import for_request, fork
-from selfspec.sampling.processors import POINTWISE, Prefixes, process, runs_in_blocks
+from selfspec.sampling.processors import POINTWISE, Prefixes, Processor, process, runs_in_blocks
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Scorer:
 
     processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
     eos: frozenset[int] = field(default=frozenset(), kw_only=True)
-    _forks: list[Any] = field(default_factory=list, init=False, repr=False)
+    _forks: list[Processor] = field(default_factory=list, init=False, repr=False)
     _vocab: int = field(default=0, init=False, repr=False)  # of the last logits
 
     def separate(self) -> None:
@@ -50,7 +50,7 @@ class Scorer:
         return any(type(p) is InfNanRemoveLogitsProcessor for p in self.processors)
 
     @cached_property
-    def in_blocks(self) -> list[Any]:
+    def in_blocks(self) -> list[Processor]:
         """The processors that can be applied to many positions together, in order."""
         return list(filter(runs_in_blocks, self.processors))
 
@@ -99,7 +99,7 @@ class Scorer:
             return scores
         return pruned[:, None]
 
-    def _new_forks(self) -> list[Any]:
+    def _new_forks(self) -> list[Processor]:
         forks = [fork(processor) for processor in self.processors if not runs_in_blocks(processor)]
         return [copied for copied in forks if copied is not None]
 
@@ -168,12 +168,14 @@ class Scorer:
         processors = self._for_rows(context)
         return process(processors, before, logits.flatten(0, 1)).view(logits.shape)
 
-    def _for_rows(self, context: Context) -> Sequence[Any]:
+    def _for_rows(self, context: Context) -> Sequence[Processor]:
         """The processors of the unfinished rows that run in blocks."""
         return self.in_blocks
 
 
-def _apply(processors: Any, text: Tensor, logits: Tensor, rows: Sequence[int]) -> Tensor:
+def _apply(
+    processors: Sequence[Processor], text: Tensor, logits: Tensor, rows: Sequence[int]
+) -> Tensor:
     """Scores `[rows, vocab]` by processors that are called with every row of the call.
 
     Logits of finished rows are not known; processors get zeros in their place.

@@ -11,12 +11,11 @@ import os
 import platform
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from pydantic import Field
 
-from selfspec.config import DraftConfig, Kernels, StrictConfig, parse
+from selfspec.config import DraftConfig, JsonObject, Kernels, StrictConfig, parse
 from selfspec.decoder import Decoder
 from selfspec.heads.files import read_object, replace_text
 from selfspec.heads.store import differences, fingerprint
@@ -61,7 +60,7 @@ class Place(StrictConfig):
     device: str
     dtype: str
     threads: int
-    target: dict[str, Any]
+    target: JsonObject
     kernels: Kernels = "direct"
 
     @classmethod

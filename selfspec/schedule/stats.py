@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, Literal
 
+from selfspec.config import JsonObject
+
 # Parts of a round's time; what is left is the rest.
 PARTS = ("shallow", "deep", "head", "sampling")
 
@@ -182,7 +184,7 @@ class Stats:
         parts = {part: self.seconds[part] / total for part in PARTS}
         return {**parts, "rest": 1 - sum(parts.values())}
 
-    def counted(self) -> dict[str, Any]:
+    def counted(self) -> JsonObject:
         """What does not depend on the clock, as plain values."""
         return {
             "rounds": self.rounds,
@@ -196,7 +198,7 @@ class Stats:
             "acceptance_by_position": self.acceptance_by_position,
         }
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """The counters and rates as plain values, for JSON."""
         return {
             **self.counted(),

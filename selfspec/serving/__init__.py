@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import SpeculativeConfig, VllmConfig
 
 SCHEME = "selfspec:"
 """What the draft model of a speculative config starts with: `selfspec:[HEADS][@[KIND:]EXIT]`."""
@@ -26,7 +29,7 @@ def register() -> None:
         return
     configure = SpeculativeConfig.__post_init__
 
-    def configure_exit(self: Any) -> None:
+    def configure_exit(self: SpeculativeConfig) -> None:
         if not (isinstance(self.model, str) and self.model.startswith(SCHEME)):
             return configure(self)
         if not tried(vllm.__version__):
@@ -58,7 +61,7 @@ def _register_runner_v2() -> None:
 
     from selfspec.serving.vllm_runner_v2 import EarlyExitSpeculator, hand_out_streams
 
-    def make(cls: type, vllm_config: Any, *_: Any) -> Any:
+    def make(cls: type, vllm_config: VllmConfig, *_: object) -> object:
         exits = _names_an_exit(vllm_config)
         return object.__new__(EarlyExitSpeculator if exits else cls)
 
@@ -66,7 +69,7 @@ def _register_runner_v2() -> None:
     hand_out_streams()
 
 
-def _make_proposer(cls: type, vllm_config: Any, *_: Any, **__: Any) -> Any:
+def _make_proposer(cls: type, vllm_config: VllmConfig, *_: object, **__: object) -> object:
     """`__new__` of vLLM's proposer for draft models."""
     if not _names_an_exit(vllm_config):
         return object.__new__(cls)
@@ -75,5 +78,5 @@ def _make_proposer(cls: type, vllm_config: Any, *_: Any, **__: Any) -> Any:
     return object.__new__(EarlyExitProposer)
 
 
-def _names_an_exit(vllm_config: Any) -> bool:
+def _names_an_exit(vllm_config: VllmConfig) -> bool:
     return hasattr(vllm_config.speculative_config.draft_model_config.hf_config, "selfspec")

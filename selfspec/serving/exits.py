@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -133,7 +133,9 @@ def draft_logits(head: ExitHead, hidden: Tensor, logits: Tensor) -> Tensor:
 class Join(nn.Module):
     """Replaces a final norm; adds the residual to the hidden states without normalizing them."""
 
-    def forward(self, hidden: Tensor, residual: Tensor | None = None) -> Any:
+    def forward(
+        self, hidden: Tensor, residual: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """The residual stream; with the residual, if it is passed separately."""
         return hidden if residual is None else (hidden + residual, residual)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -124,9 +125,9 @@ class EarlyExitWorker(BaseSpecWorker):
     def forward_batch_generation(
         self,
         batch: Any,
-        on_publish: Any = None,
-        grammar_barrier: Any = None,
-        pp_proxy_tensors: Any = None,
+        on_publish: Callable[[Tensor], object] | None = None,
+        grammar_barrier: object = None,
+        pp_proxy_tensors: object = None,
     ) -> Any:
         """Run a batch of prompts, or one round of drafts and their verification."""
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.compilation.backends import set_model_tag
-from vllm.config import SpeculativeConfig, VllmConfig, get_layers_from_vllm_config
+from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig, get_layers_from_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader.utils import (
@@ -83,7 +83,7 @@ def configure_exit(
 
 
 def _load_head(
-    target: Any, wanted: Exit, norm: nn.Module | None = None
+    target: ModelConfig, wanted: Exit, norm: nn.Module | None = None
 ) -> tuple[Decoder, ExitHead]:
     """`load_head` for vLLM's config of a target."""
     return load_head(
@@ -376,11 +376,11 @@ class EarlyExitProposer(DraftModelProposer):
         target_hidden_states: Tensor,
         next_token_ids: Tensor,
         token_indices_to_sample: Tensor | None,
-        common_attn_metadata: Any,
-        sampling_metadata: Any,
-        mm_embed_inputs: Any = None,
+        common_attn_metadata: object,
+        sampling_metadata: object,
+        mm_embed_inputs: object = None,
         num_rejected_tokens_gpu: Tensor | None = None,
-        slot_mappings: Any = None,
+        slot_mappings: object = None,
     ) -> Tensor:
         """Drafts `[requests, num_speculative_tokens]`, as the base class makes them."""
         self._rejected = num_rejected_tokens_gpu
@@ -470,7 +470,7 @@ class EarlyExitProposer(DraftModelProposer):
         slots[last] = newest
         return slots
 
-    def _longer(self, cad: Any, lengths: Tensor, **changes: Any) -> Any:
+    def _longer(self, cad: Any, lengths: Tensor, **changes: object) -> Any:
         """The metadata with these changes, of sequences one token longer than `lengths`."""
         longest = cad.seq_lens_cpu_upper_bound
         return cad.replace(

@@ -3,8 +3,6 @@
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from vllm.config import CUDAGraphMode, VllmConfig
@@ -49,7 +47,7 @@ class EarlyExitSpeculator(StandaloneARSpeculator):
         self._draft_vllm_config = self.vllm_config
         return build_model(self.vllm_config, target_model, self.device)
 
-    def set_attn(self, *args: Any, **kwargs: Any) -> None:
+    def set_attn(self, *args: object, **kwargs: object) -> None:
         """Set attention metadata for all layers of the draft model, not only the head's own."""
         own = self.draft_attn_layer_names
         self.draft_attn_layer_names = attention_layers(self.vllm_config, self.model)
@@ -59,14 +57,14 @@ class EarlyExitSpeculator(StandaloneARSpeculator):
     def propose(
         self,
         input_batch: InputBatch,
-        attn_metadata: dict[str, Any],
+        attn_metadata: dict[str, object],
         slot_mappings: dict[str, Tensor],
         last_hidden_states: Tensor,
         aux_hidden_states: list[Tensor] | None,
         num_sampled: Tensor,
         num_rejected: Tensor,
-        *args: Any,
-        **kwargs: Any,
+        *args: object,
+        **kwargs: object,
     ) -> Tensor:
         """Drafts `[requests, drafts]`, as the base class makes them."""
         if self.model.own is not None and aux_hidden_states and not kwargs.get("dummy_run"):
@@ -89,7 +87,7 @@ class EarlyExitSpeculator(StandaloneARSpeculator):
     def _read_verified(
         self,
         batch: InputBatch,
-        metadata: dict[str, Any],
+        metadata: dict[str, object],
         mappings: dict[str, Tensor],
         streams: list[Tensor],
         num_rejected: Tensor,
@@ -172,7 +170,7 @@ class EarlyExitSpeculator(StandaloneARSpeculator):
         self,
         input_ids: Tensor,
         positions: Tensor,
-        attn_metadata: dict[str, Any] | None,
+        attn_metadata: dict[str, object] | None,
         slot_mappings: dict[str, Tensor] | None,
         num_tokens_across_dp: Tensor | None,
     ) -> Tensor:
@@ -200,7 +198,7 @@ def hand_out_streams() -> None:
     """Let the runner hand its speculator the hidden states that a head reads, as for EAGLE-3."""
     load = GPUModelRunner.load_model
 
-    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def load_model(self: GPUModelRunner, *args: object, **kwargs: object) -> object:
         speculator = self.speculator
         if isinstance(speculator, EarlyExitSpeculator) and speculator.streams:
             self.use_aux_hidden_state_outputs = True

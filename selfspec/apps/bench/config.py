@@ -5,15 +5,17 @@ from __future__ import annotations
 import glob
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 from typing_extensions import Self
 
 from selfspec.config import (
     DraftConfig,
+    JsonObject,
     Kernels,
     KVCacheDtype,
+    Options,
     StrictConfig,
     load_config,
     unknown_name,
@@ -127,10 +129,10 @@ class MethodConfig(StrictConfig):
 
     name: str
     draft: DraftConfig | None = None
-    head_options: dict[str, Any] = Field(default_factory=dict)
+    head_options: JsonObject = Field(default_factory=dict)
     acceptance: float | None = Field(default=None, gt=0, lt=1)
     peer: Peer | None = None
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: JsonObject = Field(default_factory=dict)
     source: str = ""
 
     @model_validator(mode="after")
@@ -177,9 +179,9 @@ class ModeConfig(StrictConfig):
         return self.temperature == 0
 
     @property
-    def generation(self) -> dict[str, Any]:
+    def generation(self) -> Options:
         """Options of transformers' `generate`, whatever the checkpoint's own say."""
-        options: dict[str, Any] = {"do_sample": not self.greedy}
+        options: dict[str, object] = {"do_sample": not self.greedy}
         if not self.greedy:
             options |= {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
         prefix = {"repetition_penalty", "no_repeat_ngram_size", "min_new_tokens"}
@@ -256,17 +258,17 @@ class BenchConfig(StrictConfig):
 
     @field_validator("methods", mode="before")
     @classmethod
-    def _read_files(cls, methods: Any) -> Any:
+    def _read_files(cls, methods: object) -> list[object]:
         if not isinstance(methods, Sequence) or isinstance(methods, str):
             raise ValueError("methods is a list of methods, or of paths of YAML files")
-        found: list[Any] = []
+        found: list[object] = []
         for method in methods:
             found += read_methods(method) if isinstance(method, str) else [method]
         return found
 
     @field_validator("modes", mode="before")
     @classmethod
-    def _take_named(cls, modes: Any) -> Any:
+    def _take_named(cls, modes: object) -> list[object]:
         if not isinstance(modes, Sequence) or isinstance(modes, str):
             raise ValueError("modes is a list of modes, or of their names")
         for name in modes:

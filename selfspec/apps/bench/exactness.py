@@ -18,14 +18,14 @@ from selfspec.apps.bench.config import MethodConfig
 from selfspec.apps.bench.prompts import Batch
 from selfspec.apps.bench.run import make_method, stop_ids
 from selfspec.apps.display.divergence import Divergence, find_divergence
-from selfspec.config import DraftConfig
+from selfspec.config import DraftConfig, JsonObject, Options
 from selfspec.decoder import CACHE
 from selfspec.model import SelfSpecModel
 from selfspec.schedule.stats import Stats
 
 
 def first_divergence(
-    spec: SelfSpecModel, prompt: Batch, options: dict[str, Any], plain: list[int], other: list[int]
+    spec: SelfSpecModel, prompt: Batch, options: Options, plain: list[int], other: list[int]
 ) -> Divergence | None:
     """Where `other` diverges from the model's own `generate`; `None` if they are equal.
 
@@ -41,9 +41,7 @@ def first_divergence(
     return find_divergence(plain, other, scores_after, spec.decoder.dtype)
 
 
-def _next_scores(
-    spec: SelfSpecModel, texts: Tensor, mask: Tensor, options: dict[str, Any]
-) -> Tensor:
+def _next_scores(spec: SelfSpecModel, texts: Tensor, mask: Tensor, options: Options) -> Tensor:
     """`[rows, vocab]` the scores of the model's own `generate` for the next token of each text."""
     generate: Any = spec.model.generate
     with torch.random.fork_rng():
@@ -81,7 +79,7 @@ class Sampling(NamedTuple):
     temperature: float = 1.0
     level: float = 1e-3
 
-    def options(self, stops: Sequence[int]) -> dict[str, Any]:
+    def options(self, stops: Sequence[int]) -> Options:
         """Options of `generate`; no token ends a continuation early."""
         options = {"do_sample": True, "temperature": self.temperature, "top_k": self.candidates}
         endless = {"suppress_tokens": list(stops)} if stops else {}
@@ -126,7 +124,7 @@ class CheckResult:
         """Whether the check passed."""
         return self.equal and self.distributed is not False
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Everything, as plain values."""
         divergences = {str(number): each._asdict() for number, each in self.divergences.items()}
         verdicts = {"equal": self.equal, "distributed": self.distributed, "passed": self.passed}
@@ -209,7 +207,7 @@ def _distribution(
 
 
 def exact_probabilities(
-    spec: SelfSpecModel, prompt: Tensor, options: dict[str, Any], horizon: int, margin: float = 0.0
+    spec: SelfSpecModel, prompt: Tensor, options: Options, horizon: int, margin: float = 0.0
 ) -> dict[tuple[int, ...], float]:
     """The probability of every continuation of `horizon` tokens under plain decoding.
 
@@ -253,7 +251,7 @@ def _draws(
     spec: SelfSpecModel,
     draft: DraftConfig,
     prompt: Tensor,
-    options: dict[str, Any],
+    options: Options,
     sampling: Sampling,
     seed: int,
 ) -> tuple[list[tuple[int, ...]], float]:

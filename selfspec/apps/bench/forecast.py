@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import psutil
@@ -27,7 +27,7 @@ from transformers.initialization import no_init_weights
 from typing_extensions import Self
 
 from selfspec.apps.bench.shapes import random_model, read_bandwidth
-from selfspec.config import DraftConfig
+from selfspec.config import DraftConfig, JsonObject, Options
 from selfspec.decoder import Decoder
 from selfspec.decoder.kernels.prepacked import has_kernels
 from selfspec.heads import ExitHead, build_head
@@ -114,7 +114,7 @@ def write(
     """Generate exactly `tokens` tokens, from the whole distribution when sampling."""
     # These options override the checkpoint's generation config.
     whole = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-    options: dict[str, Any] = whole if sample else {"do_sample": False}
+    options: Options = whole if sample else {"do_sample": False}
     spec.generate(
         prompt.to(spec.decoder.device),
         draft=draft,
@@ -204,7 +204,7 @@ def measure_device(decoder: Decoder, device: torch.device, dtype: torch.dtype) -
     # Two noisy times may differ by too little; a layer takes at least its share of the weights.
     share = layer / (deep * layer + words)
 
-    def layer_seconds(*key: Any) -> float:
+    def layer_seconds(*key: object) -> float:
         further = (found[(deep, *key)] - found[(half, *key)]) / (deep - half)
         return max(share * found[(deep, *key)], further)
 
@@ -268,7 +268,7 @@ class _Timed:
         self.decoder = self.fitting = self.spec.decoder
         if not has_kernels(device, dtype):  # fits run in float32 there
             self.fitting = Decoder(random_model(config, torch.float32, device))
-        self.calls: dict[tuple[Any, ...], Callable[[], float]] = {
+        self.calls: dict[tuple[object, ...], Callable[[], float]] = {
             (0, 0): partial(self._round, None, 0),
             ("wide",): self._wide,
             ("read out",): self._read_out,
@@ -399,7 +399,7 @@ class Candidate:
         return self.speed.fit_rate(self.rows)
 
     @property
-    def head(self) -> dict[str, Any]:
+    def head(self) -> JsonObject:
         """Its entry in the config of a fit."""
         return {"kind": self.kind, "exit_layer": self.exit_layer, "vocab_size": self.vocab_size}
 

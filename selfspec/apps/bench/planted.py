@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from selfspec.apps.bench.prompts import Batch
-from selfspec.config import DraftConfig
+from selfspec.config import DraftConfig, Options
 from selfspec.decoder import CACHE
 from selfspec.drafters import EarlyExit, ExitTree, make_drafter
 from selfspec.drafters.engine import State
@@ -33,7 +33,7 @@ Read = Callable[..., tuple[Tensor, Tensor | None]]
 class GreedyTexts:
     """The target's own greedy continuations, generated once per batch."""
 
-    def __init__(self, spec: SelfSpecModel, options: dict[str, Any]):
+    def __init__(self, spec: SelfSpecModel, options: Options):
         self._spec, self._options = spec, options
         self._found: dict[int, tuple[Batch, Tensor]] = {}
 

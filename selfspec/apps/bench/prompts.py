@@ -6,7 +6,7 @@ import glob
 import random
 import re
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from selfspec import DEMO_MODEL
 from selfspec.apps.bench.config import PromptSetConfig
 from selfspec.apps.display.demo import load_prompts
+from selfspec.config import JsonObject, Options
 from selfspec.records import sound_fields
 
 ItemT = TypeVar("ItemT")
@@ -88,7 +89,7 @@ def _lengths(config: PromptSetConfig, count: int) -> list[int]:
 
 
 def _asked(
-    config: PromptSetConfig, tokenizer: PreTrainedTokenizerBase, record: dict[str, Any]
+    config: PromptSetConfig, tokenizer: PreTrainedTokenizerBase, record: JsonObject
 ) -> list[int]:
     """Token ids of a record's question or chat."""
     if config.reader != "chat":
@@ -117,7 +118,7 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Any]) -> 
 # Questions
 
 
-def _records(config: PromptSetConfig) -> Iterator[dict[str, Any]]:
+def _records(config: PromptSetConfig) -> Iterator[JsonObject]:
     path = Path(config.path or DEMO_MODEL.parent / "prompts" / f"{config.reader}.jsonl")
     if not path.is_file():
         raise FileNotFoundError(f"no prompt file at {path}, which {config.name!r} reads")
@@ -132,7 +133,7 @@ def render_chat(
     reply_next: bool = True,
     tools: list[Any] | None = None,
     documents: list[Any] | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
+    chat_template_kwargs: Options | None = None,
 ) -> str:
     """A chat in the tokenizer's template, whose variables are as in `apply_chat_template`.
 
@@ -210,7 +211,7 @@ def evenly(items: Sequence[ItemT], count: int) -> list[ItemT]:
     return [items[place * len(items) // count] for place in range(count)]
 
 
-def _question(config: PromptSetConfig, record: dict[str, Any]) -> str:
+def _question(config: PromptSetConfig, record: JsonObject) -> str:
     template = config.template or _TEMPLATES[config.reader]
     try:
         text = template.format(**{k: v for k, v in record.items() if v is not None})

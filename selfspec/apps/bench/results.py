@@ -10,7 +10,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from statistics import median
 from textwrap import fill
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from rich import box
@@ -22,6 +22,7 @@ from selfspec.apps.bench.plots import write_plots
 from selfspec.apps.bench.run import Bench, Memory, Place, Run, RunFile
 from selfspec.apps.bench.shapes import bytes_a_round
 from selfspec.apps.display.report import HTMLReport
+from selfspec.config import JsonObject
 from selfspec.heads.files import replace_text
 from selfspec.schedule.stats import PARTS, Stats
 
@@ -122,9 +123,9 @@ class Row:
         """Tokens/s over the limit."""
         return self.tokens_per_second and self.limit and self.tokens_per_second / self.limit
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Everything, as plain values."""
-        found: dict[str, Any] = asdict(self)
+        found: JsonObject = asdict(self)
         if self.equality is not None and self.equality.first is not None:
             found["equality"]["first"] = self.equality.first._asdict()
         del found["place"]
@@ -166,7 +167,7 @@ def summarise(bench: Bench, file: RunFile) -> list[Row]:
 
 def _speeds(
     bench: Bench, runs: Sequence[Run], own: Sequence[Run], undrafted: Sequence[Run]
-) -> dict[str, Any]:
+) -> JsonObject:
     """Speed and its ratios to the model's own `generate` and to the loop without drafts."""
     rates, seed = usual_rates(runs), bench.config.seed
     gains = ratios(rates, usual_rates(own))
@@ -212,9 +213,7 @@ def ratios(rates: Mapping[int, float], base: Mapping[int, float]) -> dict[int, f
 _ONE_A_ROUND = (PLAIN, "static_cache", "continuous_batching")  # peers that emit one token a round
 
 
-def _limit(
-    bench: Bench, method: MethodConfig, place: Place, length: float | None
-) -> dict[str, Any]:
+def _limit(bench: Bench, method: MethodConfig, place: Place, length: float | None) -> JsonObject:
     """Bytes that the first round reads, and the tokens/s that the bandwidth allows.
 
     `length` is the tokens of a row's round.
@@ -230,11 +229,11 @@ def _limit(
     return {"bytes_a_round": count, "limit": place.batch * length * bench.bandwidth / count}
 
 
-def _drafting(runs: Sequence[Run]) -> dict[str, Any]:
+def _drafting(runs: Sequence[Run]) -> JsonObject:
     """Acceptance, and the split of decode time."""
     rounds = Counter(kept for run in runs for kept in run.accepted)
     count = rounds.total()
-    found: dict[str, Any] = {
+    found: JsonObject = {
         "mean_accepted_length": sum(run.decoded for run in runs) / count if count else None,
         "accepted_lengths": dict(sorted(rounds.items())),
     }
@@ -465,7 +464,7 @@ NOTES = (
 class Report:
     """The report of a benchmark: command, model, device, lengths, versions; and the figures."""
 
-    head: dict[str, Any]
+    head: JsonObject
     rows: Sequence[Row]
 
     @property
@@ -473,7 +472,7 @@ class Report:
         """Whether outputs differ that must be equal."""
         return any(row.equality is not None and row.equality.failed for row in self.rows)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Everything, as plain values."""
         rows = [row.to_dict() for row in self.rows]
         return {**self.head, "failed": self.failed, "rows": rows}
@@ -523,7 +522,7 @@ class Report:
         return list(dict.fromkeys(f"{row.place.method} failed: {row.failure}" for row in failed))
 
 
-def _plain(value: Any) -> str:
+def _plain(value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {_plain(inner)}" for name, inner in value.items())
     return ", ".join(map(_plain, value)) if isinstance(value, list) else str(value)

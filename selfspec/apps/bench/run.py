@@ -21,6 +21,7 @@ from transformers import ContinuousBatchingConfig, PreTrainedModel, PreTrainedTo
 from selfspec.apps.bench.config import PEER_OPTIONS, BenchConfig, MethodConfig, ModeConfig
 from selfspec.apps.bench.planted import GreedyTexts, generate_planted
 from selfspec.apps.bench.prompts import Batch, make_batches, read_prompts
+from selfspec.config import JsonObject, Options
 from selfspec.decoder import CACHE
 from selfspec.decoder.checkpoints import find_checkpoint, load_causal_lm
 from selfspec.generation.streaming import RoundStreamer
@@ -112,7 +113,7 @@ class Written:
     counts: list[int]
     times: list[float]  # seconds from the call to each arrival
     accepted: list[int]  # accepted drafts of every round of every row after the prefill
-    stats: dict[str, Any] | None = None  # fields of selfspec's `Stats`; `None` for a peer
+    stats: JsonObject | None = None  # fields of selfspec's `Stats`; `None` for a peer
 
     @property
     def decoded(self) -> int:
@@ -140,7 +141,7 @@ class Written:
         return sum(self.counts) / self.times[-1]
 
 
-Write = Callable[[Batch, dict[str, Any], int], Written]
+Write = Callable[[Batch, Options, int], Written]
 Show = Callable[[str, int, int], object]
 """Told what is done next, how much is done, and of how much."""
 
@@ -204,7 +205,7 @@ def _speculate(
     config: MethodConfig,
     texts: GreedyTexts | None,
     batch: Batch,
-    options: dict[str, Any],
+    options: Options,
     seed: int,
 ) -> Written:
     """Selfspec's `generate`, with planted drafts if the method has an acceptance rate."""
@@ -234,7 +235,7 @@ def _speculate(
 
 
 def _generate(
-    spec: SelfSpecModel, own: dict[str, Any], batch: Batch, options: dict[str, Any], seed: int
+    spec: SelfSpecModel, own: Options, batch: Batch, options: Options, seed: int
 ) -> Written:
     """The model's own `generate`, plain or with the options `own` of a peer."""
     generate: Any = spec.model.generate
@@ -259,7 +260,7 @@ def _generate(
 
 
 def _generate_static(
-    spec: SelfSpecModel, room: int, batch: Batch, options: dict[str, Any], seed: int
+    spec: SelfSpecModel, room: int, batch: Batch, options: Options, seed: int
 ) -> Written:
     # On a GPU, transformers compiles the model for a static cache, and again for another length.
     longest = batch.width + max(room, options["max_new_tokens"])
@@ -270,9 +271,7 @@ def _generate_static(
 _PAGE = 256  # tokens of a block of KV in transformers' continuous batching
 
 
-def _generate_batch(
-    spec: SelfSpecModel, batch: Batch, options: dict[str, Any], seed: int
-) -> Written:
+def _generate_batch(spec: SelfSpecModel, batch: Batch, options: Options, seed: int) -> Written:
     """The model's own `generate_batch`, with just enough blocks of KV for the batch."""
     if spec.decoder.kv_cache_dtype != "auto":
         raise ValueError("generate_batch has a KV cache of its own, which does not round")
@@ -307,7 +306,7 @@ def _generate_batch(
 
 
 @contextmanager
-def _left_as_it_was(model: PreTrainedModel, own: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _left_as_it_was(model: PreTrainedModel, own: Options) -> Iterator[Options]:
     """Yields the options that a call of `generate` takes itself, and undoes what it changes.
 
     The others are read from the generation config of the assistant, and set there. Transformers
@@ -363,7 +362,7 @@ class RunFile:
         ValueError: the folder holds runs of another identity.
     """
 
-    def __init__(self, folder: Path | None, identity: Mapping[str, Any] | None = None):
+    def __init__(self, folder: Path | None, identity: JsonObject | None = None):
         self.runs: dict[Key, Run] = {}  # in the order in which they were made
         self.memory: dict[Place, Memory] = {}  # of warm-ups
         self.failures: dict[Place, str] = {}  # of this process
@@ -377,14 +376,14 @@ class RunFile:
                 if "error" not in record:  # failed calls are tried again
                     self._take(record)
 
-    def add(self, place: Place, **record: Any) -> None:
+    def add(self, place: Place, **record: object) -> None:
         """Store a call, its memory, or the error for which a method has no figures."""
         record = {**place._asdict(), **record}
         if self._path is not None:
             append_line(self._path, record)
         self._take(record)
 
-    def _take(self, record: dict[str, Any]) -> None:
+    def _take(self, record: JsonObject) -> None:
         if not record.keys() >= set(Place._fields):
             return  # of an earlier version of `tune`
         place = Place(*(record.pop(name) for name in Place._fields))
@@ -405,7 +404,7 @@ class RunFile:
             self.add(place, error=reason(error))
 
 
-def _claim(folder: Path, identity: dict[str, Any]) -> None:
+def _claim(folder: Path, identity: JsonObject) -> None:
     path = folder / "bench.json"
     if not path.is_file():
         replace_text(path, json.dumps(identity, indent=2) + "\n")
@@ -430,7 +429,7 @@ class Turns:
     place: Place  # identifies the runs, without a method
     methods: Mapping[str, Write]  # functions that generate, by name
     batches: Sequence[Batch]  # the prompts
-    options: Mapping[str, Any]  # options of `generate`, the same for every method
+    options: Options  # options of `generate`, the same for every method
     repeats: int  # timed runs of every method on every batch
     warm_up: int  # tokens that every method generates untimed before, on the longest prompts
     seed: int  # seeds sampling
@@ -474,7 +473,7 @@ class Turns:
                     file.add(key.place, **vars(written), number=key.number, repeat=key.repeat)
 
 
-def generate_options(spec: SelfSpecModel, mode: ModeConfig, max_new_tokens: int) -> dict[str, Any]:
+def generate_options(spec: SelfSpecModel, mode: ModeConfig, max_new_tokens: int) -> Options:
     """Options of `generate` in a mode, the same for every method."""
     padding = spec.causal_lm.generation_config.pad_token_id
     return {
@@ -521,7 +520,7 @@ class Bench:
         }
         self.methods: dict[str, Write] = dict(others or {})
         self.bandwidth: float | None = None  # bytes per second of reading memory, if measured
-        self.measured: dict[str, Any] = {}  # for the report; may differ when a run is resumed
+        self.measured: JsonObject = {}  # for the report; may differ when a run is resumed
         texts = GreedyTexts(spec, {**self.options(config.modes[0]), "do_sample": False})
         for method in config.methods:
             if method.name in self.methods:
@@ -536,7 +535,7 @@ class Bench:
         """Timed calls in all."""
         return sum(len(turns.keys) for turns in self.turns)
 
-    def options(self, mode: ModeConfig) -> dict[str, Any]:
+    def options(self, mode: ModeConfig) -> Options:
         """Options of `generate`, the same for every method."""
         chunk = self.config.prefill_chunk_size
         options = generate_options(self.spec, mode, self.config.max_new_tokens)
@@ -572,5 +571,5 @@ class Bench:
             turns.run(file, told)
 
 
-def _refuse(error: Exception, batch: Batch, options: dict[str, Any], seed: int) -> Written:
+def _refuse(error: Exception, batch: Batch, options: Options, seed: int) -> Written:
     raise error

@@ -27,7 +27,7 @@ from transformers.initialization import no_init_weights
 
 from selfspec.apps.bench.config import BenchConfig, MethodConfig, ModeConfig, PromptSetConfig
 from selfspec.apps.bench.run import Bench
-from selfspec.config import DraftConfig, TreeConfig, unknown_name
+from selfspec.config import DraftConfig, JsonObject, TreeConfig, unknown_name
 from selfspec.decoder.kernels.low_precision import bytes_read
 from selfspec.drafters.engine import Engine
 from selfspec.heads import build_head
@@ -146,7 +146,7 @@ def with_defaults(config: BenchConfig, depth: int, device: torch.device) -> Benc
     """
     gpu = device.type != "cpu"
     lengths = (128, 2048, 8192, 32768) if gpu else (64, 256)
-    chosen: dict[str, Any] = {
+    chosen: dict[str, object] = {
         "dtype": "bfloat16" if gpu else "float32",
         "prompts": tuple(
             PromptSetConfig(name=f"{n} tokens", reader="random", count=1, prompt_tokens=n)
@@ -207,7 +207,7 @@ class ShapeBench(Bench):
                 None if chosen or device.type != "cpu" else 256,
             ),
         }
-        self.facts: dict[str, Any] = {
+        self.facts: JsonObject = {
             "shape": config.shape,
             "weights": "random",
             "acceptance": "planted: the drafter runs as usual, then proposes the target's own next "

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 from pydantic import Field, PositiveInt
@@ -28,7 +27,7 @@ from selfspec.apps.bench.prompts import cut_prompts, make_batches, split_prompts
 from selfspec.apps.bench.results import ratios, usual_rates
 from selfspec.apps.bench.run import Run, RunFile, Show, Turns, generate_options, make_method
 from selfspec.apps.bench.shapes import size_of, usable_memory
-from selfspec.config import DraftConfig, Precision, SkipConfig, StrictConfig, TreeConfig
+from selfspec.config import DraftConfig, JsonObject, Precision, SkipConfig, StrictConfig, TreeConfig
 from selfspec.drafters import DRAFTERS, Auto, Cascade, make_drafter
 from selfspec.drafters.engine import Engine
 from selfspec.heads import ExitHead
@@ -167,7 +166,7 @@ def heads_to_try(engine: Engine, config: TuneConfig) -> list[ExitHead]:
 
 def whole_models(
     engine: Engine, config: TuneConfig, longest: int
-) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+) -> tuple[dict[str, JsonObject], dict[str, str]]:
     """Drafts of the whole model with fewer bits or keys, and why others are left out.
 
     `longest` is the tokens of the longest prompt.
@@ -234,7 +233,7 @@ def _compared(
     drafts: Mapping[str, DraftConfig],
     prompts: Sequence[Tensor],
     config: TuneConfig,
-    identity: Any,
+    identity: object,
     file: RunFile,
     show: Callable[[int, int], object],
 ) -> tuple[list[Measured], dict[str, str]]:
@@ -291,7 +290,7 @@ def _measured(
     )
 
 
-def _digest(values: Any) -> str:
+def _digest(values: object) -> str:
     text = json.dumps(values, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -307,7 +306,7 @@ def _check_positions(engine: Engine, prompts: Sequence[Tensor], config: TuneConf
 
 
 @torch.no_grad()
-def _identity(head: ExitHead) -> list[Any]:
+def _identity(head: ExitHead) -> list[object]:
     """Tells a head from one that was fitted differently: a few of its values."""
     flat = [tensor.reshape(-1) for tensor in head.state_dict().values()]
     values = [part[:: max(1, len(part) // 64)].tolist() for part in flat]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from selfspec.apps.bench import Bench, BenchConfig, CheckResult, Report
     from selfspec.apps.bench.run import Write
+    from selfspec.config import JsonObject
     from selfspec.schedule.profile import Profile
 
 
@@ -167,7 +168,7 @@ def _announce(bench: Bench, done: int) -> None:
     )
 
 
-def _made(config: BenchConfig, others: Mapping[str, Write] | None) -> tuple[Bench, dict[str, Any]]:
+def _made(config: BenchConfig, others: Mapping[str, Write] | None) -> tuple[Bench, JsonObject]:
     """The benchmark, and the settings that its runs depend on."""
     from selfspec.apps.bench import Bench
     from selfspec.apps.bench.shapes import ShapeBench
@@ -190,7 +191,7 @@ def _made(config: BenchConfig, others: Mapping[str, Write] | None) -> tuple[Benc
     return Bench(target.spec, target.tokenizer, config, others), where
 
 
-def _lengths(prompts: list[Any]) -> str:
+def _lengths(prompts: Sequence[Sized]) -> str:
     widths = [len(prompt) for prompt in prompts]
     return f"{len(widths)} of {min(widths)} to {max(widths)} tokens"
 

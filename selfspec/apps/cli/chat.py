@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
@@ -119,7 +119,7 @@ def _stoppable() -> Iterator[Callable[[], bool]]:
     """Yields a function that tells whether Ctrl-C was pressed; a second press interrupts."""
     pressed: list[int] = []
 
-    def note(number: int, frame: Any) -> None:
+    def note(number: int, frame: object) -> None:
         if pressed:
             raise KeyboardInterrupt
         pressed.append(number)

@@ -7,7 +7,7 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
@@ -36,7 +36,7 @@ from selfspec.apps.smollm2 import HEADS
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from selfspec.config import DraftConfig
+    from selfspec.config import DraftConfig, JsonObject, Options
     from selfspec.model import SelfSpecModel
     from selfspec.schedule.stats import Stats
 
@@ -54,7 +54,7 @@ class Reporter(Console):
         super().__init__(markup=False, highlight=False, quiet=as_json)
         self._stdout = sys.stdout if as_json else None
 
-    def answer(self, data: Mapping[str, Any]) -> None:
+    def answer(self, data: JsonObject) -> None:
         """With `--json`, print one JSON object on one line, and flush: another process may wait."""
         if self._stdout is not None:
             self._stdout.write(json.dumps(data, allow_nan=False) + "\n")
@@ -72,7 +72,7 @@ def command(function: Callable[..., None], source: Sequence[str] = ()) -> Callab
         source: fields of `Source` that are options; none takes all.
     """
     groups: dict[str, Any] = {}
-    options: dict[str, tuple[Any, Any]] = {}  # default and annotation by name
+    options: dict[str, tuple[object, object]] = {}  # default and annotation by name
     for each in list(inspect.signature(function, eval_str=True).parameters.values())[1:]:
         if not is_dataclass(each.annotation):
             options[each.name] = each.default, each.annotation
@@ -83,7 +83,7 @@ def command(function: Callable[..., None], source: Sequence[str] = ()) -> Callab
         options |= {name: (getattr(group, name), hints[name]) for name in taken}
     options["as_json"] = False, AsJson
 
-    def run(as_json: bool, **given: Any) -> None:
+    def run(as_json: bool, **given: object) -> None:
         for name, group in groups.items():
             own = [field.name for field in fields(group) if field.name in given]
             given[name] = group(**{field: given.pop(field) for field in own})
@@ -179,7 +179,7 @@ class Loaded:
     spec: SelfSpecModel
     tokenizer: PreTrainedTokenizerBase
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Model, device and settings, for reports."""
         import torch
 
@@ -199,7 +199,7 @@ class Loaded:
 _NO_CHOICE = ("max_length", "max_new_tokens", "transformers_version", "use_cache")
 
 
-def own_choices(spec: SelfSpecModel) -> dict[str, Any]:
+def own_choices(spec: SelfSpecModel) -> JsonObject:
     """What the checkpoint's generation config says about how a text is chosen."""
     given = spec.generation_config.to_diff_dict()
     return {
@@ -231,7 +231,7 @@ def hint_heads(spec: SelfSpecModel) -> None:
 
 def begin(
     source: Source, drafting: Drafting, writing: Writing
-) -> tuple[Loaded, DraftConfig, dict[str, Any]]:
+) -> tuple[Loaded, DraftConfig, Options]:
     """Load a target to write with; returns it, the draft, and options of transformers' `generate`.
 
     Shows on stderr what the checkpoint's generation config says that the options leave.
@@ -309,7 +309,7 @@ class Source:
         )
 
 
-def _placed(device: str | None) -> dict[str, Any]:
+def _placed(device: str | None) -> Options:
     """Options of `from_pretrained` for a device."""
     import torch
 

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from selfspec.config import DraftConfig
+from selfspec.config import DraftConfig, JsonObject, Options
 from selfspec.generation.stopping import StopOnRequest
 from selfspec.model import SelfSpecModel
 from selfspec.schedule.stats import Stats
@@ -30,7 +30,7 @@ class Turn:
     cached_tokens: int  # how many of them were in the KV cache
     stats: Stats  # counters and clocks of the reply
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Everything, as plain values."""
         return {**vars(self), "stats": self.stats.to_dict()}
 
@@ -62,7 +62,7 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return first if first in added and added[first].special else None
 
 
-def turn_stops(spec: SelfSpecModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def turn_stops(spec: SelfSpecModel, tokenizer: PreTrainedTokenizerBase) -> Options:
     """Options of `generate` with which a reply ends where the chat template ends a turn.
 
     Checkpoints' generation configs do not always name that token.
@@ -91,7 +91,7 @@ class Conversation:
         spec: SelfSpecModel,
         tokenizer: PreTrainedTokenizerBase,
         draft: DraftConfig,
-        options: dict[str, Any],
+        options: Options,
         seed: int = 0,
         system: str | None = None,
     ):

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich import box
@@ -23,7 +23,7 @@ from selfspec.apps.smollm2 import HEADS, NAME, QUESTIONS, cache_folder, fetch_ch
 
 if TYPE_CHECKING:
     from selfspec.apps.display.demo import Comparison, DemoPrompt, DemoResult, ExitAgreement
-    from selfspec.config import DraftConfig
+    from selfspec.config import DraftConfig, JsonObject, Options
 
 
 Domain = Literal["prose", "code", "maths"]
@@ -138,9 +138,9 @@ def _show(
     console: Console,
     target: Loaded,
     draft: DraftConfig | None,
-    settings: Mapping[str, Any],
+    settings: Options,
     passages: Mapping[str, DemoPrompt],
-) -> tuple[dict[str, Any], dict[str, DemoResult]]:
+) -> tuple[JsonObject, dict[str, DemoResult]]:
     """Write and time every passage; returns what `--json` tells, and the results."""
     from selfspec.apps.display.demo import Comparison, DemoOptions, exit_agreements, load_prompts
 
@@ -191,7 +191,7 @@ def _passages(
     return found
 
 
-def _headline(head: dict[str, Any]) -> str:
+def _headline(head: JsonObject) -> str:
     options = head["options"]
     draft = options["draft"]
     strategy = draft["drafter"]

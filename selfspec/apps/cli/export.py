@@ -113,7 +113,11 @@ def dflash(console: Reporter, out: Out, source: Source) -> None:
 
 
 def _export_head(
-    console: Reporter, out: Path, source: Source, head_type: Any, write: Callable[..., Any]
+    console: Reporter,
+    out: Path,
+    source: Source,
+    head_type: type[ExitHead],
+    write: Callable[..., Any],
 ) -> None:
     """Write the target's head of a type in a published layout."""
     from selfspec.apps.export import check_free

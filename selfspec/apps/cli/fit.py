@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,6 +18,7 @@ from selfspec.apps.cli.common import Reporter, command, in_units, quiet_transfor
 
 if TYPE_CHECKING:
     from selfspec.apps.bench.forecast import Advice
+    from selfspec.config import JsonObject
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Given:
         Path | None, typer.Option(metavar="FILE", help="YAML file with any of the config's keys.")
     ] = None
 
-    def read(self) -> dict[str, Any]:
+    def read(self) -> JsonObject:
         """The keys; those of the command line override the file's."""
         from selfspec.config import read_config
 
@@ -186,13 +188,13 @@ def _split(words: list[str] | None, what: str) -> tuple[str | None, list[str]]:
     return next(iter(names), None), [word for word in words or () if "=" in word]
 
 
-def _training(module: str) -> Any:
+def _training(module: str) -> ModuleType:
     """Import a module of the training code, which in a wheel is inside the package."""
     package = "selfspec.training" if find_spec("selfspec.training") else "training"
     return import_module(f"{package}.{module}")
 
 
-def _result(settings: Any) -> dict[str, Any]:
+def _result(settings: Any) -> JsonObject:
     """The folder of the heads, the code that loads them, and the measurements."""
     report = json.loads((Path(settings.output) / "report.json").read_text(encoding="utf-8"))
     return {"heads": str(settings.folder), "code": settings.code, "domains": report["domains"]}

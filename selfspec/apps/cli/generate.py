@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -31,7 +31,7 @@ from selfspec.apps.cli.options import Drafting, Prompts, System, Writing
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from selfspec.config import DraftConfig
+    from selfspec.config import DraftConfig, JsonObject, Options
 
 Format = Literal["text", "jsonl", "trace", "svg"]
 
@@ -108,9 +108,9 @@ class Asking:
 
         return encode_turns(tokenizer, first_turn(prompt, self.system))
 
-    def bounds(self, target: Loaded) -> Callable[[], dict[str, Any]]:
+    def bounds(self, target: Loaded) -> Callable[[], Options]:
         """Makes the options of `generate` with which one call ends with its turn, in the schema."""
-        stops: dict[str, Any] = {}
+        stops: Options = {}
         if self.chat:
             from selfspec.apps.cli.conversation import turn_stops
 
@@ -212,11 +212,11 @@ def _continue(
     target: Loaded,
     prompt: str,
     tokens: list[int],
-    options: dict[str, Any],
+    options: Options,
     seed: int,
     form: Format,
     console: Console,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Continue one prompt, show the output, and return the result for JSON."""
     import torch
     from transformers import TextStreamer
@@ -280,7 +280,7 @@ class _Answers:
 
     def __call__(
         self, worker: int, workers: int
-    ) -> Callable[[Mapping[int, str]], Iterator[tuple[int, dict[str, Any]]]]:
+    ) -> Callable[[Mapping[int, str]], Iterator[tuple[int, JsonObject]]]:
         """Make the function that answers prompts in process `worker` of `workers`."""
         import torch
 
@@ -293,7 +293,7 @@ class _Answers:
 
     def _answer(
         self, target: Loaded, prompts: Mapping[int, str]
-    ) -> Iterator[tuple[int, dict[str, Any]]]:
+    ) -> Iterator[tuple[int, JsonObject]]:
         """The rows' answers, as they are finished."""
         rows, texts = list(prompts), list(prompts.values())
         outputs = target.spec.generate_batch_iter(

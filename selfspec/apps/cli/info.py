@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 from rich.table import Table
@@ -20,8 +20,11 @@ from selfspec.apps.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from selfspec.config import DraftConfig
+    from torch import nn
+
+    from selfspec.config import DraftConfig, JsonObject
     from selfspec.decoder import Decoder
+    from selfspec.decoder.cache import SlotCache
     from selfspec.drafters.engine import Engine
     from selfspec.schedule.profile import Profile
 
@@ -89,7 +92,7 @@ def _without_weights(path: Path | str) -> Engine | None:
     return engine
 
 
-def slots_of_two_tokens(decoder: Decoder) -> Any:
+def slots_of_two_tokens(decoder: Decoder) -> SlotCache:
     """The slots of a row after two passes over one token, to measure its KV and states."""
     import torch
 
@@ -120,7 +123,7 @@ class Bytes(Count):
     unit = "B"
 
 
-def describe(engine: Engine, context: int | None, profile: Profile | None = None) -> dict[str, Any]:
+def describe(engine: Engine, context: int | None, profile: Profile | None = None) -> JsonObject:
     """A target's facts as plain values."""
     from selfspec.config import Precision
 
@@ -172,7 +175,7 @@ def describe(engine: Engine, context: int | None, profile: Profile | None = None
     }
 
 
-def _weights(module: Any) -> dict[str, Count]:
+def _weights(module: nn.Module) -> dict[str, Count]:
     parameters = list(module.parameters())
     return {
         "parameters": Count(sum(each.numel() for each in parameters)),
@@ -180,7 +183,7 @@ def _weights(module: Any) -> dict[str, Count]:
     }
 
 
-def _of_draft(engine: Engine, draft: DraftConfig) -> dict[str, Any]:
+def _of_draft(engine: Engine, draft: DraftConfig) -> JsonObject:
     has_exit = draft.drafter in ("early_exit", "tree", "cascade", "auto")
     head = engine.head(draft) if has_exit else None
     return {
@@ -191,7 +194,7 @@ def _of_draft(engine: Engine, draft: DraftConfig) -> dict[str, Any]:
     }
 
 
-def expected_of_fitting(decoder: Decoder) -> dict[str, Any]:
+def expected_of_fitting(decoder: Decoder) -> JsonObject:
     """The head that `selfspec fit` would choose for a million tokens of text.
 
     Its draft cost is in plain steps; its speedups over plain decoding go by the tokens that it has
@@ -249,7 +252,7 @@ _FITTING = (
 )
 
 
-def info_table(facts: dict[str, Any]) -> Table:
+def info_table(facts: JsonObject) -> Table:
     """The facts as a table."""
     windows = (", {layers} over {window} tokens".format(**w) for w in facts["sliding_windows"])
     copies = (_COPIES.format(**c, **c["bytes"]) for c in facts["low_precision"])
@@ -280,7 +283,7 @@ def info_table(facts: dict[str, Any]) -> Table:
     return table
 
 
-def _draft_in_words(draft: dict[str, Any]) -> str:
+def _draft_in_words(draft: JsonObject) -> str:
     exit = ": " if draft["head"] is None else ": exit after layer {exit_layer} ({head} head), "
     other = "{drafter}" + exit + "{num_draft_tokens} tokens a round"
     return _DRAFTS.get(draft["drafter"], other).format(**draft)

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 if TYPE_CHECKING:
-    from selfspec.config import DraftConfig
+    from selfspec.config import DraftConfig, Options
 
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -150,10 +150,10 @@ class Writing:
     seed: Seed = 0
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> Options:
         """Options of transformers' `generate`; what was not given keeps the checkpoint's value."""
         limits = {"top_k": self.top_k, "top_p": self.top_p}
-        options: dict[str, Any] = {k: v for k, v in limits.items() if v is not None}
+        options: dict[str, object] = {k: v for k, v in limits.items() if v is not None}
         if options and not self.temperature:
             raise typer.BadParameter(
                 "--top-k and --top-p are for sampling; give a --temperature too"

@@ -30,7 +30,7 @@ from transformers.generation.streamers import BaseStreamer
 from selfspec import DEMO_MODEL
 from selfspec.apps.display.divergence import Divergence, find_divergence
 from selfspec.apps.display.plots import read_exits
-from selfspec.config import DraftConfig, StrictConfig
+from selfspec.config import DraftConfig, JsonObject, Options, StrictConfig
 from selfspec.heads import head_class
 from selfspec.model import SelfSpecModel
 from selfspec.sampling import COUPLED
@@ -83,9 +83,9 @@ class DemoOptions(StrictConfig):
         return self.temperature > 0 and self.draft.rule == COUPLED
 
     @property
-    def generation(self) -> dict[str, Any]:
+    def generation(self) -> Options:
         """Options of transformers' `generate`, the same for both methods."""
-        options: dict[str, Any] = {"do_sample": self.temperature > 0}
+        options: dict[str, object] = {"do_sample": self.temperature > 0}
         if self.temperature > 0:  # from the whole distribution, whatever the checkpoint asks for
             options |= {"temperature": self.temperature, "top_k": 0, "top_p": 1.0}
         if self.no_repeat_ngram_size:
@@ -171,7 +171,7 @@ class Comparison:
         return wide and self.comparable
 
     @property
-    def own_options(self) -> dict[str, Any]:
+    def own_options(self) -> Options:
         """Options with which the model's own `generate` chooses as selfspec's does."""
         options = self.options
         if not options.coupled:
@@ -202,7 +202,7 @@ class Comparison:
         stop: StoppingCriteria | None = None,
     ) -> Run:
         """Selfspec's `generate`; without a draft, with its default."""
-        more: dict[str, Any] = {**self.options.generation, "streamer": streamer}
+        more: Options = {**self.options.generation, "streamer": streamer}
         generator = torch.Generator(self.spec.decoder.device).manual_seed(self.options.seed)
         write = partial(self.spec.generate, draft=draft, generator=generator, **more)
         return self._timed(write, max_new_tokens, stop)._replace(stats=self.spec.last_stats)
@@ -225,7 +225,7 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool) -> Ten
     if not chat:
         return tokenizer(prompt, return_tensors="pt")["input_ids"]  # pyright: ignore
     turns = [{"role": "user", "content": prompt}]
-    options: dict[str, Any] = {"add_generation_prompt": True, "return_dict": True}
+    options: Options = {"add_generation_prompt": True, "return_dict": True}
     return tokenizer.apply_chat_template(turns, return_tensors="pt", **options)["input_ids"]  # pyright: ignore
 
 
@@ -377,7 +377,7 @@ class DemoResult:
             **split,
         }
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Everything, as plain values."""
         return {
             "prompt": self.prompt,

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from string import Template
-from typing import Any
 
 from selfspec import DEMO_MODEL
 from selfspec.heads.files import replace_text
@@ -34,7 +33,7 @@ class HTMLReport:
         """Add lines to copy."""
         self._parts.append(f"<pre>{escape(text)}</pre>")
 
-    def facts(self, facts: Mapping[str, Any]) -> None:
+    def facts(self, facts: Mapping[str, object]) -> None:
         """Add a table of names and values."""
         rows = "".join(_row("td", [name, str(value)]) for name, value in facts.items())
         self._parts.append(f'<table class="facts">{rows}</table>')

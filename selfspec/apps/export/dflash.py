@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from selfspec.apps.export.eagle3 import (
     write_head,
 )
 from selfspec.apps.export.guides import guide, new_folder
+from selfspec.config import JsonObject, Options
 from selfspec.decoder import Decoder
 from selfspec.heads import CARD_NAME, DFlashHead
 
@@ -134,7 +134,7 @@ def _config(
     head: DFlashHead,
     tensors: dict[str, Tensor],
     exported: ExportedDFlash,
-) -> dict[str, Any]:
+) -> JsonObject:
     options, algorithm = head.options, exported.algorithm
     layer = layer_config(decoder, options, str(tensors["fc.weight"].dtype))
     return {
@@ -153,7 +153,7 @@ def _config(
     }
 
 
-def _sliding(options: dict[str, Any]) -> dict[str, Any]:
+def _sliding(options: Options) -> JsonObject:
     windows = options["windows"] or [None] * options["num_hidden_layers"]
     kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
     window = next((window for window in windows if window is not None), None)
@@ -164,7 +164,7 @@ def _sliding(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _additions(algorithm: str, options: dict[str, Any]) -> dict[str, Any]:
+def _additions(algorithm: str, options: Options) -> JsonObject:
     """The keys of DSpark or DFlash2."""
     if algorithm == "dspark":
         return {

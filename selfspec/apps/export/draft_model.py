@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 import selfspec
 from selfspec.apps.export.guides import guide, new_folder
+from selfspec.config import JsonObject
 from selfspec.decoder import Decoder
 from selfspec.decoder.families import layer_windows
 from selfspec.heads import CARD_NAME, ExitHead, LensHead, LoraHead, fingerprint
@@ -98,7 +99,7 @@ def export_draft(
     return exported
 
 
-def _side_car(decoder: Decoder, head: ExitHead, exported: Exported) -> dict[str, Any]:
+def _side_car(decoder: Decoder, head: ExitHead, exported: Exported) -> JsonObject:
     return {
         "format_version": 1,
         "selfspec_version": selfspec.__version__,
@@ -253,9 +254,9 @@ def _with_layers(config: PreTrainedConfig, layers: Sequence[int]) -> PreTrainedC
     return type(short).from_dict(short.to_dict())
 
 
-def _per_layer(fields: dict[str, Any], depth: int, layers: Sequence[int]) -> dict[str, Any]:
+def _per_layer(fields: JsonObject, depth: int, layers: Sequence[int]) -> JsonObject:
     """The config fields with one value for each layer, cut to these layers."""
-    cut: dict[str, Any] = {}
+    cut: JsonObject = {}
     for name, value in fields.items():
         if not isinstance(value, (list, tuple)):
             continue

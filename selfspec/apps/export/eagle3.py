@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from re import match
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -15,6 +14,7 @@ from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from selfspec.apps.export.guides import guide, new_folder
+from selfspec.config import JsonObject, Options
 from selfspec.decoder import Decoder
 from selfspec.heads import CARD_NAME, Eagle3Head
 from selfspec.heads.formats.eagle import LAYER_IDS
@@ -177,7 +177,7 @@ def absent_biases(
     return {f"{name}.bias": torch.zeros_like(tensors[f"{name}.weight"][:, 0]) for name in absent}
 
 
-def write_head(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def write_head(folder: Path, config: JsonObject, tensors: Mapping[str, Tensor]) -> None:
     """Write `config.json` and safetensors."""
     folder.mkdir(exist_ok=True)
     text = json.dumps(config, indent=2) + "\n"
@@ -186,7 +186,7 @@ def write_head(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Te
     save_file(copies, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
 
 
-def layer_config(decoder: Decoder, options: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+def layer_config(decoder: Decoder, options: Options, dtype: str) -> JsonObject:
     """The config of a head's layers, with the rotary embedding as engines of every age read it.
 
     Args:
@@ -215,7 +215,7 @@ def layer_config(decoder: Decoder, options: Mapping[str, Any], dtype: str) -> di
     }
 
 
-def _flags(decoder: Decoder, head: Eagle3Head, exported: ExportedEagle3) -> dict[str, Any]:
+def _flags(decoder: Decoder, head: Eagle3Head, exported: ExportedEagle3) -> JsonObject:
     mask = {} if head.mask is None else {"mask_token_id": head.options["mask_token"]}
     return {
         **{name: head.options[name] for name in _FLAGS},
@@ -227,8 +227,8 @@ def _flags(decoder: Decoder, head: Eagle3Head, exported: ExportedEagle3) -> dict
 
 
 def _eagle_config(
-    decoder: Decoder, head: Eagle3Head, layer: Mapping[str, Any], exported: ExportedEagle3
-) -> dict[str, Any]:
+    decoder: Decoder, head: Eagle3Head, layer: Options, exported: ExportedEagle3
+) -> JsonObject:
     """`config.json` of EAGLE's layout.
 
     SGLang and TensorRT-LLM read the nested ids, which are indices of the layers whose outputs are
@@ -249,8 +249,8 @@ def _eagle_config(
 
 
 def _speculators_config(
-    decoder: Decoder, head: Eagle3Head, layer: Mapping[str, Any], exported: ExportedEagle3
-) -> dict[str, Any]:
+    decoder: Decoder, head: Eagle3Head, layer: Options, exported: ExportedEagle3
+) -> JsonObject:
     """`config.json` of speculators' layout."""
     algorithm, name = ("peagle", "PEagle") if exported.parallel else ("eagle3", "Eagle3")
     return {
@@ -264,7 +264,7 @@ def _speculators_config(
 
 def speculators_facts(
     decoder: Decoder, algorithm: str, num_draft_tokens: int, target: str
-) -> dict[str, Any]:
+) -> JsonObject:
     """The keys of speculators' configs that say what a head is for."""
     method = {
         "proposal_type": "greedy",

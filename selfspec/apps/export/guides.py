@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from re import fullmatch
 from shlex import quote
-from typing import Any
 
 from safetensors import SafetensorError
 
 from selfspec import DEMO_MODEL
+from selfspec.config import JsonObject
 
 _HUB_ID = r"[\w-][\w.-]*/[\w.-]+"
 
@@ -23,9 +23,9 @@ def guide(
     name: str,
     target: str = "",
     folder: str = "",
-    vllm: dict[str, Any] | None = None,
+    vllm: JsonObject | None = None,
     num_draft_tokens: int = 0,
-    **words: Any,
+    **words: object,
 ) -> str:
     """A README: a template of the package, filled in.
 
@@ -38,7 +38,7 @@ def guide(
         words: what else the template has places for.
     """
     template = (DEMO_MODEL.parent / "export" / f"{name}.md").read_text(encoding="utf-8")
-    given: dict[str, Any] = {
+    given = {
         "base_model": f"base_model: {target}\n" if fullmatch(_HUB_ID, target) else "",
         "target": target,
         "folder": folder,

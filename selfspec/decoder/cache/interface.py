@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -132,7 +132,7 @@ class CacheInterface(RowSlots, Cache):
         layer = self.recurrent[index]
         return layer.state is not None or bool(layer.convs)
 
-    def _refused(self, *args: Any, **kwargs: Any) -> Any:
+    def _refused(self, *args: object, **kwargs: object) -> NoReturn:
         raise ValueError(
             "a SlotCache is written by SelfSpecModel only, stays on the devices of the layers, and "
             "takes back rejected drafts by itself; for the model's own generate pass a "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -215,7 +215,7 @@ class RecurrentLayer:
         return self.uncommitted.state if self.uncommitted.calls else self.state
 
     def update_recurrent_state(
-        self, recurrent_states: Tensor, layer_idx: int, **kwargs: Any
+        self, recurrent_states: Tensor, layer_idx: int, **kwargs: object
     ) -> Tensor:
         """Do nothing, because `run` has stored the state."""
         return recurrent_states

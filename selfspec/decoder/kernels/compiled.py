@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from selfspec.config import Options
 from selfspec.decoder.cache import WIDEST, LayerKV, SlotCache
 from selfspec.decoder.direct import hooked_part
 from selfspec.decoder.kernels.fallback import FallbackKernel, summarize
@@ -46,7 +47,12 @@ class CompiledLayers(FallbackKernel):
         self._plain.clear()
 
     def __call__(
-        self, layer: nn.Module, index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: Any
+        self,
+        layer: nn.Module,
+        index: int,
+        hidden: Tensor,
+        args: tuple[object, ...],
+        kwargs: Options,
     ) -> Any:
         """What the layer returns.
 
@@ -83,8 +89,8 @@ class CompiledLayers(FallbackKernel):
 def _run(
     layer: nn.Module,
     hidden: Tensor,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: tuple[object, ...],
+    kwargs: Options,
     keys: Tensor,
     values: Tensor,
     slots: Tensor,

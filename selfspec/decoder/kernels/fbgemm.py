@@ -14,11 +14,12 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from selfspec.decoder.direct import Forward
 
 _OPS: Any = torch.ops.quantized
 
@@ -90,7 +91,7 @@ def has_scripts() -> bool:
     return sys.version_info < (3, 14)
 
 
-def scripted(module: nn.Module) -> Callable[..., Any]:
+def scripted(module: nn.Module) -> Forward:
     """A module's forward, compiled by TorchScript where this Python has it.
 
     A script calls FBGEMM's product in 4 us, Python in 12.

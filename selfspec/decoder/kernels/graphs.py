@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from selfspec.config import Options
 from selfspec.decoder.cache import GROWTH, WIDEST, LayerKV, SlotCache
 from selfspec.decoder.direct import hooked_part
 from selfspec.decoder.kernels.fallback import FallbackKernel, summarize
@@ -94,7 +95,7 @@ class CudaRecorder:
 
 
 RunLayers = Callable[[Iterable[LayerCall], Tensor, Sequence[int], dict[int, Tensor]], Tensor]
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Arguments = tuple[tuple[object, ...], Options]
 Recorder = Callable[[Callable[[], list[Tensor]]], Tape]
 RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaRecorder}
 
@@ -172,7 +173,7 @@ class _Recording:
             return None
         return "a replay differs from the layers' own output"
 
-    def agrees(self, leaves: Sequence[Any], layers: _Recording) -> bool:
+    def agrees(self, leaves: Sequence[object], layers: _Recording) -> bool:
         """Whether a replay gives the same results as the layers; `layers` runs them eagerly."""
         assert layers._run is not None
         self.trusted = are_equal(self.replay(leaves), layers._run())
@@ -366,7 +367,7 @@ def _buffers_of(layer_kvs: Iterable[tuple[Tensor, ...]]) -> list[Tensor]:
     return [buffer for keys, values, *_ in layer_kvs for buffer in (keys, values)]
 
 
-def _shape_of(leaf: Any) -> Hashable:
+def _shape_of(leaf: object) -> Hashable:
     """What of an argument must be the same: a tensor's shape, dtype and device, else its value."""
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype, leaf.device

@@ -10,7 +10,7 @@ rounding. Anything with hooks, adapters or weights that are not plain parameters
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from functools import cache, partial
 from importlib import import_module
 from typing import Any
@@ -22,7 +22,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from selfspec.decoder.direct import direct, is_compiled, is_watched, undecorated
+from selfspec.decoder.direct import Forward, direct, is_compiled, is_watched, undecorated
 from selfspec.decoder.kernels.lean_attention import JoinedMasks, LeanAttention, Rotary
 from selfspec.decoder.kernels.lean_layer import SILU, lean_layer
 from selfspec.decoder.kernels.prepacked import HALF, PackedWeight, joined
@@ -40,7 +40,7 @@ _ROTATES = ("apply_rotary_pos_emb", "rotate_half")
 
 def lean_forwards(
     roots: Iterable[nn.Module], approximates: Callable[[], bool] = lambda: False
-) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
+) -> Iterator[tuple[nn.Module, Forward]]:
     """The modules in these that have a lean form, each with it.
 
     Linear layers are called as they are now, so their own replacements come first.
@@ -50,7 +50,7 @@ def lean_forwards(
         approximates: whether low-precision copies of layers are read now.
     """
     rotary, masks = Rotary(), JoinedMasks()
-    forms: dict[nn.Module, Callable[..., Any]] = {}
+    forms: dict[nn.Module, Forward] = {}
     attentions: dict[nn.Module, LeanAttention] = {}
     modules = {part: None for root in roots for part in root.modules()}
     for module in modules:
@@ -77,7 +77,7 @@ def lean_forwards(
 
 
 @cache
-def _kinds() -> dict[Any, str]:
+def _kinds() -> dict[Hashable, str]:
     """The kinds of modules, by the code of their forwards."""
     llama = import_module(_MODELS.format("llama"))
     kinds = {
@@ -92,7 +92,7 @@ def _kinds() -> dict[Any, str]:
 
 
 @cache
-def _code(function: Callable[..., Any]) -> Any:
+def _code(function: Forward) -> Hashable:
     """What a function computes, but for the functions that it calls."""
     bare = undecorated(function)
     code = getattr(bare, "__code__", None)
@@ -132,7 +132,7 @@ def _attends_as_llama(module: Any) -> bool:
     return same and normed and ALL_ATTENTION_FUNCTIONS.get(chosen) is sdpa_attention_forward
 
 
-def _has_lean_parts(forms: Mapping[nn.Module, Any], layer: Any) -> bool:
+def _has_lean_parts(forms: Mapping[nn.Module, Forward], layer: Any) -> bool:
     """Whether a layer has Llama's code, and parts that all have lean forms."""
     if _kind(layer) != "layer" or "forward" in layer.__dict__ or is_compiled(layer):
         return False
@@ -140,7 +140,7 @@ def _has_lean_parts(forms: Mapping[nn.Module, Any], layer: Any) -> bool:
     return all(part in forms for part in (*norms, layer.self_attn, layer.mlp))
 
 
-def _head_norms(attention: Any) -> list[nn.Module]:
+def _head_norms(attention: nn.Module) -> list[nn.Module]:
     """The norms of queries and of keys, if there are any."""
     norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
     return [norm for norm in norms if norm is not None]

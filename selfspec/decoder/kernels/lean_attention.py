@@ -5,13 +5,14 @@ Legend: rows, width = tokens of the pass; heads = of queries; key heads = of key
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from selfspec.config import Options
 from selfspec.decoder.cache import WIDEST, SlotCache
 from selfspec.decoder.direct import direct
 from selfspec.decoder.kernels.prepacked import joined
@@ -22,7 +23,7 @@ class Rotary:
     """Rotates queries and keys by the angles of a pass, which all its layers share."""
 
     def __init__(self) -> None:
-        self._held: tuple[Any, Tensor, Tensor] | None = None
+        self._held: tuple[tuple[Tensor, Tensor], Tensor, Tensor] | None = None
 
     def __call__(self, states: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         """Rotated `[rows, width, heads, head_dim]` states.
@@ -92,7 +93,7 @@ class LeanAttention:
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> tuple[Tensor, None]:
         """What the attention returns."""
         (rows, width, _), size = hidden_states.shape, self._size
@@ -117,7 +118,7 @@ class LeanAttention:
         width: int,
         angles: tuple[Tensor, Tensor],
         mask: Tensor | None,
-        kwargs: Mapping[str, Any],
+        kwargs: Options,
     ) -> SlotCache | None:
         """The cache in the arguments of a pass that this form computes; `None` for other passes."""
         cache = kwargs.get(self._cache)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, silu
 from transformers.activations import ACT2FN
 
+from selfspec.decoder.direct import Forward
 from selfspec.decoder.kernels.fbgemm import Product, Rounded, has_scripts, scripted
 from selfspec.decoder.kernels.lean_attention import LeanAttention
 from selfspec.decoder.kernels.prepacked import fbgemm_of, most_tokens
@@ -88,9 +89,9 @@ class LeanLayer:
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
-        *args: Any,
+        *args: object,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Tensor:
         """The layer's output `[rows, width, hidden]`."""
         rows, width, _ = hidden_states.shape
@@ -113,10 +114,10 @@ def _twice(norm: Any) -> Tensor:
 
 
 # By layer, with the products that they compute.
-_SCRIPTS: WeakKeyDictionary[nn.Module, tuple[Products, Any, Any]] = WeakKeyDictionary()
+_SCRIPTS: WeakKeyDictionary[nn.Module, tuple[Products, Forward, Forward]] = WeakKeyDictionary()
 
 
-def _scripts(module: nn.Module, products: Products) -> tuple[Any, Any]:
+def _scripts(module: nn.Module, products: Products) -> tuple[Forward, Forward]:
     """The two scripts of a layer, made once for its products."""
     held = _SCRIPTS.get(module)
     if held is None or held[0] != products:
@@ -124,7 +125,7 @@ def _scripts(module: nn.Module, products: Products) -> tuple[Any, Any]:
     return held[1], held[2]
 
 
-def _make(qkv: Product, *others: Product) -> tuple[Any, Any]:
+def _make(qkv: Product, *others: Product) -> tuple[Forward, Forward]:
     return scripted(_BeforeCache(qkv)), scripted(_AfterCache(*others))
 
 

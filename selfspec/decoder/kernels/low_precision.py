@@ -11,7 +11,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,7 +21,14 @@ from transformers.pytorch_utils import Conv1D
 
 from selfspec.config import Precision
 from selfspec.decoder.devices import is_sharded
-from selfspec.decoder.kernels.prepacked import Bundle, Forward, bundles, out_by_in, sum_of
+from selfspec.decoder.kernels.prepacked import (
+    Bundle,
+    Linear,
+    LinearForward,
+    bundles,
+    out_by_in,
+    sum_of,
+)
 from selfspec.decoder.passes import Approximation
 from selfspec.decoder.quantized import is_quantized
 
@@ -62,7 +69,9 @@ class LowPrecisionLinears:
         """Note that a call will read copies."""
         self.wanted.update(_needs(approximation))
 
-    def forwards(self, parts: Mapping[Part, Sequence[nn.Module]]) -> Iterator[tuple[Any, Forward]]:
+    def forwards(
+        self, parts: Mapping[Part, Sequence[nn.Module]]
+    ) -> Iterator[tuple[Linear, LinearForward]]:
         """The linear layers of wanted parts, each with its replacement."""
         self._copies, self._fresh = {}, set()
         for part in parts.keys() & {part for _, part in self.wanted}:
@@ -131,7 +140,7 @@ _HELD: WeakKeyDictionary[nn.Module, dict[Precision, _Held]] = WeakKeyDictionary(
 class _Copies:
     """Copies of linear layers with the same input, by precision."""
 
-    def __init__(self, modules: Sequence[Any]):
+    def __init__(self, modules: Sequence[Linear]):
         self._modules = modules
         self._held = _HELD.setdefault(modules[0], {})
 
@@ -167,7 +176,7 @@ class RoundedWeights(ABC):
         modules: the layers.
     """
 
-    def __init__(self, modules: Sequence[Any]):
+    def __init__(self, modules: Sequence[Linear]):
         weights = [out_by_in(module) for module in modules]
         self.outputs, self.inputs = sum(len(weight) for weight in weights), weights[0].shape[1]
         biased = modules[0].bias is not None
@@ -308,13 +317,13 @@ def _padded(states: Tensor, inputs: int) -> Tensor:
 # What can be copied
 
 
-def _linears(roots: Iterable[nn.Module]) -> Iterator[list[Any]]:
+def _linears(roots: Iterable[nn.Module]) -> Iterator[list[Linear]]:
     """The linear layers in these modules that get copies, grouped by common input."""
     for root in roots:
         yield from bundles(root, _is_linear)
 
 
-def _is_linear(module: Any) -> bool:
+def _is_linear(module: Any) -> TypeGuard[Linear]:
     if type(module) not in (nn.Linear, Conv1D) or "_hf_hook" in module.__dict__:
         return False  # device hooks move its input, or bring its weights
     weight = module.weight

@@ -15,7 +15,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeGuard
 from weakref import WeakKeyDictionary
 
 import psutil
@@ -39,7 +39,8 @@ _FEW = 4  # tokens up to which FBGEMM is faster than oneDNN
 # A prime number, so that weights' rows or columns that change places are seen.
 _COLUMNS = 1021
 
-Forward = Callable[[Tensor], Tensor]
+Linear = nn.Linear | Conv1D  # the layers with packed weights or copies
+LinearForward = Callable[[Tensor], Tensor]
 
 # Linear layers with the same input, by the names that models share (vLLM merges these, too). If
 # one of them gets another input, the result is still right, and slower.
@@ -82,7 +83,7 @@ class PrepackedLinears:
         self._warned = False
         self._both: bool | None = None  # decided once: packing takes the memory that it needs
 
-    def forwards(self, *roots: nn.Module) -> Iterator[tuple[nn.Module, Forward]]:
+    def forwards(self, *roots: nn.Module) -> Iterator[tuple[nn.Module, LinearForward]]:
         """The linear layers in these modules that can be packed, each with its replacement."""
         found = False
         if self._both is None:
@@ -119,7 +120,9 @@ def packed_bytes(*roots: nn.Module) -> int:
     return both if _fits(both) else _bytes_of(roots, _can_be_packed, both=False)
 
 
-def _bytes_of(roots: Iterable[nn.Module], takes: Callable[[Any], bool], both: bool) -> int:
+def _bytes_of(
+    roots: Iterable[nn.Module], takes: Callable[[nn.Module], TypeGuard[Linear]], both: bool
+) -> int:
     """Bytes of packed copies; with `both`, of FBGEMM's beside oneDNN's, too."""
     found = [out_by_in(m) for root in roots for each in bundles(root, takes) for m in each]
     return sum(
@@ -145,8 +148,8 @@ class Bundle:
 
     def __init__(
         self,
-        modules: Sequence[Any],
-        product: Forward,
+        modules: Sequence[Linear],
+        product: LinearForward,
         takes: Callable[[Tensor], bool],
         fbgemm: Rounded | None = None,
     ):
@@ -155,7 +158,7 @@ class Bundle:
         self.product, self.takes = product, takes
         self.held: tuple[Tensor, Tensor] | None = None  # the last input and all outputs
 
-    def forward(self, index: int, plain: Forward) -> Forward:
+    def forward(self, index: int, plain: LinearForward) -> LinearForward:
         """The replacement for `plain`, the forward of the layer with this index."""
         return _Member(self, index, plain)
 
@@ -163,7 +166,7 @@ class Bundle:
 class _Member:
     """One linear layer of a bundle: replaces its forward, `plain`."""
 
-    def __init__(self, bundle: Bundle, index: int, plain: Forward):
+    def __init__(self, bundle: Bundle, index: int, plain: LinearForward):
         self.bundle, self.index, self.plain = bundle, index, plain
         self._product, self._takes = bundle.product, bundle.takes
         self._alone, self._last = len(bundle.sizes) == 1, index == len(bundle.sizes) - 1
@@ -181,7 +184,7 @@ class _Member:
         return held[1].narrow(-1, self._start, self._size)
 
 
-def fbgemm_of(forwards: Sequence[Forward]) -> Rounded | None:
+def fbgemm_of(forwards: Sequence[LinearForward]) -> Rounded | None:
     """FBGEMM's product of linear layers that are a bundle; `None` where there is none.
 
     Low-precision copies that are read in place of it at times are looked through.
@@ -197,7 +200,7 @@ def fbgemm_of(forwards: Sequence[Forward]) -> Rounded | None:
     return found[0].fbgemm if whole else None
 
 
-def joined(forwards: Sequence[Forward]) -> Forward:
+def joined(forwards: Sequence[LinearForward]) -> LinearForward:
     """Maps the input of several linear layers to the outputs of all, concatenated.
 
     Args:
@@ -211,7 +214,7 @@ def joined(forwards: Sequence[Forward]) -> Forward:
     return lambda input: product(input) if takes(input) else plain(input)
 
 
-def _bundle(modules: Sequence[Any], packed: _Packed) -> Bundle:
+def _bundle(modules: Sequence[Linear], packed: _Packed) -> Bundle:
     dtype = modules[0].weight.dtype
 
     def takes(input: Tensor) -> bool:
@@ -220,7 +223,7 @@ def _bundle(modules: Sequence[Any], packed: _Packed) -> Bundle:
     return Bundle(modules, _product(packed), takes, packed.fbgemm)
 
 
-def _product(packed: _Packed) -> Forward:
+def _product(packed: _Packed) -> LinearForward:
     linear, (weight, bias, few, _) = _OPS._linear_pointwise, packed
     if weight is None:
         assert few is not None
@@ -262,7 +265,7 @@ def prepack_(model: PreTrainedModel) -> None:
         )
     uses = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
 
-    def takes(module: Any) -> bool:
+    def takes(module: nn.Module) -> TypeGuard[Linear]:
         return _is_packable(module) and module is not lm_head and uses[id(module.weight)] == 1
 
     found = [*bundles(model, takes)]
@@ -293,20 +296,20 @@ class PackedWeight(Tensor):
         made._is_param = True  # `nn.Parameter(made)` would read it
         return made
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_: object) -> str:
         """Without values."""
         return f"PackedWeight({tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(cls, *call: Any) -> NoReturn:
+    def __torch_dispatch__(cls, *call: object) -> NoReturn:
         """Refuse to be read."""
         _refuse()
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
+    def __deepcopy__(self, memo: object) -> NoReturn:
         """Refuse to be copied."""
         _refuse()
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse to be pickled."""
         _refuse()
 
@@ -317,12 +320,12 @@ class PackedWeight(Tensor):
         _refuse()
 
     @staticmethod
-    def __tensor_unflatten__(*call: Any) -> NoReturn:
+    def __tensor_unflatten__(*call: object) -> NoReturn:
         """Refuse to be compiled."""
         _refuse()
 
 
-def _refuse(*call: Any) -> NoReturn:
+def _refuse(*call: object) -> NoReturn:
     raise RuntimeError(
         "prepack_ has packed the weights of this model for inference: it can only generate, in its "
         "dtype and without gradients; load it anew to train, save, copy, move or change it"
@@ -338,7 +341,7 @@ def _pack_in_place(modules: Sequence[Any]) -> None:
         packed = packed._replace(fbgemm=None)  # it is asked for to save memory
     dtype = modules[0].weight.dtype
     del _PACKED[modules[0]]
-    held: list[tuple[dict[str, Any], str, PackedWeight]] = []
+    held: list[tuple[dict[str, object], str, PackedWeight]] = []
 
     def takes(input: Tensor) -> bool:
         for parameters, name, stand_in in held:
@@ -378,7 +381,9 @@ def _half_on_cpu(roots: Iterable[nn.Module]) -> bool:
     return any(m.weight.dtype in HALF and m.weight.device.type == "cpu" for m in linears)
 
 
-def bundles(root: nn.Module, takes: Callable[[Any], bool]) -> Iterator[list[nn.Module]]:
+def bundles(
+    root: nn.Module, takes: Callable[[nn.Module], TypeGuard[Linear]]
+) -> Iterator[list[Linear]]:
     """The linear layers in a module for which `takes` holds, grouped by common input.
 
     Those whose weight PEFT replaces in every call (LoRA by `target_parameters`) are left out.
@@ -397,11 +402,11 @@ def bundles(root: nn.Module, takes: Callable[[Any], bool]) -> Iterator[list[nn.M
         yield from ([module] for module in children.values())
 
 
-def _is_packable(module: Any) -> bool:
+def _is_packable(module: nn.Module) -> TypeGuard[Linear]:
     return _can_be_packed(module) and module.weight.device.type == "cpu"
 
 
-def _can_be_packed(module: Any) -> bool:
+def _can_be_packed(module: Any) -> TypeGuard[Linear]:
     if type(module) not in (nn.Linear, Conv1D) or "forward" in module.__dict__:
         return False  # device hooks bring the weights, or an outer call has packed them
     return type(module.weight) is nn.Parameter and packs(module.weight.dtype)
@@ -436,17 +441,17 @@ def most_tokens(dtype: torch.dtype) -> int:
     return _FEW if onednn_computes(dtype) else sys.maxsize
 
 
-def _kind(module: Any) -> tuple[Any, ...]:
+def _kind(module: Linear) -> tuple[object, ...]:
     """What layers must have in common to be merged."""
     return type(module), out_by_in(module).shape[1], module.weight.dtype, module.bias is None
 
 
-def out_by_in(module: Any) -> Tensor:
+def out_by_in(module: Linear) -> Tensor:
     """The weight as `[out, in]`."""
     return module.weight.detach() if type(module) is nn.Linear else module.weight.detach().t()
 
 
-def _pack(modules: Sequence[Any], both: bool) -> _Packed | None:
+def _pack(modules: Sequence[Linear], both: bool) -> _Packed | None:
     """Pack layers with the same input, unless they are; `None` if FBGEMM cannot hold the weights.
 
     Args:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding
+from typing_extensions import Self
 
 from selfspec.decoder import Pass
 from selfspec.drafters.engine import Engine, State, Verified
@@ -73,7 +73,7 @@ class OnePassReader(ExitReader):
         self._features = self._features[list(rows)]
         self._starts = [self._starts[row] for row in rows]
 
-    def join(self, other: Any) -> None:
+    def join(self, other: Self) -> None:
         """Append the rows of another reader."""
         self._features, self._starts = (
             append_rows(self._features, other._features),

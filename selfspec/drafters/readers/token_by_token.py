@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from selfspec.decoder import Decoder, OwnLayer, Pass, Span
 from selfspec.decoder.cache import SlotCache
@@ -253,7 +254,7 @@ class LayerReader(ExitReader):
         self._states.select(rows)
         self._kv.select(rows)
 
-    def join(self, other: Any) -> None:
+    def join(self, other: Self) -> None:
         """Append the rows of another reader."""
         self._states.join(other._states)
         self._kv.join(other._kv)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
@@ -85,7 +84,7 @@ def ships_head(path: str | Path, depth: int) -> bool:
     return bool(find_mtp(checkpoint, depth) or prefix_inside(checkpoint.files))
 
 
-def load_shipped(decoder: Decoder, path: str | Path, **options: Any) -> ExitHead | None:
+def load_shipped(decoder: Decoder, path: str | Path, **options: object) -> ExitHead | None:
     """The head that a checkpoint of the target holds; `None` if it has none and announces none.
 
     Args:

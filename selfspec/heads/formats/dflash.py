@@ -10,11 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from selfspec.config import JsonObject
 from selfspec.decoder import Decoder
 from selfspec.heads.dflash import DFlashHead
 from selfspec.heads.formats.eagle import check_readout
@@ -129,7 +129,7 @@ def _names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 # Configs
 
 
-def _of_speculators(published: PublishedHead) -> dict[str, Any]:
+def _of_speculators(published: PublishedHead) -> JsonObject:
     """The options that a config of speculators states; absent keys have its defaults."""
     config = published.config
     algorithm = config["speculators_model_type"]
@@ -159,7 +159,7 @@ def _of_speculators(published: PublishedHead) -> dict[str, Any]:
     }
 
 
-def _of_others(published: PublishedHead) -> dict[str, Any]:
+def _of_others(published: PublishedHead) -> JsonObject:
     """The options that a config of z-lab, DeepSpec or transformers states."""
     config = published.config
     _check_architecture(published)
@@ -205,7 +205,7 @@ def _check_architecture(published: PublishedHead) -> None:
         )
 
 
-def _layers_below(published: PublishedHead, nested: Mapping[str, Any]) -> list[int] | None:
+def _layers_below(published: PublishedHead, nested: JsonObject) -> list[int] | None:
     """The hidden states that the head reads, by the number of layers below each."""
     config = published.config
     # Looked for in the same order as in vLLM.
@@ -222,7 +222,7 @@ def _layers_below(published: PublishedHead, nested: Mapping[str, Any]) -> list[i
     return None
 
 
-def _ids(published: PublishedHead, source: Mapping[str, Any], key: str) -> list[int] | None:
+def _ids(published: PublishedHead, source: JsonObject, key: str) -> list[int] | None:
     """The whole numbers under a key; `None` if it is absent."""
     found = source.get(key)
     if found is None:
@@ -234,7 +234,7 @@ def _ids(published: PublishedHead, source: Mapping[str, Any], key: str) -> list[
     return found
 
 
-def _attention(published: PublishedHead, nested: Mapping[str, Any], native: bool) -> dict[str, Any]:
+def _attention(published: PublishedHead, nested: JsonObject, native: bool) -> JsonObject:
     """Options of the layers' attention, as z-lab's code and vLLM read them; `native`: transformers.
 
     `use_swa` makes every layer slide where no layer is said to. Rows of a block see only those
@@ -245,14 +245,14 @@ def _attention(published: PublishedHead, nested: Mapping[str, Any], native: bool
     forced = bool(nested.get("use_swa")) and not any(sliding)
     sliding = [slides or forced for slides in sliding]
     causal = [slides and not forced and not native for slides in sliding]
-    said = nested.get("causal", config.get("is_causal"))
+    said = config.get("is_causal", nested.get("causal"))
     if said is not None and not native:
         causal = [bool(said)] * len(sliding)
     window = nested.get("swa_window_size") or config.get("sliding_window")
     return _windows(published, sliding, causal, window, inclusive=native)
 
 
-def _sliding(published: PublishedHead, layer: Mapping[str, Any]) -> list[bool]:
+def _sliding(published: PublishedHead, layer: JsonObject) -> list[bool]:
     """Which layers attend to a sliding window; without a list of them, as in Qwen3's config."""
     kinds, count = layer.get("layer_types"), _count(published)
     if kinds is None:
@@ -273,9 +273,9 @@ def _windows(
     published: PublishedHead,
     sliding: Sequence[bool],
     causal: Sequence[bool],
-    window: Any,
+    window: object,
     inclusive: bool = False,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Options of the layers that attend to a sliding window, or in which rows of a block differ.
 
     Args:
@@ -310,8 +310,8 @@ def _of_tensors(
     decoder: Decoder,
     published: PublishedHead,
     tensors: Mapping[str, Tensor],
-    facts: Mapping[str, Any],
-) -> dict[str, Any]:
+    facts: JsonObject,
+) -> JsonObject:
     """The options that the tensors tell.
 
     Raises:
@@ -382,7 +382,7 @@ def _sizes(
     }
 
 
-def _of_corrections(shapes: Mapping[str, tuple[int, ...]], width: int) -> dict[str, Any]:
+def _of_corrections(shapes: Mapping[str, tuple[int, ...]], width: int) -> JsonObject:
     """The options of what DSpark and DFlash2 add, from the shapes of the tensors."""
     kinds = {"markov_head.gate_proj.weight": "gated", "markov_head.joint_proj.weight": "rnn"}
 
@@ -404,7 +404,7 @@ def _of_corrections(shapes: Mapping[str, tuple[int, ...]], width: int) -> dict[s
     }
 
 
-def _plain(layer: Mapping[str, Any]) -> dict[str, Any]:
+def _plain(layer: JsonObject) -> JsonObject:
     """The config of the layers without what describes the whole head."""
     others = ("architectures", "layer_types", "sliding_window", "use_sliding_window")
     return {key: value for key, value in layer.items() if key not in others}

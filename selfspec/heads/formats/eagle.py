@@ -13,11 +13,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from selfspec.config import JsonObject
 from selfspec.decoder import Decoder
 from selfspec.heads.base import ExitHead
 from selfspec.heads.eagle import EagleHead
@@ -58,8 +58,8 @@ def read(decoder: Decoder, published: PublishedHead) -> ExitHead:
 def read_eagle3(
     decoder: Decoder,
     published: PublishedHead,
-    layer: Mapping[str, Any],
-    flags: Mapping[str, Any],
+    layer: JsonObject,
+    flags: JsonObject,
 ) -> Eagle3Head:
     """Make an EAGLE-3 head.
 
@@ -79,7 +79,7 @@ def read_eagle3(
     check_readout(decoder, published, by_own, flags)
     output_normed = bool(flags.get("norm_output", False))
     rows, readout = by_own.get("embed_tokens.weight"), by_own.get("readout.weight")
-    options: dict[str, Any] = {
+    options: JsonObject = {
         "layer": config,
         "norm_before_residual": bool(flags.get("norm_before_residual", False)),
         "norm_before_fc": "input_norm.weight" in by_own or bool(flags.get("norm_before_fc")),
@@ -113,7 +113,7 @@ def read_eagle3(
 
 
 def _read_eagle(
-    decoder: Decoder, published: PublishedHead, layer: Mapping[str, Any], names: dict[str, str]
+    decoder: Decoder, published: PublishedHead, layer: JsonObject, names: dict[str, str]
 ) -> EagleHead:
     tensors = {own: published.tensors[name] for name, own in names.items()}
     config = _layer_config(published, layer, tensors)
@@ -152,7 +152,7 @@ def _own_rows(decoder: Decoder, rows: Tensor | None) -> int:
     return 0 if rows is None or is_embedding_of(decoder, rows) else len(rows)
 
 
-def _layer_ids(published: PublishedHead, ids: Any) -> list[int]:
+def _layer_ids(published: PublishedHead, ids: object) -> list[int]:
     if isinstance(ids, list) and all(type(index) is int for index in ids):
         return ids
     raise ValueError(f"{LAYER_IDS} of {published.where} must be a list of whole numbers, got {ids}")
@@ -176,7 +176,7 @@ def _depth(names: Iterable[str]) -> int:
     return max((int(found[1]) + 2 for found in further if found), default=1)
 
 
-def _mask_token(published: PublishedHead, flags: Mapping[str, Any]) -> int:
+def _mask_token(published: PublishedHead, flags: JsonObject) -> int:
     """The token in place of drafts that are not made yet, of a head with a `mask_hidden`.
 
     Raises:
@@ -195,7 +195,7 @@ def _mask_token(published: PublishedHead, flags: Mapping[str, Any]) -> int:
 # The config of the layer, and what the tensors say
 
 
-def _layer_source(published: PublishedHead, names: Mapping[str, str]) -> Mapping[str, Any]:
+def _layer_source(published: PublishedHead, names: Mapping[str, str]) -> JsonObject:
     """The part of config.json that describes the layer: its top, or what stands under some key.
 
     vLLM's converted EAGLE heads have it under `model`.
@@ -220,17 +220,17 @@ def _layer_source(published: PublishedHead, names: Mapping[str, str]) -> Mapping
     )
 
 
-def _parts(config: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _parts(config: JsonObject, at: str = "") -> Iterator[tuple[str, JsonObject]]:
     """A config and all objects inside it, with the names that lead there."""
     yield at, config
     for key, value in config.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, dict):
             yield from _parts(value, f"{at}.{key}" if at else key)
 
 
 def _layer_config(
-    published: PublishedHead, said: Mapping[str, Any], tensors: Mapping[str, Tensor]
-) -> dict[str, Any]:
+    published: PublishedHead, said: JsonObject, tensors: Mapping[str, Tensor]
+) -> JsonObject:
     """The layer's config, with the sizes and biases that its tensors have.
 
     Raises:
@@ -265,7 +265,7 @@ def _layer_config(
 
 
 def _sizes(
-    published: PublishedHead, said: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    published: PublishedHead, said: JsonObject, tensors: Mapping[str, Tensor]
 ) -> dict[str, int]:
     """Sizes of the layer by the rows of its maps; the config says how wide a head is."""
 
@@ -304,7 +304,7 @@ def _sizes(
 
 
 def _check_layers(
-    published: PublishedHead, said: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    published: PublishedHead, said: JsonObject, tensors: Mapping[str, Tensor]
 ) -> None:
     """Raise ValueError unless the tensors are of as many layers as the config says."""
     held, announced = _depth(tensors), said.get("num_hidden_layers")
@@ -322,7 +322,7 @@ def _check_layers(
 def _check_target(
     decoder: Decoder,
     published: PublishedHead,
-    layer: Mapping[str, Any],
+    layer: JsonObject,
     tensors: Mapping[str, Tensor],
     target_width: int | None,
 ) -> None:
@@ -348,7 +348,7 @@ def check_readout(
     decoder: Decoder,
     published: PublishedHead,
     tensors: Mapping[str, Tensor],
-    flags: Mapping[str, Any],
+    flags: JsonObject,
 ) -> None:
     """Raise ValueError unless a reduced vocabulary has its LM head and the list of its tokens."""
     drafts, mapping = flags.get("draft_vocab_size"), tensors.get("d2t")

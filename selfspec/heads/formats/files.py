@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from selfspec.config import JsonObject
 from selfspec.decoder import Decoder
 from selfspec.heads.base import ExitHead
 from selfspec.heads.files import CheckpointFiles, read_object, replacing
@@ -36,7 +36,7 @@ class PublishedHead:
     """
 
     folder: Path
-    config: dict[str, Any]
+    config: JsonObject
     tensors: dict[str, Tensor]
     files: dict[str, str]
     inside: str = ""
@@ -68,14 +68,14 @@ def read_folder(folder: Path) -> PublishedHead:
 _WRAPPERS = re.compile(r"((_orig_mod|module|base_model|draft_model)\.)*")
 
 
-def _wrapper(names: Mapping[str, Any]) -> str:
+def _wrapper(names: Collection[str]) -> str:
     """The prefix of all names that says nothing of the head; empty if there is none."""
     found = {match[0] for name in names if (match := _WRAPPERS.match(name))}
     return found.pop() if len(found) == 1 else ""
 
 
 def read_checkpoint(
-    checkpoint: CheckpointFiles, folder: Path, config: dict[str, Any], inside: str
+    checkpoint: CheckpointFiles, folder: Path, config: JsonObject, inside: str
 ) -> PublishedHead:
     """Read the tensors under a prefix, which is left out of their names.
 
@@ -92,7 +92,7 @@ def read_checkpoint(
     )
 
 
-def _without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
+def _without_nulls(config: Mapping[str, object]) -> JsonObject:
     return {
         key: _without_nulls(value) if isinstance(value, Mapping) else value
         for key, value in config.items()
@@ -106,7 +106,7 @@ _OWN_FILE = re.compile(r"(model\.)*")  # prefixes of heads with files of their o
 _EAGLE_LAYERS = ("layers.0.self_attn.q_proj.weight", "midlayer.self_attn.q_proj.weight")
 
 
-def prefix_inside(names: Mapping[str, Any]) -> str:
+def prefix_inside(names: Collection[str]) -> str:
     """The prefix of a Medusa or EAGLE head among the tensors of its target; empty if none is there.
 
     Medusa-2 checkpoints have `medusa_head.`, those that ModelOpt trains `eagle_module.`

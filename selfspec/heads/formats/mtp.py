@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from selfspec.decoder import Decoder
 from selfspec.heads.files import CheckpointFiles
@@ -153,7 +152,7 @@ def read_mtp(decoder: Decoder, found: FoundMtp, checkpoint: CheckpointFiles) -> 
     return head.eval().requires_grad_(False)
 
 
-def _fill(head: MtpHead, weights: Mapping[str, Tensor], block: Any) -> None:
+def _fill(head: MtpHead, weights: Mapping[str, Tensor], block: nn.Module) -> None:
     """Load the tensors around the layer, and the layer's from another one."""
     layer = head.layer
     inside = "layer.block." if isinstance(layer, MtpLayer) else "layer."

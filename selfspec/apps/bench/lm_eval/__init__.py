@@ -9,7 +9,7 @@ run through the model's own forward, as with `hf`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImpo
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
-from selfspec.config import DraftConfig
+from selfspec.config import DraftConfig, JsonObject, Options
 from selfspec.drafters import make_drafter
 from selfspec.heads import CONFIG_NAME
 from selfspec.model import SelfSpecModel
@@ -46,8 +46,8 @@ class SelfSpecLM(HFLM):
 
     def __init__(
         self,
-        pretrained: Any,
-        draft: DraftConfig | Mapping[str, Any] | str | None = None,
+        pretrained: object,
+        draft: DraftConfig | Options | str | None = None,
         heads: str | None = None,
         draft_model: str | None = None,
         profile: str | None = None,
@@ -88,7 +88,7 @@ class SelfSpecLM(HFLM):
         self.calls.append(self.spec.last_stats)
         return written
 
-    def get_model_info(self) -> dict[str, Any]:
+    def get_model_info(self) -> JsonObject:
         """Facts that lm-eval stores beside the scores, with the acceptance rate."""
         drafted, accepted = (
             sum(getattr(call, name) for call in self.calls) for name in ("drafted", "accepted")
@@ -115,7 +115,7 @@ class _StopSequences(StoppingCriteria):
         # The sequence may be tokenized differently in context, and begin inside a token.
         self.reach = max(widths, default=0) + 2
 
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+    def __call__(self, input_ids: Tensor, scores: object, **kwargs: object) -> Any:
         last = self.tokenizer.batch_decode(input_ids[:, self.start :][:, -self.reach :])
         ended = [any(text in written for text in self.texts) for written in last]
         return torch.tensor(ended, device=input_ids.device)

@@ -66,7 +66,7 @@ class Page:
                 self.ours = gr.HTML(view.pane(*_OURS), elem_id="speculative")
             self._connect()
 
-    def _prompt(self) -> tuple[Any, Any]:
+    def _prompt(self) -> tuple[gr.Dropdown, gr.Textbox]:
         passages = load_prompts()
         choices = [
             (f"{each.domain}: {' '.join(each.text.split())[:45]} …", each.text) for each in passages
@@ -158,7 +158,7 @@ class Page:
         no_repeat_ngram_size: float,
         rejected: bool,
         request: gr.Request,
-    ) -> Iterator[tuple[Any, ...]]:
+    ) -> Iterator[tuple[object, ...]]:
         """The page's content, frame by frame; an error is shown as a line."""
         stop = self.stops[_reader(request)] = threading.Event()
         try:
@@ -193,7 +193,7 @@ class Page:
         if stop is not None:
             stop.set()
 
-    def choose_drafter(self, drafter: str) -> tuple[Any, ...]:
+    def choose_drafter(self, drafter: str) -> tuple[object, ...]:
         """Enable the controls that the drafter uses."""
         offer = self.offer
         at_exit, has_length = offer.at_an_exit(drafter), offer.takes_length(drafter)
@@ -204,7 +204,7 @@ class Page:
             gr.update(interactive=has_length, value=length),
         )
 
-    def choose_exit(self, exit_layer: float) -> Any:
+    def choose_exit(self, exit_layer: float) -> object:
         """Show the heads at that exit layer."""
         heads = self.offer.heads(int(exit_layer))
         return gr.update(choices=heads, value=heads[0])
@@ -244,7 +244,9 @@ class Page:
             self.blocks.close(verbose=False)
 
 
-def _slider(label: str, ends: tuple[int, int], value: int, step: float = 1, **more: Any) -> Any:
+def _slider(
+    label: str, ends: tuple[int, int], value: int, step: float = 1, **more: object
+) -> gr.Slider:
     return gr.Slider(*ends, value, step=step, label=label, min_width=_NARROW, buttons=[], **more)
 
 
@@ -264,5 +266,5 @@ def _reader(request: gr.Request) -> str:
     return request.session_hash or ""
 
 
-def _buttons(writing: bool) -> tuple[Any, Any]:
+def _buttons(writing: bool) -> tuple[object, object]:
     return gr.update(interactive=not writing), gr.update(interactive=writing)
