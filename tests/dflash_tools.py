@@ -130,7 +130,7 @@ def write_z_lab(folder: Path, head: Published, **others: Any) -> Path:
         **QWEN3,
         "architectures": ["DFlashDraftModel"],
         "num_hidden_layers": _depth(head.tensors),
-        "is_causal": head.causal,
+        "is_causal": None if head.causal else False,  # null: in the layers that slide
         "dflash_config": {**nested, **others},
         **_sliding(head),
         **head.keys,

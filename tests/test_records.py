@@ -186,6 +186,13 @@ def test_a_bad_element_costs_itself_and_is_named(tmp_path, count, data, damage):
     assert f"record {bad + 1}, line 1" in found[bad].place
 
 
+@pytest.mark.parametrize("first", ["null", "1", "-2.5e3", "true", "null, 7"])
+def test_an_array_of_objects_may_begin_with_something_else(tmp_path, first):
+    found = read(tmp_path / "a", f'[{first}, {{"text": "0"}}, {{"text": "1"}}]'.encode())
+    bad = first.count(",") + 1
+    assert [bool(record.fault) for record in found] == [True] * bad + [False] * 2
+
+
 @pytest.mark.parametrize("content", ['[{"a": 1}, {"b": 2', '[{"a": "b'])
 def test_an_array_without_an_end_is_refused(tmp_path, content):
     with pytest.raises(ValueError, match="is a JSON array without an end"):

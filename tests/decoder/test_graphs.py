@@ -47,7 +47,7 @@ class Picture:
 def recorder(monkeypatch) -> Iterator[type[CpuTape]]:
     """Graphs of what a CPU does, in pages that a text of a test turns."""
     monkeypatch.setitem(RECORDERS, "cpu", lambda device: CpuTape)
-    monkeypatch.setattr(graphs, "PAGE", 16)
+    monkeypatch.setattr(graphs, "GROWTH", 16)
     CpuTape.replays = 0
     return CpuTape
 
@@ -371,7 +371,7 @@ def test_layers_are_recorded_only_where_the_body_hands_hidden_states_on(meddle):
 @pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("qwen3", "eager")])
 @pytest.mark.parametrize("lengths", [(6,), (9, 5, 2)])
 def test_cuda_graphs_write_the_models_own_text(family, attention, lengths, monkeypatch, recorded):
-    monkeypatch.setattr(graphs, "PAGE", 256)
+    monkeypatch.setattr(graphs, "GROWTH", 256)
     spec = SelfSpecModel(build(family, attention).cuda(), kernels="graphs")
     writes_the_same(spec, *lengths)
     assert is_recorded(spec) and recorded

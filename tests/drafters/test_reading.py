@@ -15,7 +15,7 @@ from head_tools import (
 
 from selfspec import SelfSpecModel
 from selfspec.decoder import Decoder
-from selfspec.generation.loop import Session
+from selfspec.generation import loop
 from selfspec.schedule import Schedule
 
 IDS, MASK = prompt(3, 8, 5)
@@ -103,9 +103,9 @@ def test_while_sampling_and_as_rows_leave(reading, kind):
 def test_a_round_without_drafts_leaves_no_gap(monkeypatch, reading, kind):
     """What the target alone wrote, the head's layer must see all the same."""
     spec, head, seen = reading(kind)
-    limit, rounds = Session._limit, iter(range(100))
+    limit, rounds = loop._most_drafts, iter(range(100))
     monkeypatch.setattr(
-        Session, "_limit", lambda *a: 0 if next(rounds) % 3 in (0, 1) else limit(*a)
+        loop, "_most_drafts", lambda *a: 0 if next(rounds) % 3 in (0, 1) else limit(*a)
     )
     spec.generate(IDS, attention_mask=MASK, max_new_tokens=20, draft={"head": head.kind})
     assert_reads_as_forced(spec.decoder, head, seen, close_in_double)

@@ -21,7 +21,8 @@ from dflash_tools import (
     write_z_lab,
 )
 from head_tools import own_head, record
-from published import DRAFTS, EPS, changed, residual_streams
+from published import DRAFTS, EPS, changed, layer_tensors, residual_streams
+from safetensors.torch import load_file
 
 from selfspec import SelfSpecModel
 from selfspec.apps.export import export_dflash
@@ -171,6 +172,55 @@ def test_factors_of_z_lab(tmp_path, target):
     assert torch.equal(wide.embed(decoder, token), 3 * one.embed(decoder, token))
 
 
+SLIDES = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 6}
+SWA = {"use_swa": True, "swa_window_size": 6}
+BOTH, NONE = [True, True], [False, False]
+
+
+@pytest.mark.parametrize(
+    ("top", "nested", "windows", "causal"),
+    [
+        (SLIDES, {}, [None, 6], [False, True]),
+        ({**SLIDES, "is_causal": False}, {}, [None, 6], NONE),
+        (SLIDES, {"causal": False}, [None, 6], NONE),
+        ({**SLIDES, "is_causal": True}, {"causal": False}, [None, 6], BOTH),
+        ({"is_causal": True}, {}, [None, None], BOTH),
+        ({}, {"causal": True}, [None, None], BOTH),
+        ({}, SWA, [6, 6], NONE),
+        ({"layer_types": ["full_attention"] * 2}, SWA, [6, 6], NONE),
+        ({"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}, {}, [None, 6],
+         [False, True]),
+        ({"use_sliding_window": True, "sliding_window": 6}, {}, [None, None], NONE),
+    ],
+)  # fmt: skip
+def test_which_layers_slide_and_see_only_rows_before(
+    tmp_path, target, top, nested, windows, causal
+):
+    head = Published(dflash_tensors(), keys={"is_causal": None, **top})
+    spec = SelfSpecModel(target, heads=write_z_lab(tmp_path, head, **nested))
+    options = spec.heads[0].options
+    assert (options["windows"] or [None, None]) == windows
+    assert (options["causal"] or NONE) == causal
+    text = spec.generate(IDS, attention_mask=MASK, max_new_tokens=NEW)
+    assert torch.equal(text, greedy(target, IDS, MASK, max_new_tokens=NEW))
+
+
+@pytest.mark.parametrize(
+    ("top", "nested"),
+    [
+        ({"block_size": BLOCK}, {"block_size": None}),
+        ({"vocab_size": None}, {}),
+        ({"dspark_noise_token_id": MASK_TOKEN}, {"mask_token_id": None}),
+    ],
+)
+def test_a_null_in_a_config_is_an_absent_key(tmp_path, target, top, nested):
+    decoder, tensors = Decoder(target), dflash_tensors()
+    (plain,) = load_heads(decoder, write_z_lab(tmp_path / "a", Published(tensors)))
+    folder = write_z_lab(tmp_path / "b", Published(tensors, keys=top), **nested)
+    (other,) = load_heads(decoder, folder)
+    assert other.options == plain.options
+
+
 # Written
 
 EXPORTED = [name for name in HEADS if "z-lab s" not in name and "z-lab b" not in name]
@@ -202,11 +252,26 @@ def test_a_trimmed_head_is_exported_with_its_rows_of_the_lm_head(tmp_path, targe
     torch.testing.assert_close(head.logits(decoder, state), again.logits(decoder, state))
 
 
+def test_maps_without_a_bias_beside_others_are_exported_with_zeros(tmp_path, target):
+    maps = [f"self_attn.{name}_proj" for name in "qkv"]
+    biased = layer_tensors(1, qwen=True, biases=maps)
+    own = {f"layers.{i}.{m}.bias": biased[f"{m}.bias"] + i for i in range(2) for m in maps}
+    tensors = {**dflash_tensors(), **own}
+    decoder = Decoder(target)
+    (head,) = load_heads(decoder, write_z_lab(tmp_path / "a", Published(tensors)))
+    export_dflash(decoder, head, tmp_path / "out", target="target")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert not written["layers.1.self_attn.o_proj.bias"].any()
+    (again,) = load_heads(decoder, tmp_path / "out")
+    assert len(again.options["layer"]["biases"]) == 4
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"softcap": 3.0}, "no such DFlash head: softcap=3.0"),
         ({"windows": [4], "causal": [True]}, "window_from_anchor=False"),
+        ({"causal": [True]}, r"causal=\[True\]"),
         ({"selector_rank": 4}, "conv_kernel_size=0"),
     ],
 )

@@ -103,7 +103,9 @@ def test_the_head_is_saved_with_the_target(wrapped, tmp_path):
 
 
 def test_heads_that_are_given_go_before(wrapped):
-    _, folder, _ = wrapped
+    _, folder, spec = wrapped
+    (own,), (named,) = spec.heads, SelfSpecModel.from_pretrained(folder, heads=folder).heads
+    assert named.options == own.options
     assert SelfSpecModel.from_pretrained(folder, heads=[]).heads == []
 
 

@@ -309,6 +309,8 @@ def test_other_files_beside_a_head_are_left_out(tmp_path, decoder):
     state = {"optim.step": torch.ones(1), "exp_avg.fc.weight": torch.ones(2, 2)}
     save_file(state, folder / "optimizer.safetensors")
     (folder / "scaler.safetensors").write_bytes(b"no tensors")
+    (folder / "lost.safetensors").symlink_to("/nonexistent")
+    (folder / "folder.safetensors").mkdir()
     assert_same(load(decoder, folder), plain)
     (folder / "model.safetensors").rename(folder / "eagle.safetensors")
     assert_same(load(decoder, folder), plain)
@@ -332,6 +334,36 @@ def test_damage_names_the_file(tmp_path, decoder):
         )
         with pytest.raises(ValueError, match=r"fc\.weight .* is stored as (int8|float8_e4m3fn)"):
             load(decoder, folder)
+
+
+IDS_KEY = "eagle_aux_hidden_state_layer_ids"
+
+
+@pytest.mark.parametrize("nested", [{IDS_KEY: [1, 2, 3]}, {"layer_ids": [2, 3, 4]}])
+def test_a_null_hides_nothing_that_is_nested(tmp_path, decoder, nested):
+    keys = {IDS_KEY: None, "eagle_config": {**nested, "norm_before_residual": True}}
+    folder = write_eagle3(tmp_path, eagle3_tensors(), **keys)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "norm_before_residual": None}))
+    head = load(decoder, folder)
+    assert head.feature_layers == (2, 3, 4) and head.options["norm_before_residual"]
+
+
+@pytest.mark.parametrize("flag", ["norm_before_fc", "fc_norm"])
+def test_norms_of_features_are_those_of_the_file(tmp_path, decoder, flag):
+    head = load(decoder, write_eagle3(tmp_path, eagle3_tensors(**{flag: True}), **LAYERS))
+    assert head.options[flag]
+
+
+def test_an_embedding_that_differs_in_one_row_is_the_heads_own(tmp_path):
+    target = tiny_llama(vocab_size=1500, rms_norm_eps=EPS)
+    rows = target.model.embed_tokens.weight.detach().clone()
+    tensors = {**eagle3_tensors(), "embed_tokens.weight": rows}
+    for change in (0.0, 5.0):  # of a row for masks
+        rows[1003] += change
+        folder = write_eagle3(tmp_path / str(change), tensors, vocab_size=1500, **LAYERS)
+        head = load(Decoder(target), folder)
+        assert (head.embed_tokens is None) == (change == 0)
 
 
 # Heads inside the checkpoint of their target

@@ -1,11 +1,13 @@
 """Heads in the formats of others: read, and drafting what their publishers' code would draft."""
 
+import json
 import shutil
 
 import pytest
 import torch
 from cli_tools import call, one_object
 from conftest import VOCAB, equal_to_generate, prompt, tiny_llama
+from families import model_of
 from head_tools import own_head, record
 from published import (
     DRAFTS,
@@ -267,7 +269,8 @@ def test_a_copy_of_the_targets_embeddings_is_not_held_twice(tmp_path, target):
     assert head.embed_tokens is None
 
 
-def test_vllms_medusa_names_and_token_map(tmp_path, target):
+@pytest.mark.parametrize("whole", [False, True], ids=["rows", "whole LM heads"])
+def test_vllms_medusa_names_and_token_map(tmp_path, target, whole):
     theirs = write_medusa(tmp_path / "theirs", heads=2, layers=1)
     ids = torch.arange(0, VOCAB, 2)
     tensors = {"token_map": ids}
@@ -275,7 +278,8 @@ def test_vllms_medusa_names_and_token_map(tmp_path, target):
         for part in ("weight", "bias"):
             name = f"blocks.{head}.layers.0.{part}"
             tensors[name] = theirs[f"{head}.0.linear.{part}"]
-        tensors[f"lm_heads.{head}.weight"] = theirs[f"{head}.1.weight"][ids]
+        readout = theirs[f"{head}.1.weight"]
+        tensors[f"lm_heads.{head}.weight"] = readout if whole else readout[ids]
     config = {"model_type": "medusa", "num_heads": 2, "num_hidden_layers": 1}
     decoder = Decoder(target)
     (head,) = load_heads(decoder, write(tmp_path / "vllm", config, tensors))
@@ -283,6 +287,20 @@ def test_vllms_medusa_names_and_token_map(tmp_path, target):
     state = torch.randn(1, 1, WIDTH, dtype=torch.float64)
     expected = other.all_logits(decoder, state)[..., ids]
     torch.testing.assert_close(head.all_logits(decoder, state), expected)
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "lm_heads.0.weight"])
+def test_vllms_medusa_with_the_targets_lm_head(tmp_path, target, name):
+    theirs = write_medusa(tmp_path / "theirs", heads=2, layers=1)
+    tensors = {
+        f"blocks.{head}.layers.0.{part}": theirs[f"{head}.0.linear.{part}"]
+        for head in range(2)
+        for part in ("weight", "bias")
+    }
+    tensors[name] = target.lm_head.weight.detach()
+    config = {"model_type": "medusa", "num_heads": 2, "original_lm_head": True}
+    (head,) = load_heads(Decoder(target), write(tmp_path / "vllm", config, tensors))
+    assert head.readouts is None and head.longest == 2
 
 
 # Written
@@ -326,6 +344,30 @@ def test_an_exported_head_drafts_as_before(tmp_path, target, variant, trimmed, l
             h.expand_logits(h.logits(decoder, x), decoder) for h, x in ((head, one), (again, other))
         ]
         torch.testing.assert_close(*wide)
+
+
+@pytest.mark.parametrize("family", ["granite", "cohere"])
+def test_the_scale_of_a_targets_logits_is_exported(tmp_path, family):
+    spec = SelfSpecModel(model_of(family, "sdpa"))
+    decoder = spec.decoder
+    head = own_head(decoder, "eagle3", 0)
+    export_eagle3(decoder, head, tmp_path / "out", target="target")
+    (again,) = load_heads(decoder, tmp_path / "out" / "eagle3")
+    assert again.readout is not None
+    state = torch.randn(1, 2, decoder.config.hidden_size, dtype=decoder.dtype)
+    torch.testing.assert_close(head.logits(decoder, state), again.logits(decoder, state))
+
+
+@pytest.mark.parametrize(("kind", "longest"), [("dynamic", 32), ("default", 128)])
+def test_frequencies_that_depend_on_a_heads_positions_stay(tmp_path, target, kind, longest):
+    rope = {"rope_type": kind, "rope_theta": 10_000.0}
+    rope |= {"factor": 2.0} if kind == "dynamic" else {}
+    layer = Eagle3Head.build(Decoder(target)).options["layer"]
+    layer = {**layer, "rope_parameters": rope, "max_position_embeddings": 32}
+    head = own_head(Decoder(target), "eagle3", 0, layer=layer)
+    export_eagle3(Decoder(target), head, tmp_path / "out", target="target")
+    config = json.loads((tmp_path / "out/eagle3/config.json").read_text())
+    assert config["max_position_embeddings"] == longest
 
 
 def test_the_guide_beside_an_exported_head(tmp_path):
@@ -451,3 +493,27 @@ def test_a_pickle_with_code_is_not_run(tmp_path, capsys):
     assert "is not a file of plain tensors" in done.stderr
     assert "code of the file" not in done.output + capsys.readouterr().out
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["training_args.bin", "optimizer.pt", "rng_state.pth"])
+def test_what_trainers_put_beside_a_pickle_is_left_out(tmp_path, name):
+    folder = tmp_path / "pickled"
+    tensors = write_medusa(folder)
+    (folder / "model.safetensors").unlink()
+    torch.save(tensors, folder / "pytorch_model.bin")
+    torch.save({"state": {"step": 1}}, folder / name)
+    call("import", "heads", folder, tmp_path / "out")
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == tensors.keys()
+
+
+def sparse(path):
+    torch.save({"fc.weight": torch.ones(2, 2).to_sparse()}, path)
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", sparse])
+def test_a_damaged_pickle_is_named_in_one_line(tmp_path, content):
+    (tmp_path / "config.json").write_text("{}")
+    path = tmp_path / "pytorch_model.bin"
+    path.write_bytes(content) if isinstance(content, bytes) else content(path)
+    done = call("import", "heads", tmp_path, tmp_path / "out", code=1)
+    assert f"{path} " in done.stderr and "plain tensors" in done.stderr

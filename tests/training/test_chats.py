@@ -58,6 +58,9 @@ within = settings(
 )
 
 
+NAN = float("nan")
+
+
 def text_of(document, tokenizer, trained):
     """The text of the trained tokens, or of those before the first of them."""
     first = document.trained.index(True)
@@ -177,6 +180,68 @@ def test_the_call_of_a_message_before_there_were_tool_calls():
     assert chat.messages[1]["tool_calls"] == [{"type": "function", "function": CALL}]
 
 
+def test_functions_and_their_results_before_there_were_tools():
+    result = {"role": "function", "name": "weather", "content": "Rain."}
+    chat = read_chat({"messages": [*turns("Hi."), result], "functions": [{"name": "weather"}]})
+    assert chat.messages[1]["role"] == "tool"
+    assert chat.options["tools"] == [{"type": "function", "function": {"name": "weather"}}]
+
+
+def test_tools_may_be_strings_of_json():
+    tool = {"type": "function", "function": {"name": "weather"}}
+    for tools in (json.dumps([tool]), [json.dumps(tool)]):
+        assert read_chat({"messages": turns("Hi."), "tools": tools}).options["tools"] == [tool]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"question": "Hi.", "answer": "Hello.", "context": NAN},
+        {"instruction": "Hi.", "input": NAN, "output": "Hello.", "system": NAN},
+        {"messages": [{**turn, "weight": NAN} for turn in turns("Hi.", "Hello.")]},
+    ],
+)
+def test_nan_is_null(chatty, record):
+    assert documents(record, chatty) == documents({"messages": turns("Hi.", "Hello.")}, chatty)
+
+
+def test_a_number_is_an_answer(chatty):
+    wanted = documents({"question": "2 + 2", "answer": "4"}, chatty)
+    assert documents({"question": "2 + 2", "answer": 4}, chatty) == wanted
+
+
+IN_PARTS = CHATML.replace(
+    "m.content + ",
+    "(m.content | selectattr('type', 'equalto', 'text') | map(attribute='text') | join) + ",
+)
+IN_LOOPS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% for part in m.content %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}{{ '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [IN_PARTS, IN_LOOPS], ids=["fails", "shows nothing"])
+def test_a_template_that_takes_parts_gets_them(chatty, template):
+    wanted = documents({"messages": HELLO}, chatty)
+    chatty.chat_template = template
+    parts = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in HELLO]
+    assert documents({"messages": HELLO}, chatty) == wanted
+    assert documents({"messages": parts}, chatty) == wanted
+
+
+def test_calls_that_a_template_leaves_out_are_not_trained_as_nothing(chatty):
+    reply = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    with pytest.raises(BadRecord, match="leaves out the `tool_calls`"):
+        documents({"messages": [*turns("Hi."), reply]}, chatty)
+
+
+def test_a_tokenizer_without_offsets_is_named(chatty, monkeypatch):
+    monkeypatch.setattr(type(chatty), "is_fast", False)
+    with pytest.raises(ValueError, match=r"is a tokenizer in Python, .* tokenizer\.json"):
+        documents({"messages": HELLO}, chatty)
+
+
 @pytest.mark.parametrize(
     "calls",
     [
@@ -247,6 +312,8 @@ def test_null_is_never_a_word(chatty, data, fields):
     some = st.sets(st.sampled_from(fields)) if fields else st.just(set())
     messages = [{**message, **dict.fromkeys(data.draw(some))} for message in HELLO]
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    if "tool_calls" not in fields:  # a template has to show something of a reply
+        call["content"] = "f()"
     record = {"messages": [*messages, HELLO[0], call], "tools": None, "documents": None}
     for document in documents(record, chatty):
         assert "None" not in chatty.decode(document.tokens)

@@ -293,3 +293,16 @@ def test_a_schedule_that_cannot_be_meant_is_refused(config, message):
 def test_arguments_that_do_not_fit_are_refused(wanted, draft, tokens, ids, message):
     with pytest.raises(ValueError, match=message):
         draft_losses(wanted, logits(3, VOCAB), draft, tokens, ids)
+
+
+@given(SEEDS)
+@settings(deadline=None)
+def test_tokens_that_a_head_never_drafts_are_as_outside_a_trimmed_vocabulary(seed):
+    target, ids = logits(5, VOCAB, seed=seed), trimmed(seed=seed)
+    few = logits(5, len(ids), seed=seed + 1)
+    tokens = torch.arange(5)
+    expected = draft_losses(LOSSES, target, few.requires_grad_(), tokens, ids)
+    found = draft_losses(LOSSES, target, spread_out(few, ids), tokens)
+    for name, loss in found.items():
+        torch.testing.assert_close(loss, expected[name])
+    torch.testing.assert_close(slope(found, few), slope(expected, few))

@@ -159,7 +159,9 @@ def _asked_and_answered(fields: Mapping[str, Any], question: str, answer: str) -
     if not isinstance(asked, list):
         named = {name: fields.get(name) for name in (question, *_BESIDE_THE_QUESTION)}
         asked = "\n\n".join(_word(name, part) for name, part in named.items() if part)
-    return _history(fields) + _turns(asked, "user") + _turns(fields[answer], "assistant")
+    said = fields[answer]
+    said = said if isinstance(said, list) else _word(answer, said)
+    return _history(fields) + _turns(asked, "user") + _turns(said, "assistant")
 
 
 def _word(name: str, value: Any) -> str:
@@ -292,10 +294,10 @@ def _content(content: Any) -> str:
 
 def _part(part: Any) -> str:
     text = part.get("text") if isinstance(part, dict) else part
-    if not is_word(text):
+    if not isinstance(text, str):
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         raise BadRecord(f"a part of a chat message is not text, but {kind!r}")
-    return str(text)
+    return text
 
 
 # Documents
