@@ -30,7 +30,7 @@ from selfspec.drafters import DRAFTERS, Drafter, register_drafter
 from selfspec.drafters.engine import Engine
 from selfspec.generation.batch import Batch
 from selfspec.generation.loop import Session
-from selfspec.sampling import scorer
+from selfspec.sampling import sampler
 
 CLASP = {"drafter": "skip_sublayers", "skip": {"search": "clasp", "every": 4}}
 DRAFTS = [
@@ -204,13 +204,13 @@ class EndsAt(StoppingCriteria):
 @pytest.mark.parametrize("draft", ["early_exit", "tree", "none"])
 @pytest.mark.parametrize("criteria", [[], [EndsAt(9)]], ids=["", "criterion"])
 def test_processors_of_all_requests_are_applied_at_once(draft, criteria, monkeypatch):
-    rows, run = [], scorer.process
+    rows, run = [], sampler.process
 
     def counted(processors, before, logits):
         rows.append(len({*before.rows}))
         return run(processors, before, logits)
 
-    monkeypatch.setattr(scorer, "process", counted)
+    monkeypatch.setattr(sampler, "process", counted)
     spec, prompts, lengths = SelfSpecModel(tiny_llama()), some_prompts(10), [12, 20] * 5
     options = {"repetition_penalty": 1.2, "min_new_tokens": 8, "eos_token_id": [5, 13, 21]}
     options["stopping_criteria"] = criteria
