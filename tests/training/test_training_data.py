@@ -254,7 +254,7 @@ def test_chats_of_data_sets_have_the_fields_that_are_not_null(tmp_path, chatty):
     for name in ("saved", "a.parquet"):
         found = [*tokenize(SourceConfig(files=[str(tmp_path / name)]), chatty)]
         assert [learned(document, chatty) for document in found] == [
-            [";\n", "on it;\n"],
+            ["on it;\n"],  # this template does not show calls
             ["on it;\n"],
         ]
 

@@ -311,12 +311,17 @@ def chat_documents(chat: Chat, tokenizer: PreTrainedTokenizerBase) -> list[Docum
     earlier turns, that opens a thought in the prompt, or that leaves a thought out, there is one
     document for each reply.
 
-    A reply with `weight` or `train` of 0 is not trained, nor is one that answers nothing.
+    A reply with `weight` or `train` of 0 is not trained, nor is one that answers nothing, nor calls
+    of tools without text that the template does not show.
 
     Raises:
-        BadRecord: the template fails on the chat.
+        BadRecord: the template fails on the chat, or shows nothing of its replies.
     """
-    replies = [_reply(chat, place, tokenizer) for place in _trained_turns(chat.messages)]
+    turns = _trained_turns(chat.messages)
+    shown = [place for place in turns if _shows(chat, place, tokenizer)]
+    if turns and not shown:
+        raise BadRecord("the chat template leaves out the `tool_calls` of replies without text")
+    replies = [_reply(chat, place, tokenizer) for place in shown]
     texts = [reply.prompt + reply.text for reply in replies]
     prompts = [reply.prompt for reply in replies[1:]]
     kept = all(prompt.startswith(text) for text, prompt in zip(texts, prompts, strict=False))
@@ -328,6 +333,16 @@ def chat_documents(chat: Chat, tokenizer: PreTrainedTokenizerBase) -> list[Docum
         _document(text, [(len(reply.prompt), len(text))], tokenizer)
         for reply, text in zip(replies, ended, strict=True)
     ]
+
+
+def _shows(chat: Chat, place: int, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the template shows anything of a reply, which may be nothing but calls of tools."""
+    *before, reply = chat.messages[: place + 1]
+    if reply["content"].strip() or not reply.get("tool_calls"):
+        return True
+    silent = Chat([*before, {**reply, "tool_calls": []}], chat.options)
+    whole = Chat([*before, reply], chat.options).render(tokenizer, reply_next=False)
+    return silent.render(tokenizer, reply_next=False) != whole
 
 
 def _up_to_the_end(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -379,10 +394,6 @@ def _reply(chat: Chat, place: int, tokenizer: PreTrainedTokenizerBase) -> _Reply
     prompt = before.render(tokenizer, reply_next=True)
     whole = Chat(chat.messages[: place + 1], chat.options).render(tokenizer, reply_next=False)
     shown = whole[len(prompt) :]
-    if not message["content"].strip() and message.get("tool_calls"):
-        silent = [*before.messages, {**message, "tool_calls": []}]
-        if Chat(silent, chat.options).render(tokenizer, reply_next=False) == whole:
-            raise BadRecord("the chat template leaves out the `tool_calls` of a reply without text")
     if whole.startswith(prompt) and message["content"].strip() in shown:
         return _Reply(prompt, shown, True)
     opened, end = frame(before, tokenizer, prompt, message)
