@@ -31,13 +31,21 @@ from published import (
     write_medusa,
     write_speculators,
 )
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PhiConfig
 
 from selfspec import SelfSpecModel
 from selfspec.apps.export import export_eagle3
 from selfspec.decoder import Decoder
-from selfspec.heads import Eagle3Head, draft_states, load_heads, save_heads, target_states
+from selfspec.heads import (
+    Eagle3Head,
+    build_head,
+    draft_states,
+    load_heads,
+    save_heads,
+    target_states,
+)
 from selfspec.heads.llama_layer import ATTENTION_MAPS, MLP_MAPS
 
 IDS, MASK = prompt(4, 9, 6)
@@ -393,6 +401,31 @@ def test_a_bias_of_the_targets_lm_head_cannot_be_exported(tmp_path):
     with pytest.raises(ValueError, match="LM head of PhiForCausalLM has a bias"):
         export_eagle3(decoder, Eagle3Head.build(decoder), tmp_path / "out", target="target")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "message"),
+    [
+        ("eagle3", {"layer": 5}, "the option `layer` holds the keys of a config, got 5"),
+        ("eagle3", {"vocabulary": -5}, r"vocabulary must be in \[0, 64\], got -5"),
+        ("eagle3", {"embedding": 10}, "embedding must be 0, .* the target's 64 tokens, got 10"),
+        ("dflash", {"windows": ["x"]}, "windows must hold whole numbers >= 1 or null, got 'x'"),
+    ],
+)
+def test_an_option_that_cannot_be_is_named(target, kind, option, message):
+    with pytest.raises(ValueError, match=message):
+        build_head(Decoder(target), kind, 0, option)
+
+
+def test_an_export_onto_a_full_disk_names_the_folder(tmp_path, target, monkeypatch):
+    def full(*_, **__):
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr("selfspec.apps.export.eagle3.save_file", full)
+    head = own_head(Decoder(target), "eagle3", 0)
+    with pytest.raises(OSError, match=f"{tmp_path}/out could not be written: No space left"):
+        export_eagle3(Decoder(target), head, tmp_path / "out", target="target")
+    assert [*tmp_path.iterdir()] == []
 
 
 # Files that do not fit

@@ -140,7 +140,7 @@ def test_a_head_that_drafts_in_one_pass_may_start_from_one_that_does_not(made, f
 def test_a_fit_goes_on_from_a_trimmed_head_with_its_vocabulary(made, fitted, folder):
     """On other text, whose most frequent tokens are others."""
     (before,) = [h for h in load(made, fitted).heads if h.kind == "lora"]
-    head = {"kind": before.kind, "exit_layer": before.exit_layer, "options": before.options}
+    head = {"kind": before.kind, "exit_layer": before.exit_layer}  # its options are the saved ones
     heads = [{**head, "vocab_size": len(before.vocab_ids)}]
     start, still = str(fitted / "heads"), {"lr": 1e-12}
     (folder / "other.txt").write_text("zebras jump over quiet foxes. " * 400)
@@ -150,6 +150,9 @@ def test_a_fit_goes_on_from_a_trimmed_head_with_its_vocabulary(made, fitted, fol
     assert torch.equal(after.vocab_ids, before.vocab_ids)
     for name, weight in before.named_parameters():
         torch.testing.assert_close(after.get_parameter(name), weight)
+    other = {"start": start, "output": str(folder / "other")}
+    with pytest.raises(ValueError, match="has rank=2, got 3; a fit goes on with the same options"):
+        fit(settings(folder, heads=[{**head, "options": {"rank": 3}}], **other))
     for size in (0, 41):
         with pytest.raises(ValueError, match=f"drafts 40 tokens, .*vocab_size={size}; give"):
             other = {"start": start, "output": str(folder / f"run{size}")}

@@ -17,6 +17,7 @@ from selfspec.heads.files import check_free, one_run
 from training.exits.fitting import FitConfig
 from training.finetune_layerskip import FinetuneConfig, finetune
 from training.fit_heads import fit
+from training.loop.script import run_folder
 from training.measure_heads import measure_heads
 from training.pretrain import PretrainConfig, pretrain
 from training.regenerate import RegenerateConfig, regenerate
@@ -92,6 +93,19 @@ def test_no_run_begins_in_a_folder_that_is_kept(tmp_path, run, config, fields):
     with one_run(tmp_path), pytest.raises(BlockingIOError, match=name_of(os.getpid())):
         run(settings)
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_a_resume_that_is_refused_leaves_the_config(tmp_path):
+    config = parse(FitConfig, {**LENS, "output": str(tmp_path)}, "test")
+    step, saved = tmp_path / "checkpoints" / "step_00000001", tmp_path / "config.yaml"
+    step.mkdir(parents=True)
+    (step / "state.json").write_text('{"identity": {}}')
+    saved.write_text("before")
+    with pytest.raises(ValueError, match="another text"), run_folder(config, tmp_path):
+        raise ValueError("another text")
+    assert saved.read_text() == "before"
+    with run_folder(config, tmp_path):
+        assert "lens" in saved.read_text()
 
 
 def test_no_job_begins_where_another_writes(tmp_path):

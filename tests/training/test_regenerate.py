@@ -305,6 +305,7 @@ def test_text_and_chats_do_not_mix(folder):
     [
         ({"prompts": {"tokens": 4000}}, "has no prompt: no document of 4000 tokens"),
         ({"new_tokens": 125}, r"all \d+ prompts .* longer than 3 tokens"),
+        ({"new_tokens": 130}, "new_tokens leaves no room for a prompt: it is 3 tokens or more too"),
         ({"data": [{"files": ["nowhere.txt"]}]}, "no file matches"),
     ],
 )

@@ -332,7 +332,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, full_disk, how):
 
 
 @pytest.mark.parametrize("name", ["state.safetensors", "state.json"])
-@pytest.mark.parametrize("damage", ["cut", "gone", "empty"])
+@pytest.mark.parametrize("damage", ["cut", "gone", "empty", "of something else"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_serves(tmp_path, name, damage):
     whole = run(Line(), tmp_path / "whole")
     with pytest.raises(Stopped):
@@ -341,8 +341,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_serves(tmp_path, name,
     file = newest / name
     content = file.read_bytes()
     file.unlink()
+    others = {"cut": content[: len(content) // 2], "empty": b"", "of something else": b"{}"}
     if damage != "gone":
-        file.write_bytes(content[: len(content) // 2] if damage == "cut" else b"")
+        file.write_bytes(others[damage])
     with pytest.raises(
         ValueError, match=rf"checkpoint {newest} cannot be read .*delete that folder"
     ):

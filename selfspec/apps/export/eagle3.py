@@ -129,7 +129,7 @@ def lm_head_rows(decoder: Decoder, vocab_ids: Tensor | None) -> Tensor:
 def _logits_scale(decoder: Decoder, weight: Tensor) -> float:
     """By what a target multiplies its logits (Granite, Cohere); 1 if it computes anything else."""
     states = torch.linspace(-1, 1, weight.shape[1]).to(weight)[None, None]
-    plain, logits = (states.to(weight) @ weight.T).float(), decoder.unembed(states).float()
+    plain, logits = (states @ weight.T).float(), decoder.unembed(states).float()
     plain = plain.to(logits.device)[..., : logits.shape[-1]]
     scale = float((logits * plain).sum() / plain.square().sum())
     error = float((logits - scale * plain).abs().max() / logits.abs().max())

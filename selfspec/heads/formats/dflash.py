@@ -235,10 +235,16 @@ def _ids(published: PublishedHead, source: JsonObject, key: str) -> list[int] | 
 
 
 def _attention(published: PublishedHead, nested: JsonObject, native: bool) -> JsonObject:
-    """Options of the layers' attention, as z-lab's code and vLLM read them; `native`: transformers.
+    """Options of the layers' attention, as z-lab's code and vLLM read them.
 
-    `use_swa` makes every layer slide where no layer is said to. Rows of a block see only those
-    before them in layers that slide otherwise, if nothing is said of it.
+    `use_swa` makes every layer slide if the config names none that does. `is_causal`, or else
+    `causal`, says whether the rows of a block see only those before them. Without either, they do
+    in layers that the config names as sliding.
+
+    Args:
+        published: the head.
+        nested: its `dflash_config`.
+        native: whether the config is one of transformers, whose blocks are never causal.
     """
     config = published.config
     sliding = _sliding(published, config)
@@ -253,7 +259,7 @@ def _attention(published: PublishedHead, nested: JsonObject, native: bool) -> Js
 
 
 def _sliding(published: PublishedHead, layer: JsonObject) -> list[bool]:
-    """Which layers attend to a sliding window; without a list of them, as in Qwen3's config."""
+    """Whether each layer attends to a sliding window: by `layer_types`, or else as Qwen3's does."""
     kinds, count = layer.get("layer_types"), _count(published)
     if kinds is None:
         first = layer.get("max_window_layers", 28) if layer.get("use_sliding_window") else count
