@@ -2,7 +2,7 @@
 
 While gates are active, the model's body iterates over them instead of its layers. A gate records
 what its layer is called with and hands the hidden states on; the last one has the layers of the
-span run (`run.py`). Only instance attributes are replaced (`shadows.py`), some by forwards that act
+span run (`run.py`). Only instance attributes are replaced (`Shadows`), some by forwards that act
 otherwise in passes (`forwards.py`); putting them back restores the model.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -40,8 +40,42 @@ from selfspec.decoder.passes import (
     LayerCall,
 )
 from selfspec.decoder.rotary import is_static, length_rotaries
-from selfspec.decoder.shadows import Shadows
 from selfspec.decoder.sublayers import Skipped, Sublayers
+
+ValueT = TypeVar("ValueT")
+_NOTHING = object()
+
+
+class Shadows:
+    """Attributes that are replaced for a while, and put back as they were."""
+
+    def __init__(self) -> None:
+        self._held: list[tuple[dict[str, Any], str, object]] = []
+
+    def put(self, attributes: dict[str, ValueT], name: str, value: ValueT) -> None:
+        """Replace an attribute until `undo`."""
+        # It may be replaced already: by device hooks, or by an outer call of another wrapper.
+        self._held.append((attributes, name, attributes.get(name, _NOTHING)))
+        attributes[name] = value
+
+    def put_all(self, attributes: dict[str, object], values: Options) -> int:
+        """Replace several attributes; returns their number."""
+        for name, value in values.items():
+            self.put(attributes, name, value)
+        return len(values)
+
+    def undo(self, count: int) -> None:
+        """Put back the last `count` attributes."""
+        for _ in range(count):
+            attributes, name, held = self._held.pop()
+            if held is _NOTHING:
+                attributes.pop(name, None)  # a module that was put there since has taken it away
+            else:
+                attributes[name] = held
+
+    def undo_all(self) -> None:
+        """Put back all."""
+        self.undo(len(self._held))
 
 
 class Gate:
