@@ -40,9 +40,10 @@ AGREEMENT = {"seldom": 1.0, "sometimes": 0.1, "always": 0.0}
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a matrix, `make test` runs cases in which every value occurs; the others are slow.
+    """Of cases in which every value of a matrix occurs, `make test` runs every second one.
 
-    With `share=n` it runs every nth of these, counted from another one in another test.
+    With `share=n` it runs every nth; which one is the first differs from test to test. The other
+    cases are slow.
     """
     matrices: dict[str, list[pytest.Function]] = {}
     for item in items:
@@ -50,8 +51,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for name, cases in matrices.items():
         (mark,) = cases[0].iter_markers("matrix")
-        share = mark.kwargs.get("share", 1)
-        chosen = covering(cases)[crc32(name.encode()) % share :: share]
+        enough, share = covering(cases), mark.kwargs.get("share", 2)
+        chosen = enough[crc32(name.encode()) % min(share, len(enough)) :: share]
         for case in cases:
             if case not in chosen:
                 case.add_marker("slow")

@@ -48,6 +48,7 @@ def assert_alike(spec, other, draft):
     assert (stats.drafted, stats.accepted) == (other_stats.drafted, other_stats.accepted)
 
 
+@pytest.mark.matrix
 @copied_by
 @pytest.mark.parametrize("draft", ["early_exit", "tree", None], ids=str)
 def test_a_copy_writes_what_the_original_writes(copied, draft):

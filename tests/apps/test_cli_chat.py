@@ -150,6 +150,7 @@ class Terminal:
         return os.waitstatus_to_exitcode(status)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pty")
 def test_a_chat_on_a_terminal():
     terminal = Terminal(sys.executable, "-m", "selfspec.apps.cli", "chat", "-n", "900")

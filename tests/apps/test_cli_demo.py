@@ -55,6 +55,7 @@ def shown():
     return one_object(call("demo", "--max-new-tokens", 64, "--repeats", 1, "--json"))
 
 
+@pytest.mark.slow
 def test_the_demo_writes_equal_texts_of_prose_and_code(shown):
     assert list(shown["texts"]) == ["prose", "code"]
     for domain, found in shown["texts"].items():

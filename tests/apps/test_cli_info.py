@@ -69,6 +69,7 @@ def test_info_shows_the_profile_that_generate_takes(folder, tmp_path):
     assert "prompt_lookup: 5 tokens a round" in call("info", "--model", target).stdout
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("copies", [1, 2])
 def test_info_says_what_packed_weights_would_take(folder, copies, monkeypatch):
     faster = "selfspec.decoder.kernels.fbgemm.is_faster"

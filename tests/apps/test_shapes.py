@@ -206,6 +206,7 @@ SMALL = ("batch_sizes=[1, 2]", "max_new_tokens=8", "warm_up=2")
 PROMPTS = "prompts=[{name: six, reader: random, count: 1, prompt_tokens: 6}]"
 
 
+@pytest.mark.slow
 def test_the_command_says_in_every_table_that_acceptance_was_planted(tmp_path):
     args = ["bench", "--shape", "tiny", "--acceptance", "0.7", "--output", str(tmp_path)]
     result = CliRunner().invoke(commands, [*args, "--json", *SMALL, PROMPTS])

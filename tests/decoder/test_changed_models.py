@@ -105,6 +105,7 @@ def shifted(model: Any) -> Any:
     return forward
 
 
+@pytest.mark.matrix
 @EVERY_DRAFT
 @pytest.mark.parametrize("kind", ["LlamaAttention", "LlamaMLP", "LlamaModel", "LlamaForCausalLM"])
 def test_autocast_around_a_forward_of_a_class_acts(kind, draft, monkeypatch):
@@ -117,6 +118,7 @@ def test_autocast_around_a_forward_of_a_class_acts(kind, draft, monkeypatch):
     assert torch.equal(text, model.generate(IDS, attention_mask=MASK, **options))
 
 
+@pytest.mark.matrix
 @EVERY_DRAFT
 @pytest.mark.parametrize(
     ("kind", "change"),

@@ -72,7 +72,7 @@ def offloaded(checkpoint, tmp_path_factory):
     return SelfSpecModel(model.eval(), heads=checkpoint)
 
 
-@pytest.mark.matrix(share=2)
+@pytest.mark.matrix
 @pytest.mark.parametrize("draft", DRAFTERS, ids=lambda draft: "-".join(map(str, draft.values())))
 def test_weights_on_disk_write_what_weights_in_memory_write(checkpoint, offloaded, draft):
     spec = SelfSpecModel.from_pretrained(checkpoint)
@@ -151,7 +151,7 @@ def split(model, low, high, border):
     return model
 
 
-@pytest.mark.matrix(share=2)
+@pytest.mark.matrix
 @pytest.mark.parametrize(("low", "high", "border"), SPLITS, ids=["exit-low", "exit-high"])
 @pytest.mark.parametrize("sampled", [slow(False), True], ids=["greedy-whole", "sampled-trimmed"])
 @pytest.mark.parametrize("draft", DRAFTERS, ids=lambda draft: "-".join(map(str, draft.values())))

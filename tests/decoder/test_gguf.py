@@ -40,6 +40,7 @@ def test_weights_and_tokens_are_those_of_the_checkpoint(stored):
     assert load_config(file).num_hidden_layers == model.config.num_hidden_layers
 
 
+@pytest.mark.slow
 def test_the_file_and_its_folder_are_wrapped_with_the_heads_beside_them(stored):
     model, file = stored
     heads = SelfSpecModel.from_pretrained(DEMO_MODEL, dtype=model.dtype)

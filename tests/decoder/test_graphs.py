@@ -99,6 +99,7 @@ def test_text_is_the_models_own(family, attention, lengths):
     assert is_recorded(spec)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["block", "fused"])
 @pytest.mark.parametrize("drafter", ["early_exit", "tree"])
 def test_a_heads_own_layer_is_recorded(kind, drafter, monkeypatch):
@@ -241,6 +242,7 @@ def exchange_activation(target):
     target.model.layers[0].mlp.act_fn = torch.nn.Tanh()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("change", "again"),
     [
@@ -299,6 +301,7 @@ def broken(run):
     raise RuntimeError("out of memory")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("recorders", "message"),
     [
@@ -377,6 +380,7 @@ def test_cuda_graphs_write_the_models_own_text(family, attention, lengths, monke
     assert is_recorded(spec) and recorded
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("how", [{"precision": "int8"}, {"precision": "int4", "window": 4}])
 def test_approximate_drafts_have_graphs_of_their_own(how):
     spec = SelfSpecModel(tiny_llama("seldom"), kernels="graphs")

@@ -62,7 +62,7 @@ def text_of(spec: SelfSpecModel, rows: slice = slice(3), side: str = "left", **o
 # Equality
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(share=1)
 @pytest.mark.parametrize("agreement", AGREEMENTS, ids=["seldom", "sometimes", "always"])
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_greedy_text_is_the_models_own(family, agreement):
@@ -256,7 +256,7 @@ def committed_states(model: Any, count: int, tolerance: float) -> None:
         assert_states(slots, number, cache, tolerance)
 
 
-@pytest.mark.matrix(share=2)
+@pytest.mark.matrix
 @pytest.mark.parametrize("family", RECURRENT)
 def test_states_after_many_rejections(family):
     committed_states(calmed(build(family, "sdpa")), 50, 1e-5)
@@ -432,6 +432,7 @@ def test_trees_are_refused(drafter):
         text_of(spec, draft={"drafter": drafter})
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])
 def test_heads_are_fitted_to_packed_text(family, tmp_path, monkeypatch):
     monkeypatch.setattr(report, "draw_plots", lambda *_: [])

@@ -91,6 +91,7 @@ def test_greedy_text_is_that_over_a_rounding_cache(family: str) -> None:
     assert torch.equal(text[:, -NEW_TOKENS:], rounded_text(model, tokens, mask))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("drafter", DRAFTS)
 def test_every_drafter_writes_it(drafter: str) -> None:
     model, (tokens, mask) = tiny_llama("sometimes"), prompts("left")

@@ -54,6 +54,7 @@ def own(model: Any) -> Tensor:
 OLD_NAME = "ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning"
 
 
+@pytest.mark.matrix
 @pytest.mark.filterwarnings(OLD_NAME)
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("use_cache", [True, False])
@@ -106,6 +107,7 @@ def wrap(parent: Any, name: str) -> None:
 SLOW_TO_COMPILE = ("layers", "attention")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "part",
     [pytest.param(part, marks=[pytest.mark.slow] * (part in SLOW_TO_COMPILE)) for part in COMPILED],

@@ -122,6 +122,7 @@ def test_every_kind_of_head_after_images(family: str, kind: str) -> None:
     assert spec.last_stats is not None and spec.last_stats.drafted > 0
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "draft",
     [

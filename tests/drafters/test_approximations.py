@@ -90,6 +90,7 @@ def test_the_whole_model_drafts_for_itself(agreement, drafter, how):
     assert spec.last_stats.drafted > 0
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("how", ["int8", "both"])
 @pytest.mark.parametrize("drafter", MODEL_DRAFTERS)
 def test_rows_that_come_and_go(drafter, how):
@@ -135,6 +136,7 @@ def test_a_seed_draws_the_text_of_exact_drafts(drafter, how):
     assert torch.equal(drawn_text(spec, IDS, MASK, draft, max_new_tokens=14), expected)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_recurrent_layers_forget_approximate_drafts(name):
     model = build_family(name, "sdpa")

@@ -108,6 +108,7 @@ def noting(method, name, events):
     return noted
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["shared", "block"])
 def test_sampled_text_follows_the_target(target, kind, monkeypatch):
     """Rounds of lookups and of the exit in turn."""

@@ -52,6 +52,7 @@ def test_the_default_depends_on_what_there_is():
     assert SelfSpecModel(tiny_llama(num_hidden_layers=1)).default_draft.drafter == "none"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "gemma3_text", "opt", "gpt_neox"])
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.2}], ids=["plain", "penalised"])
 def test_greedy_tokens_are_the_models_own(family, options):
@@ -62,6 +63,7 @@ def test_greedy_tokens_are_the_models_own(family, options):
     assert torch.equal(out, greedy(model, ids, mask, **options))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("make", [agreeing, lambda: SelfSpecModel(tiny_llama("seldom"))])
 @pytest.mark.parametrize("ids", [IDS[:1], REPEATING], ids=["random", "repeating"])
 @pytest.mark.parametrize("draft", [None, {"schedule": "optimal", "rule": "coupled"}], ids=str)

@@ -126,6 +126,7 @@ def test_a_long_text_does_not_outgrow_the_pool(model, monkeypatch):
     assert all(5 <= len(row.pool) <= 15 for row in rows)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("options", "total"), [(distribution.POINTWISE, 6_000), (distribution.WARPED, 1_500)], ids=str
 )

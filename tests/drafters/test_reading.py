@@ -79,7 +79,7 @@ def test_after_rounds_of_every_outcome(reading, kind):
     assert_reads_as_forced(spec.decoder, head, seen, close_in_double)
 
 
-@pytest.mark.matrix(share=2)
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", WITH_LAYER)
 def test_while_sampling_and_as_rows_leave(reading, kind):
     spec, head, seen = reading(kind)
@@ -98,7 +98,7 @@ def test_while_sampling_and_as_rows_leave(reading, kind):
     assert_reads_as_forced(spec.decoder, head, seen, close_in_double)
 
 
-@pytest.mark.matrix(share=2)
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", WITH_LAYER)
 def test_a_round_without_drafts_leaves_no_gap(monkeypatch, reading, kind):
     """What the target alone wrote, the head's layer must see all the same."""

@@ -143,6 +143,7 @@ def test_batches_and_seeds(folders):
     assert torch.equal(*texts)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("rule", ["block", "token", "coupled"])
 def test_sampled_text_follows_the_target(target, tmp_path, rule):
     tokenizers = letters("abcdefghijkl"), letters("xlkjihgfeyzab")

@@ -300,6 +300,7 @@ def test_other_padding_in_batches_and_with_a_seed(folders, rows):
     assert torch.equal(*texts)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("rows", [distribution.VOCAB - 4, distribution.VOCAB + 4])
 def test_sampled_text_of_other_padding_follows_the_target(target, tmp_path, rows):
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}

@@ -70,6 +70,7 @@ PARAMETERS = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", PARAMETERS)
 @FEW
@@ -103,6 +104,7 @@ def test_weights_that_are_replaced_in_every_call_are_not_packed():
 NAMES = ["one", "__base__", "two", "one"]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("draft", "kind"), [*((draft, "lora") for draft in sorted(DRAFTERS)), ("early_exit", "road")]
 )
@@ -175,6 +177,7 @@ def invoking(ids):
     return ids
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("draft", "side"), [*((draft, "left") for draft in sorted(DRAFTERS)), ("early_exit", "right")]
 )

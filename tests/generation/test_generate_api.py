@@ -146,6 +146,7 @@ PROCESSORS = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("options", PROCESSORS, ids=lambda o: next(iter(o)))
 @pytest.mark.parametrize("lengths", [(6,), (4, 2, 9)], ids=str)
 def test_every_processor_keeps_its_meaning(options, lengths):

@@ -85,6 +85,7 @@ def test_every_request_is_as_alone_on_any_family(draft, name, rows):
     assert_as_alone(model, prompts, lengths, draft, rows)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", RECURRENT)
 @pytest.mark.parametrize("draft", ["early_exit", "prompt_lookup", "none"])
 def test_every_request_is_as_alone_with_recurrent_layers(draft, name):
@@ -93,7 +94,7 @@ def test_every_request_is_as_alone_with_recurrent_layers(draft, name):
     assert_as_alone(model, prompts, lengths, draft, 3)
 
 
-@pytest.mark.matrix(share=2)
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("drafter", ["early_exit", "tree", "cascade", "auto"])
 def test_every_head_goes_on_with_rows_that_join(kind, drafter, monkeypatch):
@@ -107,6 +108,7 @@ def test_every_head_goes_on_with_rows_that_join(kind, drafter, monkeypatch):
         assert_reads_as_forced(spec.decoder, head, readings, close_in_double)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "drafter", ["early_exit", "tree", "prompt_lookup", "two_model", "skip_sublayers"]
 )
@@ -277,6 +279,7 @@ def fixed(count, length):
     return [[source.randrange(1, VOCAB) for _ in range(length)] for _ in range(count)]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("draft", ["early_exit", "tree", "none", "two_model"])
 @pytest.mark.parametrize("where", ["logits_processor", "stopping_criteria"])
 def test_an_exception_ends_one_request(draft, where):

@@ -127,6 +127,7 @@ def copies(whole, tmp_path, count, weights="model.safetensors"):
         yield folder, f"{damage(folder, random.Random(seed), weights)}, seed {seed}"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("layout", FORMATS)
 def test_a_damaged_head_drafts_exactly_or_is_refused(tmp_path, layout, count):

@@ -78,7 +78,7 @@ def check_equality(target, kind, trimmed, settings):
 RAGGED, SINGLE = slice(0, 3), slice(1, 2)
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(share=1)
 @every_head
 def test_greedy_text_is_the_targets_own(target, kind, trimmed):
     check_equality(target, kind, trimmed, [(4, RAGGED), (1, SINGLE)])
@@ -91,6 +91,7 @@ def test_every_combination_gives_the_targets_own_text(target, kind, trimmed):
     check_equality(target, kind, trimmed, every)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_target_may_be_wrapped_by_peft(kind):
     torch.manual_seed(1)
@@ -103,7 +104,7 @@ def test_the_target_may_be_wrapped_by_peft(kind):
     assert torch.equal(text, own)
 
 
-@pytest.mark.matrix(share=2)
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_target_may_have_device_hooks_on_every_module(kind):
     """Copies of its modules get hooks of their own."""
@@ -118,6 +119,7 @@ def test_the_target_may_have_device_hooks_on_every_module(kind):
     assert spec.last_trace == expected.last_trace
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_target_in_half_precision(kind):
     spec = with_head(tiny_llama("sometimes", dtype=torch.bfloat16), kind, trimmed=True)
@@ -131,6 +133,7 @@ def test_a_target_in_half_precision(kind):
 # Caches of earlier turns
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", WITH_LAYER)
 def test_rows_that_leave_a_cache_that_was_handed_in(target, kind):
     """Also with a drafter that knows nothing of the layer that another one added."""
@@ -251,6 +254,7 @@ def test_trimmed_logits_are_the_rows_of_all_logits(tail, kind):
     assert bool((spread.softmax(-1)[..., others] == 0).all())
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_tokens_of_the_trimmed_vocabulary_are_drafted(target, kind):
     spec = with_head(target, kind, trimmed=True)

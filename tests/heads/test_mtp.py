@@ -178,6 +178,7 @@ def whole(tmp_path_factory):
     }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", UNUSABLE)
 @pytest.mark.parametrize("family", ["mimo", "glm4_moe"])
 def test_a_layer_that_cannot_be_used_does_not_stop_its_target(tmp_path, whole, family, case):

@@ -114,6 +114,7 @@ def test_an_eagle3_head_drafts_what_its_paper_says(
     check_reads(monkeypatch, target, folder, expected, drafter=drafter)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("options", LAYERS, ids=str)
 @pytest.mark.parametrize("layout", [write_eagle3, write_speculators])
 def test_a_layer_is_what_its_tensors_say(monkeypatch, tmp_path, target, options, layout):

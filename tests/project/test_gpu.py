@@ -83,6 +83,7 @@ def test_no_stage_begins_when_the_time_is_over(ran):
 # Stages
 
 
+@pytest.mark.slow
 def test_a_shape_is_measured_with_planted_drafts_beside_a_static_cache(setup):
     setup.output.mkdir()
     found = gpu.measure_shape("tiny", "direct", setup)
@@ -112,6 +113,7 @@ def test_drafters_are_checked_and_one_that_fails_is_a_row(setup, monkeypatch):
     assert not found.passed
 
 
+@pytest.mark.slow
 def test_waits_of_all_drafters_are_counted(setup, monkeypatch):
     monkeypatch.setattr(gpu, "_DRAFTS", {"none": {"drafter": "none"}})
     rows = gpu.waits(setup).grids[0].rows

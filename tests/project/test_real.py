@@ -70,6 +70,7 @@ def test_questions_without_a_category_are_refused_by_name(tmp_path):
 # Fetching
 
 
+@pytest.mark.slow
 def test_the_checkpoint_is_unpacked_once_and_converted_both_ways(tmp_path, monkeypatch):
     model = load_causal_lm(DEMO_MODEL, dtype=torch.bfloat16)
     made = write_gguf(model, load_tokenizer(DEMO_MODEL), tmp_path / "demo.gguf")

@@ -118,6 +118,7 @@ def test_places_have_the_same_noise_however_many_are_asked_for():
     assert len(set(long[:, 0].tolist())) == 30
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("options", [POINTWISE, WARPED], ids=["pointwise", "prefix"])
 @pytest.mark.parametrize("drafter", ["early_exit", "tree"])
 def test_texts_of_many_seeds_follow_the_target(target, options, drafter):

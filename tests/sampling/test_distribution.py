@@ -64,19 +64,20 @@ FOLLOW = [
 ]
 
 
-@pytest.mark.matrix(share=2)
+@pytest.mark.matrix
 @pytest.mark.parametrize(("draft", "options", "between", "total"), FOLLOW, ids=str)
 def test_sampled_text_follows_the_target(target, draft, options, between, total):
     follows(target, options, draft, between, total=total, draft_model=near())
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_sampled_text_follows_the_target_with_a_store(target, rule):
     draft = LOOKUP(lookup=SHORT, rule=rule)
     follows(target, POINTWISE, draft, total=8000, store=TextStore(4000))
 
 
-@pytest.mark.matrix(share=2)
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("kind", "trimmed", "draft", "options"),
     [
@@ -97,7 +98,7 @@ def test_sampled_text_follows_the_target_with_a_head_of_its_own(
     follows(target, WARPED, draft, (0.1, 0.9), total=10_000, heads=[head])
 
 
-@pytest.mark.matrix(share=2)
+@pytest.mark.matrix
 @PROCESSORS
 def test_a_draft_temperature_off_by_5_percent_is_caught(target, options, monkeypatch):
     """The recorded q is not the q that was drawn from."""
@@ -125,7 +126,7 @@ def test_a_trees_q_off_by_5_percent_is_caught(target, monkeypatch):
     assert min(p_values(counts, exact(target, POINTWISE))) < 1e-9
 
 
-@pytest.mark.matrix(share=2)
+@pytest.mark.matrix
 @PROCESSORS
 def test_a_bonus_token_from_unprocessed_logits_is_caught(target, options, monkeypatch):
     scored = Sampler.scores

@@ -246,7 +246,7 @@ class ForcedInSome(ForkedMatcher):
         return token != 10 + index if index and self.length % 2 == 0 else token % 4 == 1
 
 
-@pytest.mark.matrix(share=2)
+@pytest.mark.matrix
 @EVERY_DRAFT
 def test_rows_that_a_grammar_forces_wait_for_no_other_row(spec, draft):
     """Two requests of four are forced; the others take plain steps in these rounds."""
@@ -430,6 +430,7 @@ def trees(tables):
     return propose
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("propose", [chains, certain, trees], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_walked_texts_follow_the_target(propose, rows):

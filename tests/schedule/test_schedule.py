@@ -82,6 +82,7 @@ STEEP = {"overhead": 0.02, "draft": 0.13, "verify": 0.17}  # half precision with
 WARMING = [8, 4, 3, 2, 1.5, 1.2]  # the first rounds of a process
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("times", "share"),
     [({}, 0.93), (HALF, 0.93), (CLIFF, 0.93), (WALL, 0.85), (DEAR, 0.93), (STEEP, 0.93)],

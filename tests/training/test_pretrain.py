@@ -97,6 +97,7 @@ def test_a_run_that_never_saved_begins_with_its_own_tokenizer(folder):
     assert len(AutoTokenizer.from_pretrained(folder / "run" / "model")) == 320
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [pytest.param(1, marks=pytest.mark.slow), 9])
 def test_a_killed_run_goes_on_as_if_it_had_not_been(folder, after):
     """`kill -9` once `after` steps are written, wherever the process then is."""
