@@ -96,13 +96,16 @@ def test_every_request_is_as_alone_with_recurrent_layers(draft, name):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("drafter", ["early_exit", "tree", "cascade", "auto"])
-def test_every_head_goes_on_with_rows_that_join(kind, drafter, monkeypatch):
+@pytest.mark.parametrize(
+    ("drafter", "how"),
+    [("early_exit", {}), ("tree", {"tree": {"nodes": 6}}), ("cascade", {}), ("auto", {})],
+)
+def test_every_head_goes_on_with_rows_that_join(kind, drafter, how, monkeypatch):
     model = tiny_llama()
     head = own_head(Decoder(model), kind, EXIT)
     spec, prompts, lengths = SelfSpecModel(model, [head]), some_prompts(9), some_lengths(9)
     readings = record(monkeypatch)
-    draft = {"drafter": drafter, "head": head.kind, "exit_layer": head.exit_layer}
+    draft = {"drafter": drafter, "head": head.kind, "exit_layer": head.exit_layer, **how}
     requests_equal_to_generate(spec, prompts, lengths, 3, draft=draft)
     if kind in WITH_LAYER and drafter != "auto":  # which may have decoded plainly
         assert_reads_as_forced(spec.decoder, head, readings, close_in_double)

@@ -57,6 +57,7 @@ MEASURING = (
     "README.md",
     "docs/debugging.md",
     "docs/devices.md",
+    "docs/drafting.md",
     "docs/faq.md",
     "docs/index.md",
     "docs/performance.md",
