@@ -80,15 +80,15 @@ def test_weights_that_no_scale_fits_are_left_to_onednn(value):
 @pytest.fixture
 def seen(monkeypatch):
     """Takes the tokens of each product."""
-    seen, run = [], fbgemm.Product.forward
+    seen, run = [], fbgemm.multiply
 
-    def forward(product, states):
+    def multiply(states, packed, inverse):
         seen.append(states.numel() // states.shape[-1])
-        return run(product, states)
+        return run(states, packed, inverse)
 
-    monkeypatch.setattr(fbgemm.Product, "forward", forward)
     for module in (fbgemm, lean_layer):
-        monkeypatch.setattr(module, "scripted", lambda module: module.forward)
+        monkeypatch.setattr(module, "multiply", multiply)
+        monkeypatch.setattr(module, "scripted", lambda function: function)
     return seen
 
 

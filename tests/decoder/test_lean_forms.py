@@ -189,18 +189,18 @@ def scripts_run(monkeypatch):
     """Takes the number of tokens of each run of a script before the cache."""
     if not fbgemm.is_faster() or not fbgemm.has_scripts():
         pytest.skip("this CPU has AMX, or no kernels of FBGEMM; or this Python has no TorchScript")
-    seen, make = [], lean_layer._make
+    seen, scripted = [], lean_layer.scripted
 
-    def recording(*products):
-        before, after = make(*products)
+    def recording(function):
+        run = scripted(function)
 
         def recorded(hidden, *rest):
             seen.append(hidden.shape[:2].numel())
-            return before(hidden, *rest)
+            return run(hidden, *rest)
 
-        return recorded, after
+        return recorded if function is lean_layer.before_cache else run
 
-    monkeypatch.setattr(lean_layer, "_make", recording)
+    monkeypatch.setattr(lean_layer, "scripted", recording)
     return seen
 
 
@@ -256,16 +256,14 @@ def test_layers_read_low_precision_copies_while_a_draft_does(scripts_run):
         assert torch.equal(run(), exact) and not torch.equal(draft, exact)
 
 
-def test_scripts_are_made_once(scripts_run, monkeypatch):
-    model, made, make = tiny_llama(dtype=HALF), [], lean_layer._make
-    monkeypatch.setattr(lean_layer, "_make", lambda *of: made.append(of) or make(*of))
+def test_a_script_serves_all_layers_and_reads_weights_that_have_changed(scripts_run, monkeypatch):
+    model = tiny_llama(dtype=HALF)
     first = passes(model, "prepacked", 1)
-    assert len(made) == 4
-    assert torch.equal(passes(model, "prepacked", 1), first) and len(made) == 4
+    monkeypatch.setattr(torch.jit, "script", lambda function: pytest.fail("made anew"))
+    assert torch.equal(passes(model, "prepacked", 1), first)
     with torch.no_grad():
         model.model.layers[2].mlp.up_proj.weight.mul_(2)
         model.model.layers[1].input_layernorm.weight.mul_(2)
     changed = passes(model, "prepacked", 1)
-    assert len(made) == 5
     own, exact = passes(model, "eager", 1), passes(model.float(), "eager", 1)
     assert (changed - exact).abs().mean() <= 2 * (own - exact).abs().mean()

@@ -14,64 +14,64 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from selfspec.decoder.direct import Forward
 
 _OPS: Any = torch.ops.quantized
 
 
+def is_there() -> bool:
+    """Whether torch was built with FBGEMM, for this CPU."""
+    engines: Any = torch.backends.quantized
+    return engines.engine in ("x86", "fbgemm") and "fbgemm" in engines.supported_engines
+
+
 def is_faster() -> bool:
     """Whether FBGEMM is there, and expected to be faster than oneDNN for a few tokens."""
-    engines: Any = torch.backends.quantized
-    has_kernels = engines.engine in ("x86", "fbgemm") and "fbgemm" in engines.supported_engines
-    return has_kernels and not torch.cpu._is_amx_tile_supported()
+    return is_there() and not torch.cpu._is_amx_tile_supported()
 
 
-class Product(nn.Module):
-    """Maps states `[..., in]` in any dtype to `[..., out]` in float32.
+if TYPE_CHECKING:
+    Packed = object
+elif is_there():  # the type of its weights, as scripts know it
+    Packed = torch.classes.quantized.LinearPackedParamsBase
+
+
+class Product:
+    """Maps states `[..., in]` to `[..., out]`, rounded once, to the dtype of the states.
 
     Attributes:
-        packed: FBGEMM's weight, with the bias.
-        inverse: `[1]`, by what states are multiplied for it.
+        held: FBGEMM's weight with the bias, and `[1]` by what states are multiplied for it, as
+            `multiply` takes them.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
-        super().__init__()
         power = 15 - math.frexp(float(weight.abs().max()))[1]  # the largest is in [2^14, 2^15)
-        self.packed = _OPS.linear_prepack_fp16(
+        packed = _OPS.linear_prepack_fp16(
             weight.float() * 2.0**power, None if bias is None else bias.float()
         )
         # In float32, and with a dimension: states become float32.
-        self.inverse = torch.tensor([2.0**-power])
-
-    def forward(self, states: Tensor) -> Tensor:
-        """The product."""
-        return torch.ops.quantized.linear_dynamic_fp16(states * self.inverse, self.packed)
-
-
-class Rounded:
-    """A product whose outputs are rounded to the dtype of the input.
-
-    Args:
-        product: computes it in float32.
-    """
-
-    def __init__(self, product: Product):
-        self.product = product
-        self._run = scripted(product)
+        self.held = packed, torch.tensor([2.0**-power])
+        self._run = scripted(multiply)
 
     def __call__(self, input: Tensor) -> Tensor:
         """Outputs `[..., out]`, in the dtype of the input `[..., in]`."""
         if input.dim() == 1:  # FBGEMM wants rows
             return self(input[None])[0]
-        return self._run(input).to(input.dtype)
+        return self._run(input, *self.held).to(input.dtype)
 
 
-def product(weight: Tensor, bias: Tensor | None) -> Rounded | None:
+def multiply(states: Tensor, packed: Packed, inverse: Tensor) -> Tensor:
+    """The product in float32, of states in any dtype."""
+    return torch.ops.quantized.linear_dynamic_fp16(states * inverse, packed)
+
+
+def product(weight: Tensor, bias: Tensor | None) -> Product | None:
     """The product for a weight; `None` where FBGEMM is not faster, or cannot hold it.
 
     Args:
@@ -83,7 +83,7 @@ def product(weight: Tensor, bias: Tensor | None) -> Rounded | None:
     largest = float(weight.abs().max())
     if not 2.0**-64 < largest < 2.0**64:  # zero, infinite, NaN, or its scale leaves float32
         return None
-    return Rounded(Product(weight, bias))
+    return Product(weight, bias)
 
 
 def has_scripts() -> bool:
@@ -91,13 +91,14 @@ def has_scripts() -> bool:
     return sys.version_info < (3, 14)
 
 
-def scripted(module: nn.Module) -> Forward:
-    """A module's forward, compiled by TorchScript where this Python has it.
+@cache
+def scripted(function: Forward) -> Forward:
+    """A function, compiled by TorchScript where this Python has it: once in a process.
 
     A script calls FBGEMM's product in 4 us, Python in 12.
     """
     if not has_scripts():
-        return module.forward
+        return function
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        return torch.jit.script(module).forward
+        return torch.jit.script(function)

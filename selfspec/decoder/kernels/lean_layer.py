@@ -9,23 +9,19 @@ Legend: rows, width = tokens of the pass; heads = of queries; key heads = of key
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, silu
 from transformers.activations import ACT2FN
 
-from selfspec.decoder.direct import Forward
-from selfspec.decoder.kernels.fbgemm import Product, Rounded, has_scripts, scripted
+from selfspec.decoder.kernels.fbgemm import Packed, Product, has_scripts, multiply, scripted
 from selfspec.decoder.kernels.lean_attention import LeanAttention
 from selfspec.decoder.kernels.prepacked import fbgemm_of, most_tokens
 
 SILU = nn.SiLU, type(ACT2FN["silu"])
-
-Products = tuple[Rounded, ...]
 
 
 def lean_layer(
@@ -48,7 +44,7 @@ def lean_layer(
             (mlp, ["down"]),
         )
     ]
-    products = tuple(product for product in found if product is not None)
+    products = [product for product in found if product is not None]
     if len(products) < len(found) or type(mlp.act_fn) not in SILU or not has_scripts():
         return None
     return LeanLayer(module, attention, products, approximates)
@@ -72,13 +68,14 @@ class LeanLayer:
         self,
         module: Any,
         attention: LeanAttention,
-        products: Products,
+        products: Sequence[Product],
         approximates: Callable[[], bool],
     ):
         self.in_parts, self._attention = module.forward, attention
         self._approximates = approximates
         self._most = most_tokens(module.mlp.down_proj.weight.dtype)
-        self._before, self._after = _scripts(module, products)
+        self._before, self._after = scripted(before_cache), scripted(after_cache)
+        self._qkv, self._others = products[0].held, sum((p.held for p in products[1:]), ())
         norms = module.input_layernorm, module.post_attention_layernorm
         (first, eps), self._second = ((_twice(norm), norm.variance_epsilon) for norm in norms)
         of_heads = [getattr(module.self_attn, name, None) for name in ("q_norm", "k_norm")]
@@ -102,31 +99,18 @@ class LeanLayer:
             given = {**kwargs, "position_embeddings": angles}
             return self.in_parts(hidden_states, attention_mask, *args, **given)
         cos, sin = attention.rotary.signed(angles, torch.float32)
-        query, key, value = self._before(hidden_states, *self._first, cos, sin, attention.keys)
+        query, key, value = self._before(
+            hidden_states, *self._qkv, *self._first, cos, sin, attention.keys
+        )
         key, value = cache.update(key, value, attention.index)
         mask = attention.mask(attention_mask, width)
-        return self._after(query, key, value, mask, attention.scale, hidden_states, *self._second)
+        read = query, key, value, mask, attention.scale
+        return self._after(*read, hidden_states, *self._others, *self._second)
 
 
 def _twice(norm: Any) -> Tensor:
     """The weight of a norm as `_norm` reads it."""
     return norm.weight.detach().float().repeat(2)
-
-
-# By layer, with the products that they compute.
-_SCRIPTS: WeakKeyDictionary[nn.Module, tuple[Products, Forward, Forward]] = WeakKeyDictionary()
-
-
-def _scripts(module: nn.Module, products: Products) -> tuple[Forward, Forward]:
-    """The two scripts of a layer, made once for its products."""
-    held = _SCRIPTS.get(module)
-    if held is None or held[0] != products:
-        held = _SCRIPTS[module] = products, *_make(*(rounded.product for rounded in products))
-    return held[1], held[2]
-
-
-def _make(qkv: Product, *others: Product) -> tuple[Forward, Forward]:
-    return scripted(_BeforeCache(qkv)), scripted(_AfterCache(*others))
 
 
 def _norm(states: Tensor, twice: Tensor, eps: float) -> Tensor:
@@ -136,63 +120,63 @@ def _norm(states: Tensor, twice: Tensor, eps: float) -> Tensor:
     return torch.layer_norm(both, [2 * size], twice, None, eps).narrow(-1, 0, size)
 
 
-class _BeforeCache(nn.Module):
-    """Norm, product and rotation."""
+def before_cache(
+    hidden: Tensor,
+    qkv: Packed,
+    inverse: Tensor,
+    norm: Tensor,
+    eps: float,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    head_eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    keys: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Norm, product and rotation.
 
-    def __init__(self, qkv: Product):
-        super().__init__()
-        self.qkv = qkv
-
-    def forward(
-        self,
-        hidden: Tensor,
-        norm: Tensor,
-        eps: float,
-        query_norm: Tensor | None,
-        key_norm: Tensor | None,
-        head_eps: float,
-        cos: Tensor,
-        sin: Tensor,
-        keys: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values `[rows, heads, width, head_dim]`, in the dtype of `hidden`."""
-        size, dtype = cos.size(-1), hidden.dtype
-        read = self.qkv(_norm(hidden.float(), norm, eps))
-        heads = read.view(hidden.size(0), hidden.size(1), -1, size)
-        count = heads.size(2) - 2 * keys
-        both, value = heads.narrow(2, 0, count + keys), heads.narrow(2, count + keys, keys)
-        if query_norm is not None and key_norm is not None:
-            query = _norm(both.narrow(2, 0, count), query_norm, head_eps)
-            key = _norm(both.narrow(2, count, keys), key_norm, head_eps)
-            both = torch.cat((query, key), 2)
-        both = torch.addcmul(both * cos, both.roll(size // 2, -1), sin).to(dtype).transpose(1, 2)
-        value = value.to(dtype).transpose(1, 2)
-        return both.narrow(1, 0, count), both.narrow(1, count, keys), value
+    Returns:
+        Queries, keys and values `[rows, heads, width, head_dim]`, in the dtype of `hidden`.
+    """
+    size, dtype = cos.size(-1), hidden.dtype
+    read = multiply(_norm(hidden.float(), norm, eps), qkv, inverse)
+    heads = read.view(hidden.size(0), hidden.size(1), -1, size)
+    count = heads.size(2) - 2 * keys
+    both, value = heads.narrow(2, 0, count + keys), heads.narrow(2, count + keys, keys)
+    if query_norm is not None and key_norm is not None:
+        query = _norm(both.narrow(2, 0, count), query_norm, head_eps)
+        key = _norm(both.narrow(2, count, keys), key_norm, head_eps)
+        both = torch.cat((query, key), 2)
+    both = torch.addcmul(both * cos, both.roll(size // 2, -1), sin).to(dtype).transpose(1, 2)
+    value = value.to(dtype).transpose(1, 2)
+    return both.narrow(1, 0, count), both.narrow(1, count, keys), value
 
 
-class _AfterCache(nn.Module):
-    """Attention and MLP."""
+def after_cache(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    hidden: Tensor,
+    out: Packed,
+    out_inverse: Tensor,
+    gate_and_up: Packed,
+    up_inverse: Tensor,
+    down: Packed,
+    down_inverse: Tensor,
+    norm: Tensor,
+    eps: float,
+) -> Tensor:
+    """Attention and MLP.
 
-    def __init__(self, out: Product, gate_and_up: Product, down: Product):
-        super().__init__()
-        self.out, self.gate_and_up, self.down = out, gate_and_up, down
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        scale: float,
-        hidden: Tensor,
-        norm: Tensor,
-        eps: float,
-    ) -> Tensor:
-        """The layer's output `[rows, width, hidden]`, in the dtype of `hidden`, its input."""
-        rows, width, size = hidden.size(0), hidden.size(1), query.size(-1)
-        joined = query.reshape(rows, key.size(1), -1, size)
-        read = scaled_dot_product_attention(joined, key, value, mask, 0.0, False, scale=scale)
-        read = read.reshape(rows, -1, width, size).transpose(1, 2).reshape(rows, width, -1)
-        states = hidden.float() + self.out(read)
-        gate, up = self.gate_and_up(_norm(states, norm, eps)).chunk(2, -1)
-        return (states + self.down(silu(gate) * up)).to(hidden.dtype)
+    Returns:
+        The layer's output `[rows, width, hidden]`, in the dtype of `hidden`, its input.
+    """
+    rows, width, size = hidden.size(0), hidden.size(1), query.size(-1)
+    joined = query.reshape(rows, key.size(1), -1, size)
+    read = scaled_dot_product_attention(joined, key, value, mask, 0.0, False, scale=scale)
+    read = read.reshape(rows, -1, width, size).transpose(1, 2).reshape(rows, width, -1)
+    states = hidden.float() + multiply(read, out, out_inverse)
+    gate, up = multiply(_norm(states, norm, eps), gate_and_up, up_inverse).chunk(2, -1)
+    return (states + multiply(silu(gate) * up, down, down_inverse)).to(hidden.dtype)

@@ -29,7 +29,7 @@ from transformers.pytorch_utils import Conv1D
 
 from selfspec.config import Kernels
 from selfspec.decoder.kernels import fbgemm
-from selfspec.decoder.kernels.fbgemm import Rounded
+from selfspec.decoder.kernels.fbgemm import Product
 
 _OPS: Any = torch.ops.mkldnn
 
@@ -61,7 +61,7 @@ class _Packed(NamedTuple):
 
     weight: Tensor | None
     bias: Tensor | None
-    fbgemm: Rounded | None
+    fbgemm: Product | None
     sums: list[Tensor]
 
 
@@ -151,7 +151,7 @@ class Bundle:
         modules: Sequence[Linear],
         product: LinearForward,
         takes: Callable[[Tensor], bool],
-        fbgemm: Rounded | None = None,
+        fbgemm: Product | None = None,
     ):
         self.fbgemm = fbgemm
         self.sizes = [out_by_in(module).shape[0] for module in modules]
@@ -184,7 +184,7 @@ class _Member:
         return held[1].narrow(-1, self._start, self._size)
 
 
-def fbgemm_of(forwards: Sequence[LinearForward]) -> Rounded | None:
+def fbgemm_of(forwards: Sequence[LinearForward]) -> Product | None:
     """FBGEMM's product of linear layers that are a bundle; `None` where there is none.
 
     Low-precision copies that are read in place of it at times are looked through.
