@@ -6,6 +6,7 @@ import random
 import time
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from conftest import AGREEMENT, EXIT, VOCAB, greedy, requests_equal_to_generate, tiny_llama
@@ -471,12 +472,38 @@ def test_a_drafter_that_cannot_take_in_rows_is_refused(monkeypatch):
         SelfSpecModel(tiny_llama()).generate_batch(some_prompts(2), draft="keeps", max_new_tokens=4)
 
 
-@pytest.mark.parametrize("prompts", [["the cat"], "the cat", {"input_ids": [[1]]}, [[1], 2]])
+@pytest.mark.parametrize(
+    "prompts",
+    [["the cat"], "the cat", {"input_ids": [[1]]}, [[1], 2], [[1], None], [[1.5]], [[[1, 2]]]],
+)
 def test_a_prompt_is_a_list_of_token_ids(prompts):
     spec = SelfSpecModel(tiny_llama())
     for given in (prompts, iter(prompts)):
         with pytest.raises(TypeError, match=r'tokenizer\(prompts\)\["input_ids"\]'):
             spec.generate_batch(given, batch_size=1, max_new_tokens=2, do_sample=False)
+
+
+def test_prompts_and_numbers_may_be_arrays():
+    spec, prompts, lengths = SelfSpecModel(tiny_llama()), [[1, 2], [3, 4]], [2, 5]
+    options = {"do_sample": True, "draft": {"drafter": "none", "rule": "coupled"}}
+    expected = spec.generate_batch(prompts, max_new_tokens=lengths, seed=[3, 4], **options)
+    for kind in (torch.tensor, np.array):
+        found = spec.generate_batch(
+            kind(prompts), max_new_tokens=kind(lengths), seed=np.int64(3), **options
+        )
+        for mine, other in zip(found.values(), expected.values(), strict=True):
+            assert mine.prompt_ids == other.prompt_ids
+            assert mine.generated_tokens == other.generated_tokens
+
+
+@pytest.mark.parametrize("name", ["max_new_tokens", "seed"])
+def test_a_prompt_beyond_the_numbers_fails_alone(name):
+    spec, options = SelfSpecModel(tiny_llama()), {"max_new_tokens": 3, "do_sample": True}
+    outputs = spec.generate_batch(iter([[1], [2]]), **{**options, name: [4]}).values()
+    short = f"ValueError: {name} has 1 numbers, and there are more prompts"
+    assert [output.error for output in outputs] == [None, short]
+    with pytest.raises(ValueError, match=f"{name} has 0 numbers, and there are more prompts"):
+        spec.generate_batch(iter([[1]]), **{**options, name: []})
 
 
 def test_no_prompts_no_results():
