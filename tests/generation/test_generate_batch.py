@@ -310,15 +310,16 @@ def test_prompts_that_cannot_be_continued_fail_alone():
 
 
 @pytest.mark.parametrize("draft", ["early_exit", "tree"])
-def test_a_text_that_reaches_the_last_position_fails_alone(draft):
-    model = model_of("gpt2", "sdpa")  # 96 positions
+@pytest.mark.parametrize("name", ["gpt2", "gptj"])  # learned positions; a table of sines
+def test_a_text_that_reaches_the_last_position_fails_alone(name, draft):
+    model = model_of(name, "eager")  # 96 positions
     prompts = [*fixed(2, 6), *fixed(1, 91), *fixed(3, 4)]
     prompts = [[token % FAMILY_VOCAB for token in prompt] for prompt in prompts]
     outputs = SelfSpecModel(model).generate_batch(
         prompts, draft=draft, batch_size=3, max_new_tokens=20, do_sample=False
     )
     failed = outputs.pop("req_2")
-    assert "the last of the model's 96 learned positions" in failed.error
+    assert "the last of the model's 96 positions" in failed.error
     assert failed.generated_tokens == own_text(model, prompts[2], 6)
     others = [*prompts[:2], *prompts[3:]]
     assert texts(outputs) == [own_text(model, prompt, 20) for prompt in others]
