@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from selfspec.decoder.families import refuse_options
 from selfspec.decoder.wrapping_check import check_itself, check_passes
 from selfspec.drafters import make_drafter
 from selfspec.drafters.engine import Engine
-from selfspec.drafters.text_store import TextStore
+from selfspec.drafters.text_store import TextStore, token_ids
 from selfspec.generation.adapters import take_adapters
 from selfspec.generation.batch import Batch, RequestOutput
 from selfspec.generation.loop import Call, Session, SpecOutput, open_session, speculate
@@ -36,6 +37,7 @@ from selfspec.generation.stopping import with_stop_strings, without_tokenizer
 from selfspec.generation.unsupported import (
     check_counts,
     merged,
+    number_of,
     refuse_in_batches,
     refuse_media,
     refuse_other_loops,
@@ -308,21 +310,19 @@ class SelfSpecModel:
             ids: `[n]` or `[1, n]` token ids.
 
         Raises:
+            TypeError: it is no list of token ids.
             ValueError: there is no store, or an id is outside the model's vocabulary.
         """
         if self.store is None:
             raise ValueError(
                 "there is no store to remember texts in; set `spec.store = TextStore()` first"
             )
-        text = torch.as_tensor(ids)
-        if text.dim() == 2 and len(text) == 1:
-            text = text[0]
-        vocab = self.decoder.vocab_size
-        if text.dim() != 1 or (len(text) and not 0 <= text.min() <= text.max() < vocab):
+        text, vocab = token_ids(ids), self.decoder.vocab_size
+        if text and not 0 <= min(text) <= max(text) < vocab:
             raise ValueError(
                 f"remember takes one text of token ids from 0 to {vocab - 1}, got {ids!r:.60}"
             )
-        self.store.add(text.tolist())
+        self.store.add(text)
 
     @property
     def decoder(self) -> Decoder:
@@ -559,6 +559,7 @@ class SelfSpecModel:
             adapters = take_adapters(self.model, kwargs)
         drafter = partial(make_drafter, engine, drafting)
         any_drafter = drafter()  # requests are not run by themselves
+        max_new_tokens, seed = map(_listed, (max_new_tokens, seed))
         prompts: Iterable[Sequence[int]] = map(_token_ids, inputs)
         if isinstance(inputs, Sequence):
             check_counts(len(inputs), max_new_tokens=max_new_tokens, seed=seed)
@@ -570,9 +571,7 @@ class SelfSpecModel:
         source = partial(_seeded, seed, engine.decoder.device)
 
         def open_request(prompt: Sequence[int], number: int) -> Session:
-            most: Any = max_new_tokens
-            if isinstance(most, Sequence):
-                most = most[number]
+            most = number_of("max_new_tokens", max_new_tokens, number)
             options = dict(kwargs) if most is None else {**kwargs, "max_new_tokens": most}
             options |= {"generation_config": generation_config, "stopping_criteria": criteria}
             call = Call(
@@ -641,13 +640,19 @@ def _with_our_options(error: TypeError, options: Options) -> TypeError:
 
 
 def _token_ids(prompt: Sequence[int]) -> Sequence[int]:
-    """The prompt, unless it is text or a single token."""
-    if isinstance(prompt, (str, int)):
+    """The prompt as integers, unless it is text, a single token, or no token ids."""
+    try:
+        return list(map(index, prompt))
+    except TypeError:
         raise TypeError(
             f"generate_batch takes lists of token ids, got {prompt!r:.60} in the place of one; "
             'for texts pass tokenizer(prompts)["input_ids"]'
-        )
-    return prompt
+        ) from None
+
+
+def _listed(values: Any) -> Any:
+    """Numbers in an array or a tensor as those of Python; others as they are."""
+    return values.tolist() if hasattr(values, "tolist") else values
 
 
 def _seeded(
@@ -656,7 +661,7 @@ def _seeded(
     """The source of random numbers of request `number`; `None` for torch's global one."""
     if seed is None:
         return None
-    chosen = seed + number if isinstance(seed, int) else seed[number]
+    chosen = seed + number if isinstance(seed, int) else number_of("seed", seed, number)
     return torch.Generator(device).manual_seed(chosen)
 
 

@@ -50,13 +50,13 @@ class Inputs:
 
     Args:
         body: the body's class.
-        learned_positions: rows of its table of learned positions; `None` without such a table.
+        tabled_positions: rows of its table of positions; `None` without such a table.
         takes_masks: whether it takes 4-D masks.
     """
 
-    def __init__(self, body: type[nn.Module], learned_positions: int | None, takes_masks: bool):
+    def __init__(self, body: type[nn.Module], tabled_positions: int | None, takes_masks: bool):
         self._takes = set(inspect.signature(body.forward).parameters)
-        self._limit = learned_positions
+        self._limit = tabled_positions
         self._takes_masks = takes_masks
         self._cache = cache_name(body.forward)
         self._own_cache = body.__name__ == "MiniMaxModel"
@@ -90,7 +90,7 @@ class Inputs:
         if masks and self._takes_masks:
             inputs[MASK] = masks[None]
         if "position_ids" in self._takes:
-            # A padded block may reach past the table of learned positions.
+            # A padded block may reach past the table of positions.
             limit = self._limit
             inputs["position_ids"] = positions if limit is None else positions.clamp(max=limit - 1)
         return inputs
@@ -122,7 +122,7 @@ class Decoder:
         counts_keys: whether attention is biased by the index of a key in the cache (ALiBi), not by
             the position of its token.
         max_positions: positions that the model was made for; `None` where its config names none.
-        learned_positions: rows of the table of learned positions; `None` without such a table.
+        tabled_positions: rows of the table of positions; `None` without such a table.
         original_length: the length beyond which rotary embeddings change with the largest position
             of a pass (LongRoPE, dynamic NTK); `None` where they do not.
         prefills_again: whether the model's own `generate` computes its cache anew beyond it.
@@ -170,10 +170,18 @@ class Decoder:
         self.original_length = self.gates.original_length
         self.prefills_again = self.original_length is not None and prefills_again(self.causal_lm)
         self.max_positions: int | None = getattr(self.config, "max_position_embeddings", None)
-        words = self.causal_lm.get_input_embeddings()
-        tables = [m for m in self.base.children() if isinstance(m, nn.Embedding) and m is not words]
-        self.learned_positions = self.max_positions if tables else None
-        self._inputs = Inputs(type(self.base), self.learned_positions, not self._alibi)
+        self.tabled_positions = self.max_positions if self._has_table else None
+        self._inputs = Inputs(type(self.base), self.tabled_positions, not self._alibi)
+
+    @property
+    def _has_table(self) -> bool:
+        """Whether positions are looked up, in embeddings or in a table of sines and cosines."""
+        words, positions = self.causal_lm.get_input_embeddings(), self.max_positions
+        return any(
+            (isinstance(part, nn.Embedding) and part is not words)
+            or any(b.ndim == 2 and len(b) == positions for b in part.buffers(recurse=False))
+            for part in self.base.children()
+        )
 
     @property
     def device(self) -> torch.device:

@@ -87,7 +87,6 @@ _DYNAMIC = re.compile(r"torch\.ao\.nn\.(intrinsic\.)?quantized\.dynamic")
 def refuse_unsupported(model: PreTrainedModel) -> None:
     """Raise ValueError, with the reason, for a model that is not supported."""
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
-    attention = getattr(config, "_attn_implementation", "eager")
     if model.config.is_encoder_decoder:
         raise ValueError(f"{name} is an encoder-decoder; selfspec runs decoder-only causal LMs")
     if model.get_output_embeddings() is None or not model.can_generate():
@@ -117,16 +116,24 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
             f"{name} is split into {stages} pipeline stages, none of which has all layers; load it "
             "with tensor parallelism (DistributedConfig(tp_size=...)) or with device_map"
         )
-    if attention not in ("sdpa", "eager"):
-        raise ValueError(
-            f"{name} uses attention {attention!r}, which takes no mask per row; "
-            "load it with attn_implementation='sdpa' (or 'eager')"
-        )
+    refuse_attention(model)
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         raise ValueError(
             f"{name} lets tokens of a prompt attend to later ones; selfspec runs causal LMs"
         )
     _refuse_caches(model, config)
+
+
+def refuse_attention(model: PreTrainedModel) -> None:
+    """Raise ValueError for an attention that takes no mask per row; it may change at any time."""
+    config = model.config.get_text_config(decoder=True)
+    attention = getattr(config, "_attn_implementation", "eager")
+    if attention not in ("sdpa", "eager"):
+        raise ValueError(
+            f"{type(model).__name__} uses attention {attention!r}, which takes no mask per row; "
+            "load it with attn_implementation='sdpa' (or 'eager'), or choose it by "
+            "set_attn_implementation"
+        )
 
 
 # transformers' cache classes of layers that selfspec runs; layers without a cache have a dummy.

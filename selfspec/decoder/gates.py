@@ -22,7 +22,7 @@ from selfspec.config import Kernels, Options
 from selfspec.decoder import forwards
 from selfspec.decoder.devices import device_of
 from selfspec.decoder.direct import StandIn, parents_of, shortcuts, uncompiled
-from selfspec.decoder.families import causal_tables, text_parts
+from selfspec.decoder.families import causal_tables, refuse_attention, text_parts
 from selfspec.decoder.kernels.compiled import CompiledLayers
 from selfspec.decoder.kernels.graphs import GraphedLayers
 from selfspec.decoder.kernels.lean import lean_forwards
@@ -257,6 +257,7 @@ class Gates:
 
     def _put_in(self) -> None:
         self._check_modules()
+        refuse_attention(self.model)
         self._leave_states()
         current, put = self.current, self.shadows.put
         self.has_own_forward = forwards.has_own_forward(self.model)

@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Sequence
 from copy import deepcopy
 from itertools import groupby
+from operator import index
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -24,6 +25,19 @@ BEGINNING = SIZES[-1]  # tokens of a prompt that are kept, so that its answer's 
 _LEAST_PROBABILITY = 0.1
 _END = -1  # stands behind every text; no match and no draft goes across
 _LARGEST = torch.iinfo(torch.int32).max
+
+
+def token_ids(text: Any) -> list[int]:
+    """A text's token ids, `[n]` or `[1, n]`, as integers; TypeError if it is something else."""
+    try:
+        ids = list(text.tolist() if hasattr(text, "tolist") else text)
+        only = ids[0] if len(ids) == 1 and isinstance(ids[0], Sequence) else ids
+        return list(map(index, only))
+    except TypeError:
+        raise TypeError(
+            f"a text is one list of token ids, got {text!r:.60}; for a string pass "
+            'tokenizer(string)["input_ids"], and several texts one by one'
+        ) from None
 
 
 class Occurrences(NamedTuple):
@@ -110,11 +124,12 @@ class TextStore:
     def clear(self) -> None:
         """Forget all texts."""
         size = self.max_tokens
-        self._largest = _END
-        self._ring = RingBuffer(size)
-        # By size of the n-gram: the latest end of each hash, and the end before each end.
-        self._latest = {n: array("q", bytes(8 * size)) for n in SIZES}
-        self._before = {n: array("q", bytes(8 * size)) for n in SIZES}
+        with self._lock:
+            self._largest = _END
+            self._ring = RingBuffer(size)
+            # By size of the n-gram: the latest end of each hash, and the end before each end.
+            self._latest = {n: array("q", bytes(8 * size)) for n in SIZES}
+            self._before = {n: array("q", bytes(8 * size)) for n in SIZES}
 
     def __getstate__(self) -> dict[str, object]:
         """A copy of everything but the lock."""
@@ -140,9 +155,10 @@ class TextStore:
         """Add a text.
 
         Raises:
+            TypeError: it is no list of integers.
             ValueError: a token id is negative or does not fit into 32 bits.
         """
-        text = list(text)[-self.max_tokens :]
+        text = token_ids(text)[-self.max_tokens :]
         if not text:
             return
         if min(text) < 0 or max(text) > _LARGEST:
@@ -222,16 +238,21 @@ class TextStore:
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise ValueError if a text has a token that a model of `vocab_size` tokens lacks."""
         if self._largest >= vocab_size:
+            with self._lock:  # the text may have been overwritten since
+                self._largest = max(self._ring.slice(0, self._ring.written), default=_END)
+        if self._largest >= vocab_size:
             raise ValueError(
                 f"the store has texts with token id {self._largest}, and the model has "
                 f"{vocab_size} tokens; use a store of texts of the model's own tokenizer"
             )
 
     def save(self, path: str | Path) -> None:
-        """Write the texts to a safetensors file, atomically."""
+        """Write the texts to a safetensors file, atomically, and make its folder if needed."""
         with self._lock:
             tokens = self._ring.slice(0, self._ring.written).tolist()
-        with replacing(Path(path).expanduser()) as scratch:
+        file = Path(path).expanduser()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(file) as scratch:
             save_file({"tokens": torch.tensor(tokens, dtype=torch.int32)}, scratch)
 
     @classmethod
@@ -248,9 +269,14 @@ class TextStore:
             ValueError: it is damaged, or not of this kind.
         """
         tokens = read_tensors(Path(path).expanduser()).get("tokens")
-        if tokens is None or tokens.dtype != torch.int32 or tokens.dim() != 1:
+        if (
+            tokens is None
+            or (tokens.dtype, tokens.dim()) != (torch.int32, 1)
+            or bool((tokens < _END).any())
+        ):
             raise ValueError(
-                f"{path} is not a saved TextStore; it needs int32 `tokens`, in one row"
+                f"{path} is not a saved TextStore; it needs int32 `tokens`, in one row, and -1 "
+                "behind each text"
             )
         store = cls(max(MOST, len(tokens)) if max_tokens is None else max_tokens)
         for ended, text in groupby(tokens.tolist(), lambda token: token == _END):

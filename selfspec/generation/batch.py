@@ -383,7 +383,7 @@ class Group(Session):
 
     def step(self, state: State) -> None:
         """End requests that have no position left; run one round of the others."""
-        last = self.engine.decoder.learned_positions
+        last = self.engine.decoder.tabled_positions
         rows = zip(state.context.rows, state.slots.lengths, strict=True)
         full = [row for row, length in rows if last is not None and length >= last]
         for row in full:

@@ -43,9 +43,7 @@ from selfspec.sampling.sampler import Sampler
 from selfspec.schedule.stats import Round, Stats, Trace
 
 _FIRST_ROOM = 1024  # tokens reserved ahead; buffers double when a call writes more
-AT_LAST_POSITION = (
-    "the text has reached the last of the model's {} learned positions; lower max_new_tokens"
-)
+AT_LAST_POSITION = "the text has reached the last of the model's {} positions; lower max_new_tokens"
 
 
 @dataclass
@@ -157,7 +155,7 @@ class Session:
     def step(self, state: State) -> None:
         """One round."""
         self._run_next(state)
-        _check_positions(state, self.engine.decoder.learned_positions)
+        _check_positions(state, self.engine.decoder.tabled_positions)
         self._prefill_again(state)
         limit = _most_drafts(state, self.stops, self.prompt, self.engine.decoder.max_positions)
         draft = nothing = Draft.empty(state.rows, state.pending.device)
@@ -278,9 +276,9 @@ class Session:
             self.drafter.select(going)
 
 
-def _check_positions(state: State, learned: int | None) -> None:
-    if learned is not None and max(state.slots.lengths) >= learned:
-        raise ValueError(AT_LAST_POSITION.format(learned))
+def _check_positions(state: State, tabled: int | None) -> None:
+    if tabled is not None and max(state.slots.lengths) >= tabled:
+        raise ValueError(AT_LAST_POSITION.format(tabled))
 
 
 def _most_drafts(state: State, stops: Stops, prompt: Prompt, positions: int | None) -> int:

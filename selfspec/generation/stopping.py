@@ -115,7 +115,7 @@ class Stops:
             return 1
         stops = [count for count, token in enumerate(block, 1) if token in self.eos][:1]
         if self.max_length is not None and length + len(block) >= self.max_length:
-            stops.append(self.max_length - length)
+            stops.append(max(1, self.max_length - length))  # the prompt may be longer
         return min(stops, default=None)
 
     def _asked(self, context: Context, index: int, limit: int, scores: StepRecord) -> int | None:

@@ -253,6 +253,19 @@ def check_counts(prompts: int, **given: object) -> None:
             raise ValueError(f"{name} has {len(values)} numbers for {prompts} prompts")
 
 
+def number_of(name: str, values: Any, request: int) -> Any:
+    """A request's own number, of an option that may be a sequence with one entry per prompt.
+
+    Raises:
+        ValueError: the sequence ends before; of prompts that come one by one nobody knows how many.
+    """
+    if not isinstance(values, Sequence):
+        return values
+    if request >= len(values):
+        raise ValueError(f"{name} has {len(values)} numbers, and there are more prompts")
+    return values[request]
+
+
 _PREPARE = "prepare_inputs_for_generation"
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from pydantic import Field
+from transformers import PreTrainedConfig
 
 from selfspec.config import DraftConfig, JsonObject, Kernels, StrictConfig, parse
 from selfspec.decoder import Decoder
@@ -195,5 +196,14 @@ def _cache() -> Path:
     return Path(home) / "selfspec" / "profiles"
 
 
+def cached_profiles(config: PreTrainedConfig) -> list[Path]:
+    """The profiles in the user's cache that may be of a checkpoint with this config."""
+    return sorted(_cache().glob(_cached_name(config.get_text_config(decoder=True), "*")))
+
+
 def _cached(decoder: Decoder) -> Path:
-    return _cache() / f"{decoder.config.model_type}-{Place.of(decoder).digest}.json"
+    return _cache() / _cached_name(decoder.config, Place.of(decoder).digest)
+
+
+def _cached_name(config: PreTrainedConfig, digest: str) -> str:
+    return f"{config.model_type}-{digest}.json"

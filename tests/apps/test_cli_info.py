@@ -12,7 +12,7 @@ from selfspec.apps.bench import forecast
 from selfspec.apps.bench.forecast import DeviceSpeed
 from selfspec.apps.cli import info
 from selfspec.heads import LensHead, save_heads
-from selfspec.schedule.profile import PROFILE_NAME, Place, Profile
+from selfspec.schedule.profile import PROFILE_NAME, Place, Profile, default_path
 
 
 def test_info_says_what_the_model_is():
@@ -67,6 +67,35 @@ def test_info_shows_the_profile_that_generate_takes(folder, tmp_path):
     found = one_object(call("info", "--model", target, "--json"))
     assert found["profile"]["draft"]["drafter"] == "prompt_lookup"
     assert "prompt_lookup: 5 tokens a round" in call("info", "--model", target).stdout
+
+
+def test_info_shows_a_profile_in_the_users_cache(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert one_object(call("info", "--model", folder, "--json"))["profile"] == {}
+    spec = SelfSpecModel.from_pretrained(folder, dtype="auto")
+    draft = DraftConfig(exit_layer=4, precision="int8", lm_head_precision="int4", window=64)
+    Profile(draft=draft, place=Place.of(spec.decoder)).save(default_path(spec.decoder, None))
+    found = one_object(call("info", "--model", folder, "--json"))["profile"]["draft"]
+    assert (found["precision"], found["window"]) == ("int8", 64)
+    words = "exit after layer 4 (shared head), int8 weights, LM head in int4, 64 recent keys, 4"
+    assert words in " ".join(call("info", "--model", folder).stdout.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("draft", "words"),
+    [
+        ({"drafter": "none"}, "none: plain decoding"),
+        ({"drafter": "auto", "exit_layer": 1}, "the exit after layer 1 (shared head) only if it"),
+        ({"drafter": "auto", "exit_layer": 4, "precision": "int4"}, "int4 weights where that is"),
+        ({"drafter": "auto", "head": "lens"}, "the exit after layer 3 (lens head) where that is"),
+        ({"drafter": "skip_sublayers", "window": 9}, "skip_sublayers: 9 recent keys, 4 tokens"),
+    ],
+)
+def test_a_draft_is_described_by_what_decides_its_speed(draft, words, folder):
+    spec = SelfSpecModel.from_pretrained(folder, dtype="float32")
+    spec.engine.add(LensHead.build(spec.decoder, 3, rank=8))
+    facts = info._of_draft(spec.engine, DraftConfig(**draft))
+    assert words in info._draft_in_words(facts)
 
 
 @pytest.mark.matrix

@@ -245,6 +245,13 @@ def test_what_cannot_be_tuned_is_refused_before_anything_is_run(
     assert not counted.total()
 
 
+def test_nothing_to_try_is_refused_with_the_reason(spec, tokenizer, counted):
+    bare = SelfSpecModel(spec.model)
+    with pytest.raises(ValueError, match=r"no draft to try .*precisions and windows name none"):
+        tune(bare, tokenizer, TEXTS, small(exits=[]))
+    assert not counted.total()
+
+
 # The map
 
 

@@ -261,6 +261,16 @@ def test_a_sublayer_that_was_replaced_is_the_one_that_runs(draft):
 # What is refused
 
 
+def test_an_attention_that_is_chosen_after_wrapping_is_refused_if_it_takes_no_mask_per_row():
+    model = tiny_llama("sometimes")
+    spec = SelfSpecModel(model)
+    model.set_attn_implementation("flex_attention")
+    with pytest.raises(ValueError, match="'flex_attention', which takes no mask per row"):
+        spec.generate(IDS, attention_mask=MASK, max_new_tokens=NEW)
+    model.set_attn_implementation("eager")
+    equal_to_generate(spec, IDS[1:2], max_new_tokens=NEW)
+
+
 OLD = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*quantize_per_tensor")
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import greedy_logits, tiny_llama
 from families import CASES_BY_FAMILY, FAMILIES, VOCAB, build
+from peft import LoraConfig, get_peft_model
 
 from selfspec import SelfSpecModel
 from selfspec.decoder import Decoder
@@ -163,6 +164,25 @@ def test_alone_it_packs_weights_that_change_anew(alone):
     after = logits(model, "prepacked")
     assert not torch.equal(after, before)
     assert torch.equal(after, logits(copy.deepcopy(model), "prepacked"))
+
+
+def test_alone_it_packs_maps_that_leave_and_join_a_product_anew(alone):
+    model = tiny_llama("sometimes", dtype=HALF)
+    spec = SelfSpecModel(model, kernels="prepacked")
+
+    def assert_is_right():
+        exact = greedy_logits(SelfSpecModel(model, kernels="eager"), 6, new_tokens=1)
+        found = greedy_logits(spec, 6, new_tokens=1)
+        assert (found - exact).norm() < 0.05 * exact.norm()
+
+    assert_is_right()
+    config = LoraConfig(r=2, target_modules=["k_proj", "up_proj"], init_lora_weights=False)
+    adapted = get_peft_model(model, config).eval()  # queries are now projected alone
+    assert_is_right()
+    adapted.merge_and_unload()
+    assert_is_right()
+    model.model.layers[1].self_attn.o_proj.bias = torch.nn.Parameter(4 * torch.ones(32, dtype=HALF))
+    assert_is_right()
 
 
 def test_alone_it_leaves_weights_that_no_scale_fits_as_they_are(alone):

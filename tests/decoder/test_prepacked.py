@@ -199,6 +199,24 @@ def test_adapters_are_merged_and_taken_out():
         assert torch.equal(logits(spec, 6, vocab=64), eager(adapted, 6, vocab=64))
 
 
+def test_maps_that_leave_and_join_a_product_are_packed_anew():
+    model = tiny_llama("sometimes", dtype=HALF)
+    spec = SelfSpecModel(model, kernels="prepacked")
+
+    def is_right():
+        return torch.equal(logits(spec, 6, vocab=64), eager(model, 6, vocab=64))
+
+    assert is_right()
+    config = LoraConfig(r=2, target_modules=["k_proj", "up_proj"], init_lora_weights=False)
+    adapted = get_peft_model(model, config).eval()  # queries are now projected alone
+    assert is_right()
+    adapted.merge_and_unload()
+    assert is_right()
+    output = model.model.layers[1].self_attn.o_proj
+    output.bias = torch.nn.Parameter(torch.ones(32, dtype=HALF))
+    assert is_right()
+
+
 def test_nothing_stays_on_the_model():
     model = tiny_llama(dtype=HALF)
     names = [set(vars(module)) for module in model.modules()]

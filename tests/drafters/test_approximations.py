@@ -1,5 +1,6 @@
 """Approximate drafts: weights in fewer bits, fewer keys. What is written is the model's own."""
 
+import copy
 from functools import cache
 
 import pytest
@@ -269,6 +270,40 @@ def test_copies_follow_weights_that_change():
                 model.parameters(), tiny_llama("seldom", seed=seed).parameters(), strict=True
             ):
                 own.copy_(other)
+
+
+def an_adapter_of_keys(model):
+    get_peft_model(model, LoraConfig(target_modules=["k_proj"], init_lora_weights=False)).eval()
+
+
+def more_tokens(model):
+    model.resize_token_embeddings(90)
+
+
+def fewer_tokens(model):
+    model.resize_token_embeddings(61)  # as many as before in multiples of 16
+
+
+def a_bias(model):
+    model.model.layers[1].mlp.down_proj.bias = nn.Parameter(torch.randn(32).double())
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("precision", ROUNDED)
+@pytest.mark.parametrize("change", [an_adapter_of_keys, more_tokens, fewer_tokens, a_bias])
+def test_copies_follow_layers_that_change(change, precision, tied):
+    model = tiny_llama("seldom", num_key_value_heads=4, tie_word_embeddings=tied)
+    ids, draft = IDS.clamp(max=60), drafts("early_exit", exit_layer=DEPTH, precision=precision)
+
+    def accepted(spec):
+        equal_to_generate(spec, ids, MASK, draft=draft, max_new_tokens=16)
+        return spec.last_stats.accepted
+
+    spec = SelfSpecModel(model)
+    accepted(spec)
+    change(model)
+    assert accepted(spec) == accepted(SelfSpecModel(copy.deepcopy(model)))  # copies made anew
 
 
 def test_nothing_is_left_in_the_model():

@@ -160,9 +160,25 @@ def test_what_is_no_store_is_refused(tmp_path):
     file.write_bytes(b"no tensors")
     with pytest.raises(ValueError, match="cannot be read"):
         TextStore.load(file)
-    save_file({"tokens": torch.zeros(3)}, file)
-    with pytest.raises(ValueError, match="not a saved TextStore"):
-        TextStore.load(file)
+    for wrong in (torch.zeros(3), torch.tensor([3, -7], dtype=torch.int32)):
+        save_file({"tokens": wrong}, file)
+        with pytest.raises(ValueError, match="not a saved TextStore"):
+            TextStore.load(file)
+
+
+@pytest.mark.parametrize("text", ["a text", ["a"], [1, 2.5], IDS, torch.ones(3), 3, None])
+def test_what_is_no_text_is_refused_and_leaves_nothing(text, model):
+    spec = SelfSpecModel(model, store=TextStore())
+    for add in (spec.remember, spec.store.add):
+        with pytest.raises(TypeError, match="a text is one list of token ids, got"):
+            add(text)
+    assert len(spec.store) == 0
+
+
+def test_a_store_is_saved_into_a_folder_that_is_not_there_yet(tmp_path):
+    file = tmp_path / "some" / "folder" / "texts.safetensors"
+    stored([1, 2, 3]).save(file)
+    assert continued(TextStore.load(file), [1, 2]) == [3]
 
 
 def test_texts_of_another_tokenizer_are_refused_before_anything_runs(model):
@@ -170,12 +186,17 @@ def test_texts_of_another_tokenizer_are_refused_before_anything_runs(model):
     with pytest.raises(ValueError, match="no store to remember texts in"):
         spec.remember([1, 2])
     spec.store = TextStore()
-    for wrong in ([1, 10**6], [-1], IDS):
+    for wrong in ([1, 10**6], [-1]):
         with pytest.raises(ValueError, match="remember takes one text of token ids"):
             spec.remember(wrong)
     spec.store.add([1, 10**6])
+    call = {"attention_mask": MASK, "draft": "prompt_lookup", "max_new_tokens": 2}
     with pytest.raises(ValueError, match=r"token id 1000000, and the model has \d+ tokens"):
-        spec.generate(IDS, attention_mask=MASK, draft="prompt_lookup", max_new_tokens=2)
+        spec.generate(IDS, **call)
+    spec.store = TextStore(8)
+    for text in ([10**6], [1, 2, 3, 4], [1, 2, 3, 4]):  # the later ones overwrite the first
+        spec.store.add(text)
+    spec.generate(IDS, **call)
 
 
 def stores(text):

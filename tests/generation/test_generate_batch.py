@@ -6,6 +6,7 @@ import random
 import time
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from conftest import AGREEMENT, EXIT, VOCAB, greedy, requests_equal_to_generate, tiny_llama
@@ -315,15 +316,16 @@ def test_prompts_that_cannot_be_continued_fail_alone():
 
 
 @pytest.mark.parametrize("draft", ["early_exit", "tree"])
-def test_a_text_that_reaches_the_last_position_fails_alone(draft):
-    model = model_of("gpt2", "sdpa")  # 96 positions
+@pytest.mark.parametrize("name", ["gpt2", "gptj"])  # learned positions; a table of sines
+def test_a_text_that_reaches_the_last_position_fails_alone(name, draft):
+    model = model_of(name, "eager")  # 96 positions
     prompts = [*fixed(2, 6), *fixed(1, 91), *fixed(3, 4)]
     prompts = [[token % FAMILY_VOCAB for token in prompt] for prompt in prompts]
     outputs = SelfSpecModel(model).generate_batch(
         prompts, draft=draft, batch_size=3, max_new_tokens=20, do_sample=False
     )
     failed = outputs.pop("req_2")
-    assert "the last of the model's 96 learned positions" in failed.error
+    assert "the last of the model's 96 positions" in failed.error
     assert failed.generated_tokens == own_text(model, prompts[2], 6)
     others = [*prompts[:2], *prompts[3:]]
     assert texts(outputs) == [own_text(model, prompt, 20) for prompt in others]
@@ -477,12 +479,38 @@ def test_a_drafter_that_cannot_take_in_rows_is_refused(monkeypatch):
         SelfSpecModel(tiny_llama()).generate_batch(some_prompts(2), draft="keeps", max_new_tokens=4)
 
 
-@pytest.mark.parametrize("prompts", [["the cat"], "the cat", {"input_ids": [[1]]}, [[1], 2]])
+@pytest.mark.parametrize(
+    "prompts",
+    [["the cat"], "the cat", {"input_ids": [[1]]}, [[1], 2], [[1], None], [[1.5]], [[[1, 2]]]],
+)
 def test_a_prompt_is_a_list_of_token_ids(prompts):
     spec = SelfSpecModel(tiny_llama())
     for given in (prompts, iter(prompts)):
         with pytest.raises(TypeError, match=r'tokenizer\(prompts\)\["input_ids"\]'):
             spec.generate_batch(given, batch_size=1, max_new_tokens=2, do_sample=False)
+
+
+def test_prompts_and_numbers_may_be_arrays():
+    spec, prompts, lengths = SelfSpecModel(tiny_llama()), [[1, 2], [3, 4]], [2, 5]
+    options = {"do_sample": True, "draft": {"drafter": "none", "rule": "coupled"}}
+    expected = spec.generate_batch(prompts, max_new_tokens=lengths, seed=[3, 4], **options)
+    for kind in (torch.tensor, np.array):
+        found = spec.generate_batch(
+            kind(prompts), max_new_tokens=kind(lengths), seed=np.int64(3), **options
+        )
+        for mine, other in zip(found.values(), expected.values(), strict=True):
+            assert mine.prompt_ids == other.prompt_ids
+            assert mine.generated_tokens == other.generated_tokens
+
+
+@pytest.mark.parametrize("name", ["max_new_tokens", "seed"])
+def test_a_prompt_beyond_the_numbers_fails_alone(name):
+    spec, options = SelfSpecModel(tiny_llama()), {"max_new_tokens": 3, "do_sample": True}
+    outputs = spec.generate_batch(iter([[1], [2]]), **{**options, name: [4]}).values()
+    short = f"ValueError: {name} has 1 numbers, and there are more prompts"
+    assert [output.error for output in outputs] == [None, short]
+    with pytest.raises(ValueError, match=f"{name} has 0 numbers, and there are more prompts"):
+        spec.generate_batch(iter([[1]]), **{**options, name: []})
 
 
 def test_no_prompts_no_results():

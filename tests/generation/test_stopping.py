@@ -105,7 +105,7 @@ STOPS = {
             "generation_config": GenerationConfig(max_length=60),
             **criteria(MaxLengthCriteria(n)),
         }
-        for n in (12, 15)
+        for n in (4, 12, 15)  # one is shorter than the prompts: it ends them after a token
     },
     "the shorter of two lengths": lambda t: {
         "max_new_tokens": None,

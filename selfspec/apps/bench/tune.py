@@ -95,8 +95,8 @@ def tune(
         on_progress: called with the progress.
 
     Raises:
-        ValueError: the texts hold no token, there is no such exit, or prompts are too long for the
-            target.
+        ValueError: the texts hold no token, there is no such exit or nothing to try, or prompts are
+            too long for the target.
     """
     config = config or TuneConfig()
     heads = heads_to_try(spec.engine, config)
@@ -118,6 +118,9 @@ def tune(
         for name, keys in (exits | whole).items()
         for k in config.lengths
     }
+    if not chains:
+        reasons = "; ".join(left_out.values()) or "exits, precisions and windows name none"
+        raise ValueError(f"there is no draft to try ({reasons}); name an exit or a window")
     short = config.model_copy(update={"new_tokens": max(1, config.new_tokens // 2), "repeats": 1})
     show = partial(on_progress, "exits and lengths")
     (_, *screening), failed = _compared(

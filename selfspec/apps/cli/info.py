@@ -46,13 +46,15 @@ def info(
     ] = None,
 ) -> None:
     """Describe a target and its heads: shape, memory, and the default draft."""
-    from selfspec.decoder.checkpoints import folder_of
+    from selfspec.decoder.checkpoints import folder_of, load_config
     from selfspec.heads import CONFIG_NAME
-    from selfspec.schedule.profile import PROFILE_NAME
+    from selfspec.schedule.profile import PROFILE_NAME, cached_profiles
 
     name, path = resolve(source.model)
     beside = any((Path(folder_of(path)) / file).is_file() for file in (CONFIG_NAME, PROFILE_NAME))
-    is_bare = source.heads is None and not beside and not _ships_head(path)
+    # Which of the profiles is valid, the weights tell.
+    has_more = beside or _ships_head(path) or bool(cached_profiles(load_config(path)))
+    is_bare = source.heads is None and not has_more
     engine, profile = _without_weights(path) if is_bare else None, None
     if engine is None:
         spec = source.load_spec()
@@ -184,10 +186,12 @@ def _weights(module: nn.Module) -> dict[str, Count]:
 
 
 def _of_draft(engine: Engine, draft: DraftConfig) -> JsonObject:
-    has_exit = draft.drafter in ("early_exit", "tree", "cascade", "auto")
-    head = engine.head(draft) if has_exit else None
+    from selfspec.drafters import make_drafter
+
+    reader = getattr(make_drafter(engine, draft), "reader", None)
+    head = reader and reader.head
     return {
-        **draft.model_dump(include={"drafter", "schedule"}),
+        **draft.model_dump(include={"drafter", "schedule", *_HOW}),
         "num_draft_tokens": draft.most_tokens,
         "exit_layer": head and head.exit_layer,
         "head": head and head.kind,
@@ -240,10 +244,11 @@ _OPTIONAL = {
 }
 _COPIES = "{precision}: {lm_head} for the LM head, {heads} for heads, {layers} for the layers"
 _HEAD = "{kind} after layer {exit_layer}: {parameters} parameters, {bytes}"
-_DRAFTS = {
-    "none": "none: plain decoding",
-    "auto": "auto: lookup where the text repeats itself, plain decoding elsewhere;\nthe exit after "
-    "layer {exit_layer} ({head} head) only if it agrees with the last layer",
+# Keys of a draft that make it approximate, in words.
+_HOW = {
+    "precision": "{} weights",
+    "lm_head_precision": "LM head in {}",
+    "window": "{} recent keys",
 }
 _FITTING = (
     "{kind} at exit {exit_layer}, drafting {size} tokens; a draft would cost {draft_cost:.2f} of a "
@@ -284,6 +289,17 @@ def info_table(facts: JsonObject) -> Table:
 
 
 def _draft_in_words(draft: JsonObject) -> str:
-    exit = ": " if draft["head"] is None else ": exit after layer {exit_layer} ({head} head), "
-    other = "{drafter}" + exit + "{num_draft_tokens} tokens a round"
-    return _DRAFTS.get(draft["drafter"], other).format(**draft)
+    if draft["drafter"] == "none":
+        return "none: plain decoding"
+    size, parts = f"{draft['num_draft_tokens']} tokens a round", list[str]()
+    if draft["head"] is not None:
+        parts.append("exit after layer {exit_layer} ({head} head)".format(**draft))
+    approximate = [words.format(draft[key]) for key, words in _HOW.items() if draft[key]]
+    if draft["drafter"] != "auto":
+        return f"{draft['drafter']}: {', '.join([*parts, *approximate, size])}"
+    tried = draft["head"] == "shared" and not approximate
+    when = "only if it agrees with the last layer" if tried else "where that is faster"
+    return (
+        "auto: lookup where the text repeats itself, plain decoding elsewhere;\n"
+        f"the {', '.join([*parts, *approximate])} {when}"
+    )

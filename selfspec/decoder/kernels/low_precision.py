@@ -27,6 +27,7 @@ from selfspec.decoder.kernels.prepacked import (
     LinearForward,
     bundles,
     out_by_in,
+    same_sums,
     sum_of,
 )
 from selfspec.decoder.passes import Approximation
@@ -150,11 +151,10 @@ class _Copies:
         parts = [p.detach() for m in self._modules for p in (m.weight, m.bias) if p is not None]
         sums = [sum_of(part) for part in parts]
         held = self._held.get(precision)
-        if held is None or not all(map(torch.equal, held.sums, sums)):
+        if held is None or not same_sums(held.sums, sums):
             with torch.inference_mode(False):  # copies outlive this call
                 weights = KINDS[precision](self._modules)
-            if held is not None:  # recorded graphs read the tensors that there are
-                weights.move_into(held.weights)
+            if held is not None and weights.move_into(held.weights):
                 weights = held.weights
             self._held[precision] = _Held(weights, sums)
 
@@ -196,13 +196,23 @@ class RoundedWeights(ABC):
     def nbytes(outputs: int, inputs: int) -> int:
         """Bytes of a copy."""
 
-    def move_into(self, other: RoundedWeights) -> None:
-        """Overwrite an earlier copy of the same layers with this one."""
-        pairs = zip(other.tensors, self.tensors, strict=True)
-        for there, here in pairs:
+    def move_into(self, other: RoundedWeights) -> bool:
+        """Overwrite an earlier copy with this one, for recorded graphs read its tensors.
+
+        Returns:
+            Whether it could be: it has the same layers, shapes and device.
+        """
+        if self._place != other._place:
+            return False
+        for there, here in zip(other.tensors, self.tensors, strict=True):
             there.copy_(here)
         if self._bias is not None and other._bias is not None:
             other._bias.copy_(self._bias)
+        return True
+
+    @property
+    def _place(self) -> tuple[object, ...]:
+        return self.outputs, self.inputs, self._bias is None, self.tensors[0].device
 
     def __call__(self, input: Tensor) -> Tensor:
         """Outputs `[..., out]`, in the dtype of the input `[..., in]`."""

@@ -461,7 +461,7 @@ def _pack(modules: Sequence[Linear], both: bool) -> _Packed | None:
     parts = [p.detach() for m in modules for p in (m.weight, m.bias) if p is not None]
     sums = [sum_of(part) for part in parts]
     held = _PACKED.get(modules[0])
-    if held is None or not all(map(torch.equal, held.sums, sums)):
+    if held is None or not same_sums(held.sums, sums):
         weight = torch.cat([out_by_in(module) for module in modules])
         biased = modules[0].bias is not None
         bias = torch.cat([module.bias.detach() for module in modules]) if biased else None
@@ -476,6 +476,16 @@ def _pack(modules: Sequence[Linear], both: bool) -> _Packed | None:
             weight = None
         held = _PACKED[modules[0]] = _Packed(weight, bias, product, sums)
     return held
+
+
+def same_sums(held: Sequence[Tensor], sums: Sequence[Tensor]) -> bool:
+    """Whether these are the checksums (`sum_of`) of the same weights and biases.
+
+    Layers may have joined or left a bundle, or got a bias, and weights may have been moved.
+    """
+    return [each.device for each in held] == [each.device for each in sums] and all(
+        map(torch.equal, held, sums)
+    )
 
 
 def sum_of(part: Tensor) -> Tensor:
