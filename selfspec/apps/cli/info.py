@@ -184,8 +184,10 @@ def _weights(module: nn.Module) -> dict[str, Count]:
 
 
 def _of_draft(engine: Engine, draft: DraftConfig) -> JsonObject:
-    has_exit = draft.drafter in ("early_exit", "tree", "cascade", "auto")
-    head = engine.head(draft) if has_exit else None
+    from selfspec.drafters import make_drafter
+
+    reader = getattr(make_drafter(engine, draft), "reader", None)
+    head = reader and reader.head
     return {
         **draft.model_dump(include={"drafter", "schedule"}),
         "num_draft_tokens": draft.most_tokens,
@@ -242,8 +244,8 @@ _COPIES = "{precision}: {lm_head} for the LM head, {heads} for heads, {layers} f
 _HEAD = "{kind} after layer {exit_layer}: {parameters} parameters, {bytes}"
 _DRAFTS = {
     "none": "none: plain decoding",
-    "auto": "auto: lookup where the text repeats itself, plain decoding elsewhere;\nthe exit after "
-    "layer {exit_layer} ({head} head) only if it agrees with the last layer",
+    "auto": "auto: lookup where the text repeats itself,\nexit after layer {exit_layer} "
+    "({head} head) where drafts save time,\nplain decoding elsewhere",
 }
 _FITTING = (
     "{kind} at exit {exit_layer}, drafting {size} tokens; a draft would cost {draft_cost:.2f} of a "
