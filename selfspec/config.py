@@ -56,7 +56,7 @@ def unknown_name(what: str, name: str, known: Sequence[str]) -> str:
     """The error message for an unknown name, with the nearest known one."""
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
     hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-    return f"unknown {what}: {name!r}; {hint}known: {', '.join(known)}"
+    return f"unknown {what}: {name!r}; {hint}known: {', '.join(known) or 'none'}"
 
 
 # Ends the message for an unknown name where users can register names of their own.
