@@ -56,7 +56,7 @@ def unknown_name(what: str, name: str, known: Sequence[str]) -> str:
     """The error message for an unknown name, with the nearest known one."""
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
     hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-    return f"unknown {what}: {name!r}; {hint}known: {', '.join(known)}"
+    return f"unknown {what}: {name!r}; {hint}known: {', '.join(known) or 'none'}"
 
 
 # Ends the message for an unknown name where users can register names of their own.
@@ -335,7 +335,7 @@ def read_config(path: str | Path | None, overrides: Sequence[str] = ()) -> JsonO
         file = Path(path)
         if not file.is_file():
             raise FileNotFoundError(f"no config file at {file}; give the path of a YAML file")
-        data = _read_yaml(_read_text(file), str(path)) or {}
+        data = _read_yaml(read_text(file), str(path)) or {}
     if not isinstance(data, dict):
         raise ValueError(f"{path} must hold a YAML mapping, got {type(data).__name__}")
     for override in overrides:
@@ -362,9 +362,14 @@ def _override(data: JsonObject, override: str) -> None:
     data[field] = _read_yaml(value, f"override {override!r}")
 
 
-def _read_text(file: Path) -> str:
+def read_text(file: Path) -> str:
+    """The text of a file in UTF-8, without a byte order mark.
+
+    Raises:
+        ValueError: it is not UTF-8.
+    """
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not UTF-8 text (byte {error.start})") from None
 

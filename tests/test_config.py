@@ -5,7 +5,7 @@ from pydantic import Field, ValidationError
 
 from selfspec import DraftConfig
 from selfspec.apps.cli.options import draft_config
-from selfspec.config import StrictConfig, load_config, parse, unknown_name
+from selfspec.config import StrictConfig, load_config, parse, read_text, unknown_name
 
 
 class Section(StrictConfig):
@@ -180,3 +180,8 @@ def test_what_is_wrong_in_a_file_is_named_with_the_file(tmp_path, text, match):
 def test_overrides_are_checked_like_the_file(overrides, match):
     with pytest.raises(ValueError, match=match):
         load_config(Experiment, None, overrides)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path):
+    assert load_config(Experiment, write(tmp_path, "\ufeffname: mark\n")).name == "mark"
+    assert read_text(write(tmp_path, "\ufefftext")) == "text"

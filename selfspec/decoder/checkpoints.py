@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -43,8 +44,8 @@ def find_checkpoint(name: str | Path, options: Collection[str] = ()) -> Path | s
         options: names of the options of `from_pretrained`.
 
     Raises:
-        FileNotFoundError: `name` is a folder with neither a config.json nor one GGUF file, or looks
-            like a path, and there is nothing.
+        FileNotFoundError: `name` is a folder with neither a config.json nor one GGUF file, is
+            another file, or looks like a path, and there is nothing.
     """
     path = Path(name).expanduser()
     text = str(name)
@@ -55,14 +56,14 @@ def find_checkpoint(name: str | Path, options: Collection[str] = ()) -> Path | s
         if not path.is_file():
             raise FileNotFoundError(f"no GGUF file at {name}")
         return path
-    if not path.is_dir() and not is_path:
+    if not path.exists() and not is_path:
         return text
     if path.is_dir() and _ELSEWHERE.intersection(options):
         return path
     files = sorted(path.glob(f"*{GGUF}")) if path.is_dir() else []
     if len(files) == 1:
         return files[0]
-    missing = ""
+    missing = ", which is a file" if path.is_file() else ""
     if path.is_dir():
         found = f", and {len(files)} GGUF files, of which one has to be named" if files else ""
         missing = f": it has no config.json{found}"
@@ -101,7 +102,21 @@ def load_config(path: str | Path) -> PreTrainedConfig:
         OSError: there is none.
     """
     source, named = _named(path)
-    return AutoConfig.from_pretrained(source, **named)
+    with _named_in_errors(path):
+        return AutoConfig.from_pretrained(source, **named)
+
+
+@contextmanager
+def _named_in_errors(path: str | Path) -> Iterator[None]:
+    """Name a checkpoint that is not here in errors of the hub, which leave it out offline."""
+    try:
+        yield
+    except OSError as error:
+        if Path(path).exists() or str(path) in str(error):
+            raise
+        raise OSError(
+            f"there is no folder {path}, and no such Hugging Face id could be loaded: {error}"
+        ) from error
 
 
 def auto_class(
@@ -148,7 +163,8 @@ def load_causal_lm(path: str | Path, **options: object) -> PreTrainedModel:
         named["quantization_config"] = GgufConfig(dequantize=not packed)
     try:
         options = {**named, **options}
-        return _auto_class(source, options).from_pretrained(source, **options).eval()
+        with _named_in_errors(path):
+            return _auto_class(source, options).from_pretrained(source, **options).eval()
     except SafetensorError as error:
         raise ValueError(
             f"the weights in {path} cannot be read ({error}); the file may be truncated"
@@ -165,7 +181,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """
     source, named = _named(path)
     try:
-        return AutoTokenizer.from_pretrained(source, **named)
+        with _named_in_errors(path):
+            return AutoTokenizer.from_pretrained(source, **named)
     except (ValueError, OSError) as error:
         folder = Path(path)
         if not folder.is_dir() or (folder / "tokenizer.json").is_file():

@@ -58,9 +58,10 @@ def register_drafter(drafter: _DrafterT) -> _DrafterT:
     return drafter
 
 
-def _check_complete(drafter: type) -> None:
-    if not issubclass(drafter, Drafter):
-        raise ValueError(f"{drafter.__qualname__} is not a drafter; make it a subclass of Drafter")
+def _check_complete(drafter: object) -> None:
+    if not isinstance(drafter, type) or not issubclass(drafter, Drafter):
+        name = getattr(drafter, "__qualname__", repr(drafter))
+        raise ValueError(f"{name} is not a drafter; make it a subclass of Drafter")
     lacks = sorted({*drafter.__abstractmethods__} | ({"name"} - {*dir(drafter)}))
     if lacks:
         raise ValueError(
@@ -78,7 +79,13 @@ def make_drafter(engine: Engine, config: DraftConfig) -> Drafter:
     if config.drafter != Plain.name:
         _check_choices(config)
     engine.match_heads()
-    drafter = DRAFTERS[config.drafter].from_config(engine, config)
+    chosen = DRAFTERS[config.drafter]
+    drafter = chosen.from_config(engine, config)
+    if not isinstance(drafter, Drafter):
+        raise ValueError(
+            f"{chosen.__qualname__}.from_config returned {type(drafter).__name__}, expected a "
+            "Drafter"
+        )
     if config.approximates and config.drafter != Plain.name:
         drafter.approximate(_approximation(drafter, config))
     return drafter

@@ -194,7 +194,7 @@ class ExitHead(nn.Module):
             hidden: what `forward` takes.
             depth: index of the draft, for a head that drafts all positions together.
         """
-        return decoder.unembed(self(hidden), self.lm_head)
+        return decoder.unembed(_read(self, hidden), self.lm_head)
 
     def draft_logits(self, decoder: Decoder, hidden: Tensor, depth: int, tokens: Tensor) -> Tensor:
         """Logits of draft `depth` if the tokens before it are known.
@@ -238,6 +238,18 @@ class ExitHead(nn.Module):
         return whole.index_copy_(-1, self.vocab_ids.to(logits.device), logits)
 
 
+def _read(head: ExitHead, hidden: Tensor) -> Tensor:
+    """What `forward` returns; ValueError if an LM head cannot read it."""
+    read = head(hidden)
+    if isinstance(read, Tensor) and read.shape == hidden.shape:
+        return read
+    given = f"shape {tuple(read.shape)}" if isinstance(read, Tensor) else type(read).__name__
+    raise ValueError(
+        f"`forward` of the {head.kind} head ({type(head).__qualname__}) returned {given}, expected "
+        f"hidden states of the shape of its input, {tuple(hidden.shape)}"
+    )
+
+
 # The kinds
 
 HEAD_KINDS: dict[str, type[ExitHead]] = {}
@@ -256,10 +268,12 @@ def register_head(head_type: type[HeadT]) -> type[HeadT]:
         ValueError: another class has registered this kind, the class is not a kind of head, or it
             has a method by its former name.
     """
-    if not issubclass(head_type, ExitHead) or not hasattr(head_type, "kind"):
+    is_head: bool = isinstance(head_type, type) and issubclass(head_type, ExitHead)
+    if not is_head or not hasattr(head_type, "kind"):
+        name = getattr(head_type, "__qualname__", repr(head_type))
         raise ValueError(
-            f"{head_type.__qualname__} must be a subclass of ExitHead with a `kind`, which is its "
-            "name in configs and files"
+            f"{name} must be a subclass of ExitHead with a `kind`, which is its name in configs "
+            "and files"
         )
     if hasattr(head_type, "join"):
         raise ValueError(f"{head_type.__qualname__}.join is called fuse_features now; rename it")
@@ -299,9 +313,13 @@ def build_head(decoder: Decoder, kind: str, exit_layer: int, options: Options) -
         head = head_type.build(decoder, exit_layer, **options)
     except TypeError as error:
         raise ValueError(f"{kind} head: options {dict(options)} do not fit: {error}") from None
+    if not isinstance(head, ExitHead):
+        raise ValueError(
+            f"{head_type.__qualname__}.build returned {type(head).__name__}, expected the head"
+        )
     for name in options:
         if name not in head.options:
-            raise ValueError(unknown_name(f"option of a {kind} head", name, list(head.options)))
+            raise ValueError(unknown_name(f"option of the {kind} head", name, list(head.options)))
     return head
 
 

@@ -86,6 +86,18 @@ def test_a_shell_can_complete(words, found):
     assert answer.stdout.decode().split() == found
 
 
+def test_bars_of_libraries_are_for_terminals():
+    code = """import sys; sys.argv[1:] = ["--version"]
+from contextlib import suppress
+from selfspec.apps.cli import main
+with suppress(SystemExit):
+    main()
+from tqdm.auto import tqdm
+list(tqdm(range(2)))"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 # What goes wrong
 
 
@@ -101,6 +113,8 @@ def damaged(folder):
     [
         (["--model", "/no/such/folder"], "no model folder at /no/such/folder"),
         (["--model", "./here"], "no model folder at ./here"),
+        (["--model", "pyproject.toml"], "no model folder at pyproject.toml, which is a file;"),
+        (["--model", "no_such/model"], "there is no folder no_such/model, and no such Hugging"),
         (["--heads", "/no/such/heads"], "no folder /no/such/heads; give the folder of"),
         (["--device", "gpu"], "unknown device 'gpu'"),
         (["--file", "/no/such/file"], "no prompt file at /no/such/file"),
@@ -265,6 +279,10 @@ def test_wrong_usage_is_one_line_and_exit_code_2(line):
         ("generate a -n -5", "greater than or equal to 1, got '-5'; see"),
         ("generate a --temperature -1", "greater than or equal to 0, got '-1'; see"),
         ("generate a --format html", ": 'html' is not one of 'text'"),
+        (
+            f"generate a --seed {2**63}",
+            f"'--seed': Input should be less than or equal to {2**63 - 1}",
+        ),
     ],
 )
 def test_wrong_usage_names_the_value(line, says):

@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from importlib.util import spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,17 @@ def test_an_installed_package_has_the_training_code_inside(monkeypatch):
     monkeypatch.setattr("selfspec.apps.cli.fit.import_module", asked.append)
     _training("fit_heads")
     assert asked == ["selfspec.training.fit_heads"]
+
+
+def test_a_module_of_the_users_that_hides_the_training_code_is_named(monkeypatch, tmp_path):
+    (tmp_path / "training.py").write_text("1 / 0")
+    specs = {"training": spec_from_file_location("training", tmp_path / "training.py")}
+    monkeypatch.setattr("selfspec.apps.cli.fit.find_spec", specs.get)
+    with pytest.raises(ImportError, match=r"finds .*training\.py as the module .*, expected"):
+        _training("fit_heads")
+    specs.clear()
+    with pytest.raises(ImportError, match=r"finds nothing as the module"):
+        _training("fit_heads")
 
 
 # What is chosen

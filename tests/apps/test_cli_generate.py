@@ -46,6 +46,24 @@ def test_a_file_of_json_lines_gives_a_line_for_each_prompt(folder, tmp_path):
     assert [entry["text"] for entry in found] == [own_text(folder, p) for p in prompts]
 
 
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+@pytest.mark.parametrize("form", ["[%s, %s]", "[\n%s,\n%s]\n", "%s\r\n%s\r\n"])
+def test_arrays_and_byte_order_marks_are_read(folder, tmp_path, form, mark):
+    entries = [{"prompt": prompt} for prompt in (PROMPT, "in the sun")]
+    text = mark + form % tuple(map(json.dumps, entries))
+    file = tmp_path / "prompts.json"
+    file.write_bytes(text.encode())
+    common = ("generate", "--model", folder, "-n", 2, "--json", *DRAFT)
+    for found in (one_object(call(*common, "-f", file)), one_object(call(*common, input=text))):
+        assert [{"prompt": entry["prompt"]} for entry in found["results"]] == entries
+
+
+def test_text_in_brackets_is_a_prompt(folder):
+    for text in ("[the cat] sat", "[a, 2]", '["the cat"]'):
+        found = one_object(call("generate", "--model", folder, "-n", 2, "--json", input=text))
+        assert [entry["prompt"] for entry in found["results"]] == [text]
+
+
 def test_a_plain_file_is_one_prompt(folder, tmp_path):
     file = tmp_path / "prompt.txt"
     file.write_text("the cat\n\non the mat\n")
@@ -130,18 +148,21 @@ def test_a_chat_without_a_template_is_refused_before_weights_are_read(folder, tm
 # What the checkpoint says
 
 
-def test_the_checkpoints_generation_config_is_kept_and_shown(folder):
+def test_the_checkpoints_generation_config_is_kept_and_shown(folder, tmp_path):
     wanted = {"do_sample": True, "temperature": 1.5, "top_k": 20}
     GenerationConfig(**wanted, pad_token_id=0).save_pretrained(folder)
     common = ("generate", PROMPT, "--model", folder, "-n", TOKENS, *DRAFT)
     own = call(*common, "--seed", 3)
     told = call(*common, "--seed", 3, "--temperature", 1.5, "--top-k", 20)
     assert own.stdout == told.stdout
-    line = own.stderr.splitlines()[0]
-    assert re.match("of the checkpoint's generation_config: ", line)
-    assert all(f"{name}={value}" in line for name, value in wanted.items())
+    options = ("--model", folder, "--prompts", "-", "-o", tmp_path / "answers", "-n", TOKENS)
+    for line in (own.stderr.splitlines()[0], call("generate", *options, input="a").stderr):
+        assert re.match("of the checkpoint's generation_config: ", line)
+        assert all(f"{name}={value}" in line for name, value in wanted.items())
     assert one_object(call(*common, "--json"))["generation_config"] == wanted
-    assert call(*common, "--temperature", 0).stdout == own_text_greedy(folder) + "\n"
+    greedily = call(*common, "--temperature", 0)
+    assert greedily.stdout == own_text_greedy(folder) + "\n"
+    assert "generation_config" not in greedily.stderr  # nothing of it is in effect
 
 
 def own_text_greedy(folder):
@@ -157,12 +178,17 @@ def own_text_greedy(folder):
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 23]}}, "required": ["a"]}
 
 
-@pytest.mark.skipif(find_spec("xgrammar") is None, reason="the extra `structured` is not installed")
+NEEDS_XGRAMMAR = pytest.mark.skipif(
+    find_spec("xgrammar") is None, reason="the extra `structured` is not installed"
+)
+
+
+@NEEDS_XGRAMMAR
 @pytest.mark.parametrize("where", ["text", "file"])
 def test_a_text_fits_its_schema(tmp_path, where):
     schema = json.dumps({**SCHEMA, "additionalProperties": False})
     if where == "file":
-        (tmp_path / "schema.json").write_text(schema)
+        (tmp_path / "schema.json").write_text(schema, encoding="utf-8-sig")
         schema = tmp_path / "schema.json"
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in ("A", "B")))
@@ -179,10 +205,17 @@ def test_a_text_fits_its_schema(tmp_path, where):
     [
         ("{", "the schema is not JSON"),
         ("none.json", "no schema at none.json; give JSON, or the path"),
+        pytest.param('{"type": "no"}', "does not understand the schema", marks=NEEDS_XGRAMMAR),
     ],
 )
 def test_a_schema_that_is_none_is_refused(schema, says):
     assert says in call("generate", PROMPT, "--json-schema", schema, code=1).stderr
+
+
+def test_a_schemas_file_that_is_no_text_is_named(tmp_path):
+    (tmp_path / "schema.json").write_bytes(b"{\xe9")
+    result = call("generate", PROMPT, "--json-schema", tmp_path / "schema.json", code=1)
+    assert "schema.json is not UTF-8 text (byte 1)" in result.stderr
 
 
 def test_without_xgrammar_the_extra_is_named(monkeypatch):

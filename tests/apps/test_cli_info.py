@@ -11,6 +11,7 @@ from selfspec import DEMO_MODEL, DraftConfig, SelfSpecModel
 from selfspec.apps.bench import forecast
 from selfspec.apps.bench.forecast import DeviceSpeed
 from selfspec.apps.cli import info
+from selfspec.drafters import Auto, make_drafter
 from selfspec.heads import LensHead, save_heads
 from selfspec.schedule.profile import PROFILE_NAME, Place, Profile, default_path
 
@@ -55,7 +56,20 @@ def test_info_lists_heads(folder, tmp_path):
     expected = {"kind": "lens", "exit_layer": 3, "parameters": size, "bytes": 8 * size}
     assert found["exit_heads"] == [expected]
     assert found["default_draft"]["head"] == "lens"
-    assert "lens after layer 3" in call(*common).stdout
+    shown = call(*common).stdout
+    assert "lens after layer 3" in shown
+    assert "exit after layer 3 (lens head)" in shown
+
+
+def test_info_names_the_head_that_the_default_drafts_with(folder, tmp_path):
+    spec = SelfSpecModel.from_pretrained(folder, dtype="auto")
+    lens = [LensHead.build(spec.decoder, exit_layer, rank=8) for exit_layer in (3, 1)]
+    save_heads(lens, spec.decoder, tmp_path / "heads")
+    found = one_object(call("info", "--model", folder, "--heads", tmp_path / "heads", "--json"))
+    spec = SelfSpecModel.from_pretrained(folder, tmp_path / "heads", dtype="auto")
+    drafter = make_drafter(spec.engine, spec.default_draft)
+    assert isinstance(drafter, Auto)
+    assert found["default_draft"]["exit_layer"] == drafter.reader.head.exit_layer == 1
 
 
 def test_info_shows_the_profile_that_generate_takes(folder, tmp_path):

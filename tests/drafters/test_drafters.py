@@ -185,6 +185,17 @@ def test_a_class_that_is_no_whole_drafter_is_not_registered(bases, parts, messag
         register_drafter(type("Part", bases, parts))
 
 
+def test_a_function_is_no_drafter():
+    with pytest.raises(ValueError, match="append is not a drafter; make it a subclass of Drafter"):
+        register_drafter(append)
+
+
+def test_a_config_that_makes_no_drafter_is_named(monkeypatch):
+    monkeypatch.setattr(DRAFTERS["tree"], "from_config", lambda engine, config: None)
+    with pytest.raises(ValueError, match=r"ExitTree.from_config returned NoneType, expected"):
+        SelfSpecModel(tiny_llama()).generate(prompt(4)[0], draft="tree", max_new_tokens=2)
+
+
 def test_an_unknown_drafter_may_be_one_that_is_not_imported():
     spec = SelfSpecModel(tiny_llama())
     with pytest.raises(ValueError, match=r"unknown drafter: 'mine'; .* import the module"):

@@ -22,6 +22,7 @@ from selfspec.heads import (
     ExitHead,
     LensHead,
     SharedHead,
+    build_head,
     fingerprint,
     load_heads,
     register_head,
@@ -330,6 +331,8 @@ def test_a_kind_that_is_not_registered_is_named(target, doubled, monkeypatch, tm
 def test_a_class_that_is_no_kind_of_head_is_not_registered(bases):
     with pytest.raises(ValueError, match="Part must be a subclass of ExitHead with a `kind`"):
         register_head(type("Part", bases, {}))
+    with pytest.raises(ValueError, match="'part' must be a subclass of ExitHead with a `kind`"):
+        register_head("part")
 
 
 def answering(target, doubled, monkeypatch, method, answer):
@@ -349,6 +352,28 @@ def test_logits_of_another_shape_are_refused_by_the_heads_name(
     spec = answering(target, doubled, monkeypatch, "logits", answer)
     with pytest.raises(ValueError, match=r"the doubled head \(.*\) returned .*, 64\]"):
         spec.generate(IDS, attention_mask=MASK, draft=drafter, max_new_tokens=6)
+
+
+@pytest.mark.parametrize(
+    ("answer", "given"),
+    [
+        (lambda self, hidden: hidden[..., 1:], r"shape \(2, 1, \d+\)"),
+        (lambda self, hidden: hidden[:, 0], r"shape \(2, \d+\)"),
+        (lambda self, hidden: None, "NoneType"),
+    ],
+)
+def test_what_no_lm_head_can_read_is_refused_by_the_heads_name(
+    target, doubled, monkeypatch, answer, given
+):
+    spec = answering(target, doubled, monkeypatch, "forward", answer)
+    with pytest.raises(ValueError, match=rf"`forward` of the doubled head .* returned {given},"):
+        spec.generate(IDS, attention_mask=MASK, draft="early_exit", max_new_tokens=6)
+
+
+def test_a_kind_that_builds_no_head_is_named(target, doubled, monkeypatch):
+    monkeypatch.setattr(doubled, "build", lambda decoder, exit_layer: None)
+    with pytest.raises(ValueError, match=r"DoubledLens.build returned NoneType, expected the head"):
+        build_head(Decoder(target), "doubled", EXIT, {})
 
 
 def test_watching_sees_a_head_that_changes_its_input(target, doubled, monkeypatch, watch):
@@ -404,7 +429,7 @@ def rewrite(folder, change):
         (lambda d: d["heads"][0].update(exit_layer=3), "does not fit"),
         (lambda d: d["heads"][0]["options"].update(rank=3), "does not fit"),
         (lambda d: d["heads"][0]["options"].update(rank="3"), "does not fit"),
-        (lambda d: d["heads"][0]["options"].update(rnak=3), "unknown option of a lens head"),
+        (lambda d: d["heads"][0]["options"].update(rnak=3), "unknown option of the lens head"),
         (lambda d: d["heads"][0].update(kind="block", options={}), "does not fit"),
         (lambda d: d["heads"][0].update(trimmed=True), "does not fit.*vocab_ids"),
         (lambda d: d["heads"][0].update(calibrated=["greedy"]), "(?s)does not fit.*calibrators"),

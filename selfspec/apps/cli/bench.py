@@ -276,7 +276,7 @@ def tune(
             "--text",
             "-t",
             metavar="FILE",
-            help='Text similar to your prompts: plain, or JSON lines with a "prompt" each; may be '
+            help="Text similar to your prompts, in the form of --file of selfspec check; may be "
             "repeated.",
             show_default="prose, code and maths in the package",
         ),

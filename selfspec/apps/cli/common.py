@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, fields, is_dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -197,6 +196,11 @@ class Loaded:
 
 # What in a generation config says nothing about how a text is chosen.
 _NO_CHOICE = ("max_length", "max_new_tokens", "transformers_version", "use_cache")
+# What has no effect on greedy decoding.
+_SAMPLING = {
+    *("epsilon_cutoff", "eta_cutoff", "min_p", "temperature", "top_h", "top_k", "top_p"),
+    "typical_p",
+}
 
 
 def own_choices(spec: SelfSpecModel) -> JsonObject:
@@ -234,18 +238,31 @@ def begin(
 ) -> tuple[Loaded, DraftConfig, Options]:
     """Load a target to write with; returns it, the draft, and options of transformers' `generate`.
 
-    Shows on stderr what the checkpoint's generation config says that the options leave.
+    Shows what `show_choices` does.
     """
     chosen, options = drafting.chosen, writing.options
     target = source.load()
-    spec = target.spec
-    sampled = bool(options.get("do_sample", spec.generation_config.do_sample))
+    show_choices(target.spec, options)
+    sampled = _samples(target.spec, options)
+    return target, chosen or target.spec.draft_for(sampled=sampled), options
+
+
+def _samples(spec: SelfSpecModel, options: Options) -> bool:
+    return bool(options.get("do_sample", spec.generation_config.do_sample))
+
+
+def show_choices(spec: SelfSpecModel, options: Options) -> None:
+    """Show on stderr what the checkpoint's generation config decides beside the options.
+
+    Also that the package has a head for the checkpoint, if it runs without heads.
+    """
     hint_heads(spec)
-    kept = {name: value for name, value in own_choices(spec).items() if name not in options}
+    sampled = _samples(spec, options)
+    idle = options.keys() if sampled else options.keys() | _SAMPLING
+    kept = {name: value for name, value in own_choices(spec).items() if name not in idle}
     if kept:
         told = ", ".join(f"{name}={value}" for name, value in kept.items())
         note(f"of the checkpoint's generation_config: {told}")
-    return target, chosen or spec.draft_for(sampled=sampled), options
 
 
 def note(message: str) -> None:
@@ -348,10 +365,21 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
         raise ValueError(f"empty prompt from {source}; there must be text to continue")
     if given is not None:
         return [text]
+    if elements := _elements(text):
+        return [_prompt_of(each, f"{source}, record {n}") for n, each in enumerate(elements, 1)]
     if not text.lstrip().startswith("{"):
         return [text.rstrip("\n")]
     lines = enumerate(text.split("\n"), 1)
     return [_prompt_of(line, f"{source}, line {n}") for n, line in lines if line.strip()]
+
+
+def _elements(text: str) -> list[str]:
+    """The elements of a JSON array that begins with an object; none in any other text."""
+    try:
+        found = json.loads(text) if text.lstrip().startswith("[") else []
+    except json.JSONDecodeError:
+        return []
+    return [json.dumps(each) for each in found] if isinstance(next(iter(found), 0), dict) else []
 
 
 def _read(file: Path | None) -> tuple[str, str]:
@@ -359,15 +387,19 @@ def _read(file: Path | None) -> tuple[str, str]:
     if file is None and sys.stdin.isatty():
         raise typer.BadParameter("give a prompt, --file, or text on stdin")
     if file is None or str(file) == "-":
-        source, read = "stdin", sys.stdin.read
-    elif file.is_file():
-        source, read = str(file), partial(file.read_text, encoding="utf-8")
-    else:
+        return "stdin", _read_stdin()
+    if not file.is_file():
         raise FileNotFoundError(f"no prompt file at {file}")
+    from selfspec.config import read_text
+
+    return str(file), read_text(file)
+
+
+def _read_stdin() -> str:
     try:
-        return source, read()
+        return sys.stdin.read().removeprefix("\ufeff")  # a byte order mark
     except UnicodeDecodeError as error:
-        raise ValueError(f"{source} is not UTF-8 text (byte {error.start})") from None
+        raise ValueError(f"stdin is not UTF-8 text (byte {error.start})") from None
 
 
 def _prompt_of(line: str, place: str) -> str:

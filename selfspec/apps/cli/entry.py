@@ -5,6 +5,7 @@ Commands import torch and transformers when they run, so `--help` is fast.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from typing import Annotated, Any
@@ -116,4 +117,6 @@ def main() -> None:
         if hasattr(stream, "reconfigure"):
             # A terminal that cannot show a character gets a question mark, not a traceback.
             stream.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue]
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # bars of the libraries are for terminals
     commands()

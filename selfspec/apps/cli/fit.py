@@ -189,9 +189,22 @@ def _split(words: list[str] | None, what: str) -> tuple[str | None, list[str]]:
 
 
 def _training(module: str) -> ModuleType:
-    """Import a module of the training code, which in a wheel is inside the package."""
-    package = "selfspec.training" if find_spec("selfspec.training") else "training"
-    return import_module(f"{package}.{module}")
+    """Import a module of the training code, which in a wheel is inside the package.
+
+    Raises:
+        ImportError: the code that is found is not that of this checkout.
+    """
+    if find_spec("selfspec.training"):
+        return import_module(f"selfspec.training.{module}")
+    own, found = Path(__file__).parents[3] / "training" / "__init__.py", find_spec("training")
+    origin = found and found.origin
+    if origin is None or Path(origin).resolve() != own.resolve():
+        raise ImportError(
+            f"Python finds {origin or 'nothing'} as the module `training`, expected {own}; start "
+            "the command where no other `training` comes first on the path, and install selfspec "
+            "from its checkout (pip install -e .)"
+        )
+    return import_module(f"training.{module}")
 
 
 def _result(settings: Any) -> JsonObject:

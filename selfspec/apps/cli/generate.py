@@ -24,6 +24,7 @@ from selfspec.apps.cli.common import (
     progress_bar,
     read_prompts,
     resolve,
+    show_choices,
     summary,
 )
 from selfspec.apps.cli.options import Drafting, Prompts, System, Writing
@@ -124,10 +125,12 @@ class Asking:
             vocab_size=target.spec.config.vocab_size,
             stop_token_ids=stops.get("eos_token_id"),
         )
-        # With any white space allowed, a small model may write nothing else.
-        grammar = xgrammar.GrammarCompiler(vocabulary).compile_json_schema(
-            self.json_schema, any_whitespace=False
-        )
+        compiler = xgrammar.GrammarCompiler(vocabulary)
+        try:
+            # With any white space allowed, a small model may write nothing else.
+            grammar = compiler.compile_json_schema(self.json_schema, any_whitespace=False)
+        except RuntimeError as error:
+            raise ValueError(f"xgrammar does not understand the schema: {error}") from None
         make = xgrammar.contrib.hf.LogitsProcessor
         return lambda: {**stops, "logits_processor": [make(grammar)]}
 
@@ -195,10 +198,12 @@ def _read_schema(given: str) -> str:
     Raises:
         ValueError: it is not a JSON object.
     """
+    from selfspec.config import read_text
+
     is_text = given.lstrip().startswith("{")
     if not is_text and not Path(given).is_file():
         raise FileNotFoundError(f"no schema at {given}; give JSON, or the path of a file with it")
-    text = given if is_text else Path(given).read_text(encoding="utf-8")
+    text = given if is_text else read_text(Path(given))
     try:
         schema = json.loads(text)
     except json.JSONDecodeError as error:
@@ -223,7 +228,7 @@ def _continue(
 
     spec, tokenizer = target.spec, target.tokenizer
     device, streamer = spec.decoder.device, None
-    ids = torch.tensor([tokens], device=device)
+    ids = torch.tensor([tokens], dtype=torch.long, device=device)
     if form == "text" and not console.quiet:
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)  # pyright: ignore
     spec.generate(
@@ -289,7 +294,10 @@ class _Answers:
             source = replace(source, device=f"cuda:{worker % torch.cuda.device_count()}")
         if workers > 1:
             torch.set_num_threads(max(1, torch.get_num_threads() // workers))
-        return partial(self._answer, source.load())
+        target = source.load()
+        if not worker:
+            show_choices(target.spec, self.writing.options)
+        return partial(self._answer, target)
 
     def _answer(
         self, target: Loaded, prompts: Mapping[int, str]

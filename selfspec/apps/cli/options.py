@@ -83,7 +83,7 @@ Profile = Annotated[
     ),
 ]
 MaxNewTokens = Annotated[int, _text("--max-new-tokens", "-n", min=1, help="Tokens to generate.")]
-Seed = Annotated[int, _text(help="Seed of sampling.")]
+Seed = Annotated[int, _text(min=0, max=2**63 - 1, help="Seed of sampling.")]
 System = Annotated[
     str | None, _text(metavar="TEXT", help="A system message, for the chat template.")
 ]
@@ -92,7 +92,8 @@ Prompts = Annotated[
     typer.Option(
         "--file",
         "-f",
-        help='Prompts: JSON lines with a "prompt" each, or one plain text; - reads stdin.',
+        help='Prompts: JSON lines or an array of objects with a "prompt" each, or one plain text; '
+        "- reads stdin.",
         show_default=False,
     ),
 ]
