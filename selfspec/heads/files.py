@@ -65,8 +65,12 @@ def one_run(folder: Path) -> Iterator[None]:
 
     Raises:
         BlockingIOError: another process keeps the folder.
+        ValueError: it is a file, or in one.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ValueError(f"{folder} cannot be made, a file is in its way; give another") from None
     with (folder / _LOCK).open("a+", encoding="utf-8") as file:
         if not _is_locked(file):
             raise BlockingIOError(

@@ -119,6 +119,11 @@ def test_mistakes_are_one_line(made, words, message, code):
     assert message in call("fit", *words, code=code).output
 
 
+def test_what_is_no_folder_of_a_fit_is_not_measured(tmp_path):
+    result = call("measure", tmp_path, code=1)
+    assert f"no fit in {tmp_path}; give the folder that selfspec fit wrote" in result.output
+
+
 def test_an_installed_package_has_the_training_code_inside(monkeypatch):
     asked = []
     monkeypatch.setattr("selfspec.apps.cli.fit.find_spec", lambda name: name)

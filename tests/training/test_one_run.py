@@ -149,3 +149,11 @@ def test_measurements_of_a_checkout_have_a_folder_each(tmp_path, capsys):
     for text in (told.out, told.err):
         assert f"{tmp_path} is in use by process {os.getpid()} on" in text.splitlines()[-1]
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("inner", ["", "a/b"])
+def test_a_file_in_the_way_is_named(tmp_path, inner):
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / inner
+    with pytest.raises(ValueError, match=f"{folder} cannot be made, a file is in its way"):
+        one_run(folder).__enter__()

@@ -129,6 +129,8 @@ def measure(
 
     folder, keys = _split(words, "folder")
     folder = Path(folder or "outputs/fit")
+    if not (folder / "config.yaml").is_file():
+        raise FileNotFoundError(f"no fit in {folder}; give the folder that selfspec fit wrote")
     config = _training("exits.fitting").FitConfig
     settings = load_config(config, folder / "config.yaml", [f"output={folder}", *keys])
     quiet_transformers()
