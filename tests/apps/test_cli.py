@@ -259,6 +259,7 @@ def test_every_command_says_what_is_wrong_in_one_line(line, says, folder, tmp_pa
         "generate a --top-k 5",
         "generate a --temperature -1",
         "generate a --format html",
+        "generate --prompts a --output b --format trace",
         "info --context 0",
         "info more",
         "tune --bach 2",

@@ -222,3 +222,10 @@ def test_without_xgrammar_the_extra_is_named(monkeypatch):
     monkeypatch.setattr("selfspec.apps.cli.generate.find_spec", lambda name: None)
     result = call("generate", PROMPT, "--json-schema", json.dumps(SCHEMA), code=1)
     assert "pip install 'selfspec[structured]'" in result.stderr
+
+
+def test_a_picture_is_of_one_prompt(tmp_path):
+    file = tmp_path / "two.jsonl"
+    file.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    result = call("generate", "--file", str(file), "--format", "svg", code=2)
+    assert result.stdout == "" and "--format svg draws one prompt, got 2" in result.stderr

@@ -165,7 +165,11 @@ def generate(
         raise typer.BadParameter("--system is a message of a chat; give --chat, too")
     if asking.json_schema is not None:
         asking = replace(asking, json_schema=_read_schema(asking.json_schema))
+    if job.output is not None and form != "text":
+        raise typer.BadParameter(f"a job writes its own format; leave out --format {form}")
     prompts = read_prompts(prompt, job.prompts or file)
+    if form == "svg" and len(prompts) > 1:
+        raise typer.BadParameter(f"--format svg draws one prompt, got {len(prompts)}")
     if job.output is not None:
         answers = _Answers(source, asking, drafting.chosen, writing, job.batch_size)
         asking.check(source)
