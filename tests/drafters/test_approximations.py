@@ -331,6 +331,11 @@ def test_what_info_announces_is_what_is_taken(precision):
     )
 
 
+def test_what_is_refused_is_not_announced():
+    announced = Decoder(model_of("mixtral", "sdpa")).copy_bytes("int8")
+    assert announced["layers"] == 0 < announced["lm_head"]
+
+
 # The view of the slots
 
 

@@ -342,8 +342,12 @@ def _is_linear(module: Any) -> TypeGuard[Linear]:
     return plain and min(weight.shape) >= _GROUP
 
 
-def copy_bytes(roots: Iterable[nn.Module], precision: Precision) -> int:
-    """Bytes of the copies of the linear layers in these modules."""
+def copy_bytes(roots: Sequence[nn.Module], precision: Precision) -> int:
+    """Bytes of the copies of the linear layers in these modules; 0 if copies are refused."""
+    return 0 if _left_out(roots) else _nbytes(roots, precision)
+
+
+def _nbytes(roots: Iterable[nn.Module], precision: Precision) -> int:
     sizes = [
         (sum(len(out_by_in(m)) for m in modules), out_by_in(modules[0]).shape[1])
         for modules in _linears(roots)
@@ -357,7 +361,7 @@ def bytes_read(root: nn.Module, precision: Precision | None) -> int:
     if precision is None:
         return everything
     copied = sum(m.weight.nbytes for modules in _linears([root]) for m in modules)
-    return everything - copied + copy_bytes([root], precision)
+    return everything - copied + _nbytes([root], precision)
 
 
 def refuse_copies(roots: Sequence[nn.Module], what: str) -> None:
@@ -367,14 +371,19 @@ def refuse_copies(roots: Sequence[nn.Module], what: str) -> None:
         roots: the modules.
         what: their name in the message.
     """
+    left = _left_out(roots)
+    if left:
+        name, weight = max(left, key=lambda pair: pair[1].numel())
+        raise ValueError(f"precision: {_reason(weight)} ({name} of {what}), {_INSTEAD}")
+
+
+def _left_out(roots: Sequence[nn.Module]) -> Sequence[tuple[str, Tensor]]:
+    """Names and weights of these modules that get no copies, if they are most of all weights."""
     copied = {id(m.weight) for modules in _linears(roots) for m in modules}
     weights = {id(w): (n, w) for r in roots for n, w in r.named_parameters() if w.dim() > 1}
     left = [(name, weight) for key, (name, weight) in weights.items() if key not in copied]
     size = sum(weight.numel() for _, weight in weights.values())
-    if 2 * sum(weight.numel() for _, weight in left) <= size:
-        return
-    name, weight = max(left, key=lambda pair: pair[1].numel())
-    raise ValueError(f"precision: {_reason(weight)} ({name} of {what}), {_INSTEAD}")
+    return left if 2 * sum(weight.numel() for _, weight in left) > size else []
 
 
 _INSTEAD = "so there is no low-precision copy of it; leave precision out"
@@ -389,4 +398,6 @@ def _reason(weight: Tensor) -> str:
         return "weights of experts are stacked in three dimensions"
     if weight.is_meta:
         return "a weight is offloaded"
+    if min(weight.shape) < _GROUP:
+        return f"a weight of shape {tuple(weight.shape)} has fewer than {_GROUP} rows or columns"
     return f"a weight of shape {tuple(weight.shape)} belongs to no plain linear layer"
