@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from types import MethodType
 
@@ -267,3 +269,14 @@ def test_a_script_serves_all_layers_and_reads_weights_that_have_changed(scripts_
     changed = passes(model, "prepacked", 1)
     own, exact = passes(model, "eager", 1), passes(model.float(), "eager", 1)
     assert (changed - exact).abs().mean() <= 2 * (own - exact).abs().mean()
+
+
+def test_the_package_is_imported_where_torch_has_no_fbgemm():
+    lines = (
+        "import torch",
+        "torch.backends.quantized.__class__.supported_engines = ['none', 'qnnpack']",
+        "assert 'fbgemm' not in torch.backends.quantized.supported_engines",
+        "from selfspec.decoder.kernels import fbgemm, lean_layer",
+        "assert not fbgemm.is_faster()",
+    )
+    subprocess.run([sys.executable, "-c", "; ".join(lines)], check=True)

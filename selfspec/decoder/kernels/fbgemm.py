@@ -23,23 +23,18 @@ from torch import Tensor
 from selfspec.decoder.direct import Forward
 
 _OPS: Any = torch.ops.quantized
+_ENGINES: Any = torch.backends.quantized
 
-
-def is_there() -> bool:
-    """Whether torch was built with FBGEMM, for this CPU."""
-    engines: Any = torch.backends.quantized
-    return engines.engine in ("x86", "fbgemm") and "fbgemm" in engines.supported_engines
+if TYPE_CHECKING or "fbgemm" not in _ENGINES.supported_engines:
+    Packed = object
+else:  # the type of its weights, as scripts know it
+    Packed = torch.classes.quantized.LinearPackedParamsBase
 
 
 def is_faster() -> bool:
     """Whether FBGEMM is there, and expected to be faster than oneDNN for a few tokens."""
-    return is_there() and not torch.cpu._is_amx_tile_supported()
-
-
-if TYPE_CHECKING:
-    Packed = object
-elif is_there():  # the type of its weights, as scripts know it
-    Packed = torch.classes.quantized.LinearPackedParamsBase
+    has_kernels = _ENGINES.engine in ("x86", "fbgemm") and "fbgemm" in _ENGINES.supported_engines
+    return has_kernels and not torch.cpu._is_amx_tile_supported()
 
 
 class Product:
