@@ -107,7 +107,7 @@ class SelfSpecModel:
         store: TextStore | str | Path | None = None,
     ):
         self._wrap(model, heads, draft_model, kernels, kv_cache_dtype)
-        self.store = TextStore.load(store) if isinstance(store, (str, Path)) else store
+        self.store = store
         if isinstance(profile, (str, Path)):
             profile = Profile.load(profile)
         self.profile = self._valid_or_none(profile)
@@ -296,11 +296,15 @@ class SelfSpecModel:
 
     @property
     def store(self) -> TextStore | None:
-        """What earlier calls wrote, for lookups; may be replaced between calls."""
+        """What earlier calls wrote, for lookups; may be replaced between calls, also by a file."""
         return self.engine.store
 
     @store.setter
-    def store(self, store: TextStore | None) -> None:
+    def store(self, store: TextStore | str | Path | None) -> None:
+        if isinstance(store, (str, Path)):
+            store = TextStore.load(store)
+        if store is not None and not isinstance(store, TextStore):
+            raise TypeError(f"a store is a TextStore or the file of a saved one, got {store!r:.60}")
         self.engine.store = store
 
     def remember(self, ids: Sequence[int] | Tensor) -> None:

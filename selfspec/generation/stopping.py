@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -43,7 +44,8 @@ class Stops:
             if type(criterion) is EosTokenCriteria
             for token in criterion.eos_token_id.flatten()
         }
-        lengths = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
+        # Transformers takes fractions, and stops at the first length that is not below.
+        lengths = [math.ceil(c.max_length) for c in criteria if type(c) is MaxLengthCriteria]
         self.max_length: int | None = min(lengths, default=None)
         self.deadlines = [
             criterion.initial_timestamp + criterion.max_time

@@ -149,7 +149,7 @@ def test_a_chat_without_a_template_is_refused_before_weights_are_read(folder, tm
 
 
 def test_the_checkpoints_generation_config_is_kept_and_shown(folder, tmp_path):
-    wanted = {"do_sample": True, "temperature": 1.5, "top_k": 20}
+    wanted = {"do_sample": True, "temperature": 1.5, "top_k": 20, "min_p": 0}
     GenerationConfig(**wanted, pad_token_id=0).save_pretrained(folder)
     common = ("generate", PROMPT, "--model", folder, "-n", TOKENS, *DRAFT)
     own = call(*common, "--seed", 3)

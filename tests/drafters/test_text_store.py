@@ -185,6 +185,8 @@ def test_texts_of_another_tokenizer_are_refused_before_anything_runs(model):
     spec = SelfSpecModel(model)
     with pytest.raises(ValueError, match="no store to remember texts in"):
         spec.remember([1, 2])
+    with pytest.raises(TypeError, match="a store is a TextStore or the file of a saved one, got 5"):
+        spec.store = 5
     spec.store = TextStore()
     for wrong in ([1, 10**6], [-1]):
         with pytest.raises(ValueError, match="remember takes one text of token ids"):

@@ -97,7 +97,7 @@ def strings(text, place):
 STOPS = {
     **{f"eos at {n}": lambda t, n=n: {"eos_token_id": int(t[0, n])} for n in (0, 3, 6, 7, 12)},
     "several eos": lambda t: {"eos_token_id": [int(t[-1, 8]), int(t[0, 4]), int(t[0, 10])]},
-    **{f"{n} new tokens": lambda t, n=n: {"max_new_tokens": n} for n in (1, 2, 7, 8, 15)},
+    **{f"{n} new tokens": lambda t, n=n: {"max_new_tokens": n} for n in (1, 2, 7, 7.5, 8, 15)},
     "max_length": lambda t: {"max_new_tokens": None, "max_length": 17},
     **{
         f"a length of {n} by the caller": lambda t, n=n: {

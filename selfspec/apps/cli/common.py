@@ -209,7 +209,7 @@ def own_choices(spec: SelfSpecModel) -> JsonObject:
     return {
         name: value
         for name, value in given.items()
-        if value
+        if (value or type(value) in (int, float))  # `top_k` 0 says something
         and name not in _NO_CHOICE
         and not name.endswith("_token_id")
         and not name.startswith(("_", "output_", "return_"))
