@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -101,9 +103,17 @@ def load_config(path: str | Path) -> PreTrainedConfig:
         ImportError: it is a GGUF file, and the package `gguf` is not installed.
         OSError: there is none.
     """
-    source, named = _named(path)
+    _, named = _named(path)
+    if named:
+        return copy.deepcopy(_config_of_gguf(Path(path), Path(path).stat().st_mtime_ns))
     with _named_in_errors(path):
-        return AutoConfig.from_pretrained(source, **named)
+        return AutoConfig.from_pretrained(path)
+
+
+@lru_cache(maxsize=1)  # transformers' reader takes half a minute for a vocabulary of 262,144
+def _config_of_gguf(file: Path, changed: int) -> PreTrainedConfig:
+    """The config of a GGUF file that was last changed at a time."""
+    return AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
 
 
 @contextmanager
@@ -161,6 +171,7 @@ def load_causal_lm(path: str | Path, **options: object) -> PreTrainedModel:
     if named:
         packed = is_kernels_available() and options.get("dtype") in ("float32", torch.float32)
         named["quantization_config"] = GgufConfig(dequantize=not packed)
+        named["config"] = load_config(path)
     try:
         options = {**named, **options}
         with _named_in_errors(path):
