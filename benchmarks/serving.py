@@ -25,7 +25,7 @@ import torch
 from benchmarks.common import Timed, console, load, mixed_prompts, parser, take_turns
 from selfspec import DraftConfig, SelfSpecModel
 from selfspec.apps.bench.results import Grid
-from selfspec.apps.export import FOLDABLE, export_draft, export_eagle3
+from selfspec.apps.export import export_draft, export_eagle3
 from selfspec.decoder.checkpoints import load_tokenizer
 from selfspec.heads import Eagle3Head, ExitHead
 from selfspec.serving import SCHEME
@@ -121,7 +121,7 @@ def _methods(spec: SelfSpecModel, given: argparse.Namespace, scratch: Path) -> l
             add(f"in place {place}", "draft_model", model, head, own)
     for head in heads:
         folder = scratch / f"{head.kind}_{head.exit_layer}"
-        if head.kind in FOLDABLE[:1]:
+        if head.kind == "block":
             folded = export_draft(decoder, head, folder, target=given.model)
             name = f"folded {head.kind}:{head.exit_layer}"
             add(name, "draft_model", str(folder), head, folded.parameters)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from selfspec.apps.display.demo import Comparison, DemoOptions, first_divergence
+from selfspec.apps.display.demo import Comparison, DemoOptions
 from selfspec.config import DraftConfig
 from selfspec.drafters import DRAFTERS, TwoModel
 from selfspec.model import SelfSpecModel
@@ -72,7 +72,7 @@ def compare(
     for name in names:
         draft = DraftConfig(drafter=name, rule=options.draft.rule) if name != "default" else None
         found = [
-            first_divergence(writer, plain, writer.speculative(draft).tokens)
+            writer.divergence(plain, writer.speculative(draft).tokens)
             for writer, plain in zip(writers, own, strict=True)
         ]
         margins = [one.margin for one in found if one is not None and one.margin is not None]

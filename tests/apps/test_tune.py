@@ -18,7 +18,7 @@ from selfspec import DraftConfig, SelfSpecModel
 from selfspec.apps.bench.prompts import cut_prompts, in_batches, padded, split_prompts
 from selfspec.apps.bench.run import Written
 from selfspec.apps.bench.tune import _WARM_UP, TuneConfig, fastest, tune, whole_models
-from selfspec.apps.display import speedup_map, speedup_table, validation_table
+from selfspec.apps.display.plots import speedup_map, speedup_table, validation_table
 from selfspec.schedule.profile import Measured, Profile
 from selfspec.schedule.stats import Stats
 

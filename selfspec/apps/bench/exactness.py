@@ -1,15 +1,16 @@
 """Tests that a draft does not change the output.
 
-Greedy outputs must be equal token for token; `first_divergence` tells whether rounding explains a
-difference. The distribution test draws short continuations from few candidates, so that the exact
-probability of every continuation under plain decoding can be computed, and compares counts.
+Greedy outputs must be equal token for token, unless rounding explains a difference
+(`first_divergence`). The distribution test draws short continuations from few candidates, so that
+the exact probability of every continuation under plain decoding can be computed, and compares
+counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,43 +18,10 @@ from torch import Tensor
 from selfspec.apps.bench.config import MethodConfig
 from selfspec.apps.bench.prompts import Batch
 from selfspec.apps.bench.run import make_method, stop_ids
-from selfspec.apps.display.divergence import Divergence, find_divergence
+from selfspec.apps.display.divergence import Divergence, first_divergence, next_scores
 from selfspec.config import DraftConfig, JsonObject, Options
-from selfspec.decoder import CACHE
 from selfspec.model import SelfSpecModel
 from selfspec.schedule.stats import Stats
-
-
-def first_divergence(
-    spec: SelfSpecModel, prompt: Batch, options: Options, plain: list[int], other: list[int]
-) -> Divergence | None:
-    """Where `other` diverges from the model's own `generate`; `None` if they are equal.
-
-    Both continue `prompt`, one row, with the same options of `generate`.
-    """
-
-    def scores_after(written: list[int]) -> Tensor:
-        behind = prompt.tokens.new_tensor([written])
-        texts = torch.cat([prompt.tokens, behind], dim=1)
-        mask = torch.cat([prompt.mask, torch.ones_like(behind)], dim=1)
-        return _next_scores(spec, texts, mask, options)[0].float()
-
-    return find_divergence(plain, other, scores_after, spec.decoder.dtype)
-
-
-def _next_scores(spec: SelfSpecModel, texts: Tensor, mask: Tensor, options: Options) -> Tensor:
-    """`[rows, vocab]` the scores of the model's own `generate` for the next token of each text."""
-    generate: Any = spec.model.generate
-    with torch.random.fork_rng():
-        output = generate(
-            texts,
-            attention_mask=mask,
-            return_dict_in_generate=True,
-            output_scores=True,
-            **{CACHE: spec.decoder.own_cache(), **options, "max_new_tokens": 1},
-        )
-    return output.scores[0]
-
 
 _ROWS = 64  # continuations that are sampled or scored in one call
 # In half precision, passes of different width or kernels may swap two nearly equal candidates.
@@ -183,7 +151,7 @@ def _greedy(
     for number, prompt in enumerate(prompts):
         batch = Batch.of(prompt)
         texts = [write(batch, options, 0).texts[0] for write in (plain, ours)]
-        divergence = first_divergence(spec, batch, options, *texts)
+        divergence = first_divergence(spec, *batch, options, *texts)
         if divergence is not None:
             found[number] = divergence
     return found
@@ -225,7 +193,7 @@ def exact_probabilities(
         behind = torch.tensor(words, dtype=torch.long, device=prompt.device).view(len(words), -1)
         texts = torch.cat([prompt.expand(len(words), -1), behind], dim=1)
         parts = texts.split(_ROWS)
-        scores = [_next_scores(spec, part, torch.ones_like(part), wider) for part in parts]
+        scores = [next_scores(spec, part, torch.ones_like(part), wider) for part in parts]
         probs, sure = _candidates(torch.cat(scores).double(), most, margin)
         joint = {
             (*word, int(token)): joint[word] * float(row[token])

@@ -44,11 +44,7 @@ _USABLE = 0.8  # share of the memory that a benchmark may fill
 
 
 def read_shape(name: str) -> PretrainedConfig:
-    """The config of a shape: one in the package, or a transformers config.json.
-
-    Raises:
-        ValueError: there is neither.
-    """
+    """The config of a shape: one in the package, or a config.json; ValueError if it is neither."""
     path = _FOLDER / f"{name}.json" if name in SHAPES else Path(name)
     if not path.exists():
         raise ValueError(unknown_name("shape", name, [*SHAPES, "the path of a config.json"]))
@@ -164,11 +160,7 @@ def with_defaults(config: BenchConfig, depth: int, device: torch.device) -> Benc
 
 
 def add_heads(engine: Engine, methods: Sequence[MethodConfig]) -> None:
-    """Build the untrained heads of the methods.
-
-    Raises:
-        ValueError: a head cannot be built.
-    """
+    """Build the untrained heads of the methods; ValueError if one cannot be built."""
     wanted = {
         (method.draft.head, method.draft.exit_layer): method.head_options
         for method in methods
@@ -182,8 +174,7 @@ def add_heads(engine: Engine, methods: Sequence[MethodConfig]) -> None:
 class ShapeBench(Bench):
     """The benchmark of a shape; `facts` has model and device, for the report.
 
-    Raises:
-        ValueError: there is no such shape or device, or too little memory.
+    Raises ValueError if there is no such shape or device, or too little memory.
     """
 
     def __init__(self, config: BenchConfig):

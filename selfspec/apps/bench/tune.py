@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from selfspec import __version__
 from selfspec.apps.bench import run as bench
 from selfspec.apps.bench.config import MethodConfig, ModeConfig
-from selfspec.apps.bench.prompts import cut_prompts, make_batches, split_prompts
+from selfspec.apps.bench.prompts import cut_prompts, make_batches
 from selfspec.apps.bench.results import ratios, usual_rates
 from selfspec.apps.bench.run import Run, RunFile, Show, Turns, generate_options, make_method
 from selfspec.apps.bench.shapes import size_of, usable_memory
@@ -102,7 +102,7 @@ def tune(
     heads = heads_to_try(spec.engine, config)
     prompts = cut_prompts(tokenizer, texts, config.prompt_tokens, config.prompts)
     _check_positions(spec.engine, prompts, config)
-    tried, held_out = split_prompts(prompts)
+    tried, held_out = prompts[::2], prompts[1::2] or prompts
     place = Place.of(spec.decoder)
     identity = [__version__, place.model_dump(), [_identity(head) for head in heads]]
     file = RunFile(None if work is None else Path(work))
@@ -135,7 +135,8 @@ def tune(
     compared, failed = _compared(spec, drafts, held_out, config, identity, file, show)
     compared.sort(key=lambda ran: -ran.speedup)
     return Profile(
-        draft=fastest(compared),
+        # A draft whose output is wrong is never chosen; plain decoding is among the others.
+        draft=next(ran for ran in compared if ran.equal is not False).draft,
         place=place,
         batch=config.batch,
         temperature=config.temperature,
@@ -143,12 +144,6 @@ def tune(
         validation=compared,
         left_out=left_out | impossible | failed,
     )
-
-
-def fastest(compared: Sequence[Measured]) -> DraftConfig:
-    """The fastest draft whose output is not wrong; plain decoding where nothing is faster."""
-    right = [ran for ran in compared if ran.equal is not False]
-    return max(right, key=lambda ran: ran.speedup).draft
 
 
 def heads_to_try(engine: Engine, config: TuneConfig) -> list[ExitHead]:

@@ -32,8 +32,10 @@ from selfspec.apps.cli.options import Drafting, MaxNewTokens, Prompts, Seed
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from selfspec.apps.bench import Bench, BenchConfig, CheckResult, Report
-    from selfspec.apps.bench.run import Write
+    from selfspec.apps.bench import CheckResult
+    from selfspec.apps.bench.config import BenchConfig
+    from selfspec.apps.bench.results import Report
+    from selfspec.apps.bench.run import Bench, Write
     from selfspec.config import JsonObject
     from selfspec.schedule.profile import Profile
 
@@ -78,7 +80,7 @@ class Compared:
 
     def read(self) -> BenchConfig:
         """The whole config."""
-        from selfspec.apps.bench import BenchConfig
+        from selfspec.apps.bench.config import BenchConfig
         from selfspec.config import load_config
 
         chosen = [] if self.shape is None else [f"shape={self.shape}"]
@@ -132,7 +134,8 @@ def run_bench(
 
     `others` generate with other programs, by the names of their methods.
     """
-    from selfspec.apps.bench import Report, RunFile, summarise
+    from selfspec.apps.bench.results import Report, summarise
+    from selfspec.apps.bench.run import RunFile
 
     bench, where = _made(config, others)
     config = bench.config
@@ -170,7 +173,7 @@ def _announce(bench: Bench, done: int) -> None:
 
 def _made(config: BenchConfig, others: Mapping[str, Write] | None) -> tuple[Bench, JsonObject]:
     """The benchmark, and the settings that its runs depend on."""
-    from selfspec.apps.bench import Bench
+    from selfspec.apps.bench.run import Bench
     from selfspec.apps.bench.shapes import ShapeBench
 
     if config.threads is not None:
@@ -347,7 +350,7 @@ def _shown_parts() -> Iterator[Callable[[str, int, int], None]]:
 
 def _show(console: Console, profile: Profile, output: Path) -> None:
     from selfspec.apps.bench.plots import write_picture
-    from selfspec.apps.display import speedup_map, speedup_table, validation_table
+    from selfspec.apps.display.plots import speedup_map, speedup_table, validation_table
 
     console.print(speedup_table(profile), validation_table(profile), sep="\n")
     for name, reason in profile.left_out.items():

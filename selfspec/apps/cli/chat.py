@@ -86,7 +86,7 @@ def _obey(line: str, conversation: Conversation) -> bool:
 
 
 def _greet(console: Console, name: str, conversation: Conversation) -> None:
-    from selfspec.apps.display import in_colour, legend
+    from selfspec.apps.display.trace import in_colour, legend
 
     kind = "messages" if conversation.templated else "lines of one text (no chat template)"
     console.print(f"{name}; turns are {kind}\n{_HELP}", style="dim")
@@ -98,7 +98,7 @@ def _turn(conversation: Conversation, line: str, console: Console, interactive: 
     """Send a line, and show the reply; on a terminal in colour, and stopped by Ctrl-C."""
     from transformers import TextStreamer
 
-    from selfspec.apps.display import OriginStreamer, in_colour
+    from selfspec.apps.display.trace import OriginStreamer, in_colour
 
     tokenizer, streamer = conversation.tokenizer, None
     if interactive and in_colour(console):

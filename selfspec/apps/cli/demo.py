@@ -210,8 +210,8 @@ def _headline(head: JsonObject) -> str:
 
 def _show_demo(console: Console, writer: Comparison, source: str, gap: str) -> DemoResult:
     """Stream the output, `gap` after the prompt, then compare both outputs and their speed."""
-    from selfspec.apps.display import OriginStreamer, legend
     from selfspec.apps.display.demo import run_demo, verdict
+    from selfspec.apps.display.trace import OriginStreamer, legend
 
     streamer = None
     if not console.quiet:

@@ -63,7 +63,8 @@ def hf_draft(
     num_draft_tokens: NumDraftTokens = 4,
 ) -> None:
     """Fold an exit into a standard checkpoint, a draft model for serving engines."""
-    from selfspec.apps.export import check_foldable, check_free, export_draft
+    from selfspec.apps.export.draft_model import check_foldable, export_draft
+    from selfspec.apps.export.guides import check_free
     from selfspec.config import DraftConfig
 
     check_free(out)
@@ -120,7 +121,7 @@ def _export_head(
     write: Callable[..., Any],
 ) -> None:
     """Write the target's head of a type in a published layout."""
-    from selfspec.apps.export import check_free
+    from selfspec.apps.export.guides import check_free
 
     check_free(out)
     name, path = resolve(source.model)
@@ -164,7 +165,8 @@ def custom_generate(
 
     The heads in --heads, or else those beside --model, are copied into the folder.
     """
-    from selfspec.apps.export import check_free, export_custom_generate
+    from selfspec.apps.export import export_custom_generate
+    from selfspec.apps.export.guides import check_free
 
     check_free(out)
     has_target = source.model is not None or source.heads is not None
@@ -193,7 +195,7 @@ def import_heads(
 
     The pickle is loaded with torch.load(weights_only=True), which runs no code of the file.
     """
-    from selfspec.apps.export import check_free
+    from selfspec.apps.export.guides import check_free
     from selfspec.heads.formats.files import convert
 
     check_free(out)

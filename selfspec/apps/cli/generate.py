@@ -251,7 +251,7 @@ def _continue(
         result["trace"] = [{name: getattr(r, name) for name in told} for r in trace.rows[0]]
     if console.quiet:
         return result
-    from selfspec.apps.display import pieces, trace_svg, write_piece
+    from selfspec.apps.display.trace import pieces, trace_svg, write_piece
 
     if form == "jsonl":
         console.file.write(json.dumps(result, allow_nan=False) + "\n")

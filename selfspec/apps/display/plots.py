@@ -22,7 +22,7 @@ from selfspec.decoder import Decoder
 from selfspec.heads import ExitHead, SharedHead
 from selfspec.heads.teacher_forcing import draft_states, target_states
 from selfspec.model import SelfSpecModel
-from selfspec.schedule.profile import Measured, Profile, exit_name
+from selfspec.schedule.profile import Profile, exit_name
 from selfspec.schedule.stats import Stats
 
 if TYPE_CHECKING:
@@ -376,30 +376,22 @@ def validation_table(profile: Profile) -> Table:
         table.add_column(name, justify="right")
     chosen = next((ran for ran in profile.validation if ran.draft == profile.draft), None)
     for ran in profile.validation:
-        table.add_row("→" if ran is chosen else "", ran.name, *_speedup_figures(ran))
+        table.add_row(
+            "→" if ran is chosen else "",
+            ran.name,
+            f"{ran.tokens_per_second:.1f}",
+            f"{ran.speedup:.2f}x",
+            f"{ran.acceptance_rate:.3f}",
+            f"{ran.mean_accepted_length:.2f}",
+            {True: "equal", False: "NOT EQUAL", None: ""}[ran.equal],
+        )
     return table
-
-
-def _speedup_figures(ran: Measured) -> Sequence[str]:
-    equal = {True: "equal", False: "NOT EQUAL", None: ""}[ran.equal]
-    return (
-        f"{ran.tokens_per_second:.1f}",
-        f"{ran.speedup:.2f}x",
-        f"{ran.acceptance_rate:.3f}",
-        f"{ran.mean_accepted_length:.2f}",
-        equal,
-    )
 
 
 def speedup_map(profile: Profile, ax: Axes | None = None) -> Axes:
     """Draw the map of speedups: an exit head in each row, numbers of drafts across.
 
-    Args:
-        profile: the profile.
-        ax: where to draw; `None` opens a figure that fits.
-
-    Raises:
-        ImportError: matplotlib is missing.
+    Without `ax` it opens a figure that fits; raises ImportError if matplotlib is missing.
     """
     names, lengths, speedups = _grid(profile)
     ax = ax or new_axes("speedup_map", 2.5 + 0.6 * len(lengths), 1.2 + 0.35 * len(names))
@@ -419,11 +411,7 @@ def speedup_map(profile: Profile, ax: Axes | None = None) -> Axes:
 
 
 def _grid(profile: Profile) -> tuple[list[str], list[int], list[list[float]]]:
-    """Rows, columns and values of the map.
-
-    Raises:
-        ValueError: the profile holds no measured chains.
-    """
+    """Rows, columns and values of the map; ValueError if the profile holds no measured chains."""
     speedups = {
         (exit_name(ran.draft.head or "", ran.draft.exit_layer or 0), ran.draft.most_tokens): (
             ran.speedup
