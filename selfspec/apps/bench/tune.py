@@ -135,8 +135,7 @@ def tune(
     compared, failed = _compared(spec, drafts, held_out, config, identity, file, show)
     compared.sort(key=lambda ran: -ran.speedup)
     return Profile(
-        # A draft whose output is wrong is never chosen; plain decoding is among the others.
-        draft=next(ran for ran in compared if ran.equal is not False).draft,
+        draft=fastest(compared),
         place=place,
         batch=config.batch,
         temperature=config.temperature,
@@ -144,6 +143,12 @@ def tune(
         validation=compared,
         left_out=left_out | impossible | failed,
     )
+
+
+def fastest(compared: Sequence[Measured]) -> DraftConfig:
+    """The fastest draft whose output is not wrong; plain decoding where nothing is faster."""
+    right = [ran for ran in compared if ran.equal is not False]
+    return max(right, key=lambda ran: ran.speedup).draft
 
 
 def heads_to_try(engine: Engine, config: TuneConfig) -> list[ExitHead]:
