@@ -2,8 +2,9 @@
 
 Run `python -m benchmarks.approximate CHECKPOINT --text FILE` from a checkout. The file's first
 tokens are the prompt, which is prefilled once. Each draft then continues it, in turn with plain
-decoding; the table has the median of these ratios. Times are wall clock; `--cpu` counts the
-process's CPU time instead, for a machine that does other work, too (with one thread).
+decoding; the table has the median of these ratios. Times are wall clock of whole calls, a copy of
+the cache included; `--cpu` counts the process's CPU time instead, for a machine that does other
+work, too (with one thread).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from benchmarks.common import console, parser, share_equal, take_turns
+from benchmarks.common import console, new_tokens, parser, share_equal, take_turns
 from selfspec import DraftConfig, SelfSpecModel
 from selfspec.apps.bench.results import Grid
 from selfspec.decoder.checkpoints import load_causal_lm, load_tokenizer
@@ -70,8 +71,8 @@ def measure(spec: SelfSpecModel, ids: Tensor, drafts: dict[str, DraftConfig], gi
         write(draft, new=3)  # copies of the weights are made
         calls = {"plain": partial(write, plain), name: partial(write, draft)}
         base, own = take_turns(calls, given.turns).values()
-        stats, texts = own.outputs[-1].stats, (own.outputs[-1].sequences, base.outputs[-1].sequences)
-        same = share_equal(*(text[0, ids.shape[1] :].tolist() for text in texts))
+        texts = (new_tokens(timed.outputs[-1].sequences, ids) for timed in (own, base))
+        stats, same = own.outputs[-1].stats, share_equal(*texts)
         figures = (stats.acceptance_rate, (given.new - 1) / stats.rounds)
         speed = f"{own.over(base, given.cpu):.2f}x"
         rows.append([name, *(f"{figure:.2f}" for figure in figures), speed, same])

@@ -40,15 +40,8 @@ def run_stages(
 ) -> bool:
     """Run the stages that have no file yet, and report all; returns whether all passed.
 
-    Args:
-        stages: the stages, by the names of their files.
-        folder: where the files are, and `report.md` and `report.json`.
-        identity: what the results depend on; a folder holds results of one identity only.
-        console: where progress is shown.
-        minutes: no stage begins later.
-
-    Raises:
-        ValueError: the folder holds results of another identity.
+    The files and reports are in `folder`. It holds results of one `identity`, what they depend on;
+    ValueError if it is another one. No stage begins after so many minutes.
     """
     folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()

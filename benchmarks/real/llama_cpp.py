@@ -33,16 +33,10 @@ def fetch_llama_cpp(folder: Path, offline: bool) -> bool:
 
 
 class LlamaCpp:
-    """Writes one prompt at a time, with the tokens of the prompt as they are.
+    """Writes one prompt at a time with a GGUF file, which is loaded at the first call.
 
     llama.cpp tells the time of its prefill, which ends with the first token, and that of all tokens
     after it. Its cache of earlier prompts is off.
-
-    Args:
-        file: a GGUF file, loaded at the first call.
-        threads: number of CPU threads.
-        positions: tokens that prompt and output may have.
-        stops: the stop tokens.
     """
 
     def __init__(self, file: Path, threads: int, positions: int, stops: Collection[int]):
@@ -62,11 +56,7 @@ class LlamaCpp:
     def __call__(self, batch: Batch, options: dict[str, Any], seed: int) -> Written:
         """Continue one prompt, given options of transformers' `generate`.
 
-        The seed draws other texts than torch does.
-
-        Raises:
-            RuntimeError: llama.cpp refuses the request.
-            ValueError: the batch has several prompts.
+        The seed draws other texts than torch does. Raises RuntimeError if llama.cpp refuses.
         """
         if batch.rows > 1:
             raise ValueError(f"llama.cpp is asked for one prompt at a time, got {batch.rows}")

@@ -94,7 +94,7 @@ def load_head(
 def draft_logits(head: ExitHead, hidden: Tensor, logits: Tensor) -> Tensor:
     """Draft logits `[tokens, vocabulary]`; -inf for tokens that the head cannot draft.
 
-    `hidden` `[tokens, hidden]` is the output of the head, `logits` that of the target's LM head for it.
+    `hidden` `[tokens, hidden]` is the output of the head, `logits` what the LM head makes of it.
     """
     ids = head.vocab_ids
     drafted = logits if ids is None else logits[:, ids]

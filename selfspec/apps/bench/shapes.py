@@ -135,6 +135,14 @@ def _early_exit(head: str, exit_layer: int, **fields: Any) -> DraftConfig:
     return DraftConfig(head=head, exit_layer=exit_layer, num_draft_tokens=4, **fields)
 
 
+def random_prompts(lengths: Sequence[int]) -> tuple[PromptSetConfig, ...]:
+    """A prompt of random tokens of each length."""
+    return tuple(
+        PromptSetConfig(name=f"{n} tokens", reader="random", count=1, prompt_tokens=n)
+        for n in lengths
+    )
+
+
 def with_defaults(config: BenchConfig, depth: int, device: torch.device) -> BenchConfig:
     """Fill in the defaults of a shape with `depth` layers.
 
@@ -144,10 +152,7 @@ def with_defaults(config: BenchConfig, depth: int, device: torch.device) -> Benc
     lengths = (128, 2048, 8192, 32768) if gpu else (64, 256)
     chosen: dict[str, object] = {
         "dtype": "bfloat16" if gpu else "float32",
-        "prompts": tuple(
-            PromptSetConfig(name=f"{n} tokens", reader="random", count=1, prompt_tokens=n)
-            for n in lengths
-        ),
+        "prompts": random_prompts(lengths),
         "methods": default_methods(depth, config.acceptance),
         "modes": (ModeConfig(name="greedy, acceptance planted"),),
         "batch_sizes": (1, 4, 8, 16, 32) if gpu else (1, 4),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -118,21 +118,31 @@ class Asking:
             stops = turn_stops(target.spec, target.tokenizer)
         if self.json_schema is None:
             return lambda: stops
-        import xgrammar.contrib.hf  # pyright: ignore[reportMissingImports]
+        size, tokenizer = target.spec.config.vocab_size, target.tokenizer
+        make = json_processors(size, tokenizer, self.json_schema, stops.get("eos_token_id"))
+        return lambda: {**stops, "logits_processor": [make()]}
 
-        vocabulary = xgrammar.TokenizerInfo.from_huggingface(
-            target.tokenizer,
-            vocab_size=target.spec.config.vocab_size,
-            stop_token_ids=stops.get("eos_token_id"),
+
+def json_processors(
+    vocab_size: int,
+    tokenizer: PreTrainedTokenizerBase,
+    schema: str,
+    stop_ids: list[int] | None = None,
+) -> Callable[[], Any]:
+    """Makes a logits processor per call, with which it writes JSON of a schema, by xgrammar."""
+    import xgrammar.contrib.hf  # pyright: ignore[reportMissingImports]
+
+    vocabulary = xgrammar.TokenizerInfo.from_huggingface(
+        tokenizer, vocab_size=vocab_size, stop_token_ids=stop_ids
+    )
+    try:
+        # With any white space allowed, a small model may write nothing else.
+        grammar = xgrammar.GrammarCompiler(vocabulary).compile_json_schema(
+            schema, any_whitespace=False
         )
-        compiler = xgrammar.GrammarCompiler(vocabulary)
-        try:
-            # With any white space allowed, a small model may write nothing else.
-            grammar = compiler.compile_json_schema(self.json_schema, any_whitespace=False)
-        except RuntimeError as error:
-            raise ValueError(f"xgrammar does not understand the schema: {error}") from None
-        make = xgrammar.contrib.hf.LogitsProcessor
-        return lambda: {**stops, "logits_processor": [make(grammar)]}
+    except RuntimeError as error:
+        raise ValueError(f"xgrammar does not understand the schema: {error}") from None
+    return partial(xgrammar.contrib.hf.LogitsProcessor, grammar)
 
 
 @command
