@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,8 +29,6 @@ from selfspec.apps.cli.common import (
 from selfspec.apps.cli.options import Drafting, MaxNewTokens, Prompts, Seed
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from selfspec.apps.bench import CheckResult
     from selfspec.apps.bench.config import BenchConfig
     from selfspec.apps.bench.results import Report
@@ -139,10 +136,16 @@ def run_bench(
 
     bench, where = _made(config, others)
     config = bench.config
-    identity = {"config": config.model_dump(mode="json"), "where": where}
-    file = RunFile(output, identity)
-    if len(file.runs) < bench.total:
-        _announce(bench, len(file.runs))
+    file = RunFile(output, {"config": config.model_dump(mode="json"), "where": where})
+    if left := bench.total - len(file.runs):
+        device = bench.spec.decoder.device
+        is_slow = config.shape is not None and device.type == "cpu"
+        typer.echo(
+            f"{in_units(bench.spec.causal_lm.num_parameters())} parameters on {device}: {left} of "
+            f"{bench.total} timed calls to make, each of up to {config.max_new_tokens} new tokens "
+            f"a row{'; on a CPU this takes minutes' * is_slow}",
+            err=True,
+        )
     with progress_bar() as show:
         bench.run(file, show)
     facts = {
@@ -155,20 +158,6 @@ def run_bench(
         "batch sizes": list(config.batch_sizes),
     }
     return Report(facts, summarise(bench, file))
-
-
-def _announce(bench: Bench, done: int) -> None:
-    """Say on stderr how much there is to do."""
-    decoder = bench.spec.decoder
-    parameters = sum(parameter.numel() for parameter in decoder.causal_lm.parameters())
-    is_slow = bench.config.shape is not None and decoder.device.type == "cpu"
-    slow = "; on a CPU this takes minutes" * is_slow
-    typer.echo(
-        f"{in_units(parameters)} parameters on {decoder.device}: {bench.total - done} of "
-        f"{bench.total} timed calls to make, each of up to {bench.config.max_new_tokens} new "
-        f"tokens a row{slow}",
-        err=True,
-    )
 
 
 def _made(config: BenchConfig, others: Mapping[str, Write] | None) -> tuple[Bench, JsonObject]:
@@ -232,11 +221,14 @@ def check(
     Exit code 1: an output differs by more than rounding, or the distribution is wrong.
     """
     from selfspec.apps.bench import Sampling, check_exactness
+    from selfspec.apps.display.demo import load_prompts
 
     chosen = drafting.chosen
     target = source.load()
     draft = chosen or target.spec.default_draft
-    prompts = _prompts_of(target, file)
+    texts = read_prompts(None, file) if file else [prompt.text for prompt in load_prompts()]
+    encoded = [target.tokenizer(text, return_tensors="pt").input_ids for text in texts]
+    prompts = [ids.to(target.spec.decoder.device) for ids in encoded]
     sampling = Sampling(samples=samples) if samples else None
     with progress().status("comparing outputs"):
         result = check_exactness(target.spec, draft, prompts, max_new_tokens, sampling, seed)
@@ -244,14 +236,6 @@ def check(
     console.answer({**target.to_dict(), "draft": draft.model_dump(), **result.to_dict()})
     if not result.passed:
         raise typer.Exit(1)
-
-
-def _prompts_of(target: Loaded, file: Path | None) -> list[Tensor]:
-    from selfspec.apps.display.demo import load_prompts
-
-    texts = read_prompts(None, file) if file else [prompt.text for prompt in load_prompts()]
-    device = target.spec.decoder.device
-    return [target.tokenizer(text, return_tensors="pt").input_ids.to(device) for text in texts]
 
 
 def _verdicts(target: Loaded, result: CheckResult) -> list[str]:
@@ -324,20 +308,8 @@ def tune(
     output = output or default_path(target.spec.decoder, source.heads or resolve(source.model)[1])
     make_folder_of(output)
     folder = output.with_suffix(".work")
-    with one_run(folder), _shown_parts() as show:
-        if fresh:
-            (folder / "runs.jsonl").unlink(missing_ok=True)
-        profile = measure(target.spec, target.tokenizer, texts, wanted, folder, show)
-        profile.save(output)
-    _show(console, profile, output)
-    console.answer({**target.to_dict(), "output": str(output), **profile.model_dump(mode="json")})
-
-
-@contextmanager
-def _shown_parts() -> Iterator[Callable[[str, int, int], None]]:
-    """As `progress_bar`; where there is no terminal, every part begins with a line."""
     begun: set[str] = set()
-    with progress_bar() as bar:
+    with one_run(folder), progress_bar() as bar:
 
         def show(part: str, done: int, of: int) -> None:
             bar(part, done, of)
@@ -345,7 +317,12 @@ def _shown_parts() -> Iterator[Callable[[str, int, int], None]]:
                 typer.echo(part, err=True)
             begun.add(part)
 
-        yield show
+        if fresh:
+            (folder / "runs.jsonl").unlink(missing_ok=True)
+        profile = measure(target.spec, target.tokenizer, texts, wanted, folder, show)
+        profile.save(output)
+    _show(console, profile, output)
+    console.answer({**target.to_dict(), "output": str(output), **profile.model_dump(mode="json")})
 
 
 def _show(console: Console, profile: Profile, output: Path) -> None:

@@ -67,11 +67,7 @@ def _lines(interactive: bool) -> Iterator[str]:
 
 
 def _obey(line: str, conversation: Conversation) -> bool:
-    """Run a command; returns whether the line is one.
-
-    Raises:
-        ValueError: an unknown command.
-    """
+    """Run a command; returns whether the line is one. ValueError if it is unknown."""
     if not _COMMAND.fullmatch(line):
         return False
     if line not in _COMMANDS:
@@ -109,8 +105,7 @@ def _turn(conversation: Conversation, line: str, console: Console, interactive: 
         turn = conversation.say(line, streamer, stop)
     if not console.quiet:
         cached = f"{turn.cached_tokens} of {turn.prompt_tokens} tokens cached"
-        shown = f"{summary(turn.stats)}; {cached}{'; stopped' if turn.stopped else ''}"
-        note(shown)
+        note(f"{summary(turn.stats)}; {cached}{'; stopped' if turn.stopped else ''}")
     return turn
 
 

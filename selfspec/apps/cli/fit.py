@@ -191,11 +191,7 @@ def _split(words: list[str] | None, what: str) -> tuple[str | None, list[str]]:
 
 
 def _training(module: str) -> ModuleType:
-    """Import a module of the training code, which in a wheel is inside the package.
-
-    Raises:
-        ImportError: the code that is found is not that of this checkout.
-    """
+    """Import a module of the training code, which in a wheel is inside the package."""
     if find_spec("selfspec.training"):
         return import_module(f"selfspec.training.{module}")
     own, found = Path(__file__).parents[3] / "training" / "__init__.py", find_spec("training")

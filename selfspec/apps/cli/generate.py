@@ -86,12 +86,7 @@ class Asking:
     ] = None
 
     def check(self, source: Source) -> None:
-        """Refuse what the checkpoint or this installation cannot do, before weights are loaded.
-
-        Raises:
-            ImportError: there is a schema, and xgrammar is not installed.
-            ValueError: it is a chat, and the tokenizer has no template.
-        """
+        """Refuse what the checkpoint or this installation cannot do, before weights are loaded."""
         from selfspec.decoder.checkpoints import load_tokenizer
 
         if self.json_schema is not None and find_spec("xgrammar") is None:
@@ -180,12 +175,10 @@ def generate(
     prompts = read_prompts(prompt, job.prompts or file)
     if form == "svg" and len(prompts) > 1:
         raise typer.BadParameter(f"--format svg draws one prompt, got {len(prompts)}")
+    asking.check(source)
     if job.output is not None:
         answers = _Answers(source, asking, drafting.chosen, writing, job.batch_size)
-        asking.check(source)
-        _run_job(answers, prompts, job.output, job.processes, console)
-        return
-    asking.check(source)
+        return _run_job(answers, prompts, job.output, job.processes, console)
     target, draft, options = begin(source, drafting, writing)
     if target.tokenizer.chat_template and not asking.chat:
         note("the checkpoint has a chat template: --chat puts the prompt into it")
@@ -207,11 +200,7 @@ def generate(
 
 
 def _read_schema(given: str) -> str:
-    """A JSON schema, given as it is or as the path of its file.
-
-    Raises:
-        ValueError: it is not a JSON object.
-    """
+    """A JSON schema, given as it is or as the path of its file; ValueError if it is no object."""
     from selfspec.config import read_text
 
     is_text = given.lstrip().startswith("{")

@@ -13,6 +13,7 @@ from selfspec.apps.export.eagle3 import (
     draft_vocabulary,
     layer_config,
     lm_head_rows,
+    published_state,
     speculators_facts,
     write_head,
 )
@@ -82,11 +83,7 @@ def export_dflash(
 
 
 def _algorithm(decoder: Decoder, head: DFlashHead) -> str:
-    """The name of the head's architecture in speculators.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The name of the head's architecture in speculators; ValueError if there is none."""
     options = head.options
     strange = [name for name, value in _GIVEN.items() if options[name] != value]
     sliding = [window is not None for window in options["windows"]]
@@ -115,9 +112,7 @@ def dflash_tensors(decoder: Decoder, head: DFlashHead) -> dict[str, Tensor]:
     """The head's tensors by their names in speculators."""
     renamed = {"layer.": "layers.", "readout.": "lm_head.", "confidence.": "confidence_head.proj."}
     tensors: dict[str, Tensor] = {}
-    for name, tensor in head.state_dict().items():
-        if name == "vocab_ids" or name.startswith("calibrators."):
-            continue
+    for name, tensor in published_state(head):
         start = next((old for old in renamed if name.startswith(old)), "")
         tensors[renamed.get(start, "") + name.removeprefix(start)] = tensor
     if head.vocab_ids is not None:

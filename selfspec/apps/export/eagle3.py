@@ -16,7 +16,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 from selfspec.apps.export.guides import guide, new_folder
 from selfspec.config import JsonObject, Options
 from selfspec.decoder import Decoder
-from selfspec.heads import CARD_NAME, Eagle3Head
+from selfspec.heads import CARD_NAME, Eagle3Head, ExitHead
 from selfspec.heads.formats.eagle import LAYER_IDS
 from selfspec.heads.formats.files import PUBLISHED_CONFIG
 from selfspec.heads.llama_layer import ATTENTION_MAPS, MLP_MAPS
@@ -88,17 +88,10 @@ def export_eagle3(
 
 
 def eagle3_tensors(decoder: Decoder, head: Eagle3Head) -> dict[str, Tensor]:
-    """The head's tensors by the names of EAGLE's layout, its LM head included.
-
-    Raises:
-        ValueError: the target's LM head has a bias, or is quantized.
-    """
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in head.state_dict().items():
-        if name == "vocab_ids" or name.startswith("calibrators."):
-            continue
-        shaped = tensor[None, None] if name == "mask.hidden" else tensor
-        tensors[_published_name(name)] = shaped
+    """The head's tensors by the names of EAGLE's layout, its LM head included."""
+    tensors = {_published_name(name): tensor for name, tensor in published_state(head)}
+    if "mask_hidden" in tensors:
+        tensors["mask_hidden"] = tensors["mask_hidden"][None, None]
     if head.readout is None:
         tensors["lm_head.weight"] = lm_head_rows(decoder, head.vocab_ids)
     if head.vocab_ids is not None:
@@ -109,11 +102,16 @@ def eagle3_tensors(decoder: Decoder, head: Eagle3Head) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
+def published_state(head: ExitHead) -> list[tuple[str, Tensor]]:
+    """The head's own names and tensors, without those that published layouts do not have."""
+    own = head.state_dict().items()
+    return [(n, t) for n, t in own if n != "vocab_ids" and not n.startswith("calibrators.")]
+
+
 def lm_head_rows(decoder: Decoder, vocab_ids: Tensor | None) -> Tensor:
     """The rows of the target's LM head for these tokens, or all, with the scale of its logits.
 
-    Raises:
-        ValueError: the LM head has a bias, or is quantized.
+    Raises ValueError if the LM head has a bias, or is quantized.
     """
     if getattr(decoder.lm_head, "bias", None) is not None:
         raise ValueError(
@@ -156,14 +154,10 @@ def _published_name(name: str) -> str:
 def absent_biases(
     layers: Iterable[str], biases: Iterable[str], tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Zeros for linear maps without a bias beside others with one.
+    """Zeros for linear maps without a bias beside those of a layer that have one, `biases`.
 
-    Engines read `attention_bias` and `mlp_bias`, which mean all maps of a part.
-
-    Args:
-        layers: prefixes of the layers' tensors.
-        biases: the maps of a layer that have one.
-        tensors: the tensors by name.
+    Engines read `attention_bias` and `mlp_bias`, which mean all maps of a part. `layers` are
+    prefixes of the names of `tensors`.
     """
     biases = set(biases)
     absent = [
@@ -187,13 +181,7 @@ def write_head(folder: Path, config: JsonObject, tensors: Mapping[str, Tensor]) 
 
 
 def layer_config(decoder: Decoder, options: Options, dtype: str) -> JsonObject:
-    """The config of a head's layers, with the rotary embedding as engines of every age read it.
-
-    Args:
-        decoder: the target.
-        options: the head's options.
-        dtype: torch's name of the dtype of its weights.
-    """
+    """The config of a head's layers, with the rotary embedding as engines of every age read it."""
     layer = dict(options["layer"])
     rope, biases = dict(layer.pop("rope_parameters")), set(layer.pop("biases"))
     partial = {key: rope[key] for key in ("partial_rotary_factor",) if key in rope}
