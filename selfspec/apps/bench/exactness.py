@@ -8,6 +8,7 @@ counts.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
@@ -254,36 +255,26 @@ def _p_value(
     Up to the share `swapped` of continuations may be impossible under plain decoding, beside those
     that `joint` leaves out.
     """
-    probs: dict[tuple[int, ...], float] = {}
+    probs: defaultdict[tuple[int, ...], float] = defaultdict(float)
     for word, chance in joint.items():
-        probs[word[:length]] = probs.get(word[:length], 0.0) + chance
-    counts = dict.fromkeys(probs, 0)
-    words = [word[:length] for word in drawn if word[:length] in counts]
-    total, samples = sum(probs.values()), len(drawn)
+        probs[word[:length]] += chance
+    counts = Counter(word[:length] for word in drawn if word[:length] in probs)
+    total, samples, found = sum(probs.values()), len(drawn), counts.total()
     left_out = max(0.0, 1 - total)
     luck = 4 * (left_out * total * samples) ** 0.5
-    if samples - len(words) > (left_out + swapped + 1e-9) * samples + luck:
+    if samples - found > (left_out + swapped + 1e-9) * samples + luck:
         return 0.0
-    for word in words:
-        counts[word] += 1
-    cells: list[tuple[float, float]] = [(0.0, 0.0)]
-    for word, chance in probs.items():
-        cell = (float(counts[word]), chance / total * len(words))
-        if cell[1] < 5:
-            cells[0] = (cells[0][0] + cell[0], cells[0][1] + cell[1])
-        else:
-            cells.append(cell)
+    cells = [(float(counts[word]), chance / total * found) for word, chance in probs.items()]
+    rare = [cell for cell in cells if cell[1] < 5]
+    together = (sum(count for count, _ in rare), sum(mean for _, mean in rare))
+    cells = [together, *(cell for cell in cells if cell[1] >= 5)]
     return chi_square([cell for cell in cells if cell[1] > 0])
 
 
 def chi_square(cells: Sequence[tuple[float, float]]) -> float:
-    """The p-value of Pearson's chi-square test, with one degree of freedom less than cells.
-
-    Args:
-        cells: count and expectation of each.
-    """
+    """The p-value of Pearson's chi-square test of `cells`, the count and expectation of each."""
     if len(cells) < 2:
         return 1.0
     statistic = sum((count - mean) ** 2 / mean for count, mean in cells)
-    half = torch.tensor([(len(cells) - 1) / 2, statistic / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(half[0], half[1]))
+    half = torch.tensor([len(cells) - 1, statistic], dtype=torch.float64) / 2
+    return float(torch.special.gammaincc(*half))

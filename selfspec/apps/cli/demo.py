@@ -162,13 +162,12 @@ def _show(
 
 def _filled_in(target: Loaded, draft: DraftConfig) -> DraftConfig:
     """The draft, completed by the rule and, if the drafter has one, the exit."""
-    if "rule" not in draft.model_fields_set:
-        draft = draft.model_copy(update={"rule": "coupled"})
-    if draft.drafter not in _AT_ONE_EXIT:
-        return draft
-    head = target.spec.engine.head(draft)
-    chosen = {"exit_layer": head.exit_layer, "head": head.kind}
-    return draft.model_copy(update={**chosen, "num_draft_tokens": draft.most_tokens})
+    chosen = {} if "rule" in draft.model_fields_set else {"rule": "coupled"}
+    if draft.drafter in _AT_ONE_EXIT:
+        head = target.spec.engine.head(draft)
+        chosen |= {"exit_layer": head.exit_layer, "head": head.kind}
+        chosen |= {"num_draft_tokens": draft.most_tokens}
+    return draft.model_copy(update=chosen)
 
 
 def _passages(
@@ -198,9 +197,10 @@ def _headline(head: JsonObject) -> str:
         strategy += f", exit after layer {draft['exit_layer']} ({draft['head']} head)"
         strategy += f", drafts a round: {draft['num_draft_tokens']}"
     choice = "greedy"
-    if options["temperature"]:
-        choice = f"sampled at temperature {options['temperature']:g} with seed {options['seed']}"
-        choice += f", rule {draft['rule']}"
+    if heat := options["temperature"]:
+        choice = (
+            f"sampled at temperature {heat:g} with seed {options['seed']}, rule {draft['rule']}"
+        )
     return (
         f"{head['model']} · {head['layers']} layers · {head['dtype']} · {head['device']}, "
         f"threads: {head['threads']}\n{strategy}\n{choice}"

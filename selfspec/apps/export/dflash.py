@@ -78,7 +78,7 @@ def export_dflash(
     )
     with new_folder(folder) as scratch:
         write_head(scratch, _config(decoder, head, tensors, exported), tensors)
-        (scratch / CARD_NAME).write_text(dflash_guide(exported, str(folder)), encoding="utf-8")
+        (scratch / CARD_NAME).write_text(_guide(exported, str(folder)), encoding="utf-8")
     return exported
 
 
@@ -125,10 +125,7 @@ def dflash_tensors(decoder: Decoder, head: DFlashHead) -> dict[str, Tensor]:
 
 
 def _config(
-    decoder: Decoder,
-    head: DFlashHead,
-    tensors: dict[str, Tensor],
-    exported: ExportedDFlash,
+    decoder: Decoder, head: DFlashHead, tensors: dict[str, Tensor], exported: ExportedDFlash
 ) -> JsonObject:
     options, algorithm = head.options, exported.algorithm
     layer = layer_config(decoder, options, str(tensors["fc.weight"].dtype))
@@ -152,11 +149,8 @@ def _sliding(options: Options) -> JsonObject:
     windows = options["windows"] or [None] * options["num_hidden_layers"]
     kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
     window = next((window for window in windows if window is not None), None)
-    return {
-        "layer_types": kinds,
-        "sliding_window": window,
-        "use_sliding_window": window is not None,
-    }
+    use = window is not None
+    return {"layer_types": kinds, "sliding_window": window, "use_sliding_window": use}
 
 
 def _additions(algorithm: str, options: Options) -> JsonObject:
@@ -172,8 +166,7 @@ def _additions(algorithm: str, options: Options) -> JsonObject:
     return {name: options[name] for name in names} if algorithm == "dflash2" else {}
 
 
-def dflash_guide(exported: ExportedDFlash, folder: str) -> str:
-    """The README of an exported head, with launch lines."""
+def _guide(exported: ExportedDFlash, folder: str) -> str:
     method = "dspark" if exported.algorithm == "dspark" else "dflash"
     k = exported.num_draft_tokens
     return guide(

@@ -82,8 +82,7 @@ def export_eagle3(
         renamed = {name.replace("midlayer.", "layers.0."): t for name, t in tensors.items()}
         config = _speculators_config(decoder, head, layer, exported)
         write_head(scratch / "speculators", config, renamed)
-        guide = eagle3_guide(exported, str(folder))
-        (scratch / CARD_NAME).write_text(guide, encoding="utf-8")
+        (scratch / CARD_NAME).write_text(_guide(exported, str(folder)), encoding="utf-8")
     return exported
 
 
@@ -221,7 +220,7 @@ def _eagle_config(
 
     SGLang and TensorRT-LLM read the nested ids, which are indices of the layers whose outputs are
     used; vLLM reads the others, which count layers below. SGLang takes nested ids for indices only
-    if the first is 1, which `eagle3_guide` tells.
+    if the first is 1, which the README tells.
     """
     outputs = [layers - 1 for layers in sorted(head.feature_layers)]
     kind = "Eagle3Qwen3ForCausalLM" if layer["model_type"] == "qwen3" else "LlamaForCausalLMEagle3"
@@ -254,12 +253,8 @@ def speculators_facts(
     decoder: Decoder, algorithm: str, num_draft_tokens: int, target: str
 ) -> JsonObject:
     """The keys of speculators' configs that say what a head is for."""
-    method = {
-        "proposal_type": "greedy",
-        "speculative_tokens": num_draft_tokens,
-        "accept_tolerance": 0.0,
-        "verifier_accept_k": 1,
-    }
+    method = {"proposal_type": "greedy", "speculative_tokens": num_draft_tokens}
+    method |= {"accept_tolerance": 0.0, "verifier_accept_k": 1}
     verifier = {"name_or_path": target, "architectures": [type(decoder.causal_lm).__name__]}
     return {
         "speculators_model_type": algorithm,
@@ -279,8 +274,7 @@ in `eagle_config` for indices of layers only if the first is 1.
 """
 
 
-def eagle3_guide(exported: ExportedEagle3, folder: str) -> str:
-    """The README of an exported head, with launch lines."""
+def _guide(exported: ExportedEagle3, folder: str) -> str:
     plain, k = f"{folder}/eagle3", exported.num_draft_tokens
     vllm = {"method": "eagle3", "model": f"{folder}/speculators", "num_speculative_tokens": k}
     if exported.parallel:
