@@ -93,7 +93,10 @@ def _asked(
 ) -> list[int]:
     """Token ids of a record's question or chat."""
     if config.reader != "chat":
-        return _encode(config, tokenizer, _question(config, record))
+        question = _question(config, record)
+        if config.chat:
+            return encode_chat(tokenizer, [{"role": "user", "content": question}])
+        return tokenizer(question, verbose=False).input_ids
     messages = record.get("messages")
     if not isinstance(messages, list) or not messages:
         raise ValueError(
@@ -101,12 +104,6 @@ def _asked(
             f"{', '.join(sorted(set(record) - {'turn'})) or 'nothing'}"
         )
     return encode_chat(tokenizer, messages)
-
-
-def _encode(config: PromptSetConfig, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    if config.chat:
-        return encode_chat(tokenizer, [{"role": "user", "content": text}])
-    return tokenizer(text, verbose=False).input_ids
 
 
 def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Any]) -> list[int]:
@@ -248,7 +245,7 @@ def _passage(
     """`length` tokens from the line after `place`, or else from the start of the text."""
     for start in (text.find("\n", place) + 1, 0):
         # Far more characters than as many tokens have on average.
-        ids = _encode(config, tokenizer, text[start : start + 24 * length])
+        ids = tokenizer(text[start : start + 24 * length], verbose=False).input_ids
         if len(ids) >= length:
             return ids[:length]
     # The passages in the package are short; they may have a few tokens less.

@@ -183,18 +183,11 @@ def generate(
     if target.tokenizer.chat_template and not asking.chat:
         note("the checkpoint has a chat template: --chat puts the prompt into it")
     bounds = asking.bounds(target)
-    results = [
-        _continue(
-            target,
-            text,
-            asking.encode(target.tokenizer, text),
-            {**options, "draft": draft, **bounds()},
-            writing.seed,
-            form,
-            console,
-        )
-        for text in prompts
-    ]
+    results: list[JsonObject] = []
+    for text in prompts:
+        tokens = asking.encode(target.tokenizer, text)
+        more = {**options, "draft": draft, **bounds()}
+        results.append(_continue(target, text, tokens, more, writing.seed, form, console))
     chosen = {"generation_config": own_choices(target.spec), "draft": draft.model_dump()}
     console.answer({**target.to_dict(), **chosen, "results": results})
 

@@ -199,10 +199,7 @@ def acceptance_plot(by_exit: Mapping[int, Stats], ax: Axes | None = None) -> Axe
 
     Args:
         by_exit: counters of a call, or of several, per exit layer.
-        ax: where to draw; `None` opens a figure.
-
-    Raises:
-        ImportError: matplotlib is missing.
+        ax: where to draw; `None` opens a figure, or raises ImportError without matplotlib.
     """
     ax = ax or new_axes("acceptance_plot", 6, 3.5)
     layers = sorted(by_exit)
@@ -226,12 +223,9 @@ def exits_plot(
     Args:
         readings: predictions of the exits.
         measure: `"agreement"`, how often an exit predicts the model's token; `"overlap"`, how
-            likely sampled drafts are accepted; `"entropy"`, of the exit's distribution.
-        ax: where to draw; `None` opens a figure.
-
-    Raises:
-        ImportError: matplotlib is missing.
-        ValueError: there is no such measure.
+            likely sampled drafts are accepted; `"entropy"`, of the exit's distribution. Another
+            one is a ValueError.
+        ax: where to draw; `None` opens a figure, or raises ImportError without matplotlib.
     """
     ax = ax or new_axes("exits_plot", 5, 3.5)
     means = _values(readings, measure).double().mean(1).tolist()
@@ -259,10 +253,7 @@ def exits_heatmap(readings: ExitReadings, ax: Axes | None = None) -> Axes:
 
     Args:
         readings: predictions of the exits; about twenty tokens are easy to read.
-        ax: where to draw; `None` opens a figure that fits.
-
-    Raises:
-        ImportError: matplotlib is missing.
+        ax: where to draw; `None` opens one that fits, or raises ImportError without matplotlib.
     """
     rows, tokens = readings.ids.shape
     ax = ax or new_axes("exits_heatmap", 2.2 + 0.66 * tokens, 1.1 + 0.28 * rows)
@@ -344,14 +335,12 @@ def speedup_table(profile: Profile) -> Table:
         table.add_column(f"{length} ", justify="right")
     best = max(max(row) for row in speedups)
     for name, row in zip(names, speedups, strict=True):
-        table.add_row(name, *(_cell(speedup, speedup == best) for speedup in row))
+        styles = ("black on rgb({},{},{})".format(*_colour(speedup)) for speedup in row)
+        shown = (
+            Text(f" {speedup:.2f} ", style) for speedup, style in zip(row, styles, strict=True)
+        )
+        table.add_row(name, *shown)
     return table
-
-
-def _cell(speedup: float, best: bool) -> Text:
-    red, green, blue = _colour(speedup)
-    style = f"black on rgb({red},{green},{blue}){' bold underline' if best else ''}"
-    return Text(f" {speedup:.2f} ", style)
 
 
 def _colour(speedup: float) -> tuple[int, int, int]:
