@@ -335,12 +335,14 @@ def speedup_table(profile: Profile) -> Table:
         table.add_column(f"{length} ", justify="right")
     best = max(max(row) for row in speedups)
     for name, row in zip(names, speedups, strict=True):
-        styles = ("black on rgb({},{},{})".format(*_colour(speedup)) for speedup in row)
-        shown = (
-            Text(f" {speedup:.2f} ", style) for speedup, style in zip(row, styles, strict=True)
-        )
-        table.add_row(name, *shown)
+        table.add_row(name, *(_cell(speedup, speedup == best) for speedup in row))
     return table
+
+
+def _cell(speedup: float, best: bool) -> Text:
+    red, green, blue = _colour(speedup)
+    style = f"black on rgb({red},{green},{blue}){' bold underline' if best else ''}"
+    return Text(f" {speedup:.2f} ", style)
 
 
 def _colour(speedup: float) -> tuple[int, int, int]:
