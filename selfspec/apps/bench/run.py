@@ -153,8 +153,7 @@ def make_method(
         return partial(_generate_static, spec, room)
     options = dict(config.options)
     if config.peer == "assistant_early_exit":
-        depth = spec.decoder.depth
-        options = {"assistant_early_exit": max(1, depth // 4), **options}
+        options = {"assistant_early_exit": max(1, spec.decoder.depth // 4), **options}
     elif config.peer == "prompt_lookup_num_tokens":
         options = {**_LOOKUP, **options}
     elif config.peer == "use_mtp":
@@ -165,9 +164,8 @@ def make_method(
             )
         options["use_mtp"] = True
     elif config.peer == "assistant_model":
-        model: Any = load_causal_lm(
-            find_checkpoint(options["assistant_model"]), dtype=spec.decoder.dtype
-        )
+        path = find_checkpoint(options["assistant_model"])
+        model: Any = load_causal_lm(path, dtype=spec.decoder.dtype)
         options["assistant_model"] = model.to(spec.decoder.device)
     return partial(_generate, spec, options)
 
@@ -267,12 +265,10 @@ def _generate_batch(spec: SelfSpecModel, batch: Batch, options: Options, seed: i
     config = copy.deepcopy(model.generation_config)
     config.update(**{k: v for k, v in options.items() if k != "prefill_chunk_size"})
     config.eos_token_id = -1 if config.eos_token_id is None else config.eos_token_id
-    counts = batch.mask.sum(-1).tolist()
-    prompts = [row[-count:].tolist() for row, count in zip(batch.tokens, counts, strict=True)]
+    prompts = [row[real.bool()].tolist() for row, real in zip(*batch, strict=True)]
     pages = (batch.width + options["max_new_tokens"]) // _PAGE + 2
-    sizes = ContinuousBatchingConfig(
-        num_blocks=batch.rows * pages, max_batch_tokens=max(sum(counts), _PAGE)
-    )
+    most = max(sum(map(len, prompts)), _PAGE)
+    sizes = ContinuousBatchingConfig(num_blocks=batch.rows * pages, max_batch_tokens=most)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         began = time.perf_counter()

@@ -195,13 +195,12 @@ class ShapeBench(Bench):
         add_heads(spec.engine, config.methods)
         super().__init__(spec, numbers_tokenizer(text.vocab_size), config)
         self.bandwidth = read_bandwidth(device)
+        # On a CPU more prompt tokens would take minutes.
+        most = None if chosen or device.type != "cpu" else 256
+        left_out = self._leave_out(usable_memory(device), most)
         self.measured = {
             "bandwidth GB/s": round(self.bandwidth / 1e9, 1),
-            "left out": self._leave_out(
-                # On a CPU more prompt tokens would take minutes.
-                usable_memory(device),
-                None if chosen or device.type != "cpu" else 256,
-            ),
+            "left out": left_out,
         }
         self.facts: JsonObject = {
             "shape": config.shape,
@@ -290,15 +289,12 @@ def bytes_a_round(engine: Engine, draft: DraftConfig | None, tokens: int) -> int
     drafting = 1 if head.drafts_at_once else levels
     seen = kv if draft.window is None else min(kv, (draft.window + draft.sinks) * kv_of_token)
     own = bytes_read(head, draft.precision) + (seen if head.layer is not None else 0)
-    reading = drafting * (
-        own + bytes_read(decoder.lm_head, draft.lm_head_precision or draft.precision)
-    )
-    whole = sum(layers) + unembed
-    if not draft.approximates_layers(whole=head.exit_layer == decoder.depth):
-        return whole + reading + drafting * sum(layers[: head.exit_layer])
-    first = decoder.layers[: head.exit_layer]
-    below = [bytes_read(layer, draft.precision) + seen for layer in first]
-    return whole + reading + drafting * sum(below)
+    own += bytes_read(decoder.lm_head, draft.lm_head_precision or draft.precision)
+    below = layers[: head.exit_layer]
+    if draft.approximates_layers(whole=head.exit_layer == decoder.depth):
+        first = decoder.layers[: head.exit_layer]
+        below = [bytes_read(layer, draft.precision) + seen for layer in first]
+    return sum(layers) + unembed + drafting * (own + sum(below))
 
 
 def read_bandwidth(device: torch.device, repeats: int = 5) -> float:
