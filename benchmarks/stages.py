@@ -91,11 +91,9 @@ def _report(folder: Path, results: dict[str, dict[str, Any]]) -> None:
     lines: list[str] = []
     for name, result in results.items():
         verdict = "passed" if result["passed"] else "FAILED"
-        lines += ["", f"# {name}", "", f"{verdict}, {result['seconds']:.0f} s"]
-        facts = {**result["facts"], **({"error": result["error"]} if "error" in result else {})}
-        lines += ["", *(f"- {key}: {value}" for key, value in facts.items())]
+        lines += ["", f"# {name}", "", f"{verdict}, {result['seconds']:.0f} s", ""]
+        lines += [f"- {key}: {value}" for key, value in result["facts"].items()]
+        lines += [f"- error: {result['error']}"] if "error" in result else []
         lines += [line for grid in result["grids"] for line in Grid(**grid).markdown()]
-        if "picture" in facts:
-            lines += ["", f"![{name}]({facts['picture']})"]
     replace_text(folder / "report.md", "\n".join(lines) + "\n")
     replace_text(folder / "report.json", json.dumps(results, indent=2))

@@ -79,6 +79,17 @@ class Real:
         folder = self.output / "chats" / f"{questions.stem}-{options.prompts}"
         self.chats = write_chats(questions, folder, options.prompts, self._reply)
 
+    def run(self, steps: Sequence[str]) -> bool:
+        """Make these steps; returns whether no output in float32 differs."""
+        if self.options.data is None:
+            console.print("own questions, three a category; give Spec-Bench's with --data (DATA=)")
+        if self.heads is None:
+            console.print("rows with heads are left out: the package has none for this checkpoint")
+        used = (self.checkpoint, self.heads, self.chats["QA"].parent)
+        identity = {"checkpoint, heads and chats": [str(path) for path in used]}
+        good = run_stages(self.stages(steps), self.output, identity, console)
+        return good & self.bench() if "bench" in steps else good
+
     def load(self, dtype: str) -> SelfSpecModel:
         """The checkpoint with its heads."""
         return SelfSpecModel.from_pretrained(self.checkpoint, self.heads, dtype=dtype)
@@ -216,21 +227,9 @@ def main(arguments: list[str] | None = None) -> int:
     quiet_transformers()
     try:
         with one_run(options.output):
-            return int(not _passes(options, steps))
+            return int(not Real(options).run(steps))
     except BlockingIOError as error:
         made.error(str(error))
-
-
-def _passes(options: argparse.Namespace, steps: Sequence[str]) -> bool:
-    real = Real(options)
-    if options.data is None:
-        console.print("own questions, three a category; give Spec-Bench's with --data (DATA=)")
-    if real.heads is None:
-        console.print("rows with heads are left out: the package has none for this checkpoint")
-    used = (real.checkpoint, real.heads, real.chats["QA"].parent)
-    identity = {"checkpoint, heads and chats": [str(path) for path in used]}
-    good = run_stages(real.stages(steps), real.output, identity, console)
-    return good & real.bench() if "bench" in steps else good
 
 
 if __name__ == "__main__":

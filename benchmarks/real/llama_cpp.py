@@ -73,10 +73,7 @@ class LlamaCpp:
         told = self._server.submit(_complete, request).result()
         if "error" in told:
             raise RuntimeError(f"llama.cpp: {told['error']['message']}")
-        return self._written(told["__verbose"])
-
-    def _written(self, told: dict[str, Any]) -> Written:
-        tokens, times = list(told["tokens"]), told["timings"]
+        tokens, times = list(told["__verbose"]["tokens"]), told["__verbose"]["timings"]
         count, prefill = times["predicted_n"], times["prompt_ms"] / 1000
         end = next((place for place, token in enumerate(tokens, 1) if token in self.stops), None)
         counts, arrivals = [1], [prefill]
