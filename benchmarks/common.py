@@ -26,12 +26,7 @@ _SETS = ("text", "gsm8k", "humaneval", "mbpp")
 
 
 def parser(doc: str | None, target: bool = True) -> argparse.ArgumentParser:
-    """A parser that shows a module's docstring, with `--model`, `--heads` and `--dtype`.
-
-    Args:
-        doc: the docstring.
-        target: whether the benchmark takes these three.
-    """
+    """A parser that shows a module's docstring; for a `target` it has three arguments."""
     made = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -58,15 +53,10 @@ def mixed_prompts(
 
 @dataclass
 class Timed(Generic[OutputT]):
-    """The calls of one method, in the order of the turns.
+    """The calls of one method, in the order of the turns."""
 
-    Attributes:
-        seconds: wall time of each call.
-        busy: its CPU time, which other processes affect less; take it with one thread.
-        outputs: what each call returned.
-    """
-
-    seconds: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)  # wall time
+    # CPU time, which other processes affect less; take it with one thread
     busy: list[float] = field(default_factory=list)
     outputs: list[OutputT] = field(default_factory=list)
 
@@ -80,12 +70,7 @@ class Timed(Generic[OutputT]):
     def over(self, base: Timed[Any], cpu: bool = False) -> float:
         """Speed over `base`: the median ratio of the times of calls in the same turn."""
         own, others = (self.busy, base.busy) if cpu else (self.seconds, base.seconds)
-        return ratio(others, own)
-
-
-def ratio(base: Sequence[float], own: Sequence[float]) -> float:
-    """The median of `base` over `own`, turn by turn."""
-    return statistics.median(b / a for a, b in zip(own, base, strict=True))
+        return statistics.median(b / a for a, b in zip(own, others, strict=True))
 
 
 def take_turns(
@@ -93,10 +78,7 @@ def take_turns(
 ) -> dict[str, Timed[OutputT]]:
     """Call every method once a turn, so that changes of the machine's speed affect all alike.
 
-    Args:
-        methods: the calls, by name.
-        turns: timed calls of each; every second turn is in reverse order.
-        warm_up: whether each is called once before, untimed.
+    With `warm_up` each is called once before, untimed.
     """
     for call in methods.values() if warm_up else ():
         call()

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,19 @@ from transformers import AutoTokenizer
 from benchmarks.common import console, parser
 from benchmarks.stages import Found, Stage, run_stages
 from selfspec import DEMO_MODEL, DraftConfig, SelfSpecModel, __version__
-from selfspec.apps.bench.config import BenchConfig, PromptSetConfig
+from selfspec.apps.bench.config import BenchConfig
 from selfspec.apps.bench.exactness import Sampling, check_exactness
 from selfspec.apps.bench.planted import GreedyTexts, generate_planted
 from selfspec.apps.bench.prompts import cut_prompts
 from selfspec.apps.bench.results import LIMIT, Grid, Report, number, summarise
 from selfspec.apps.bench.run import RunFile, reason
-from selfspec.apps.bench.shapes import ShapeBench, default_methods, read_bandwidth, read_shape
+from selfspec.apps.bench.shapes import (
+    ShapeBench,
+    default_methods,
+    random_prompts,
+    read_bandwidth,
+    read_shape,
+)
 from selfspec.config import Kernels
 from selfspec.generation.streaming import RoundStreamer
 from selfspec.heads.files import one_run
@@ -137,17 +144,16 @@ def device_tests(setup: Setup) -> Found:
 def exactness(setup: Setup) -> Found:
     """Greedy outputs of every drafter and kernel against `generate`, and their distribution."""
     columns = ["draft", "kernels", "dtype", "equal", "largest margin", "least p", "fell back"]
-    rows, passed = [], True
-    for kernels in setup.kernels:
-        for dtype in ("float32", "bfloat16"):
-            spec, prompts = _demo(setup, dtype, kernels), _passages(setup)
-            for name, draft in _DRAFTS.items():
-                try:
-                    cells, good = _exact(setup, spec, DraftConfig.of(draft), prompts)
-                except Exception as error:  # the other drafters still run
-                    cells, good = [f"failed: {reason(error)}", "", "", ""], False
-                rows.append([name, kernels, dtype, *cells])
-                passed &= good
+    rows, passed, prompts = [], True, _passages(setup)
+    for kernels, dtype in product(setup.kernels, ("float32", "bfloat16")):
+        spec = _demo(setup, dtype, kernels)
+        for name, draft in _DRAFTS.items():
+            try:
+                cells, good = _exact(setup, spec, DraftConfig.of(draft), prompts)
+            except Exception as error:  # the other drafters still run
+                cells, good = [f"failed: {reason(error)}", "", "", ""], False
+            rows.append([name, kernels, dtype, *cells])
+            passed &= good
     return Found(grids=[Grid("exactness", columns, rows)], passed=passed)
 
 
@@ -234,13 +240,12 @@ def waits(setup: Setup) -> Found:
     rows, prompt = [], _passages(setup)[0]
     for kernels in setup.kernels:
         spec = _demo(setup, "float32", kernels)
-        for name, draft in _DRAFTS.items():
-            for mode in ("greedy", "sampled"):
-                try:
-                    cells = _waits_a_round(spec, prompt, draft, mode == "sampled")
-                except Exception as error:  # the other drafters still run
-                    cells = [f"failed: {reason(error)}", ""]
-                rows.append([name, kernels, mode, *cells])
+        for (name, draft), mode in product(_DRAFTS.items(), ("greedy", "sampled")):
+            try:
+                cells = _waits_a_round(spec, prompt, draft, mode == "sampled")
+            except Exception as error:  # the other drafters still run
+                cells = [f"failed: {reason(error)}", ""]
+            rows.append([name, kernels, mode, *cells])
     columns = ["draft", "kernels", "mode", "waits a round", "where"]
     return Found(grids=[Grid("waits for the device", columns, rows)])
 
@@ -249,17 +254,17 @@ def _waits_a_round(
     spec: SelfSpecModel, prompt: Tensor, draft: dict[str, Any], sampled: bool
 ) -> list[str]:
     options: dict[str, Any] = {"attention_mask": torch.ones_like(prompt), "draft": draft}
-    options |= {"do_sample": sampled, "min_new_tokens": 0, "pad_token_id": 0}
-    counts: list[Counter[str]] = []
-    rounds: list[int] = []
-    for tokens in (8, 8, 40):  # the first call is a warm-up
+    options |= {"do_sample": sampled, "pad_token_id": 0}
+
+    def counted(tokens: int) -> tuple[Counter[str], int]:
         run = partial(spec.generate, prompt, max_new_tokens=tokens, **options)
-        counts.append(count_waits(run, prompt.device))
-        assert spec.last_stats is not None
-        rounds.append(spec.last_stats.rounds)
-    more = counts[2]
-    more.subtract(counts[1])
-    each = max(1, rounds[2] - rounds[1])
+        counts = count_waits(run, prompt.device)
+        return counts, spec.last_stats.rounds if spec.last_stats else 0
+
+    counted(8)  # a warm-up
+    (few, few_rounds), (more, rounds) = counted(8), counted(40)
+    more.subtract(few)
+    each = max(1, rounds - few_rounds)
     places = [f"{place} {count / each:.1f}" for place, count in more.most_common(6) if count > 0]
     return [number(max(0, more.total()) / each, 1), ", ".join(places) or "–"]
 
@@ -283,10 +288,7 @@ def shape_config(setup: Setup, shape: str, kernels: Kernels) -> BenchConfig:
         device=str(setup.device),
         acceptance=(_PLANTED,),
         methods=tuple(methods),
-        prompts=tuple(
-            PromptSetConfig(name=f"{n} tokens", reader="random", count=1, prompt_tokens=n)
-            for n in lengths
-        ),
+        prompts=random_prompts(lengths),
         batch_sizes=rows,
         max_new_tokens=tokens,
     )
@@ -319,8 +321,7 @@ class _OneRound(RoundStreamer):
         self.profiler = torch.profiler.profile(activities=activities)
         self._device, self._left = device, skip
 
-    def put(self, value: Tensor) -> None:
-        pass
+    def put(self, value: Tensor) -> None: ...
 
     def put_round(self, steps: Sequence[Round]) -> None:
         self._left -= 1
@@ -331,8 +332,7 @@ class _OneRound(RoundStreamer):
                 torch.cuda.synchronize(self._device)
             self.profiler.stop()
 
-    def end(self) -> None:
-        pass
+    def end(self) -> None: ...
 
 
 def profile_round(setup: Setup) -> Found:

@@ -51,7 +51,7 @@ def measure(target: Path, dtype: str, config: str, output: Path) -> float:
     Returns:
         The lowest speed over `generate`, of the default and of the loop without drafts.
     """
-    command = [sys.executable, "-m", "selfspec.apps.cli", "bench", "--config", config]
+    command = [sys.executable, "-m", "selfspec.cli", "bench", "--config", config]
     command += ["--output", str(output), f"target={target}", f"dtype={dtype}"]
     subprocess.run(command, check=True, capture_output=True)
     rows = json.loads((output / "results.json").read_text(encoding="utf-8"))["rows"]

@@ -10,7 +10,7 @@ Outputs may differ where two scores are nearly equal; where they first do is pri
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
 from typing import Any, TypeGuard
@@ -32,9 +32,8 @@ _PROMPTS = (
 _TURNS = 15
 
 
-def _other() -> str:
-    """What computes products without FBGEMM: torch's own where oneDNN has no kernels."""
-    return "oneDNN" if onednn_computes(torch.bfloat16) else "torch"
+# What computes products without FBGEMM: torch's own where oneDNN has no kernels.
+_OTHER = "oneDNN" if onednn_computes(torch.bfloat16) else "torch"
 
 
 def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
@@ -46,35 +45,29 @@ def products(model: Any) -> dict[str, Callable[[int], None]]:
     merged = bundles(model.get_decoder(), _is_linear)
     weights = [torch.cat([out_by_in(module) for module in modules]) for modules in merged]
     ops: Any = torch.ops.mkldnn
-    has_onednn = onednn_computes(torch.bfloat16)
-    packed = [ops._reorder_linear_weight(weight, 5) if has_onednn else weight for weight in weights]
+    if _OTHER == "oneDNN":
+        packed = [ops._reorder_linear_weight(weight, 5) for weight in weights]
+        other = [
+            lambda x, weight=weight: ops._linear_pointwise(x, weight, None, "none", [], "")
+            for weight in packed
+        ]
+    else:
+        other = [partial(nn.functional.linear, weight=weight) for weight in weights]
     few = [fbgemm.product(weight, None) for weight in weights]
 
-    def states(tokens: int, weight: Tensor) -> Tensor:
-        return torch.ones(tokens, weight.shape[1], dtype=weight.dtype)
+    def multiply(maps: Sequence[Any], tokens: int) -> None:
+        for product, weight in zip(maps, weights, strict=True):
+            product(torch.ones(tokens, weight.shape[1], dtype=weight.dtype))
 
-    def by_torch(tokens: int) -> None:
-        for weight in weights:
-            nn.functional.linear(states(tokens, weight), weight)
-
-    def by_onednn(tokens: int) -> None:
-        for weight in packed:
-            ops._linear_pointwise(states(tokens, weight), weight, None, "none", [], "")
-
-    def by_fbgemm(tokens: int) -> None:
-        for product, weight in zip(few, weights, strict=True):
-            if product is not None:
-                product(states(tokens, weight))
-
-    other = by_onednn if has_onednn else by_torch
-    return {_other(): other, **({} if None in few else {"FBGEMM": by_fbgemm})}
+    found = {_OTHER: partial(multiply, other)}
+    return found if None in few else {**found, "FBGEMM": partial(multiply, few)}
 
 
 def decode(checkpoint: str, heads: str | None, max_new_tokens: int) -> None:
     """Print tokens per second with FBGEMM and without."""
     tokenizer, is_faster, specs = load_tokenizer(checkpoint), fbgemm.is_faster, {}
     prompts = [torch.tensor([tokenizer(prompt).input_ids]) for prompt in _PROMPTS]
-    for name, own in ((_other(), lambda: False), ("FBGEMM", is_faster)):
+    for name, own in ((_OTHER, lambda: False), ("FBGEMM", is_faster)):
         fbgemm.is_faster = own  # asked when weights are packed, in the first call
         specs[name] = SelfSpecModel.from_pretrained(checkpoint, dtype="bfloat16", heads=heads)
         specs[name].generate(prompts[0], max_new_tokens=4)

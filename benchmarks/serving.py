@@ -25,9 +25,10 @@ import torch
 from benchmarks.common import Timed, console, load, mixed_prompts, parser, take_turns
 from selfspec import DraftConfig, SelfSpecModel
 from selfspec.apps.bench.results import Grid
-from selfspec.apps.export import FOLDABLE, export_draft, export_eagle3
+from selfspec.apps.export import export_draft, export_eagle3
 from selfspec.decoder.checkpoints import load_tokenizer
 from selfspec.heads import Eagle3Head, ExitHead
+from selfspec.schedule.stats import Round
 from selfspec.serving import SCHEME
 from selfspec.serving.exits import KINDS
 
@@ -35,43 +36,38 @@ _COLUMNS = ("equal", "KV blocks", "parameters", "acceptance in vLLM", "in selfsp
 
 
 class Served(NamedTuple):
-    """The tokens of one call of an engine, and its counters since it began.
+    """The tokens of one call of an engine, and its counters since it began."""
 
-    Attributes:
-        tokens: the new tokens of each request.
-        drafted: tokens drafted in vLLM.
-        accepted_at: drafts accepted in vLLM, by position.
-    """
-
-    tokens: list[list[int]]
-    drafted: int
-    accepted_at: list[int]
+    tokens: list[list[int]]  # the new tokens of each request
+    drafted: int  # tokens drafted in vLLM
+    accepted_at: list[int]  # drafts accepted in vLLM, by position
 
 
 @dataclass
 class ServingMethod:
-    """One method of serving, and its results.
-
-    Attributes:
-        name: its name in the table.
-        speculative: vLLM's speculative config, or `None`.
-        draft: the same draft in selfspec, for comparison, or `None`.
-        parameters: parameters of the draft model that it does not share with the target.
-        blocks: KV blocks that fit into the given memory.
-        calls: the timed calls, by number of requests.
-    """
+    """One method of serving, and its results."""
 
     name: str
-    speculative: dict[str, Any] | None = None
-    draft: dict[str, Any] | None = None
-    parameters: int = 0
-    blocks: int = 0
-    calls: dict[int, Timed[Served]] = field(default_factory=dict)
+    speculative: dict[str, Any] | None = None  # vLLM's speculative config
+    draft: dict[str, Any] | None = None  # the same draft in selfspec
+    parameters: int = 0  # of the draft model, if it does not share them with the target
+    blocks: int = 0  # of KV, as many as fit into the given memory
+    calls: dict[int, Timed[Served]] = field(default_factory=dict)  # by number of requests
 
 
 def main() -> None:
     """Read arguments, measure, print."""
-    given = _arguments()
+    made = parser(__doc__)
+    made.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32], help="at a time")
+    made.add_argument(
+        "--methods", nargs="+", help="rows of the table, by parts of their names; default: all"
+    )
+    made.add_argument("--num-draft-tokens", type=int, default=4)
+    made.add_argument("--max-new-tokens", type=int, default=64)
+    made.add_argument("--repeats", type=int, default=5)
+    made.add_argument("--kv-cache-memory-bytes", type=int, default=2**28)
+    made.add_argument("--enforce-eager", action="store_true", help="do not compile")
+    given = made.parse_args()
     spec = load(given)
     count = max(given.requests)
     read = mixed_prompts(load_tokenizer(given.model), min(-(-count // 4), 8), 384)
@@ -83,20 +79,6 @@ def main() -> None:
         _measure(methods, prompts, given)
     own = {each.name: _own(spec, each, prompts[:8], given) for each in methods if each.draft}
     console.print(_grid(methods, own, given).table(console.width))
-
-
-def _arguments() -> argparse.Namespace:
-    made = parser(__doc__)
-    made.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32], help="at a time")
-    made.add_argument(
-        "--methods", nargs="+", help="rows of the table, by parts of their names; default: all"
-    )
-    made.add_argument("--num-draft-tokens", type=int, default=4)
-    made.add_argument("--max-new-tokens", type=int, default=64)
-    made.add_argument("--repeats", type=int, default=5)
-    made.add_argument("--kv-cache-memory-bytes", type=int, default=2**28)
-    made.add_argument("--enforce-eager", action="store_true", help="do not compile")
-    return made.parse_args()
 
 
 def _methods(spec: SelfSpecModel, given: argparse.Namespace, scratch: Path) -> list[ServingMethod]:
@@ -121,7 +103,7 @@ def _methods(spec: SelfSpecModel, given: argparse.Namespace, scratch: Path) -> l
             add(f"in place {place}", "draft_model", model, head, own)
     for head in heads:
         folder = scratch / f"{head.kind}_{head.exit_layer}"
-        if head.kind in FOLDABLE[:1]:
+        if head.kind == "block":
             folded = export_draft(decoder, head, folder, target=given.model)
             name = f"folded {head.kind}:{head.exit_layer}"
             add(name, "draft_model", str(folder), head, folded.parameters)
@@ -132,11 +114,7 @@ def _methods(spec: SelfSpecModel, given: argparse.Namespace, scratch: Path) -> l
 
 
 def _chosen(methods: list[ServingMethod], names: Sequence[str] | None) -> list[ServingMethod]:
-    """The methods whose names contain one of `names`, after serving without drafts.
-
-    Raises:
-        SystemExit: a name is in none of them.
-    """
+    """The methods whose names contain one of `names`, after serving without drafts."""
     for name in names or ():
         if not any(name in method.name for method in methods):
             known = ", ".join(method.name for method in methods)
@@ -216,16 +194,14 @@ def _own(
     prompts: list[list[int]],
     given: argparse.Namespace,
 ) -> list[float]:
-    """Acceptance rate at each position in selfspec."""
-    drafted, accepted = 0, [0] * given.num_draft_tokens
-    count = given.max_new_tokens
+    """Share of rounds with an accepted draft at each position, in selfspec."""
+    count, rounds = given.max_new_tokens, list[Round]()
     options: dict[str, Any] = {"max_new_tokens": count, "min_new_tokens": count}
     for prompt in prompts:
         spec.generate(torch.tensor([prompt]), do_sample=False, draft=method.draft, **options)
-        for round_ in (spec.last_trace.rows[0] if spec.last_trace else ())[:-1]:
-            drafted += 1
-            accepted = [n + (at < round_.accepted) for at, n in enumerate(accepted)]
-    return [n / max(1, drafted) for n in accepted]
+        rounds += spec.last_trace.rows[0][:-1] if spec.last_trace else ()
+    places = range(given.num_draft_tokens)
+    return [sum(one.accepted > at for one in rounds) / max(1, len(rounds)) for at in places]
 
 
 def _grid(

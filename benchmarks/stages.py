@@ -40,15 +40,8 @@ def run_stages(
 ) -> bool:
     """Run the stages that have no file yet, and report all; returns whether all passed.
 
-    Args:
-        stages: the stages, by the names of their files.
-        folder: where the files are, and `report.md` and `report.json`.
-        identity: what the results depend on; a folder holds results of one identity only.
-        console: where progress is shown.
-        minutes: no stage begins later.
-
-    Raises:
-        ValueError: the folder holds results of another identity.
+    The files and reports are in `folder`. It holds results of one `identity`, what they depend on;
+    ValueError if it is another one. No stage begins after so many minutes.
     """
     folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
@@ -98,11 +91,9 @@ def _report(folder: Path, results: dict[str, dict[str, Any]]) -> None:
     lines: list[str] = []
     for name, result in results.items():
         verdict = "passed" if result["passed"] else "FAILED"
-        lines += ["", f"# {name}", "", f"{verdict}, {result['seconds']:.0f} s"]
-        facts = {**result["facts"], **({"error": result["error"]} if "error" in result else {})}
-        lines += ["", *(f"- {key}: {value}" for key, value in facts.items())]
+        lines += ["", f"# {name}", "", f"{verdict}, {result['seconds']:.0f} s", ""]
+        lines += [f"- {key}: {value}" for key, value in result["facts"].items()]
+        lines += [f"- error: {result['error']}"] if "error" in result else []
         lines += [line for grid in result["grids"] for line in Grid(**grid).markdown()]
-        if "picture" in facts:
-            lines += ["", f"![{name}]({facts['picture']})"]
     replace_text(folder / "report.md", "\n".join(lines) + "\n")
     replace_text(folder / "report.json", json.dumps(results, indent=2))

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.common import console, parser, take_turns, told
 from selfspec import DEMO_MODEL, SelfSpecModel
+from selfspec.apps.cli.generate import json_processors
 
 BAR = 1.5
 _WORD = {"type": "string", "pattern": "^[A-Za-z ]{1,12}$"}
@@ -44,20 +45,6 @@ def _schema(keys: Mapping[str, Any], count: int) -> str:
     return json.dumps({"type": "array", "items": record, "minItems": count, "maxItems": count})
 
 
-def processors(model: Any, tokenizer: Any, count: int) -> dict[str, Callable[[], Any]]:
-    """For each kind of records, what makes a new logits processor."""
-    import xgrammar.contrib.hf  # pyright: ignore[reportMissingImports]
-
-    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=model.config.vocab_size)
-    compiler = xgrammar.GrammarCompiler(info)
-    grammars = {
-        name: compiler.compile_json_schema(_schema(keys, count), any_whitespace=False)
-        for name, keys in RECORDS.items()
-    }
-    make = xgrammar.contrib.hf.LogitsProcessor
-    return {name: partial(make, grammar) for name, grammar in grammars.items()}
-
-
 def main() -> int:
     """Run it; returns the exit code."""
     made = parser(__doc__, target=False)
@@ -72,7 +59,8 @@ def main() -> int:
     options = {"max_new_tokens": given.max_new_tokens, "do_sample": False}
     options |= tokenizer("The records as JSON: ", return_tensors="pt")
     slowest = float("inf")
-    for name, new in processors(model, tokenizer, given.records).items():
+    for name, keys in RECORDS.items():
+        new = json_processors(model.config.vocab_size, tokenizer, _schema(keys, given.records))
         methods: dict[str, Callable[..., Any]] = {
             "generate": model.generate,
             "no drafts": partial(plain.generate, draft="none"),

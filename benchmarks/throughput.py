@@ -170,19 +170,13 @@ def _equal(
     single: dict[int, list[int]],
 ) -> dict[str, int]:
     """Answers of each method's last run that equal those of static batches or of single calls."""
-    expected = next(iter(found.values())).outputs[0].texts
-
-    def is_equal(at: int, text: list[int]) -> bool:
-        if text == expected[at]:
-            return True
-        if at not in single:
-            single[at] = _static(target, [requests[at]], 1)[0]
-        return text == single[at]
-
-    return {
-        name: sum(is_equal(at, text) for at, text in enumerate(timed.outputs[-1].texts))
-        for name, timed in found.items()
-    }
+    expected, equal = next(iter(found.values())).outputs[0].texts, dict.fromkeys(found, 0)
+    for name, timed in found.items():
+        for at, text in enumerate(timed.outputs[-1].texts):
+            if text != expected[at] and at not in single:
+                single[at] = _static(target, [requests[at]], 1)[0]
+            equal[name] += text in (expected[at], single.get(at))
+    return equal
 
 
 def _grid(

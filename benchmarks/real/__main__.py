@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -49,31 +50,22 @@ _TABLE_WIDTH = 116  # characters of the widest table
 _FIRST_REPLY = 128  # tokens of a reply before a second turn
 
 
-def convert(file: Path, folder: Path) -> Path:
-    """A folder with the checkpoint of a GGUF file in bfloat16, made once."""
-    if not folder.is_dir():
-        scratch = folder.with_suffix(".part")
-        load_causal_lm(file, dtype=torch.bfloat16).save_pretrained(scratch)
-        load_tokenizer(file).save_pretrained(scratch)
-        scratch.replace(folder)
-    return folder
-
-
-def convert_back(checkpoint: Path, file: Path) -> Path:
-    """A GGUF file of a checkpoint in bfloat16, for llama.cpp, made once."""
-    if not file.is_file():
-        scratch = file.with_suffix(".part")
-        model = load_causal_lm(checkpoint, dtype=torch.bfloat16)
-        write_gguf(model, load_tokenizer(checkpoint), scratch).replace(file)
-    return file
+def convert(source: Path, made: Path) -> Path:
+    """A checkpoint in bfloat16 as a GGUF file, or as a folder if it is one; made once."""
+    if not made.exists():
+        scratch = made.with_suffix(".part")
+        model, tokenizer = load_causal_lm(source, dtype=torch.bfloat16), load_tokenizer(source)
+        if made.suffix == ".gguf":
+            write_gguf(model, tokenizer, scratch)
+        else:
+            model.save_pretrained(scratch)
+            tokenizer.save_pretrained(scratch)
+        scratch.replace(made)
+    return made
 
 
 class Real:
-    """One checkpoint and the folder of its results.
-
-    Args:
-        options: the arguments of the command.
-    """
+    """One checkpoint and the folder of its results, by the arguments of the command."""
 
     def __init__(self, options: argparse.Namespace):
         self.options, self.output = options, Path(options.output)
@@ -86,6 +78,17 @@ class Real:
         questions: Path = options.data or QUESTIONS
         folder = self.output / "chats" / f"{questions.stem}-{options.prompts}"
         self.chats = write_chats(questions, folder, options.prompts, self._reply)
+
+    def run(self, steps: Sequence[str]) -> bool:
+        """Make these steps; returns whether no output in float32 differs."""
+        if self.options.data is None:
+            console.print("own questions, three a category; give Spec-Bench's with --data (DATA=)")
+        if self.heads is None:
+            console.print("rows with heads are left out: the package has none for this checkpoint")
+        used = (self.checkpoint, self.heads, self.chats["QA"].parent)
+        identity = {"checkpoint, heads and chats": [str(path) for path in used]}
+        good = run_stages(self.stages(steps), self.output, identity, console)
+        return good & self.bench() if "bench" in steps else good
 
     def load(self, dtype: str) -> SelfSpecModel:
         """The checkpoint with its heads."""
@@ -103,25 +106,20 @@ class Real:
 
     def prompts(self, count: int) -> list[torch.Tensor]:
         """`[1, width]` the first chats of every category in turn."""
-        by_category = [read_lines(file) for file in self.chats.values()]
-        longest = max(map(len, by_category))
-        turns = [chats[n] for n in range(longest) for chats in by_category if n < len(chats)]
-        return [
-            torch.tensor([encode_chat(self.tokenizer, chat["messages"])]) for chat in turns[:count]
-        ]
+        by_category = zip_longest(*(read_lines(file) for file in self.chats.values()))
+        chats = [chat["messages"] for turn in by_category for chat in turn if chat]
+        return [torch.tensor([encode_chat(self.tokenizer, chat)]) for chat in chats[:count]]
 
     def stages(self, steps: Sequence[str]) -> dict[str, Stage]:
         """The stages of `exactness` and `long`, by the names of their files."""
         found: dict[str, Stage] = {}
-        for dtype in ("float32", "bfloat16") if "exactness" in steps else ():
-            for mode in MODES:
-                name = f"exactness-{dtype}-{mode}"
-                found[name] = partial(self._compared, dtype, mode, drafters(), 10, 32)
+        for dtype, mode in product(("float32", "bfloat16"), MODES):
+            compared = partial(self._compared, dtype, mode, drafters(), 10, 32)
+            found |= {f"exactness-{dtype}-{mode}": compared} if "exactness" in steps else {}
         if "long" in steps:
             tokens = self.options.long_tokens
-            found[f"long-{tokens}"] = partial(
-                self._compared, "float32", "greedy", ["default"], 1, tokens, endless=True
-            )
+            compared = partial(self._compared, "float32", "greedy", ["default"], 1, tokens)
+            found[f"long-{tokens}"] = partial(compared, endless=True)
         return found
 
     def _compared(
@@ -138,15 +136,14 @@ class Real:
         if endless:
             spec.causal_lm.generation_config.eos_token_id = None
         asked = self.prompts(prompts)
+        title = f"{dtype}, {mode}, {tokens} tokens"
         for one in compare(spec, self.tokenizer, mode, names, asked, tokens):
             equal = f"{'NOT EQUAL: ' * one.failed}{one.equal}/{one.outputs}"
             rows.append([one.drafter, equal, number(one.margin, 2)])
-            console.print(f"{dtype}, {mode}, {tokens} tokens: {', '.join(rows[-1])}", markup=False)
+            console.print(f"{title}: {', '.join(rows[-1])}", markup=False)
             passed &= not one.failed
-        columns = ["drafter", "equal", "largest margin"]
-        return Found(
-            grids=[Grid(f"{dtype}, {mode}, {tokens} tokens", columns, rows)], passed=passed
-        )
+        grid = Grid(title, ["drafter", "equal", "largest margin"], rows)
+        return Found(grids=[grid], passed=passed)
 
     def bench(self) -> bool:
         """All methods on all chats in turns; bfloat16 rounds, so no difference is a failure."""
@@ -176,22 +173,26 @@ class Real:
             if (method.name in others or not method.name.startswith("llama.cpp"))
             and (method.draft is None or method.draft.drafter not in by_head)
         ]
-        sets = [
+        sets = (
             PromptSetConfig(name=name, reader="chat", path=str(file), count=0)
             for name, file in self.chats.items()
-        ]
-        changes = {"target": str(self.checkpoint), "heads": self.heads and str(self.heads)}
-        changes |= {name: getattr(self.options, name) for name in ("threads", "max_new_tokens")}
-        return config.model_copy(
-            update={**changes, "methods": tuple(methods), "prompts": tuple(sets)}
         )
+        changes = {
+            "target": str(self.checkpoint),
+            "heads": self.heads and str(self.heads),
+            "threads": self.options.threads,
+            "max_new_tokens": self.options.max_new_tokens,
+            "methods": tuple(methods),
+            "prompts": tuple(sets),
+        }
+        return config.model_copy(update=changes)
 
     def _llama_cpp(self) -> dict[str, Callable[..., Any]]:
         """llama.cpp's rows, as far as it and the files are there."""
         if not fetch_llama_cpp(self.output / "site", self.options.offline):
             console.print("llama.cpp is left out: the package xllamacpp is not there")
             return {}
-        files = {LLAMA: convert_back(self.checkpoint, self.output / "bfloat16.gguf")}
+        files = {LLAMA: convert(self.checkpoint, self.output / "bfloat16.gguf")}
         if self.four_bit is not None:
             files["llama.cpp 4-bit"] = self.four_bit
         positions = load_config(self.checkpoint).max_position_embeddings
@@ -226,21 +227,9 @@ def main(arguments: list[str] | None = None) -> int:
     quiet_transformers()
     try:
         with one_run(options.output):
-            return int(not _passes(options, steps))
+            return int(not Real(options).run(steps))
     except BlockingIOError as error:
         made.error(str(error))
-
-
-def _passes(options: argparse.Namespace, steps: Sequence[str]) -> bool:
-    real = Real(options)
-    if options.data is None:
-        console.print("own questions, three a category; give Spec-Bench's with --data (DATA=)")
-    if real.heads is None:
-        console.print("rows with heads are left out: the package has none for this checkpoint")
-    used = (real.checkpoint, real.heads, real.chats["QA"].parent)
-    identity = {"checkpoint, heads and chats": [str(path) for path in used]}
-    good = run_stages(real.stages(steps), real.output, identity, console)
-    return good & real.bench() if "bench" in steps else good
 
 
 if __name__ == "__main__":

@@ -35,19 +35,10 @@ CATEGORIES = {
 def write_chats(
     questions: Path, folder: Path, count: int, reply: Callable[[Sequence[Any]], str]
 ) -> dict[str, Path]:
-    """Write `count` chats of each category to a file in `folder`, once.
+    """Write `count` chats of each category to a file in `folder`, once; returns the files.
 
-    Args:
-        questions: JSON lines with `category` and `turns`.
-        folder: where the files are.
-        count: chats of a category.
-        reply: answers a chat; called for the first turns of `multi-turn`.
-
-    Returns:
-        The file of each category.
-
-    Raises:
-        ValueError: the questions have none of a category.
+    `questions` are JSON lines with `category` and `turns`; ValueError if a category has none.
+    `reply` answers the first turns of `multi-turn`.
     """
     records = list(sound_fields(questions, "records"))
     files = {name: folder / f"{name}.jsonl" for name in CATEGORIES}

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from selfspec.apps.display.demo import Comparison, DemoOptions, first_divergence
+from selfspec.apps.display.demo import Comparison, DemoOptions
 from selfspec.config import DraftConfig
 from selfspec.drafters import DRAFTERS, TwoModel
 from selfspec.model import SelfSpecModel
@@ -20,27 +20,13 @@ MODES: Mapping[str, DemoOptions] = {
 
 
 class Compared(NamedTuple):
-    """The outputs of a drafter on all prompts.
+    """The outputs of a drafter on all prompts."""
 
-    Attributes:
-        drafter: its name; `default` is what `generate` does without `draft`.
-        equal: outputs equal to those of `generate`.
-        outputs: outputs in all.
-        margin: difference of the two scores where outputs differ first, the largest of all; `None`
-            if there is none, or if one output ended.
-        must_equal: whether the weights are float32 or wider; in half precision they may differ.
-    """
-
-    drafter: str
-    equal: int
-    outputs: int
-    margin: float | None
-    must_equal: bool
-
-    @property
-    def failed(self) -> bool:
-        """Whether outputs differ that must be equal."""
-        return self.must_equal and self.equal < self.outputs
+    drafter: str  # its name; `default` is what `generate` does without `draft`
+    equal: int  # outputs equal to those of `generate`
+    outputs: int  # in all
+    margin: float | None  # the largest difference of two scores where outputs differ first
+    failed: bool  # whether outputs differ in float32; in half precision they may
 
 
 def drafters() -> list[str]:
@@ -56,25 +42,16 @@ def compare(
     prompts: Sequence[Tensor],
     tokens: int,
 ) -> Iterator[Compared]:
-    """Compare drafters with the model's own `generate`.
-
-    Args:
-        spec: the target.
-        tokenizer: its tokenizer.
-        mode: one of `MODES`.
-        names: the drafters, or `default`.
-        prompts: `[1, width]` each.
-        tokens: new tokens, at most.
-    """
+    """Compare drafters, or `default`, with `generate` on prompts `[1, width]`."""
     options = MODES[mode].model_copy(update={"max_new_tokens": tokens})
     writers = [Comparison(spec, tokenizer, prompt, options) for prompt in prompts]
     own = [writer.plain().tokens for writer in writers]
     for name in names:
         draft = DraftConfig(drafter=name, rule=options.draft.rule) if name != "default" else None
         found = [
-            first_divergence(writer, plain, writer.speculative(draft).tokens)
+            writer.divergence(plain, writer.speculative(draft).tokens)
             for writer, plain in zip(writers, own, strict=True)
         ]
         margins = [one.margin for one in found if one is not None and one.margin is not None]
-        margin = max(margins, default=None)
-        yield Compared(name, found.count(None), len(found), margin, writers[0].exact)
+        equal, failed = found.count(None), writers[0].exact and any(found)
+        yield Compared(name, equal, len(found), max(margins, default=None), failed)

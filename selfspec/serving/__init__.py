@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig
@@ -46,9 +47,16 @@ def register() -> None:
     if tried(vllm.__version__):
         from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
-        DraftModelProposer.__new__ = _make_proposer
+        _replace(DraftModelProposer, _proposer)
         if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
-            _register_runner_v2()
+            from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import (
+                StandaloneARSpeculator,
+            )
+
+            from selfspec.serving.vllm_runner_v2 import EarlyExitSpeculator, hand_out_streams
+
+            _replace(StandaloneARSpeculator, lambda: EarlyExitSpeculator)
+            hand_out_streams()
 
 
 def tried(version: str) -> bool:
@@ -56,27 +64,17 @@ def tried(version: str) -> bool:
     return ".".join(version.split(".")[:2]) in TRIED
 
 
-def _register_runner_v2() -> None:
-    from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
+def _replace(proposer: Any, ours: Callable[[], type]) -> None:
+    """Let vLLM make objects of our class instead of its own if the draft model is an exit."""
 
-    from selfspec.serving.vllm_runner_v2 import EarlyExitSpeculator, hand_out_streams
+    def new(cls: type, vllm_config: VllmConfig, *_: object, **__: object) -> object:
+        hf_config = vllm_config.speculative_config.draft_model_config.hf_config
+        return object.__new__(ours() if hasattr(hf_config, "selfspec") else cls)
 
-    def make(cls: type, vllm_config: VllmConfig, *_: object) -> object:
-        exits = _names_an_exit(vllm_config)
-        return object.__new__(EarlyExitSpeculator if exits else cls)
-
-    StandaloneARSpeculator.__new__ = make
-    hand_out_streams()
+    proposer.__new__ = new
 
 
-def _make_proposer(cls: type, vllm_config: VllmConfig, *_: object, **__: object) -> object:
-    """`__new__` of vLLM's proposer for draft models."""
-    if not _names_an_exit(vllm_config):
-        return object.__new__(cls)
+def _proposer() -> type:
     from selfspec.serving.vllm_plugin import EarlyExitProposer
 
-    return object.__new__(EarlyExitProposer)
-
-
-def _names_an_exit(vllm_config: VllmConfig) -> bool:
-    return hasattr(vllm_config.speculative_config.draft_model_config.hf_config, "selfspec")
+    return EarlyExitProposer

@@ -15,14 +15,7 @@ from selfspec.config import DraftConfig
 from selfspec.decoder import Decoder
 from selfspec.decoder.checkpoints import auto_class
 from selfspec.drafters.engine import Engine
-from selfspec.heads import (
-    CONFIG_NAME,
-    CheckpointFiles,
-    ExitHead,
-    LoraHead,
-    find_heads,
-    load_heads,
-)
+from selfspec.heads import CONFIG_NAME, CheckpointFiles, ExitHead, LoraHead, find_heads, load_heads
 from selfspec.serving import SCHEME
 
 KINDS = ("shared", "lens", "lora", "block", "fused")
@@ -31,17 +24,11 @@ _FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_no
 
 
 class Exit(NamedTuple):
-    """An exit of a target.
+    """An exit of a target."""
 
-    Attributes:
-        heads: folder or hub id of the heads; if empty, those in the target's folder, if any.
-        kind: kind of the head; if `None`, that of the head fitted at the exit, else `shared`.
-        exit_layer: layers below the exit; if `None`, the exit of the first head.
-    """
-
-    heads: str
-    kind: str | None
-    exit_layer: int | None
+    heads: str  # folder or hub id of the heads; if empty, those in the target's folder, if any
+    kind: str | None  # of the head; `None`: that of the head fitted at the exit, else `shared`
+    exit_layer: int | None  # layers below the exit; `None`: the exit of the first head
 
     @classmethod
     def parse(cls, name: str) -> Exit:
@@ -64,14 +51,8 @@ def load_head(
 ) -> tuple[Decoder, ExitHead]:
     """Load the head at an exit, and its target without weights.
 
-    Args:
-        model: folder or hub id of the target.
-        wanted: the exit.
-        dtype: the engine's dtype of the target.
-        norm: the engine's final norm of the target, which some heads copy; not needed to read
-            the head's kind and exit.
-        revision: revision of the target on the hub.
-        trust_remote_code: whether the target's own code may run.
+    `norm` is the engine's final norm of the target, which some heads copy; it is not needed to read
+    the head's kind and exit.
 
     Raises:
         FileNotFoundError: the folder or repository of heads does not exist.
@@ -113,10 +94,7 @@ def load_head(
 def draft_logits(head: ExitHead, hidden: Tensor, logits: Tensor) -> Tensor:
     """Draft logits `[tokens, vocabulary]`; -inf for tokens that the head cannot draft.
 
-    Args:
-        head: the head.
-        hidden: `[tokens, hidden]` output of the head.
-        logits: `[tokens, vocabulary]` output of the target's LM head for `hidden`.
+    `hidden` `[tokens, hidden]` is the output of the head, `logits` what the LM head makes of it.
     """
     ids = head.vocab_ids
     drafted = logits if ids is None else logits[:, ids]
@@ -140,28 +118,23 @@ class Join(nn.Module):
         return hidden if residual is None else (hidden + residual, residual)
 
 
-def body_of(model: nn.Module) -> nn.Module:
-    """The part of an engine's causal LM that has the decoder layers and the final norm.
+class Body(NamedTuple):
+    """The part of an engine's causal LM with the decoder layers and the final norm."""
 
-    Raises:
-        ValueError: the model has no such part.
-    """
+    module: nn.Module
+    layers: str  # name of the list of layers
+    norm: str  # name of the final norm
+
+
+def body_of(model: nn.Module) -> Body:
+    """The body of an engine's causal LM; ValueError if the model has none."""
     for body in (getattr(model, name, None) for name in ("model", "transformer")):
-        if isinstance(body, nn.Module) and layers_name(body) and norm_name(body):
-            return body
+        parts = dict(body.named_children()) if isinstance(body, nn.Module) else {}
+        lists = [name for name in ("layers", "h") if isinstance(parts.get(name), nn.ModuleList)]
+        norms = [name for name in _FINAL_NORMS if name in parts]
+        if body is not None and lists and norms:
+            return Body(body, lists[0], norms[0])
     raise ValueError(
         f"the engine's {type(model).__name__} has no list of decoder layers followed by a "
         "final norm, so its first layers cannot draft; serve an exported draft model instead"
     )
-
-
-def layers_name(body: nn.Module) -> str | None:
-    """Name of the list of decoder layers."""
-    lists = [name for name, part in body.named_children() if isinstance(part, nn.ModuleList)]
-    return next((name for name in ("layers", "h") if name in lists), None)
-
-
-def norm_name(body: nn.Module) -> str | None:
-    """Name of the final norm."""
-    parts = dict(body.named_children())
-    return next((name for name in _FINAL_NORMS if name in parts), None)

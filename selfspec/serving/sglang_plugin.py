@@ -32,15 +32,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 from sglang.srt.speculative.spec_utils import get_plan_stream
 from torch import Tensor, nn
 
-from selfspec.serving.exits import (
-    Exit,
-    Join,
-    body_of,
-    draft_logits,
-    layers_name,
-    load_head,
-    norm_name,
-)
+from selfspec.serving.exits import Body, Exit, Join, body_of, draft_logits, load_head
 
 VARIABLE = "SELFSPEC_EXIT"
 """The environment variable that names the exit: `[HEADS][@[KIND:]EXIT]`."""
@@ -64,11 +56,7 @@ class EarlyExitAlgorithm(CustomSpecAlgo):
         return False
 
     def handle_server_args(self, server_args: Any) -> None:
-        """Set the arguments of a chain of drafts.
-
-        Raises:
-            ValueError: an argument that this algorithm does not support.
-        """
+        """Set the arguments of a chain of drafts; ValueError for one that is not supported."""
         steps = server_args.speculative_num_steps
         if not steps:
             raise ValueError("SELFSPEC needs --speculative-num-steps, the number of drafts a round")
@@ -110,7 +98,7 @@ class EarlyExitWorker(BaseSpecWorker):
             config.model_path,
             Exit.parse(os.environ.get(VARIABLE, "")),
             dtype=config.dtype,
-            norm=getattr(body, norm_name(body) or ""),
+            norm=getattr(body.module, body.norm),
             revision=config.revision,
             trust_remote_code=server_args.trust_remote_code,
         )
@@ -217,13 +205,12 @@ class EarlyExitWorker(BaseSpecWorker):
         )
 
 
-def _shallow(body: nn.Module, exit_layer: int) -> nn.Module:
+def _shallow(body: Body, exit_layer: int) -> nn.Module:
     """A copy of the body that shares its modules and has only its first layers and no norm."""
-    shallow = copy.copy(body)
-    shallow._modules = dict(body._modules)
-    layers, norm = layers_name(body), norm_name(body)
-    assert layers is not None and norm is not None
-    setattr(shallow, layers, nn.ModuleList(list(getattr(body, layers))[:exit_layer]))
-    setattr(shallow, norm, Join())
+    shallow = copy.copy(body.module)
+    shallow._modules = dict(body.module._modules)
+    layers = list(getattr(body.module, body.layers))
+    setattr(shallow, body.layers, nn.ModuleList(layers[:exit_layer]))
+    setattr(shallow, body.norm, Join())
     shallow.end_layer = exit_layer  # pyright: ignore[reportArgumentType]
     return shallow

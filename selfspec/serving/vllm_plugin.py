@@ -35,15 +35,7 @@ from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from selfspec.decoder import Decoder
 from selfspec.heads import ExitHead
-from selfspec.serving.exits import (
-    Exit,
-    Join,
-    body_of,
-    draft_logits,
-    layers_name,
-    load_head,
-    norm_name,
-)
+from selfspec.serving.exits import Exit, Join, body_of, draft_logits, load_head
 
 # The configuration
 
@@ -53,13 +45,8 @@ def configure_exit(
 ) -> None:
     """Let a speculative config have the target's first layers as its draft model.
 
-    Args:
-        config: the config, as vLLM was given it.
-        configure: vLLM's own `__post_init__`.
-
-    Raises:
-        FileNotFoundError: there are no such heads.
-        ValueError: the heads or other settings do not fit.
+    `configure` is vLLM's own `__post_init__`. Raises FileNotFoundError if there are no such heads,
+    ValueError if they or other settings do not fit.
     """
     assert config.model is not None
     wanted = Exit.parse(config.model)
@@ -102,14 +89,9 @@ def _load_head(
 class EarlyExitModel(nn.Module):
     """The first layers of a target inside vLLM, and a head.
 
-    It owns nothing but the head: everything else is the target's, the same modules.
-
-    Args:
-        target: vLLM's model.
-        head: the head.
-        shallow: a body of the target's class with its first layers; `None` for an exit at the
-            embeddings.
-        own: a body with the head's own layer alone, or `None`.
+    It owns nothing but the head: everything else is the target's, the same modules. `shallow` is a
+    body of the target's class with its first layers, `None` for an exit at the embeddings; `own`
+    one with the head's own layer alone.
     """
 
     def __init__(
@@ -129,12 +111,8 @@ class EarlyExitModel(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """What the LM head reads `[tokens, hidden]`; with a layer of its own, its output too.
 
-        Args:
-            input_ids: `[tokens]` token ids.
-            positions: `[tokens]` their positions.
-            inputs_embeds: not used.
-            hidden_states: `[tokens, hidden]` features of the token before each, for a head that
-                reads features.
+        `hidden_states` `[tokens, hidden]` are features of the token before each of `input_ids`
+        `[tokens]`, for a head that reads features.
         """
         if self.shallow is None:
             hidden = self._target[0].embed_input_ids(input_ids)  # pyright: ignore[reportCallIssue]
@@ -158,22 +136,15 @@ class EarlyExitModel(nn.Module):
 
 
 def build_model(vllm_config: VllmConfig, target: nn.Module, device: torch.device) -> EarlyExitModel:
-    """The draft model of a speculative config.
+    """The draft model of a speculative config, whose draft model is an `Exit`.
 
-    Args:
-        vllm_config: the config; its draft model is an `Exit`.
-        target: vLLM's model.
-        device: the device of its weights.
-
-    Raises:
-        ValueError: the target is built in another way than as a list of layers.
+    Raises ValueError if the target is built in another way than as a list of layers.
     """
     if hasattr(target, "get_language_model"):
         target = target.get_language_model()  # pyright: ignore[reportCallIssue]
     wanted = Exit(**vllm_config.speculative_config.draft_model_config.hf_config.selfspec)
     body = body_of(target)
-    norm = getattr(body, norm_name(body) or "")
-    decoder, head = _load_head(vllm_config.model_config, wanted, norm)
+    decoder, head = _load_head(vllm_config.model_config, wanted, getattr(body.module, body.norm))
     if head.layer is not None and not supports_eagle3(target):
         raise ValueError(
             f"a {head.kind} head reads hidden states that {type(target).__name__} of vLLM does not "
@@ -189,11 +160,8 @@ def build_model(vllm_config: VllmConfig, target: nn.Module, device: torch.device
 
 def attention_layers(vllm_config: VllmConfig, model: EarlyExitModel) -> set[str]:
     """Names of the attention layers that a draft model runs."""
-    layers = get_layers_from_vllm_config(
-        vllm_config,
-        AttentionLayerBase,  # pyright: ignore[reportArgumentType]
-    )
-    used = set(model.modules())
+    kind: Any = AttentionLayerBase
+    layers, used = get_layers_from_vllm_config(vllm_config, kind), set(model.modules())
     return {name for name, part in layers.items() if part in used}
 
 
@@ -202,6 +170,7 @@ class _Builder:
 
     def __init__(self, vllm_config: VllmConfig, target: nn.Module, device: torch.device):
         self.vllm_config, self.target, self.device = vllm_config, target, device
+        self.body = body_of(target)
 
     def shallow(self, exit_layer: int) -> nn.Module:
         """The layers below an exit."""
@@ -213,7 +182,7 @@ class _Builder:
         for name in registered.keys() - before:  # these layers are replaced immediately
             del registered[name]
         del experts[experts_before:]
-        layers = getattr(body_of(self.target), layers_name(body_of(self.target)) or "")
+        layers = getattr(self.body.module, self.body.layers)
         return self._share(model, list(layers)[:exit_layer])
 
     def own(self, decoder: Decoder, head: ExitHead) -> nn.Module:
@@ -226,8 +195,7 @@ class _Builder:
         assert head.layer is not None
         weights = ((f"{root}.0.{name}", w) for name, w in head.layer.state_dict().items())
         model.load_weights(weights)  # pyright: ignore[reportCallIssue]
-        body = body_of(model)
-        (layer,) = getattr(body, layers_name(body) or "")
+        (layer,) = getattr(body_of(model).module, self.body.layers)
         process_weights_after_loading(layer, self.vllm_config.model_config, self.device)
         return self._share(model, [layer])
 
@@ -248,32 +216,24 @@ class _Builder:
 
     def _share(self, model: nn.Module, layers: list[nn.Module]) -> nn.Module:
         """Give a model the target's own parts around these layers, without a final norm."""
-        body, of_target = body_of(model), body_of(self.target)
-        for parts, source, kept in (
-            (model, self.target, (body,)),
-            (body, of_target, ()),
-        ):
+        body = body_of(model).module
+        for parts, source in ((model, self.target), (body, self.body.module)):
             for name, part in list(parts.named_children()):
-                if part not in kept:
+                if part is not body:
                     setattr(parts, name, getattr(source, name))
             for name, buffer in list(source.named_buffers(recurse=False)):
                 setattr(parts, name, buffer)
-        setattr(body, layers_name(of_target) or "", nn.ModuleList(layers))
-        setattr(body, norm_name(of_target) or "", Join())
+        setattr(body, self.body.layers, nn.ModuleList(layers))
+        setattr(body, self.body.norm, Join())
         return model
 
 
 class Features:
-    """Features of verified tokens, for heads that read the features of the previous token.
-
-    Attributes:
-        last: `[requests, hidden]` features of every request's last verified token; `None` if the
-            head reads no features.
-    """
-
-    last: Tensor | None = None
+    """Features of verified tokens, for heads that read the features of the previous token."""
 
     def __init__(self) -> None:
+        # `[requests, hidden]` of every request's last verified token, if the head reads features
+        self.last: Tensor | None = None
         self._seen: set[str] = set()
 
     def goes_on(self, requests: Sequence[str]) -> bool:
@@ -303,9 +263,8 @@ class Features:
             streams: `[tokens, hidden]` residual streams of the pass, by number of layers below.
             starts: `[requests]` index of every request's first token.
             last: `[requests]` index of its last verified token.
-            requests: ids of the requests.
-            slots: `[tokens]` slots of the pass; those whose KV must not be overwritten are replaced
-                by padding.
+            requests: their ids.
+            slots: `[tokens]` of the pass; padding replaces those that must not be overwritten.
         """
         if not head.feature_layers:
             return None
@@ -458,10 +417,7 @@ class EarlyExitProposer(DraftModelProposer):
     def _shifted_slots(self, cad: Any, last: Tensor, newest: Tensor) -> Tensor:
         """For each token of the target's pass `[tokens]`, the slot of the next one.
 
-        Args:
-            cad: vLLM's attention metadata of the pass.
-            last: `[requests]` index of the last verified token of each request.
-            newest: `[requests]` slot of its newest token.
+        The last verified token of each request is at `last`, its newest token goes to `newest`.
         """
         count = cad.num_actual_tokens
         lengths = cad.query_start_loc[1:] - cad.query_start_loc[:-1]
@@ -493,10 +449,7 @@ class EarlyExitProposer(DraftModelProposer):
     def _read_verified(self, cad: Any, positions: Tensor, streams: Tensor) -> None:
         """Write the KV of the head's own layer for what the target has just run.
 
-        Args:
-            cad: vLLM's attention metadata of that pass.
-            positions: `[tokens]` of its tokens, rejected drafts included.
-            streams: `[tokens, streams * hidden]` residual streams at `self._streams`.
+        `positions` `[tokens]` and `streams` `[tokens, streams * hidden]` include rejected drafts.
         """
         head, count = self.model.head, cad.num_actual_tokens
         by_layer, (starts, last) = self._by_layer(streams), self._ends(cad)
@@ -535,15 +488,9 @@ def _expand(
     replace_to: int,
     MAX_NUM_TOKENS: int | None = None,
 ) -> None:
-    """Write the value of each request `[requests]` for each of its tokens to `output`.
+    """Write the value of each request `[requests]` for each of its tokens to `output` `[tokens]`.
 
-    Args:
-        output: `[tokens]`.
-        values: `[requests]`.
-        ends: `[requests]` index behind the last token of each.
-        replace_from: the value to replace.
-        replace_to: its replacement.
-        MAX_NUM_TOKENS: not used.
+    `ends` `[requests]` has the index behind the last token of each.
     """
     values = values.masked_fill(values == replace_from, replace_to)
     counts = ends.diff(prepend=ends.new_zeros(1))

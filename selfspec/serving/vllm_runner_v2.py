@@ -13,12 +13,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
-from selfspec.serving.vllm_plugin import (
-    EarlyExitModel,
-    Features,
-    attention_layers,
-    build_model,
-)
+from selfspec.serving.vllm_plugin import EarlyExitModel, Features, attention_layers, build_model
 
 
 class EarlyExitSpeculator(StandaloneARSpeculator):
@@ -67,21 +62,11 @@ class EarlyExitSpeculator(StandaloneARSpeculator):
         **kwargs: object,
     ) -> Tensor:
         """Drafts `[requests, drafts]`, as the base class makes them."""
-        if self.model.own is not None and aux_hidden_states and not kwargs.get("dummy_run"):
-            self._read_verified(
-                input_batch, attn_metadata, slot_mappings, aux_hidden_states, num_rejected
-            )
-        return super().propose(
-            input_batch,
-            attn_metadata,
-            slot_mappings,
-            last_hidden_states,
-            aux_hidden_states,
-            num_sampled,
-            num_rejected,
-            *args,
-            **kwargs,
-        )
+        batch, streams = (input_batch, attn_metadata, slot_mappings), aux_hidden_states
+        if self.model.own is not None and streams and not kwargs.get("dummy_run"):
+            self._read_verified(*batch, streams, num_rejected)
+        sampled = (last_hidden_states, streams, num_sampled, num_rejected)
+        return super().propose(*batch, *sampled, *args, **kwargs)
 
     @torch.inference_mode()
     def _read_verified(

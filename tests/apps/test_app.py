@@ -10,10 +10,10 @@ from cli_tools import PROMPT, TOKENS, altered, call
 from conftest import EXIT, greedy, tiny_llama
 
 from selfspec import DraftConfig, SelfSpecModel
-from selfspec.apps.display import pieces
 from selfspec.apps.display.app import DraftMenu, SideBySide, view
-from selfspec.apps.display.app.side_by_side import LONGEST_DRAFT
+from selfspec.apps.display.app.side_by_side import LONGEST_DRAFT, Frame, Pane
 from selfspec.apps.display.demo import Comparison, DemoOptions
+from selfspec.apps.display.trace import pieces
 from selfspec.heads import head_class
 
 DRAFT = DraftConfig(exit_layer=EXIT, num_draft_tokens=3)
@@ -87,7 +87,7 @@ def test_the_speedup_is_that_of_the_whole_calls(side, monkeypatch):
     shown = view.figures(last)
     assert "<dd>2.0</dd>" in shown and "<dd>6.0</dd>" in shown and "<dd>3.00x</dd>" in shown
     assert f"<dd>{last.speculative.stats.acceptance_rate:.3f}</dd>" in shown
-    assert view.figures(None).count("<dd>–</dd>") == 5
+    assert view.figures(Frame("waiting", "")).count("<dd>–</dd>") == 5
 
 
 @pytest.mark.parametrize("drafter", DraftMenu(SelfSpecModel(tiny_llama()), DraftConfig()).drafters)
@@ -124,7 +124,7 @@ def test_a_stop_ends_a_text_where_it_is(side, way):
         if getattr(frame, way).stats.emitted >= 5:
             stop.set()
     last = seen[-1]
-    assert last.stopped and "stopped" in view.line(last)
+    assert last.ending is None and "stopped" in view.line(last)
     assert 5 <= getattr(last, way).stats.emitted < 100
     other, count = (last.speculative, 0) if way == "plain" else (last.plain, 100)
     assert other.stats.emitted == count
@@ -191,7 +191,7 @@ def test_a_closed_page_writes_no_more(side):
     next(watching)
     side.close()
     *_, last = watching
-    assert last.stopped
+    assert last.state == "done" and last.ending is None
 
 
 # Mistakes
@@ -259,7 +259,7 @@ def test_a_draft_model_is_offered_where_it_was_named(fitted):
 
 def test_what_was_typed_is_text(side):
     prompt = "<b>the</b> & the"
-    shown = view.pane("plain", "it", prompt)
+    shown = view.pane("plain", "it", prompt, Pane())
     assert "&lt;b&gt;the&lt;/b&gt; &amp; the" in shown and "<b>the" not in shown
     assert "&lt;i&gt; a" in view.message("<i>\n a")
 

@@ -19,20 +19,21 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from selfspec import SelfSpecModel
-from selfspec.apps.bench import (
-    Bench,
-    BenchConfig,
-    MethodConfig,
-    Report,
-    RunFile,
-    first_divergence,
-    summarise,
-    write_plots,
-)
+from selfspec.apps.bench.config import BenchConfig, MethodConfig
+from selfspec.apps.bench.plots import write_plots
 from selfspec.apps.bench.prompts import Batch
-from selfspec.apps.bench.results import SHEETS, grid, loops, median_interval, percentile
-from selfspec.apps.bench.run import Key, Place, Run, peak_memory
+from selfspec.apps.bench.results import (
+    SHEETS,
+    Report,
+    grid,
+    loops,
+    median_interval,
+    percentile,
+    summarise,
+)
+from selfspec.apps.bench.run import Bench, Key, Place, Run, RunFile, peak_memory
 from selfspec.apps.cli import commands
+from selfspec.apps.display.divergence import first_divergence
 from selfspec.config import parse
 from selfspec.schedule.stats import PARTS
 
@@ -445,9 +446,9 @@ def test_a_divergence_says_what_both_wrote_and_how_near_it_was(spec):
     plain = spec.model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
     tokens = plain[0, 3:].tolist()
     batch = Batch.of(prompt)
-    assert first_divergence(spec, batch, options, tokens, list(tokens)) is None
+    assert first_divergence(spec, *batch, options, tokens, list(tokens)) is None
     other = [*tokens[:4], (tokens[4] + 1) % 64, tokens[5]]
-    found = first_divergence(spec, batch, options, tokens, other)
+    found = first_divergence(spec, *batch, options, tokens, other)
     assert (found.position, found.plain, found.other) == (4, tokens[4], other[4])
     # The scores after the processors: tokens that have been written count less.
     text = torch.cat([prompt, plain[:, 3:7]], dim=1)
@@ -456,7 +457,7 @@ def test_a_divergence_says_what_both_wrote_and_how_near_it_was(spec):
     logits[text[0]] = torch.where(seen > 0, seen / 1.2, seen * 1.2)
     assert found.margin == pytest.approx(float(logits[tokens[4]] - logits[other[4]]), rel=1e-4)
     assert not found.rounding
-    short = first_divergence(spec, batch, options, tokens, tokens[:3])
+    short = first_divergence(spec, *batch, options, tokens, tokens[:3])
     assert (short.position, short.other, short.margin, short.rounding) == (3, None, None, False)
 
 

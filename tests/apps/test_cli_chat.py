@@ -153,7 +153,7 @@ class Terminal:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pty")
 def test_a_chat_on_a_terminal():
-    terminal = Terminal(sys.executable, "-m", "selfspec.apps.cli", "chat", "-n", "900")
+    terminal = Terminal(sys.executable, "-m", "selfspec.cli", "chat", "-n", "900")
     terminal.wait_for("turns are lines of one text.*/reset.*/quit.*accepted.*> ")
     terminal.type("/rest\n")
     terminal.wait_for("selfspec: unknown command: '/rest'.*> ")

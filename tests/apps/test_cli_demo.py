@@ -15,16 +15,15 @@ from selfspec import DEMO_MODEL, SelfSpecModel
 from selfspec.apps.bench.results import loops
 from selfspec.apps.cli import demo
 from selfspec.apps.cli.demo import demo_table
-from selfspec.apps.display import unmarked
 from selfspec.apps.display.demo import (
     Comparison,
     DemoOptions,
     Run,
-    _scores,
-    first_divergence,
     load_prompts,
     run_demo,
 )
+from selfspec.apps.display.divergence import next_scores
+from selfspec.apps.display.trace import unmarked
 from selfspec.apps.smollm2 import QUESTIONS
 from selfspec.heads import save_heads
 from selfspec.schedule.stats import PARTS
@@ -165,8 +164,10 @@ def test_the_margin_of_sampled_texts_is_that_of_what_was_chosen_by(writer):
     tokens = made.plain().tokens
     for place, token in enumerate(tokens):
         other = [*tokens[:place], (token + 1) % 64, *tokens[place + 1 :]]
-        found = first_divergence(made, tokens, other)
-        scores = _scores(made, tokens[:place])
+        found = made.divergence(tokens, other)
+        ids = made.inputs["input_ids"]
+        texts = torch.cat([ids, ids.new_tensor([tokens[:place]])], dim=1)
+        scores = next_scores(made.spec, texts, torch.ones_like(texts), made.own_options)[0].float()
         assert found.position == place
         assert int(scores.argmax()) == token
         assert found.margin == float(scores[token] - scores[(token + 1) % 64]) > 0

@@ -9,7 +9,7 @@ from cli_tools import DRAFT, PROMPT, TOKENS, call, one_object, own_text
 from conftest import greedy
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from selfspec.apps.display import unmarked
+from selfspec.apps.display.trace import unmarked
 
 
 def test_generate_writes_what_the_model_writes(folder):

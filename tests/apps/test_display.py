@@ -16,20 +16,16 @@ from transformers import AutoTokenizer
 
 from selfspec import DEMO_MODEL, DraftConfig, SelfSpecModel
 from selfspec.apps.display import (
-    Detokenizer,
     OriginStreamer,
-    Piece,
     acceptance_plot,
     exit_readings,
     exits_heatmap,
     exits_plot,
-    marked,
-    pieces,
     stats_table,
     trace_html,
     trace_text,
-    unmarked,
 )
+from selfspec.apps.display.trace import Detokenizer, Piece, marked, pieces, unmarked
 from selfspec.heads import FusedHead, LensHead, SharedHead
 from selfspec.schedule.stats import Round, Stats, Trace
 

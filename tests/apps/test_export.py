@@ -17,14 +17,8 @@ from typer.testing import CliRunner
 from selfspec import DEMO_MODEL, SelfSpecModel
 from selfspec.apps.cli import commands
 from selfspec.apps.display.demo import load_prompts
-from selfspec.apps.export import (
-    FOLDABLE,
-    SIDE_CAR,
-    check_foldable,
-    export_custom_generate,
-    export_draft,
-    fold,
-)
+from selfspec.apps.export import export_custom_generate, export_draft, fold
+from selfspec.apps.export.draft_model import FOLDABLE, SIDE_CAR, check_foldable
 from selfspec.decoder import Decoder
 from selfspec.heads import draft_states, save_heads, target_states
 

@@ -7,8 +7,8 @@ from conftest import VOCAB
 from transformers import AutoTokenizer
 
 from selfspec import DEMO_MODEL
-from selfspec.apps.bench import PromptSetConfig, read_prompts
-from selfspec.apps.bench.prompts import clean_prose
+from selfspec.apps.bench.config import PromptSetConfig
+from selfspec.apps.bench.prompts import clean_prose, read_prompts
 
 
 @pytest.fixture(scope="module")

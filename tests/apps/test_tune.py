@@ -15,10 +15,10 @@ from head_tools import own_head
 from rich.console import Console
 
 from selfspec import DraftConfig, SelfSpecModel
-from selfspec.apps.bench.prompts import cut_prompts, in_batches, padded, split_prompts
+from selfspec.apps.bench.prompts import cut_prompts, make_batches
 from selfspec.apps.bench.run import Written
 from selfspec.apps.bench.tune import _WARM_UP, TuneConfig, fastest, tune, whole_models
-from selfspec.apps.display import speedup_map, speedup_table, validation_table
+from selfspec.apps.display.plots import speedup_map, speedup_table, validation_table
 from selfspec.schedule.profile import Measured, Profile
 from selfspec.schedule.stats import Stats
 
@@ -52,9 +52,6 @@ def test_texts_are_cut_at_even_distances_and_every_other_prompt_is_kept_apart(to
     whole = tokenizer(long).input_ids
     starts = [len(whole) // 7 * place // 6 * 7 for place in range(6)]
     assert [part.tolist() for part in found] == [whole[s : s + 7] for s in starts]
-    measured, held_out = split_prompts(found)
-    assert len(measured) == len(held_out) == 3
-    assert split_prompts(found[:1]) == (found[:1], found[:1])
     assert (
         cut_prompts(tokenizer, ["a cat"], tokens=64, count=3)[0].tolist()
         == tokenizer("a cat").input_ids
@@ -63,10 +60,10 @@ def test_texts_are_cut_at_even_distances_and_every_other_prompt_is_kept_apart(to
 
 def test_batches_are_full():
     prompts = [torch.arange(1, n + 1) for n in (3, 5, 4)]
-    assert [[len(p) for p in batch] for batch in in_batches(prompts, 2)] == [[3, 5], [4, 3]]
-    assert [len(batch) for batch in in_batches(prompts, 7)] == [7]
-    ids, mask = padded(prompts, torch.device("cpu"))
-    assert ids[0].tolist() == [0, 0, 1, 2, 3] and mask.sum(-1).tolist() == [3, 5, 4]
+    found = make_batches(prompts, 2, torch.device("cpu"))
+    assert [batch.mask.sum(-1).tolist() for batch in found] == [[3, 5], [4, 3]]
+    assert found[0].tokens[0].tolist() == [0, 0, 1, 2, 3] and found[0].mask.dtype == torch.long
+    assert [batch.rows for batch in make_batches(prompts, 7, torch.device("cpu"))] == [7]
 
 
 # The whole

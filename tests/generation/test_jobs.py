@@ -182,7 +182,7 @@ def test_a_thousand_prompts_outlive_a_worker_and_the_command(folder, tmp_path):
     assert generate(*common, "--output", one).exit_code == 0
     args = ["generate", *common, "--output", two, "--processes", 2]
     command = subprocess.Popen(
-        [sys.executable, "-m", "selfspec.apps.cli", *map(str, args)],
+        [sys.executable, "-m", "selfspec.cli", *map(str, args)],
         start_new_session=True,  # so that it can be killed with all its processes
         stderr=subprocess.DEVNULL,
     )

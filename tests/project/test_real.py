@@ -10,7 +10,7 @@ import torch
 from conftest import greedy, prompt, tiny_llama
 
 from benchmarks.real import exact
-from benchmarks.real.__main__ import convert, convert_back, main
+from benchmarks.real.__main__ import convert, main
 from benchmarks.real.chats import CATEGORIES, MULTI_TURN, QUESTIONS, write_chats
 from benchmarks.real.gguf_file import write_gguf
 from benchmarks.real.llama_cpp import LlamaCpp
@@ -89,7 +89,7 @@ def test_the_checkpoint_is_unpacked_once_and_converted_both_ways(tmp_path, monke
     file = smollm2.fetch_checkpoint(output)
     assert smollm2.fetch_checkpoint(output) == file and len(calls) == 1
     folder = convert(file, output / "checkpoint")
-    again = convert_back(folder, output / "bfloat16.gguf")
+    again = convert(folder, output / "bfloat16.gguf")
     expected = model.state_dict()
     for name in (folder, again):
         found = load_causal_lm(name, dtype=torch.bfloat16).state_dict()

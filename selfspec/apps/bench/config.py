@@ -263,7 +263,10 @@ class BenchConfig(StrictConfig):
             raise ValueError("methods is a list of methods, or of paths of YAML files")
         found: list[object] = []
         for method in methods:
-            found += read_methods(method) if isinstance(method, str) else [method]
+            paths = sorted(glob.glob(method)) if isinstance(method, str) else ()  # noqa: PTH207
+            if isinstance(method, str) and not paths:
+                raise ValueError(f"no method file at {method}; give the path of a YAML file")
+            found += [load_config(MethodConfig, Path(path)) for path in paths] or [method]
         return found
 
     @field_validator("modes", mode="before")
@@ -298,14 +301,3 @@ class BenchConfig(StrictConfig):
         if len(set(self.batch_sizes)) < len(self.batch_sizes):
             raise ValueError(f"batch_sizes has a size twice: {list(self.batch_sizes)}")
         return self
-
-
-def read_methods(pattern: str) -> list[MethodConfig]:
-    """The methods in the YAML files that a path or a glob names.
-
-    Raises:
-        ValueError: there is no such file, or one holds no method.
-    """
-    if not glob.glob(pattern):  # noqa: PTH207
-        raise ValueError(f"no method file at {pattern}; give the path of a YAML file")
-    return [load_config(MethodConfig, Path(path)) for path in sorted(glob.glob(pattern))]  # noqa: PTH207

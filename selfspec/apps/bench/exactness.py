@@ -1,15 +1,17 @@
 """Tests that a draft does not change the output.
 
-Greedy outputs must be equal token for token; `first_divergence` tells whether rounding explains a
-difference. The distribution test draws short continuations from few candidates, so that the exact
-probability of every continuation under plain decoding can be computed, and compares counts.
+Greedy outputs must be equal token for token, unless rounding explains a difference
+(`first_divergence`). The distribution test draws short continuations from few candidates, so that
+the exact probability of every continuation under plain decoding can be computed, and compares
+counts.
 """
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,43 +19,10 @@ from torch import Tensor
 from selfspec.apps.bench.config import MethodConfig
 from selfspec.apps.bench.prompts import Batch
 from selfspec.apps.bench.run import make_method, stop_ids
-from selfspec.apps.display.divergence import Divergence, find_divergence
+from selfspec.apps.display.divergence import Divergence, first_divergence, next_scores
 from selfspec.config import DraftConfig, JsonObject, Options
-from selfspec.decoder import CACHE
 from selfspec.model import SelfSpecModel
 from selfspec.schedule.stats import Stats
-
-
-def first_divergence(
-    spec: SelfSpecModel, prompt: Batch, options: Options, plain: list[int], other: list[int]
-) -> Divergence | None:
-    """Where `other` diverges from the model's own `generate`; `None` if they are equal.
-
-    Both continue `prompt`, one row, with the same options of `generate`.
-    """
-
-    def scores_after(written: list[int]) -> Tensor:
-        behind = prompt.tokens.new_tensor([written])
-        texts = torch.cat([prompt.tokens, behind], dim=1)
-        mask = torch.cat([prompt.mask, torch.ones_like(behind)], dim=1)
-        return _next_scores(spec, texts, mask, options)[0].float()
-
-    return find_divergence(plain, other, scores_after, spec.decoder.dtype)
-
-
-def _next_scores(spec: SelfSpecModel, texts: Tensor, mask: Tensor, options: Options) -> Tensor:
-    """`[rows, vocab]` the scores of the model's own `generate` for the next token of each text."""
-    generate: Any = spec.model.generate
-    with torch.random.fork_rng():
-        output = generate(
-            texts,
-            attention_mask=mask,
-            return_dict_in_generate=True,
-            output_scores=True,
-            **{CACHE: spec.decoder.own_cache(), **options, "max_new_tokens": 1},
-        )
-    return output.scores[0]
-
 
 _ROWS = 64  # continuations that are sampled or scored in one call
 # In half precision, passes of different width or kernels may swap two nearly equal candidates.
@@ -183,7 +152,7 @@ def _greedy(
     for number, prompt in enumerate(prompts):
         batch = Batch.of(prompt)
         texts = [write(batch, options, 0).texts[0] for write in (plain, ours)]
-        divergence = first_divergence(spec, batch, options, *texts)
+        divergence = first_divergence(spec, *batch, options, *texts)
         if divergence is not None:
             found[number] = divergence
     return found
@@ -225,7 +194,7 @@ def exact_probabilities(
         behind = torch.tensor(words, dtype=torch.long, device=prompt.device).view(len(words), -1)
         texts = torch.cat([prompt.expand(len(words), -1), behind], dim=1)
         parts = texts.split(_ROWS)
-        scores = [_next_scores(spec, part, torch.ones_like(part), wider) for part in parts]
+        scores = [next_scores(spec, part, torch.ones_like(part), wider) for part in parts]
         probs, sure = _candidates(torch.cat(scores).double(), most, margin)
         joint = {
             (*word, int(token)): joint[word] * float(row[token])
@@ -286,36 +255,26 @@ def _p_value(
     Up to the share `swapped` of continuations may be impossible under plain decoding, beside those
     that `joint` leaves out.
     """
-    probs: dict[tuple[int, ...], float] = {}
+    probs: defaultdict[tuple[int, ...], float] = defaultdict(float)
     for word, chance in joint.items():
-        probs[word[:length]] = probs.get(word[:length], 0.0) + chance
-    counts = dict.fromkeys(probs, 0)
-    words = [word[:length] for word in drawn if word[:length] in counts]
-    total, samples = sum(probs.values()), len(drawn)
+        probs[word[:length]] += chance
+    counts = Counter(word[:length] for word in drawn if word[:length] in probs)
+    total, samples, found = sum(probs.values()), len(drawn), counts.total()
     left_out = max(0.0, 1 - total)
     luck = 4 * (left_out * total * samples) ** 0.5
-    if samples - len(words) > (left_out + swapped + 1e-9) * samples + luck:
+    if samples - found > (left_out + swapped + 1e-9) * samples + luck:
         return 0.0
-    for word in words:
-        counts[word] += 1
-    cells: list[tuple[float, float]] = [(0.0, 0.0)]
-    for word, chance in probs.items():
-        cell = (float(counts[word]), chance / total * len(words))
-        if cell[1] < 5:
-            cells[0] = (cells[0][0] + cell[0], cells[0][1] + cell[1])
-        else:
-            cells.append(cell)
+    cells = [(float(counts[word]), chance / total * found) for word, chance in probs.items()]
+    rare = [cell for cell in cells if cell[1] < 5]
+    together = (sum(count for count, _ in rare), sum(mean for _, mean in rare))
+    cells = [together, *(cell for cell in cells if cell[1] >= 5)]
     return chi_square([cell for cell in cells if cell[1] > 0])
 
 
 def chi_square(cells: Sequence[tuple[float, float]]) -> float:
-    """The p-value of Pearson's chi-square test, with one degree of freedom less than cells.
-
-    Args:
-        cells: count and expectation of each.
-    """
+    """The p-value of Pearson's chi-square test of `cells`, the count and expectation of each."""
     if len(cells) < 2:
         return 1.0
     statistic = sum((count - mean) ** 2 / mean for count, mean in cells)
-    half = torch.tensor([(len(cells) - 1) / 2, statistic / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(half[0], half[1]))
+    half = torch.tensor([len(cells) - 1, statistic], dtype=torch.float64) / 2
+    return float(torch.special.gammaincc(*half))

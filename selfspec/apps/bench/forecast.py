@@ -7,7 +7,6 @@ it has seen.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 import operator
@@ -16,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
@@ -27,6 +26,7 @@ from transformers.initialization import no_init_weights
 from typing_extensions import Self
 
 from selfspec.apps.bench.shapes import random_model, read_bandwidth
+from selfspec.apps.export.draft_model import with_layers
 from selfspec.config import DraftConfig, JsonObject, Options
 from selfspec.decoder import Decoder
 from selfspec.decoder.kernels.prepacked import has_kernels
@@ -126,6 +126,11 @@ def write(
     )
 
 
+# Trimmed vocabularies that a head may have, and the share of the tokens of other text of the same
+# kind in them, by the text of the first recorded fits.
+COVERAGE = {8_000: 0.94, 16_000: 0.97, 32_000: 0.99}
+
+_SIZES = (min(COVERAGE), max(COVERAGE))  # vocabularies of the timed heads
 _BYTES = 2**30  # of the layers of the timed model
 _CHAINS = (1, 3, 6)  # drafts of the timed rounds
 _WIDE, _READ = 512, 64  # tokens of a timed pass of training, and of the LM head
@@ -165,11 +170,6 @@ class DeviceSpeed:
         return 1 / (self.wide + 3 * depths * layer + (1 + 2 * depths) * vocab_size * self.read_out)
 
 
-def _timed_sizes() -> tuple[int, int]:
-    """Vocabularies of the timed heads: the smallest and the largest that a head may have."""
-    return min(COVERAGE), max(COVERAGE)
-
-
 def _along(known: dict[int, float], at: int) -> float:
     """The line through the two known points nearest to `at`; a single point holds everywhere."""
     points = sorted(known, key=lambda point: abs(point - at))[:2]
@@ -183,11 +183,8 @@ def measure_device(decoder: Decoder, device: torch.device, dtype: torch.dtype) -
     """Time rounds on `device` of a target with the shapes of `decoder`, which needs no weights.
 
     Two random models have as many of its layers as fit into a gigabyte, and half of them. What
-    further layers cost is the difference between the two.
-
-    Raises:
-        RuntimeError: there is too little memory.
-        ValueError: the family cannot be built with fewer layers, or no head be at its embeddings.
+    further layers cost is the difference between the two. Raises RuntimeError with too little
+    memory, ValueError if the family has no such models, or no head at its embeddings.
     """
     depth, vocab = decoder.depth, decoder.vocab_size
     layer = _size(decoder.layers[0]) * dtype.itemsize
@@ -196,9 +193,9 @@ def measure_device(decoder: Decoder, device: torch.device, dtype: torch.dtype) -
     needed = 2 * (deep * layer + words)  # packed weights are there twice
     if device.type == "cpu" and needed > psutil.virtual_memory().available / 2:
         raise RuntimeError(f"{needed / 1e9:.1f} GB are too many to time a model of that size here")
-    sizes = sorted({min(size, vocab) for size in _timed_sizes()})
+    sizes = sorted({min(size, vocab) for size in _SIZES})
     config, half = decoder.causal_lm.config, deep // 2
-    timed = {n: _Timed(_cut(config, n), sizes, device, dtype) for n in (half, deep)}
+    timed = {n: _Timed(with_layers(config, range(n)), sizes, device, dtype) for n in (half, deep)}
     found = _shortest({(n, *key): call for n, t in timed.items() for key, call in t.calls.items()})
 
     # Two noisy times may differ by too little; a layer takes at least its share of the weights.
@@ -243,7 +240,7 @@ def assumed_speed(decoder: Decoder, device: torch.device, dtype: torch.dtype) ->
     plain = every / second
     rounds = {
         size: {n: plain * (1 + _VERIFIED * n) + n * (layer + size * row) / second for n in _CHAINS}
-        for size in _timed_sizes()
+        for size in _SIZES
     }
     layers = {n: layer / second * (1 + _VERIFIED * (n - 1)) for n in (1, max(_CHAINS) + 1)}
     trained = _TRAINED * plain
@@ -288,48 +285,32 @@ class _Timed:
         draft = DraftConfig(drafter="none") if head is None else draft_of(head, drafts)
         return round_seconds(self.spec, draft, self._tokens(32), tokens=8, repeats=1)
 
-    @torch.no_grad()
     def _wide(self) -> float:
-        began = time.perf_counter()
-        target_states(self.fitting, self._tokens(_WIDE), None, [])
-        return self._since(began) / _WIDE
+        tokens = self._tokens(_WIDE)
+        return self._seconds(lambda: target_states(self.fitting, tokens, None, [])) / _WIDE
+
+    def _read_out(self) -> float:
+        fitting = self.fitting
+        normed = torch.zeros(1, _READ, fitting.config.hidden_size, dtype=fitting.dtype)
+        normed = normed.to(fitting.device)
+        return self._seconds(lambda: fitting.unembed(normed)) / (_READ * fitting.vocab_size)
 
     @torch.no_grad()
-    def _read_out(self) -> float:
-        normed = torch.zeros(1, _READ, self.fitting.config.hidden_size, dtype=self.fitting.dtype)
-        normed = normed.to(self.fitting.device)
+    def _seconds(self, call: Callable[[], object]) -> float:
         began = time.perf_counter()
-        self.fitting.unembed(normed)
-        return self._since(began) / (_READ * self.decoder.vocab_size)
-
-    def _since(self, began: float) -> float:
+        call()
         if self.decoder.device.type == "cuda":
             torch.cuda.synchronize(self.decoder.device)
         return time.perf_counter() - began
 
 
-KeyT = TypeVar("KeyT")
-
-
-def _shortest(calls: Mapping[KeyT, Callable[[], float]]) -> dict[KeyT, float]:
+def _shortest(calls: Mapping[Any, Callable[[], float]]) -> dict[Any, float]:
     """The shortest time of every call; all take turns, so that all see the same disturbances."""
     ends = time.perf_counter() + _SECONDS
-    turns: list[dict[KeyT, float]] = []
+    turns: list[dict[Any, float]] = []
     while len(turns) < _TURNS or time.perf_counter() < ends:
         turns.append({key: call() for key, call in calls.items()})
     return {key: min(turn[key] for turn in turns) for key in calls}
-
-
-def _cut(config: PretrainedConfig, depth: int) -> PretrainedConfig:
-    """The config of the first `depth` layers: lists of layers are cut, too."""
-    cut = copy.deepcopy(config)
-    text = cut.get_text_config(decoder=True)
-    whole = text.num_hidden_layers
-    for key, value in list(vars(text).items()):
-        if "layer" in key and isinstance(value, list) and len(value) == whole:
-            setattr(text, key, value[:depth])
-    text.num_hidden_layers = depth
-    return cut
 
 
 def _size(module: nn.Module) -> int:
@@ -344,10 +325,6 @@ def draft_of(head: ExitHead, num_draft_tokens: int) -> DraftConfig:
 
 
 # The choice
-
-# Trimmed vocabularies that a head may have, and the share of the tokens of other text of the same
-# kind in them, by the text of the first recorded fits.
-COVERAGE = {8_000: 0.94, 16_000: 0.97, 32_000: 0.99}
 
 
 @dataclass(frozen=True)

@@ -35,17 +35,16 @@ class GreedyTexts:
 
     def __init__(self, spec: SelfSpecModel, options: Options):
         self._spec, self._options = spec, options
-        self._found: dict[int, tuple[Batch, Tensor]] = {}
+        self._found: dict[Tensor, Tensor] = {}  # by the prompts, which are hashed by identity
 
     def __call__(self, batch: Batch) -> Tensor:
         """`[rows, max_new_tokens]` the new tokens of each row."""
-        key = id(batch.tokens)
-        if key not in self._found:
+        if batch.tokens not in self._found:
             generate: Any = self._spec.model.generate
             options = {CACHE: self._spec.decoder.own_cache(), **self._options}
             output = generate(batch.tokens, attention_mask=batch.mask, **options)
-            self._found[key] = batch, output[:, batch.width :]
-        return self._found[key][1]
+            self._found[batch.tokens] = output[:, batch.width :]
+        return self._found[batch.tokens]
 
 
 def planted_ranks(rows: int, length: int, acceptance: float, seed: int) -> Tensor:
@@ -120,22 +119,16 @@ def generate_planted(
     seed: int,
     **options: Any,
 ) -> tuple[Tensor, Session]:
-    """`SelfSpecModel.generate` with drafts of `early_exit` or `tree`, planted.
+    """`SelfSpecModel.generate` with planted drafts: its output, and the session with statistics.
 
     Args:
         spec: the target.
-        draft: how to draft.
+        draft: how to draft, by `early_exit` or `tree`; ValueError for another drafter.
         batch: the prompts.
         text: `[rows, n]` the target's own continuations.
         acceptance: probability that a draft after right ones is right.
         seed: seed of the random numbers.
         **options: of transformers' `generate`, greedy, with `max_new_tokens`.
-
-    Returns:
-        The output of `generate`, and the session with its statistics.
-
-    Raises:
-        ValueError: another drafter, or sampling.
     """
     drafter = make_drafter(spec.engine, draft)
     if not isinstance(drafter, EarlyExit | ExitTree) or options.get("do_sample"):
@@ -149,13 +142,8 @@ def generate_planted(
     vocab = spec.decoder.vocab_size
     reader.read = PlantedRead(reader.read, padded, batch.width, acceptance, vocab, seed)
     opened: list[Session] = []
-    call = Call(
-        spec.engine,
-        drafter,
-        mask=batch.mask,
-        streamer=options.get("streamer"),
-        opened=opened.append,
-    )
+    streamer = options.get("streamer")
+    call = Call(spec.engine, drafter, mask=batch.mask, streamer=streamer, opened=opened.append)
     generate: Any = spec.causal_lm.generate
     run = partial(speculate, call=call)
     output = generate(batch.tokens, attention_mask=batch.mask, custom_generate=run, **options)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from selfspec.apps.display.plots import COLOURS, line_styles
 from selfspec.heads.files import replacing
 
@@ -26,12 +28,9 @@ _OUTSIDE = {"frameon": False, "loc": "center left", "bbox_to_anchor": (1, 0.5), 
 
 
 def write_plots(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Draw every mode's rows to PNG files in `folder`.
+    """Draw every mode's rows to PNG files in `folder`; ImportError if matplotlib is missing.
 
     With several batch sizes, one plot shows speed against batch size; the others show the first.
-
-    Raises:
-        ImportError: matplotlib is missing.
     """
     sizes = list(dict.fromkeys(row.place.batch for row in rows))
     written: list[Path] = []
@@ -57,11 +56,7 @@ def write_plots(rows: Sequence[Row], folder: Path) -> list[Path]:
 
 
 def write_picture(path: Path, title: str, draw: Callable[[Axes], object], rows: int = 12) -> None:
-    """Draw one plot, high enough for `rows` bars.
-
-    Raises:
-        ImportError: matplotlib is missing.
-    """
+    """Draw one plot, high enough for `rows` bars; ImportError if matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -78,9 +73,7 @@ def write_picture(path: Path, title: str, draw: Callable[[Axes], object], rows: 
 def _names(rows: Sequence[Row]) -> list[str]:
     """Names of the rows, with the prompt set if there are several."""
     several = len({row.place.prompts for row in rows}) > 1
-    return [
-        f"{row.place.method} · {row.place.prompts}" if several else row.place.method for row in rows
-    ]
+    return [row.place.method + f" · {row.place.prompts}" * several for row in rows]
 
 
 def _name_bars(ax: Axes, rows: list[Row]) -> None:
@@ -146,11 +139,11 @@ def _beside(ax: Axes, lines: int) -> None:
 
 
 def _time(ax: Axes, rows: list[Row]) -> None:
-    left = [0.0] * len(rows)
+    left = np.zeros(len(rows))
     for part, colour in _PARTS.items():
-        widths = [row.time_split[part] for row in rows]
+        widths = np.array([row.time_split[part] for row in rows])
         ax.barh(range(len(rows)), widths, left=left, color=colour, label=part)
-        left = [start + width for start, width in zip(left, widths, strict=True)]
+        left += widths
     _name_bars(ax, rows)
     ax.set(xlabel="share of decode time", xlim=(0, 1))
     ax.legend(**_OUTSIDE)

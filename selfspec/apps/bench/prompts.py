@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import glob
+import itertools
 import random
 import re
 import sysconfig
 from collections.abc import Iterator, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -47,9 +49,7 @@ def read_prompts(
 ) -> list[list[int]]:
     """Token ids of a set's prompts; questions longer than `longest` tokens are dropped.
 
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: a record is malformed, or there are too few prompts.
+    Raises FileNotFoundError without the file, ValueError for a malformed record or too few prompts.
     """
     if config.reader == "text":
         prompts = _passages(config, tokenizer)
@@ -93,7 +93,10 @@ def _asked(
 ) -> list[int]:
     """Token ids of a record's question or chat."""
     if config.reader != "chat":
-        return _encode(config, tokenizer, _question(config, record))
+        question = _question(config, record)
+        if config.chat:
+            return encode_chat(tokenizer, [{"role": "user", "content": question}])
+        return tokenizer(question, verbose=False).input_ids
     messages = record.get("messages")
     if not isinstance(messages, list) or not messages:
         raise ValueError(
@@ -101,12 +104,6 @@ def _asked(
             f"{', '.join(sorted(set(record) - {'turn'})) or 'nothing'}"
         )
     return encode_chat(tokenizer, messages)
-
-
-def _encode(config: PromptSetConfig, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    if config.chat:
-        return encode_chat(tokenizer, [{"role": "user", "content": text}])
-    return tokenizer(text, verbose=False).input_ids
 
 
 def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Any]) -> list[int]:
@@ -248,7 +245,7 @@ def _passage(
     """`length` tokens from the line after `place`, or else from the start of the text."""
     for start in (text.find("\n", place) + 1, 0):
         # Far more characters than as many tokens have on average.
-        ids = _encode(config, tokenizer, text[start : start + 24 * length])
+        ids = tokenizer(text[start : start + 24 * length], verbose=False).input_ids
         if len(ids) >= length:
             return ids[:length]
     # The passages in the package are short; they may have a few tokens less.
@@ -284,25 +281,11 @@ def cut_prompts(
     return evenly(found, count)
 
 
-def split_prompts(prompts: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Every other prompt, and the rest; a single prompt is in both."""
-    return list(prompts[::2]), list(prompts[1::2] or prompts)
-
-
-def in_batches(prompts: Sequence[Tensor], rows: int) -> list[list[Tensor]]:
-    """Batches of exactly `rows` prompts; the last is filled up with the first ones again."""
-    missing = -len(prompts) % rows
-    filled = [*prompts, *(prompts[place % len(prompts)] for place in range(missing))]
-    return [filled[start : start + rows] for start in range(0, len(filled), rows)]
-
-
 def padded(prompts: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
     """Prompts as `[rows, width]`, padded with 0 on the left, and their attention mask."""
-    width = max(len(prompt) for prompt in prompts)
-    rows = [torch.nn.functional.pad(prompt, (width - len(prompt), 0)) for prompt in prompts]
-    lengths = torch.tensor([len(prompt) for prompt in prompts])[:, None]
-    mask = (torch.arange(width) >= width - lengths).long()
-    return torch.stack(rows).to(device), mask.to(device)
+    pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
+    mask = pad([torch.ones_like(prompt) for prompt in prompts])
+    return pad(list(prompts)).to(device), mask.to(device)
 
 
 class Batch(NamedTuple):
@@ -333,4 +316,8 @@ class Batch(NamedTuple):
 
 def make_batches(prompts: Sequence[Tensor], rows: int, device: torch.device) -> list[Batch]:
     """Batches of exactly `rows` prompts `[width]`; the last is filled up with the first again."""
-    return [Batch(*padded(some, device)) for some in in_batches(prompts, rows)]
+    endless = itertools.cycle(prompts)
+    return [
+        Batch(*padded(list(itertools.islice(endless, rows)), device))
+        for _ in range(0, len(prompts), rows)
+    ]

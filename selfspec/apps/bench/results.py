@@ -17,10 +17,10 @@ from rich import box
 from rich.table import Table
 
 from selfspec.apps.bench.config import PLAIN, MethodConfig, ModeConfig
-from selfspec.apps.bench.exactness import Divergence, first_divergence
 from selfspec.apps.bench.plots import write_plots
 from selfspec.apps.bench.run import Bench, Memory, Place, Run, RunFile
 from selfspec.apps.bench.shapes import bytes_a_round
+from selfspec.apps.display.divergence import Divergence, first_divergence
 from selfspec.apps.display.report import HTMLReport
 from selfspec.config import JsonObject
 from selfspec.heads.files import replace_text
@@ -144,12 +144,12 @@ def summarise(bench: Bench, file: RunFile) -> list[Row]:
     loop = next((name for name, draft in drafts if draft and draft.drafter == "none"), "")
     rows: list[Row] = []
     for mode in bench.config.modes:
-        for prompts, batch in bench.batches:
+        for key in bench.batches:
             own, undrafted = (
-                by_place.get(Place(mode.name, prompts, batch, name), []) for name in (PLAIN, loop)
+                by_place.get(Place(mode.name, *key, name), []) for name in (PLAIN, loop)
             )
             for method in bench.config.methods:
-                place = Place(mode.name, prompts, batch, method.name)
+                place = Place(mode.name, *key, method.name)
                 if place in file.failures or place not in by_place:
                     rows.append(Row(place, failure=file.failures.get(place, "was not run")))
                     continue
@@ -258,7 +258,7 @@ def _equality(
     if not mode.greedy or not base:
         return None
     own = {run.key.number: run.texts for run in reversed(base)}
-    options = bench.options(mode)
+    options, wide = bench.options(mode), bench.spec.decoder.dtype.itemsize >= 4
     differing: dict[int, Divergence] = {}
     for run in runs:
         batch = bench.batches[run.key.place.prompts, run.key.place.batch][run.key.number]
@@ -266,16 +266,13 @@ def _equality(
             number = run.key.number * batch.rows + row
             if number not in differing:
                 other = run.texts[row]
-                found = first_divergence(bench.spec, batch.row(row), options, plain, other)
+                found = first_divergence(bench.spec, *batch.row(row), options, plain, other)
                 if found is not None:
                     differing[number] = found
-    plain = list(differing.values())
-    unexplained = [found for found in plain if not found.rounding]
-    wide = bench.spec.decoder.dtype.itemsize >= 4
-    first = next(iter(unexplained or plain), None)
-    return Equality(
-        sum(map(len, own.values())), sorted(differing), first, wide and bool(unexplained)
-    )
+    unexplained = [found for found in differing.values() if not found.rounding]
+    first = next(iter(unexplained or differing.values()), None)
+    texts = sum(map(len, own.values()))
+    return Equality(texts, sorted(differing), first, wide and bool(unexplained))
 
 
 def _longest(texts: Sequence[str]) -> int:
@@ -285,9 +282,9 @@ def _longest(texts: Sequence[str]) -> int:
 class Grid(NamedTuple):
     """A table of strings."""
 
-    title: str  # its title
-    columns: Sequence[str]  # names of the columns; the first names the rows
-    rows: Sequence[Sequence[str]]  # cells
+    title: str
+    columns: Sequence[str]  # the first names the rows
+    rows: Sequence[Sequence[str]]
     wraps: Sequence[str] = ()  # columns that may wrap on a terminal, beside the first
     spare: Sequence[str] = ()  # columns that a narrow terminal leaves out, the first one first
 
@@ -478,10 +475,9 @@ class Report:
         return {**self.head, "failed": self.failed, "rows": rows}
 
     def write(self, folder: Path) -> list[str]:
-        """Write results.json, results.md, plots, and report.html, which contains them.
+        """Write results.json, results.md, plots, and report.html with them.
 
-        Returns:
-            The names of the files, and the reason if there are no plots.
+        Returns the names of the files, and the reason if there are no plots.
         """
         values = json.dumps(self.to_dict(), indent=2, allow_nan=False)
         replace_text(folder / "results.json", values + "\n")

@@ -48,28 +48,19 @@ def peak_memory(call: Callable[[], object], device: torch.device) -> Memory | No
         call()
         peak = torch.cuda.max_memory_allocated(device)
         return Memory(peak, peak - before)
-    before = _resident_from_now_on()
-    call()
-    peak = _status("VmHWM")
-    return None if before is None or peak is None else Memory(peak, max(0, peak - before))
-
-
-def _resident_from_now_on() -> int | None:
-    """Resident bytes, after free memory was returned and the peak was reset."""
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
-    try:
+        ctypes.CDLL(None).malloc_trim(0)  # returns free memory to the system
+    before = None
+    with suppress(OSError):
         (_PROCESS / "clear_refs").write_text("5")  # proc(5): resets VmHWM
-    except OSError:
-        return None
-    return _status("VmRSS")
+        before = _status("VmRSS")
+    call()
+    peak = before and _status("VmHWM")
+    return Memory(peak, max(0, peak - before)) if before and peak else None
 
 
 def _status(name: str) -> int | None:
-    try:
-        found = re.search(rf"^{name}:\s+(\d+) kB$", (_PROCESS / "status").read_text(), re.MULTILINE)
-    except OSError:
-        return None
+    found = re.search(rf"^{name}:\s+(\d+) kB$", (_PROCESS / "status").read_text(), re.MULTILINE)
     return int(found[1]) * 1024 if found else None
 
 
@@ -152,10 +143,7 @@ def make_method(
     """A function that generates, given prompts, options of `generate` and a seed.
 
     `texts` are for planted drafts; `room` is the most new tokens of any call, for a static cache.
-
-    Raises:
-        OSError: there is no such assistant model.
-        ValueError: the model cannot make such drafts.
+    Raises OSError without the assistant model, ValueError if the model cannot make such drafts.
     """
     if config.peer is None:
         return partial(_speculate, spec, config, texts)
@@ -165,8 +153,7 @@ def make_method(
         return partial(_generate_static, spec, room)
     options = dict(config.options)
     if config.peer == "assistant_early_exit":
-        depth = spec.decoder.depth
-        options = {"assistant_early_exit": max(1, depth // 4), **options}
+        options = {"assistant_early_exit": max(1, spec.decoder.depth // 4), **options}
     elif config.peer == "prompt_lookup_num_tokens":
         options = {**_LOOKUP, **options}
     elif config.peer == "use_mtp":
@@ -177,9 +164,8 @@ def make_method(
             )
         options["use_mtp"] = True
     elif config.peer == "assistant_model":
-        model: Any = load_causal_lm(
-            find_checkpoint(options["assistant_model"]), dtype=spec.decoder.dtype
-        )
+        path = find_checkpoint(options["assistant_model"])
+        model: Any = load_causal_lm(path, dtype=spec.decoder.dtype)
         options["assistant_model"] = model.to(spec.decoder.device)
     return partial(_generate, spec, options)
 
@@ -279,12 +265,10 @@ def _generate_batch(spec: SelfSpecModel, batch: Batch, options: Options, seed: i
     config = copy.deepcopy(model.generation_config)
     config.update(**{k: v for k, v in options.items() if k != "prefill_chunk_size"})
     config.eos_token_id = -1 if config.eos_token_id is None else config.eos_token_id
-    counts = batch.mask.sum(-1).tolist()
-    prompts = [row[-count:].tolist() for row, count in zip(batch.tokens, counts, strict=True)]
+    prompts = [row[real.bool()].tolist() for row, real in zip(*batch, strict=True)]
     pages = (batch.width + options["max_new_tokens"]) // _PAGE + 2
-    sizes = ContinuousBatchingConfig(
-        num_blocks=batch.rows * pages, max_batch_tokens=max(sum(counts), _PAGE)
-    )
+    most = max(sum(map(len, prompts)), _PAGE)
+    sizes = ContinuousBatchingConfig(num_blocks=batch.rows * pages, max_batch_tokens=most)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         began = time.perf_counter()
@@ -351,15 +335,10 @@ class Run(Written):
 
 
 class RunFile:
-    """Timed calls, one JSON object a line, so that what was stopped can be resumed.
+    """Timed calls, one JSON object a line in `folder`, so that what was stopped can be resumed.
 
-    Args:
-        folder: made if it does not exist; `None` keeps the runs in memory only.
-        identity: what the runs depend on; the folder then holds runs of one identity only. `None`
-            where a run's key tells.
-
-    Raises:
-        ValueError: the folder holds runs of another identity.
+    Without a folder they are in memory only. `identity` is what runs depend on, where their keys do
+    not tell; ValueError if the folder holds runs of another one.
     """
 
     def __init__(self, folder: Path | None, identity: JsonObject | None = None):
@@ -371,7 +350,7 @@ class RunFile:
             self._path = folder / "runs.jsonl"
             folder.mkdir(parents=True, exist_ok=True)
             if identity is not None:
-                _claim(folder, json.loads(json.dumps(identity)))
+                _claim(folder, identity)
             for record in read_lines(self._path):
                 if "error" not in record:  # failed calls are tried again
                     self._take(record)
@@ -405,16 +384,14 @@ class RunFile:
 
 
 def _claim(folder: Path, identity: JsonObject) -> None:
-    path = folder / "bench.json"
+    path, text = folder / "bench.json", json.dumps(identity, indent=2) + "\n"
     if not path.is_file():
-        replace_text(path, json.dumps(identity, indent=2) + "\n")
-        return
-    refuse_changes(
-        read_object(path),
-        identity,
+        return replace_text(path, text)
+    about, remedy = (
         f"{folder} holds the runs of a benchmark",
         "give another --output, or remove the folder",
     )
+    refuse_changes(read_object(path), json.loads(text), about, remedy)
 
 
 def reason(error: Exception) -> str:
@@ -486,15 +463,7 @@ def generate_options(spec: SelfSpecModel, mode: ModeConfig, max_new_tokens: int)
 class Bench:
     """A benchmark of one target.
 
-    Args:
-        spec: the target, with its heads.
-        tokenizer: its tokenizer.
-        config: the benchmark.
-        others: functions that generate with other programs, by the names of their methods.
-
-    Raises:
-        FileNotFoundError: a prompt set's file does not exist.
-        ValueError: a prompt set has too few prompts.
+    `others` generate with other programs, by the names of their methods. Raises as `read_prompts`.
     """
 
     def __init__(
@@ -508,9 +477,7 @@ class Bench:
         decoder = spec.decoder
         longest = decoder.max_positions and decoder.max_positions - config.max_new_tokens
         self.prompts: dict[str, list[Tensor]] = {
-            prompts.name: [
-                torch.tensor(tokens) for tokens in read_prompts(prompts, tokenizer, longest)
-            ]
+            prompts.name: list(map(torch.tensor, read_prompts(prompts, tokenizer, longest)))
             for prompts in config.prompts
         }
         self.batches: dict[tuple[str, int], list[Batch]] = {
@@ -545,18 +512,11 @@ class Bench:
     def turns(self) -> list[Turns]:
         """What is compared: the methods in every mode, on every prompt set and batch size."""
         config = self.config
+        same = {"repeats": config.repeats, "warm_up": config.warm_up, "seed": config.seed}
         return [
-            Turns(
-                Place(mode.name, prompts, rows, ""),
-                self.methods,
-                batches,
-                self.options(mode),
-                config.repeats,
-                config.warm_up,
-                config.seed,
-            )
+            Turns(Place(mode.name, *key, ""), self.methods, batches, self.options(mode), **same)
             for mode in config.modes
-            for (prompts, rows), batches in self.batches.items()
+            for key, batches in self.batches.items()
         ]
 
     def run(self, file: RunFile, show: Show = lambda doing, done, of: None) -> None:

@@ -44,11 +44,7 @@ _USABLE = 0.8  # share of the memory that a benchmark may fill
 
 
 def read_shape(name: str) -> PretrainedConfig:
-    """The config of a shape: one in the package, or a transformers config.json.
-
-    Raises:
-        ValueError: there is neither.
-    """
+    """The config of a shape: one in the package, or a config.json; ValueError if it is neither."""
     path = _FOLDER / f"{name}.json" if name in SHAPES else Path(name)
     if not path.exists():
         raise ValueError(unknown_name("shape", name, [*SHAPES, "the path of a config.json"]))
@@ -139,6 +135,14 @@ def _early_exit(head: str, exit_layer: int, **fields: Any) -> DraftConfig:
     return DraftConfig(head=head, exit_layer=exit_layer, num_draft_tokens=4, **fields)
 
 
+def random_prompts(lengths: Sequence[int]) -> tuple[PromptSetConfig, ...]:
+    """A prompt of random tokens of each length."""
+    return tuple(
+        PromptSetConfig(name=f"{n} tokens", reader="random", count=1, prompt_tokens=n)
+        for n in lengths
+    )
+
+
 def with_defaults(config: BenchConfig, depth: int, device: torch.device) -> BenchConfig:
     """Fill in the defaults of a shape with `depth` layers.
 
@@ -148,10 +152,7 @@ def with_defaults(config: BenchConfig, depth: int, device: torch.device) -> Benc
     lengths = (128, 2048, 8192, 32768) if gpu else (64, 256)
     chosen: dict[str, object] = {
         "dtype": "bfloat16" if gpu else "float32",
-        "prompts": tuple(
-            PromptSetConfig(name=f"{n} tokens", reader="random", count=1, prompt_tokens=n)
-            for n in lengths
-        ),
+        "prompts": random_prompts(lengths),
         "methods": default_methods(depth, config.acceptance),
         "modes": (ModeConfig(name="greedy, acceptance planted"),),
         "batch_sizes": (1, 4, 8, 16, 32) if gpu else (1, 4),
@@ -164,11 +165,7 @@ def with_defaults(config: BenchConfig, depth: int, device: torch.device) -> Benc
 
 
 def add_heads(engine: Engine, methods: Sequence[MethodConfig]) -> None:
-    """Build the untrained heads of the methods.
-
-    Raises:
-        ValueError: a head cannot be built.
-    """
+    """Build the untrained heads of the methods; ValueError if one cannot be built."""
     wanted = {
         (method.draft.head, method.draft.exit_layer): method.head_options
         for method in methods
@@ -182,8 +179,7 @@ def add_heads(engine: Engine, methods: Sequence[MethodConfig]) -> None:
 class ShapeBench(Bench):
     """The benchmark of a shape; `facts` has model and device, for the report.
 
-    Raises:
-        ValueError: there is no such shape or device, or too little memory.
+    Raises ValueError if there is no such shape or device, or too little memory.
     """
 
     def __init__(self, config: BenchConfig):
@@ -199,13 +195,12 @@ class ShapeBench(Bench):
         add_heads(spec.engine, config.methods)
         super().__init__(spec, numbers_tokenizer(text.vocab_size), config)
         self.bandwidth = read_bandwidth(device)
+        # On a CPU more prompt tokens would take minutes.
+        most = None if chosen or device.type != "cpu" else 256
+        left_out = self._leave_out(usable_memory(device), most)
         self.measured = {
             "bandwidth GB/s": round(self.bandwidth / 1e9, 1),
-            "left out": self._leave_out(
-                # On a CPU more prompt tokens would take minutes.
-                usable_memory(device),
-                None if chosen or device.type != "cpu" else 256,
-            ),
+            "left out": left_out,
         }
         self.facts: JsonObject = {
             "shape": config.shape,
@@ -294,15 +289,12 @@ def bytes_a_round(engine: Engine, draft: DraftConfig | None, tokens: int) -> int
     drafting = 1 if head.drafts_at_once else levels
     seen = kv if draft.window is None else min(kv, (draft.window + draft.sinks) * kv_of_token)
     own = bytes_read(head, draft.precision) + (seen if head.layer is not None else 0)
-    reading = drafting * (
-        own + bytes_read(decoder.lm_head, draft.lm_head_precision or draft.precision)
-    )
-    whole = sum(layers) + unembed
-    if not draft.approximates_layers(whole=head.exit_layer == decoder.depth):
-        return whole + reading + drafting * sum(layers[: head.exit_layer])
-    first = decoder.layers[: head.exit_layer]
-    below = [bytes_read(layer, draft.precision) + seen for layer in first]
-    return whole + reading + drafting * sum(below)
+    own += bytes_read(decoder.lm_head, draft.lm_head_precision or draft.precision)
+    below = layers[: head.exit_layer]
+    if draft.approximates_layers(whole=head.exit_layer == decoder.depth):
+        first = decoder.layers[: head.exit_layer]
+        below = [bytes_read(layer, draft.precision) + seen for layer in first]
+    return sum(layers) + unembed + drafting * (own + sum(below))
 
 
 def read_bandwidth(device: torch.device, repeats: int = 5) -> float:

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from selfspec import __version__
 from selfspec.apps.bench import run as bench
 from selfspec.apps.bench.config import MethodConfig, ModeConfig
-from selfspec.apps.bench.prompts import cut_prompts, make_batches, split_prompts
+from selfspec.apps.bench.prompts import cut_prompts, make_batches
 from selfspec.apps.bench.results import ratios, usual_rates
 from selfspec.apps.bench.run import Run, RunFile, Show, Turns, generate_options, make_method
 from selfspec.apps.bench.shapes import size_of, usable_memory
@@ -102,7 +102,7 @@ def tune(
     heads = heads_to_try(spec.engine, config)
     prompts = cut_prompts(tokenizer, texts, config.prompt_tokens, config.prompts)
     _check_positions(spec.engine, prompts, config)
-    tried, held_out = split_prompts(prompts)
+    tried, held_out = prompts[::2], prompts[1::2] or prompts
     place = Place.of(spec.decoder)
     identity = [__version__, place.model_dump(), [_identity(head) for head in heads]]
     file = RunFile(None if work is None else Path(work))
@@ -152,11 +152,7 @@ def fastest(compared: Sequence[Measured]) -> DraftConfig:
 
 
 def heads_to_try(engine: Engine, config: TuneConfig) -> list[ExitHead]:
-    """The fitted heads, and the shared one at some exits, lowest exit first.
-
-    Raises:
-        ValueError: there is no such exit.
-    """
+    """The fitted heads, and the shared one at some exits, lowest exit first."""
     depth = engine.decoder.depth
     exits = config.exits
     if exits is None:
@@ -247,12 +243,13 @@ def _compared(
     sizes = config.model_dump(include={"new_tokens", "temperature", "seed", "batch"})
     mode = ModeConfig(name=_digest([identity, sizes]), temperature=config.temperature)
     keys = {name: f"{name} {_digest(draft.model_dump())}" for name, draft in drafts.items()}
+    methods = {
+        keys[name]: make_method(spec, MethodConfig(name=name, draft=draft))
+        for name, draft in drafts.items()
+    }
     turns = Turns(
         bench.Place(mode.name, _digest([prompt.tolist() for prompt in prompts]), config.batch, ""),
-        {
-            keys[name]: make_method(spec, MethodConfig(name=name, draft=drafts[name]))
-            for name in keys
-        },
+        methods,
         make_batches(prompts, config.batch, spec.decoder.device),
         generate_options(spec, mode, config.new_tokens),
         config.repeats,
@@ -270,10 +267,8 @@ def _compared(
     }
     if PLAIN not in runs or len(runs) == 1:
         raise RuntimeError(f"no drafts can be compared: {next(filter(None, failed.values()))}")
-    exact = spec.decoder.dtype.itemsize >= 4 and not config.temperature
-    measured = [
-        _measured(name, drafts[name], own, runs[PLAIN], exact) for name, own in runs.items()
-    ]
+    exact, plain = spec.decoder.dtype.itemsize >= 4 and not config.temperature, runs[PLAIN]
+    measured = [_measured(name, drafts[name], own, plain, exact) for name, own in runs.items()]
     return measured, {name: why for name, why in failed.items() if why is not None}
 
 

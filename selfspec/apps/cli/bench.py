@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,10 +29,10 @@ from selfspec.apps.cli.common import (
 from selfspec.apps.cli.options import Drafting, MaxNewTokens, Prompts, Seed
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from selfspec.apps.bench import Bench, BenchConfig, CheckResult, Report
-    from selfspec.apps.bench.run import Write
+    from selfspec.apps.bench import CheckResult
+    from selfspec.apps.bench.config import BenchConfig
+    from selfspec.apps.bench.results import Report
+    from selfspec.apps.bench.run import Bench, Write
     from selfspec.config import JsonObject
     from selfspec.schedule.profile import Profile
 
@@ -78,7 +77,7 @@ class Compared:
 
     def read(self) -> BenchConfig:
         """The whole config."""
-        from selfspec.apps.bench import BenchConfig
+        from selfspec.apps.bench.config import BenchConfig
         from selfspec.config import load_config
 
         chosen = [] if self.shape is None else [f"shape={self.shape}"]
@@ -132,14 +131,21 @@ def run_bench(
 
     `others` generate with other programs, by the names of their methods.
     """
-    from selfspec.apps.bench import Report, RunFile, summarise
+    from selfspec.apps.bench.results import Report, summarise
+    from selfspec.apps.bench.run import RunFile
 
     bench, where = _made(config, others)
     config = bench.config
-    identity = {"config": config.model_dump(mode="json"), "where": where}
-    file = RunFile(output, identity)
-    if len(file.runs) < bench.total:
-        _announce(bench, len(file.runs))
+    file = RunFile(output, {"config": config.model_dump(mode="json"), "where": where})
+    if left := bench.total - len(file.runs):
+        device = bench.spec.decoder.device
+        is_slow = config.shape is not None and device.type == "cpu"
+        typer.echo(
+            f"{in_units(bench.spec.causal_lm.num_parameters())} parameters on {device}: {left} of "
+            f"{bench.total} timed calls to make, each of up to {config.max_new_tokens} new tokens "
+            f"a row{'; on a CPU this takes minutes' * is_slow}",
+            err=True,
+        )
     with progress_bar() as show:
         bench.run(file, show)
     facts = {
@@ -154,23 +160,9 @@ def run_bench(
     return Report(facts, summarise(bench, file))
 
 
-def _announce(bench: Bench, done: int) -> None:
-    """Say on stderr how much there is to do."""
-    decoder = bench.spec.decoder
-    parameters = sum(parameter.numel() for parameter in decoder.causal_lm.parameters())
-    is_slow = bench.config.shape is not None and decoder.device.type == "cpu"
-    slow = "; on a CPU this takes minutes" * is_slow
-    typer.echo(
-        f"{in_units(parameters)} parameters on {decoder.device}: {bench.total - done} of "
-        f"{bench.total} timed calls to make, each of up to {bench.config.max_new_tokens} new "
-        f"tokens a row{slow}",
-        err=True,
-    )
-
-
 def _made(config: BenchConfig, others: Mapping[str, Write] | None) -> tuple[Bench, JsonObject]:
     """The benchmark, and the settings that its runs depend on."""
-    from selfspec.apps.bench import Bench
+    from selfspec.apps.bench.run import Bench
     from selfspec.apps.bench.shapes import ShapeBench
 
     if config.threads is not None:
@@ -229,11 +221,14 @@ def check(
     Exit code 1: an output differs by more than rounding, or the distribution is wrong.
     """
     from selfspec.apps.bench import Sampling, check_exactness
+    from selfspec.apps.display.demo import load_prompts
 
     chosen = drafting.chosen
     target = source.load()
     draft = chosen or target.spec.default_draft
-    prompts = _prompts_of(target, file)
+    texts = read_prompts(None, file) if file else [prompt.text for prompt in load_prompts()]
+    encoded = [target.tokenizer(text, return_tensors="pt").input_ids for text in texts]
+    prompts = [ids.to(target.spec.decoder.device) for ids in encoded]
     sampling = Sampling(samples=samples) if samples else None
     with progress().status("comparing outputs"):
         result = check_exactness(target.spec, draft, prompts, max_new_tokens, sampling, seed)
@@ -241,14 +236,6 @@ def check(
     console.answer({**target.to_dict(), "draft": draft.model_dump(), **result.to_dict()})
     if not result.passed:
         raise typer.Exit(1)
-
-
-def _prompts_of(target: Loaded, file: Path | None) -> list[Tensor]:
-    from selfspec.apps.display.demo import load_prompts
-
-    texts = read_prompts(None, file) if file else [prompt.text for prompt in load_prompts()]
-    device = target.spec.decoder.device
-    return [target.tokenizer(text, return_tensors="pt").input_ids.to(device) for text in texts]
 
 
 def _verdicts(target: Loaded, result: CheckResult) -> list[str]:
@@ -321,7 +308,15 @@ def tune(
     output = output or default_path(target.spec.decoder, source.heads or resolve(source.model)[1])
     make_folder_of(output)
     folder = output.with_suffix(".work")
-    with one_run(folder), _shown_parts() as show:
+    begun: set[str] = set()
+    with one_run(folder), progress_bar() as bar:
+
+        def show(part: str, done: int, of: int) -> None:
+            bar(part, done, of)
+            if part not in begun and not sys.stderr.isatty():
+                typer.echo(part, err=True)
+            begun.add(part)
+
         if fresh:
             (folder / "runs.jsonl").unlink(missing_ok=True)
         profile = measure(target.spec, target.tokenizer, texts, wanted, folder, show)
@@ -330,24 +325,9 @@ def tune(
     console.answer({**target.to_dict(), "output": str(output), **profile.model_dump(mode="json")})
 
 
-@contextmanager
-def _shown_parts() -> Iterator[Callable[[str, int, int], None]]:
-    """As `progress_bar`; where there is no terminal, every part begins with a line."""
-    begun: set[str] = set()
-    with progress_bar() as bar:
-
-        def show(part: str, done: int, of: int) -> None:
-            bar(part, done, of)
-            if part not in begun and not sys.stderr.isatty():
-                typer.echo(part, err=True)
-            begun.add(part)
-
-        yield show
-
-
 def _show(console: Console, profile: Profile, output: Path) -> None:
     from selfspec.apps.bench.plots import write_picture
-    from selfspec.apps.display import speedup_map, speedup_table, validation_table
+    from selfspec.apps.display.plots import speedup_map, speedup_table, validation_table
 
     console.print(speedup_table(profile), validation_table(profile), sep="\n")
     for name, reason in profile.left_out.items():

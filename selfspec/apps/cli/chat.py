@@ -67,11 +67,7 @@ def _lines(interactive: bool) -> Iterator[str]:
 
 
 def _obey(line: str, conversation: Conversation) -> bool:
-    """Run a command; returns whether the line is one.
-
-    Raises:
-        ValueError: an unknown command.
-    """
+    """Run a command; returns whether the line is one. ValueError if it is unknown."""
     if not _COMMAND.fullmatch(line):
         return False
     if line not in _COMMANDS:
@@ -86,7 +82,7 @@ def _obey(line: str, conversation: Conversation) -> bool:
 
 
 def _greet(console: Console, name: str, conversation: Conversation) -> None:
-    from selfspec.apps.display import in_colour, legend
+    from selfspec.apps.display.trace import in_colour, legend
 
     kind = "messages" if conversation.templated else "lines of one text (no chat template)"
     console.print(f"{name}; turns are {kind}\n{_HELP}", style="dim")
@@ -98,7 +94,7 @@ def _turn(conversation: Conversation, line: str, console: Console, interactive: 
     """Send a line, and show the reply; on a terminal in colour, and stopped by Ctrl-C."""
     from transformers import TextStreamer
 
-    from selfspec.apps.display import OriginStreamer, in_colour
+    from selfspec.apps.display.trace import OriginStreamer, in_colour
 
     tokenizer, streamer = conversation.tokenizer, None
     if interactive and in_colour(console):
@@ -109,8 +105,7 @@ def _turn(conversation: Conversation, line: str, console: Console, interactive: 
         turn = conversation.say(line, streamer, stop)
     if not console.quiet:
         cached = f"{turn.cached_tokens} of {turn.prompt_tokens} tokens cached"
-        shown = f"{summary(turn.stats)}; {cached}{'; stopped' if turn.stopped else ''}"
-        note(shown)
+        note(f"{summary(turn.stats)}; {cached}{'; stopped' if turn.stopped else ''}")
     return turn
 
 

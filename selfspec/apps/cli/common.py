@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -43,11 +45,7 @@ _LINE_EVERY = 10.0  # seconds between lines of progress where there is no termin
 
 
 class Reporter(Console):
-    """A command's console. With `--json` it is quiet, and `answer` prints to stdout.
-
-    Args:
-        as_json: whether `--json` was given.
-    """
+    """A command's console. With `--json` it is quiet, and `answer` prints to stdout."""
 
     def __init__(self, as_json: bool):
         super().__init__(markup=False, highlight=False, quiet=as_json)
@@ -63,12 +61,8 @@ class Reporter(Console):
 def command(function: Callable[..., None], source: Sequence[str] = ()) -> Callable[..., None]:
     """Make a command of a function of a `Reporter`, groups of options, and options of its own.
 
-    The fields of a group become options, and `--json` is the last. With it, whatever is printed
-    to stdout goes to stderr.
-
-    Args:
-        function: the reporter is its first argument.
-        source: fields of `Source` that are options; none takes all.
+    The fields of a group become options, of a `Source` only those of `source`, if any. `--json` is
+    the last; with it, whatever is printed to stdout goes to stderr.
     """
     groups: dict[str, Any] = {}
     options: dict[str, tuple[object, object]] = {}  # default and annotation by name
@@ -91,24 +85,16 @@ def command(function: Callable[..., None], source: Sequence[str] = ()) -> Callab
             function(reporter, **given)
 
     made: Any = run
+    by_name = partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
     made.__signature__ = inspect.Signature(
-        [
-            inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind
-            )
-            for name, (default, kind) in options.items()
-        ]
+        [by_name(n, default=default, annotation=kind) for n, (default, kind) in options.items()]
     )
     made.__name__, made.__doc__, made.__annotations__ = function.__name__, function.__doc__, {}
     return made
 
 
 def make_folder_of(file: Path) -> None:
-    """Make the folder of an output file, before any long work.
-
-    Raises:
-        ValueError: the path is not a folder.
-    """
+    """Make the folder of an output file, before any long work; ValueError if a file is there."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
@@ -163,11 +149,8 @@ def summary(stats: Stats) -> str:
 
 def in_units(count: float, unit: str = "") -> str:
     """A large number with a unit prefix: 12.9 M, 1.5 GB."""
-    prefixes = ["", "k", "M", "G", "T"]
-    while abs(count) >= 1000 and len(prefixes) > 1:
-        count /= 1000
-        del prefixes[0]
-    return f"{count:.3g} {prefixes[0]}{unit}".rstrip()
+    power = min(4, int(math.log10(max(1, abs(count))) / 3))
+    return f"{count / 1000**power:.3g} {['', 'k', 'M', 'G', 'T'][power]}{unit}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -271,11 +254,7 @@ def note(message: str) -> None:
 
 
 def resolve(model: str | None) -> tuple[str, Path | str]:
-    """The target's name, and the folder or id to load it from.
-
-    Raises:
-        FileNotFoundError: `model` is a path, and there is no model.
-    """
+    """The target's name, and the folder or id to load it from; FileNotFoundError if it is none."""
     if model is None:
         return DEMO_MODEL.name, DEMO_MODEL
     from selfspec.decoder.checkpoints import find_checkpoint
@@ -298,9 +277,8 @@ class Source:
     def load(self) -> Loaded:
         """Load the target and its tokenizer.
 
-        Raises:
-            OSError: there is no such model, or it cannot be read.
-            ValueError: the model is not supported, or the heads belong to another one.
+        Raises OSError if there is no such model or it cannot be read, ValueError if it is not
+        supported or the heads belong to another one.
         """
         name, path = resolve(self.model)
         with progress().status(f"loading {name}"):
@@ -355,9 +333,8 @@ def quiet_transformers() -> None:
 def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
     """The prompts, from the argument, a file or stdin.
 
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: there is no text, it is not UTF-8, or a line is not a JSON object with a prompt.
+    Raises FileNotFoundError without the file, ValueError if there is no text, it is not UTF-8, or a
+    line is not a JSON object with a prompt.
     """
     given = prompt if prompt != "-" else None
     source, text = ("the argument", given) if given is not None else _read(file)
@@ -387,19 +364,15 @@ def _read(file: Path | None) -> tuple[str, str]:
     if file is None and sys.stdin.isatty():
         raise typer.BadParameter("give a prompt, --file, or text on stdin")
     if file is None or str(file) == "-":
-        return "stdin", _read_stdin()
+        try:
+            return "stdin", sys.stdin.read().removeprefix("\ufeff")  # a byte order mark
+        except UnicodeDecodeError as error:
+            raise ValueError(f"stdin is not UTF-8 text (byte {error.start})") from None
     if not file.is_file():
         raise FileNotFoundError(f"no prompt file at {file}")
     from selfspec.config import read_text
 
     return str(file), read_text(file)
-
-
-def _read_stdin() -> str:
-    try:
-        return sys.stdin.read().removeprefix("\ufeff")  # a byte order mark
-    except UnicodeDecodeError as error:
-        raise ValueError(f"stdin is not UTF-8 text (byte {error.start})") from None
 
 
 def _prompt_of(line: str, place: str) -> str:

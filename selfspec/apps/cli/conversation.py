@@ -74,16 +74,8 @@ def turn_stops(spec: SelfSpecModel, tokenizer: PreTrainedTokenizerBase) -> Optio
 class Conversation:
     """Replies to one turn after another; with a chat template, turns are messages.
 
-    Args:
-        spec: the model.
-        tokenizer: its tokenizer.
-        draft: how to draft.
-        options: of transformers' `generate`; `max_new_tokens` is the most that a reply has.
-        seed: seeds sampling, once for the conversation.
-        system: a system message.
-
-    Raises:
-        ValueError: there is a system message, but no chat template.
+    `options` are of transformers' `generate`, with the `max_new_tokens` of a reply. Sampling is
+    seeded once. ValueError if there is a `system` message, but no chat template.
     """
 
     def __init__(
@@ -117,8 +109,7 @@ class Conversation:
 
     def reset(self) -> None:
         """Forget every turn."""
-        first = [] if self.system is None else [{"role": "system", "content": self.system}]
-        self.messages: list[dict[str, str]] = first
+        self.messages = [] if self.system is None else _message("system", self.system)
         self.tokens: list[int] = []
         self._read: list[int] = []  # tokens in the KV cache, including those of a failed reply
         self.cache.reset()
@@ -131,11 +122,9 @@ class Conversation:
     ) -> Turn:
         """Send a message and return the turn with the reply, which goes to the streamer, too.
 
-        `stop` is called after every token; the reply stops when it returns true.
-
-        Raises:
-            ValueError: the message is empty, there is no room for a reply, or the draft is invalid.
-                The conversation is then unchanged.
+        `stop` is called after every token; the reply stops when it returns true. Raises ValueError
+        if the message is empty, there is no room for a reply, or the draft is invalid; the
+        conversation is then unchanged.
         """
         if not prompt.strip():
             raise ValueError("an empty turn; say something")

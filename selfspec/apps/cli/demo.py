@@ -44,7 +44,6 @@ ROWS = (
     ("time in sampling", "time_sampling", "{:.1%}"),
     ("time in the rest", "time_rest", "{:.1%}"),
 )
-_COLUMNS = ("plain", "speculative")
 
 
 @command
@@ -163,13 +162,12 @@ def _show(
 
 def _filled_in(target: Loaded, draft: DraftConfig) -> DraftConfig:
     """The draft, completed by the rule and, if the drafter has one, the exit."""
-    if "rule" not in draft.model_fields_set:
-        draft = draft.model_copy(update={"rule": "coupled"})
-    if draft.drafter not in _AT_ONE_EXIT:
-        return draft
-    head = target.spec.engine.head(draft)
-    chosen = {"exit_layer": head.exit_layer, "head": head.kind}
-    return draft.model_copy(update={**chosen, "num_draft_tokens": draft.most_tokens})
+    chosen = {} if "rule" in draft.model_fields_set else {"rule": "coupled"}
+    if draft.drafter in _AT_ONE_EXIT:
+        head = target.spec.engine.head(draft)
+        chosen |= {"exit_layer": head.exit_layer, "head": head.kind}
+        chosen |= {"num_draft_tokens": draft.most_tokens}
+    return draft.model_copy(update=chosen)
 
 
 def _passages(
@@ -199,9 +197,10 @@ def _headline(head: JsonObject) -> str:
         strategy += f", exit after layer {draft['exit_layer']} ({draft['head']} head)"
         strategy += f", drafts a round: {draft['num_draft_tokens']}"
     choice = "greedy"
-    if options["temperature"]:
-        choice = f"sampled at temperature {options['temperature']:g} with seed {options['seed']}"
-        choice += f", rule {draft['rule']}"
+    if heat := options["temperature"]:
+        choice = (
+            f"sampled at temperature {heat:g} with seed {options['seed']}, rule {draft['rule']}"
+        )
     return (
         f"{head['model']} · {head['layers']} layers · {head['dtype']} · {head['device']}, "
         f"threads: {head['threads']}\n{strategy}\n{choice}"
@@ -210,8 +209,8 @@ def _headline(head: JsonObject) -> str:
 
 def _show_demo(console: Console, writer: Comparison, source: str, gap: str) -> DemoResult:
     """Stream the output, `gap` after the prompt, then compare both outputs and their speed."""
-    from selfspec.apps.display import OriginStreamer, legend
     from selfspec.apps.display.demo import run_demo, verdict
+    from selfspec.apps.display.trace import OriginStreamer, legend
 
     streamer = None
     if not console.quiet:
@@ -233,8 +232,9 @@ def demo_table(results: Mapping[str, DemoResult]) -> Table:
         "without drafts, on the same kernels"
     )
     table.add_column()
-    for name, column in ((name, column) for name in results for column in _COLUMNS):
-        table.add_column(f"{name}\n{column}".strip(), justify="right")
+    for name in results:
+        table.add_column(f"{name}\nplain".strip(), justify="right")
+        table.add_column(f"{name}\nspeculative".strip(), justify="right")
     every = [result.figures() for result in results.values()]
     for label, key, form in ROWS:
         pairs = ((figures.get(f"plain_{key}"), figures[key]) for figures in every)

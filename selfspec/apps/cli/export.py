@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,10 +14,7 @@ from selfspec.apps.cli.common import Reporter, Source, command, in_units, resolv
 from selfspec.apps.cli.examples import examples
 
 if TYPE_CHECKING:  # which imports torch
-    from selfspec.drafters.engine import Engine
     from selfspec.heads import ExitHead
-
-HeadT = TypeVar("HeadT", bound="ExitHead")
 
 _draft = partial(typer.Option, rich_help_panel="Draft")
 _stored = partial(command, source=("model", "heads", "dtype"))
@@ -63,7 +60,8 @@ def hf_draft(
     num_draft_tokens: NumDraftTokens = 4,
 ) -> None:
     """Fold an exit into a standard checkpoint, a draft model for serving engines."""
-    from selfspec.apps.export import check_foldable, check_free, export_draft
+    from selfspec.apps.export.draft_model import check_foldable, export_draft
+    from selfspec.apps.export.guides import check_free
     from selfspec.config import DraftConfig
 
     check_free(out)
@@ -120,12 +118,20 @@ def _export_head(
     write: Callable[..., Any],
 ) -> None:
     """Write the target's head of a type in a published layout."""
-    from selfspec.apps.export import check_free
+    from selfspec.apps.export.guides import check_free
 
     check_free(out)
     name, path = resolve(source.model)
     engine = replace(source, device="cpu").load_spec().engine
-    exported = write(engine.decoder, _head_of(engine, head_type), out, target=str(path))
+    head = next((head for head in engine.heads if isinstance(head, head_type)), None)
+    if head is None:
+        have = ", ".join(head.kind for head in engine.heads) or "none"
+        raise ValueError(
+            f"there is no {head_type.kind} head here (heads: {have}); give the folder of one with "
+            "--heads, or fit one: selfspec fit MODEL --text FILES "
+            f"heads='[{{kind: {head_type.kind}, exit_layer: 0}}]'"
+        )
+    exported = write(engine.decoder, head, out, target=str(path))
     kind = getattr(exported, "algorithm", "EAGLE-3")
     what = f"{kind} head of {in_units(exported.parameters)} parameters for {name}"
     _tell(console, out, what, exported)
@@ -135,19 +141,6 @@ def _tell(console: Reporter, out: Path, what: str, exported: Any) -> None:
     """Say what was written, and where the lines are that launch it."""
     console.print(f"{out}: {what}; {out / 'README.md'} has the lines that launch it")
     console.answer({"folder": str(out), **asdict(exported)})
-
-
-def _head_of(engine: Engine, head_type: type[HeadT]) -> HeadT:
-    """The engine's head of a kind; ValueError says how to get one."""
-    for head in engine.heads:
-        if isinstance(head, head_type):
-            return head
-    have = ", ".join(head.kind for head in engine.heads) or "none"
-    raise ValueError(
-        f"there is no {head_type.kind} head here (heads: {have}); give the folder of one with "
-        "--heads, or fit one: selfspec fit MODEL --text FILES "
-        f"heads='[{{kind: {head_type.kind}, exit_layer: 0}}]'"
-    )
 
 
 @export.command("custom-generate", epilog=examples("export custom-generate"))
@@ -164,7 +157,8 @@ def custom_generate(
 
     The heads in --heads, or else those beside --model, are copied into the folder.
     """
-    from selfspec.apps.export import check_free, export_custom_generate
+    from selfspec.apps.export import export_custom_generate
+    from selfspec.apps.export.guides import check_free
 
     check_free(out)
     has_target = source.model is not None or source.heads is not None
@@ -193,7 +187,7 @@ def import_heads(
 
     The pickle is loaded with torch.load(weights_only=True), which runs no code of the file.
     """
-    from selfspec.apps.export import check_free
+    from selfspec.apps.export.guides import check_free
     from selfspec.heads.formats.files import convert
 
     check_free(out)

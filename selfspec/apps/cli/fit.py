@@ -161,12 +161,8 @@ def forecast_table(advice: Advice) -> Table:
     caption = f"run: after the {in_units(advice.tokens)} tokens of this run; hour: after an hour"
     if max(head.speedup for head in (*advice.now, *advice.then)) <= 1:
         caption += f"; with far more text {max(head.speedup for head in advice.most):.2f}x"
-    table = Table(
-        title="expected of a head here, over plain decoding",
-        caption=caption,
-        box=box.SIMPLE_HEAD,
-        padding=0,
-    )
+    title = "expected of a head here, over plain decoding"
+    table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=0)
     told = ("head", "vocabulary", "in text", "draft")
     for name in (*told, "α, run", "speed", "tokens, hour", "α", "speed"):
         table.add_column(f" {name}", justify="right")
@@ -191,11 +187,7 @@ def _split(words: list[str] | None, what: str) -> tuple[str | None, list[str]]:
 
 
 def _training(module: str) -> ModuleType:
-    """Import a module of the training code, which in a wheel is inside the package.
-
-    Raises:
-        ImportError: the code that is found is not that of this checkout.
-    """
+    """Import a module of the training code, which in a wheel is inside the package."""
     if find_spec("selfspec.training"):
         return import_module(f"selfspec.training.{module}")
     own, found = Path(__file__).parents[3] / "training" / "__init__.py", find_spec("training")

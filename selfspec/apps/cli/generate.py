@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -86,12 +86,7 @@ class Asking:
     ] = None
 
     def check(self, source: Source) -> None:
-        """Refuse what the checkpoint or this installation cannot do, before weights are loaded.
-
-        Raises:
-            ImportError: there is a schema, and xgrammar is not installed.
-            ValueError: it is a chat, and the tokenizer has no template.
-        """
+        """Refuse what the checkpoint or this installation cannot do, before weights are loaded."""
         from selfspec.decoder.checkpoints import load_tokenizer
 
         if self.json_schema is not None and find_spec("xgrammar") is None:
@@ -118,21 +113,31 @@ class Asking:
             stops = turn_stops(target.spec, target.tokenizer)
         if self.json_schema is None:
             return lambda: stops
-        import xgrammar.contrib.hf  # pyright: ignore[reportMissingImports]
+        size, tokenizer = target.spec.config.vocab_size, target.tokenizer
+        make = json_processors(size, tokenizer, self.json_schema, stops.get("eos_token_id"))
+        return lambda: {**stops, "logits_processor": [make()]}
 
-        vocabulary = xgrammar.TokenizerInfo.from_huggingface(
-            target.tokenizer,
-            vocab_size=target.spec.config.vocab_size,
-            stop_token_ids=stops.get("eos_token_id"),
+
+def json_processors(
+    vocab_size: int,
+    tokenizer: PreTrainedTokenizerBase,
+    schema: str,
+    stop_ids: list[int] | None = None,
+) -> Callable[[], Any]:
+    """Makes a logits processor per call, with which it writes JSON of a schema, by xgrammar."""
+    import xgrammar.contrib.hf  # pyright: ignore[reportMissingImports]
+
+    vocabulary = xgrammar.TokenizerInfo.from_huggingface(
+        tokenizer, vocab_size=vocab_size, stop_token_ids=stop_ids
+    )
+    try:
+        # With any white space allowed, a small model may write nothing else.
+        grammar = xgrammar.GrammarCompiler(vocabulary).compile_json_schema(
+            schema, any_whitespace=False
         )
-        compiler = xgrammar.GrammarCompiler(vocabulary)
-        try:
-            # With any white space allowed, a small model may write nothing else.
-            grammar = compiler.compile_json_schema(self.json_schema, any_whitespace=False)
-        except RuntimeError as error:
-            raise ValueError(f"xgrammar does not understand the schema: {error}") from None
-        make = xgrammar.contrib.hf.LogitsProcessor
-        return lambda: {**stops, "logits_processor": [make(grammar)]}
+    except RuntimeError as error:
+        raise ValueError(f"xgrammar does not understand the schema: {error}") from None
+    return partial(xgrammar.contrib.hf.LogitsProcessor, grammar)
 
 
 @command
@@ -170,38 +175,25 @@ def generate(
     prompts = read_prompts(prompt, job.prompts or file)
     if form == "svg" and len(prompts) > 1:
         raise typer.BadParameter(f"--format svg draws one prompt, got {len(prompts)}")
+    asking.check(source)
     if job.output is not None:
         answers = _Answers(source, asking, drafting.chosen, writing, job.batch_size)
-        asking.check(source)
-        _run_job(answers, prompts, job.output, job.processes, console)
-        return
-    asking.check(source)
+        return _run_job(answers, prompts, job.output, job.processes, console)
     target, draft, options = begin(source, drafting, writing)
     if target.tokenizer.chat_template and not asking.chat:
         note("the checkpoint has a chat template: --chat puts the prompt into it")
     bounds = asking.bounds(target)
-    results = [
-        _continue(
-            target,
-            text,
-            asking.encode(target.tokenizer, text),
-            {**options, "draft": draft, **bounds()},
-            writing.seed,
-            form,
-            console,
-        )
-        for text in prompts
-    ]
+    results: list[JsonObject] = []
+    for text in prompts:
+        tokens = asking.encode(target.tokenizer, text)
+        more = {**options, "draft": draft, **bounds()}
+        results.append(_continue(target, text, tokens, more, writing.seed, form, console))
     chosen = {"generation_config": own_choices(target.spec), "draft": draft.model_dump()}
     console.answer({**target.to_dict(), **chosen, "results": results})
 
 
 def _read_schema(given: str) -> str:
-    """A JSON schema, given as it is or as the path of its file.
-
-    Raises:
-        ValueError: it is not a JSON object.
-    """
+    """A JSON schema, given as it is or as the path of its file; ValueError if it is no object."""
     from selfspec.config import read_text
 
     is_text = given.lstrip().startswith("{")
@@ -251,7 +243,7 @@ def _continue(
         result["trace"] = [{name: getattr(r, name) for name in told} for r in trace.rows[0]]
     if console.quiet:
         return result
-    from selfspec.apps.display import pieces, trace_svg, write_piece
+    from selfspec.apps.display.trace import pieces, trace_svg, write_piece
 
     if form == "jsonl":
         console.file.write(json.dumps(result, allow_nan=False) + "\n")

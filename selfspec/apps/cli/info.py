@@ -47,13 +47,16 @@ def info(
 ) -> None:
     """Describe a target and its heads: shape, memory, and the default draft."""
     from selfspec.decoder.checkpoints import folder_of, load_config
-    from selfspec.heads import CONFIG_NAME
+    from selfspec.heads import CONFIG_NAME, ships_head
     from selfspec.schedule.profile import PROFILE_NAME, cached_profiles
 
     name, path = resolve(source.model)
+    config = load_config(path)
     beside = any((Path(folder_of(path)) / file).is_file() for file in (CONFIG_NAME, PROFILE_NAME))
+    depth = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
+    has_head = depth is not None and ships_head(path, depth)
     # Which of the profiles is valid, the weights tell.
-    has_more = beside or _ships_head(path) or bool(cached_profiles(load_config(path)))
+    has_more = beside or has_head or bool(cached_profiles(config))
     is_bare = source.heads is None and not has_more
     engine, profile = _without_weights(path) if is_bare else None, None
     if engine is None:
@@ -62,16 +65,6 @@ def info(
     facts = {"model": name, **describe(engine, context, profile)}
     console.print(info_table(facts))
     console.answer(facts)
-
-
-def _ships_head(path: Path | str) -> bool:
-    """Whether the checkpoint has a head of its own, such as a multi-token prediction layer."""
-    from selfspec.decoder.checkpoints import load_config
-    from selfspec.heads import ships_head
-
-    config = load_config(path).get_text_config(decoder=True)
-    depth = getattr(config, "num_hidden_layers", None)
-    return depth is not None and ships_head(path, depth)
 
 
 def _without_weights(path: Path | str) -> Engine | None:
@@ -201,8 +194,7 @@ def _of_draft(engine: Engine, draft: DraftConfig) -> JsonObject:
 def expected_of_fitting(decoder: Decoder) -> JsonObject:
     """The head that `selfspec fit` would choose for a million tokens of text.
 
-    Its draft cost is in plain steps; its speedups over plain decoding go by the tokens that it has
-    seen.
+    Its draft cost is in plain steps, its speedups over plain decoding by the tokens it has seen.
     """
     import torch
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +28,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from selfspec import DEMO_MODEL
-from selfspec.apps.display.divergence import Divergence, find_divergence
+from selfspec.apps.display.divergence import Divergence, first_divergence
 from selfspec.apps.display.plots import read_exits
 from selfspec.config import DraftConfig, JsonObject, Options, StrictConfig
 from selfspec.heads import head_class
@@ -38,7 +38,6 @@ from selfspec.sampling.coupled_noise import Noise
 from selfspec.schedule.stats import Stats
 
 WARM_UP_TOKENS = 8
-
 
 Domain = Literal["prose", "code", "maths", "chat"]
 
@@ -59,23 +58,14 @@ def load_prompts(domain: Domain | None = None) -> list[DemoPrompt]:
 
 
 class DemoOptions(StrictConfig):
-    """Settings of a demo.
-
-    Attributes:
-        draft: how to draft.
-        max_new_tokens: tokens to generate.
-        temperature: 0 decodes greedily.
-        no_repeat_ngram_size: no n-gram of this size is generated twice; 0 allows it.
-        seed: seeds sampling.
-        repeats: timed runs of each method.
-    """
+    """Settings of a demo."""
 
     draft: DraftConfig = DraftConfig()
     max_new_tokens: int = Field(default=128, ge=1)
-    temperature: float = Field(default=0.0, ge=0)
-    no_repeat_ngram_size: int = Field(default=0, ge=0)
+    temperature: float = Field(default=0.0, ge=0)  # 0 decodes greedily
+    no_repeat_ngram_size: int = Field(default=0, ge=0)  # of no such n-gram twice; 0 allows it
     seed: int = 0
-    repeats: int = Field(default=3, ge=1)
+    repeats: int = Field(default=3, ge=1)  # timed runs of each method
 
     @property
     def coupled(self) -> bool:
@@ -109,11 +99,7 @@ class Run(NamedTuple):
 class CoupledChoice(LogitsProcessor):
     """Adds the noise of `rule="coupled"`, so that the model's greedy `generate` samples by it.
 
-    Args:
-        temperature: sampling temperature.
-        width: tokens of the prompt.
-        device: device of the scores.
-        seed: seed of the noise.
+    `width` is the number of tokens of the prompt.
     """
 
     def __init__(self, temperature: float, width: int, device: torch.device, seed: int):
@@ -133,12 +119,7 @@ class CoupledChoice(LogitsProcessor):
 class Comparison:
     """Continues one prompt with the model's own `generate` or with selfspec's.
 
-    Args:
-        spec: the target.
-        tokenizer: its tokenizer.
-        prompt: the prompt, or its tokens `[1, width]`.
-        options: settings, the same for both.
-        chat: whether the prompt is a user's message, which the chat template takes.
+    The prompt is text, its tokens `[1, width]`, or with `chat` a message for the chat template.
     """
 
     def __init__(
@@ -220,6 +201,11 @@ class Comparison:
         tokens = output[0, self.inputs["input_ids"].shape[1] :].tolist()  # waits for the device
         return Run(tokens, time.perf_counter() - start)
 
+    def divergence(self, plain: list[int], other: list[int]) -> Divergence | None:
+        """The first difference of two continuations of the prompt; `None` if they are equal."""
+        ids, mask = self.inputs.values()
+        return first_divergence(self.spec, ids, mask, self.own_options, plain, other)
+
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool) -> Tensor:
     if not chat:
@@ -229,22 +215,19 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool) -> Ten
     return tokenizer.apply_chat_template(turns, return_tensors="pt", **options)["input_ids"]  # pyright: ignore
 
 
-NameT = TypeVar("NameT")
 RunT = TypeVar("RunT")
 
 
 def interleaved(methods: Mapping[str, Callable[[], RunT]], repeats: int) -> dict[str, list[RunT]]:
-    """Run each method `repeats` times in turn, every second turn in reverse order."""
+    """Run each method `repeats` times in turn.
+
+    Every second turn is in reverse order, so that drift affects all alike.
+    """
     runs: dict[str, list[RunT]] = {name: [] for name in methods}
     for turn in range(repeats):
-        for name in in_turn(methods, turn):
+        for name in list(methods)[:: -1 if turn % 2 else 1]:
             runs[name].append(methods[name]())
     return runs
-
-
-def in_turn(names: Iterable[NameT], turn: int) -> list[NameT]:
-    """The order of a turn; every second one is reversed, so that drift affects all alike."""
-    return list(names)[:: -1 if turn % 2 else 1]
 
 
 def rate(runs: Sequence[Run]) -> float:
@@ -261,16 +244,11 @@ class ExitAgreement(NamedTuple):
     """How often an exit head predicts the target's own token.
 
     It is measured on given text, so that loops of greedy decoding do not raise it.
-
-    Attributes:
-        head: its kind.
-        exit_layer: number of layers below the exit.
-        share: of the tokens of the texts.
     """
 
-    head: str
-    exit_layer: int
-    share: float
+    head: str  # its kind
+    exit_layer: int  # layers below the exit
+    share: float  # of the tokens of the texts
 
 
 def exit_agreements(
@@ -297,30 +275,8 @@ def exit_agreements(
     return sorted(found, key=lambda each: -each.share)
 
 
-def first_divergence(writer: Comparison, plain: list[int], other: list[int]) -> Divergence | None:
-    """The first difference of two continuations of the writer's prompt; `None` if equal."""
-    dtype = writer.spec.decoder.dtype
-    return find_divergence(plain, other, partial(_scores, writer), dtype)
-
-
-def _scores(writer: Comparison, tokens: list[int]) -> Tensor:
-    """`[vocab]` the scores of the choice after some tokens of the output."""
-    prompt, generate = writer.inputs["input_ids"], writer.spec.model.generate
-    prefix = torch.cat([prompt, prompt.new_tensor([tokens])], dim=1)
-    told = {"output_scores": True, "return_dict_in_generate": True, "max_new_tokens": 1}
-    mask, options = torch.ones_like(prefix), writer.own_options
-    output: Any = generate(prefix, attention_mask=mask, **options, **told)  # pyright: ignore
-    return output.scores[0][0].float()
-
-
 def verdict(writer: Comparison, count: int, divergence: Divergence | None) -> str:
-    """The comparison of both outputs in a line.
-
-    Args:
-        writer: what generated them.
-        count: tokens of the model's own output.
-        divergence: their first difference, if any.
-    """
+    """The comparison of both outputs in a line; the model's own has `count` tokens."""
     if not writer.comparable:
         return "sampled text differs from run to run; its distribution is the target's own"
     if divergence is None:
@@ -333,27 +289,16 @@ def verdict(writer: Comparison, count: int, divergence: Divergence | None) -> st
 
 @dataclass(frozen=True)
 class DemoResult:
-    """Results of a demo.
-
-    Attributes:
-        prompt: the prompt.
-        text: the continuation.
-        equal: whether both methods generated the same tokens; `None` if sampled, unless coupled.
-        exact: whether they must.
-        divergence: their first difference, if any.
-        plain: runs of the model's own `generate`.
-        undrafted: runs of selfspec's without drafts, on the same kernels.
-        speculative: runs of selfspec's with drafts.
-    """
+    """Results of a demo."""
 
     prompt: str
-    text: str
-    equal: bool | None
-    exact: bool
-    divergence: Divergence | None
-    plain: list[Run]
-    undrafted: list[Run]
-    speculative: list[Run]
+    text: str  # the continuation
+    equal: bool | None  # whether both wrote the same tokens; `None` if sampled, unless coupled
+    exact: bool  # whether they must
+    divergence: Divergence | None  # their first difference
+    plain: list[Run]  # runs of the model's own `generate`
+    undrafted: list[Run]  # runs of selfspec's without drafts, on the same kernels
+    speculative: list[Run]  # runs of selfspec's with drafts
 
     @property
     def stats(self) -> Stats:
@@ -397,12 +342,8 @@ def run_demo(
 ) -> DemoResult:
     """Generate with self-speculation, streamed; then time all methods and compare the outputs.
 
-    The methods are the model's own `generate`, and selfspec's without and with drafts.
-
-    Args:
-        writer: the prompt and the settings.
-        streamer: receives the output.
-        while_timing: entered while the methods are timed.
+    The methods are the model's own `generate`, and selfspec's without and with drafts. They are
+    timed in the context that `while_timing` makes.
     """
     options = writer.options
     undrafted = DraftConfig(drafter="none", rule=options.draft.rule)
@@ -418,7 +359,7 @@ def run_demo(
         runs = interleaved(methods, options.repeats)
     divergence = None
     if writer.comparable:
-        divergence = first_divergence(writer, runs["plain"][0].tokens, streamed.tokens)
+        divergence = writer.divergence(runs["plain"][0].tokens, streamed.tokens)
     return DemoResult(
         prompt=writer.prompt,
         text=str(writer.tokenizer.decode(streamed.tokens, skip_special_tokens=True)),

@@ -22,7 +22,7 @@ from selfspec.decoder import Decoder
 from selfspec.heads import ExitHead, SharedHead
 from selfspec.heads.teacher_forcing import draft_states, target_states
 from selfspec.model import SelfSpecModel
-from selfspec.schedule.profile import Measured, Profile, exit_name
+from selfspec.schedule.profile import Profile, exit_name
 from selfspec.schedule.stats import Stats
 
 if TYPE_CHECKING:
@@ -199,10 +199,7 @@ def acceptance_plot(by_exit: Mapping[int, Stats], ax: Axes | None = None) -> Axe
 
     Args:
         by_exit: counters of a call, or of several, per exit layer.
-        ax: where to draw; `None` opens a figure.
-
-    Raises:
-        ImportError: matplotlib is missing.
+        ax: where to draw; `None` opens a figure, or raises ImportError without matplotlib.
     """
     ax = ax or new_axes("acceptance_plot", 6, 3.5)
     layers = sorted(by_exit)
@@ -226,12 +223,9 @@ def exits_plot(
     Args:
         readings: predictions of the exits.
         measure: `"agreement"`, how often an exit predicts the model's token; `"overlap"`, how
-            likely sampled drafts are accepted; `"entropy"`, of the exit's distribution.
-        ax: where to draw; `None` opens a figure.
-
-    Raises:
-        ImportError: matplotlib is missing.
-        ValueError: there is no such measure.
+            likely sampled drafts are accepted; `"entropy"`, of the exit's distribution. Another
+            one is a ValueError.
+        ax: where to draw; `None` opens a figure, or raises ImportError without matplotlib.
     """
     ax = ax or new_axes("exits_plot", 5, 3.5)
     means = _values(readings, measure).double().mean(1).tolist()
@@ -259,10 +253,7 @@ def exits_heatmap(readings: ExitReadings, ax: Axes | None = None) -> Axes:
 
     Args:
         readings: predictions of the exits; about twenty tokens are easy to read.
-        ax: where to draw; `None` opens a figure that fits.
-
-    Raises:
-        ImportError: matplotlib is missing.
+        ax: where to draw; `None` opens one that fits, or raises ImportError without matplotlib.
     """
     rows, tokens = readings.ids.shape
     ax = ax or new_axes("exits_heatmap", 2.2 + 0.66 * tokens, 1.1 + 0.28 * rows)
@@ -376,30 +367,22 @@ def validation_table(profile: Profile) -> Table:
         table.add_column(name, justify="right")
     chosen = next((ran for ran in profile.validation if ran.draft == profile.draft), None)
     for ran in profile.validation:
-        table.add_row("→" if ran is chosen else "", ran.name, *_speedup_figures(ran))
+        table.add_row(
+            "→" if ran is chosen else "",
+            ran.name,
+            f"{ran.tokens_per_second:.1f}",
+            f"{ran.speedup:.2f}x",
+            f"{ran.acceptance_rate:.3f}",
+            f"{ran.mean_accepted_length:.2f}",
+            {True: "equal", False: "NOT EQUAL", None: ""}[ran.equal],
+        )
     return table
-
-
-def _speedup_figures(ran: Measured) -> Sequence[str]:
-    equal = {True: "equal", False: "NOT EQUAL", None: ""}[ran.equal]
-    return (
-        f"{ran.tokens_per_second:.1f}",
-        f"{ran.speedup:.2f}x",
-        f"{ran.acceptance_rate:.3f}",
-        f"{ran.mean_accepted_length:.2f}",
-        equal,
-    )
 
 
 def speedup_map(profile: Profile, ax: Axes | None = None) -> Axes:
     """Draw the map of speedups: an exit head in each row, numbers of drafts across.
 
-    Args:
-        profile: the profile.
-        ax: where to draw; `None` opens a figure that fits.
-
-    Raises:
-        ImportError: matplotlib is missing.
+    Without `ax` it opens a figure that fits; raises ImportError if matplotlib is missing.
     """
     names, lengths, speedups = _grid(profile)
     ax = ax or new_axes("speedup_map", 2.5 + 0.6 * len(lengths), 1.2 + 0.35 * len(names))
@@ -419,11 +402,7 @@ def speedup_map(profile: Profile, ax: Axes | None = None) -> Axes:
 
 
 def _grid(profile: Profile) -> tuple[list[str], list[int], list[list[float]]]:
-    """Rows, columns and values of the map.
-
-    Raises:
-        ValueError: the profile holds no measured chains.
-    """
+    """Rows, columns and values of the map; ValueError if the profile holds no measured chains."""
     speedups = {
         (exit_name(ran.draft.head or "", ran.draft.exit_layer or 0), ran.draft.most_tokens): (
             ran.speedup

@@ -28,12 +28,7 @@ _BROKEN = "\ufffd"
 
 @dataclass(frozen=True)
 class Piece:
-    """The text of one token.
-
-    Attributes:
-        text: empty if the token is only part of a character.
-        kind: the token's origin, or `"rejected"`.
-    """
+    """The text of one token; empty if the token is only part of a character."""
 
     text: str
     kind: Kind
@@ -238,8 +233,8 @@ class OriginStreamer(RoundStreamer):
 
     def put(self, value: Tensor) -> None:
         """Take the prompt."""
-        tokens = [int(token) for token in value.flatten()]
-        self.cut = RoundPieces(self.tokenizer, tokens, skip_special_tokens=True)
+        context = value.flatten().tolist()
+        self.cut = RoundPieces(self.tokenizer, context, skip_special_tokens=True)
 
     def put_round(self, steps: Sequence[Round]) -> None:
         """Write the tokens of a round."""
@@ -306,8 +301,8 @@ def stats_table(stats: Stats, title: str | None = None) -> Table:
     table.add_column(style="bold")
     table.add_column(justify="right")
     table.add_row("tokens/s", f"{stats.tokens_per_second:.1f}")
-    table.add_row("tokens", f"{stats.emitted}")
-    table.add_row("rounds", f"{stats.rounds}")
+    table.add_row("tokens", str(stats.emitted))
+    table.add_row("rounds", str(stats.rounds))
     table.add_row("acceptance rate", f"{stats.acceptance_rate:.3f}")
     table.add_row("mean accepted length", f"{stats.mean_accepted_length:.2f}")
     for part, share in stats.time_split.items():
@@ -351,9 +346,7 @@ def trace_html(trace: Trace, tokenizer: PreTrainedTokenizerBase, row: int = 0) -
         row: the row of the call.
     """
     text = pieces_html(pieces(trace, tokenizer, row, rejected=True))
-    counts: Counter[Kind] = Counter()
-    for step in trace.rows[row]:
-        counts.update(kinds(step))
+    counts: Counter[Kind] = Counter(kind for step in trace.rows[row] for kind in kinds(step))
     return TraceHTML(
         '<div style="white-space: pre-wrap; line-height: 1.7; max-width: 50em">'
         f"{text}</div>{legend_html(counts)}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import selfspec
@@ -42,15 +41,10 @@ def export_custom_generate(
             heads = repo_id or str(check_free(folder))
         code = scratch / "custom_generate"
         code.mkdir()
-        (code / "generate.py").write_text(_source(heads), encoding="utf-8")
+        source = Path(generate_template.__file__).read_text(encoding="utf-8")
+        source = source.replace("HEADS: str | None = None", f"HEADS: str | None = {heads!r}")
+        (code / "generate.py").write_text(source, encoding="utf-8")
         (code / "requirements.txt").write_text(f"selfspec>={selfspec.__version__}\n")
         told = _WITHOUT_HEADS if heads is None else _WITH_HEADS
         card = guide("custom_generate", folder=repo_id or str(folder), heads=told)
         (scratch / CARD_NAME).write_text(card, encoding="utf-8")
-
-
-def _source(heads: str | None) -> str:
-    """The code of `generate_template` with these heads as its default."""
-    source = Path(generate_template.__file__).read_text(encoding="utf-8")
-    line = f"HEADS: str | None = {heads!r}"
-    return re.sub(r"^HEADS: .*$", lambda match: line, source, count=1, flags=re.MULTILINE)

@@ -13,6 +13,7 @@ from selfspec.apps.export.eagle3 import (
     draft_vocabulary,
     layer_config,
     lm_head_rows,
+    published_state,
     speculators_facts,
     write_head,
 )
@@ -77,16 +78,12 @@ def export_dflash(
     )
     with new_folder(folder) as scratch:
         write_head(scratch, _config(decoder, head, tensors, exported), tensors)
-        (scratch / CARD_NAME).write_text(dflash_guide(exported, str(folder)), encoding="utf-8")
+        (scratch / CARD_NAME).write_text(_guide(exported, str(folder)), encoding="utf-8")
     return exported
 
 
 def _algorithm(decoder: Decoder, head: DFlashHead) -> str:
-    """The name of the head's architecture in speculators.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The name of the head's architecture in speculators; ValueError if there is none."""
     options = head.options
     strange = [name for name, value in _GIVEN.items() if options[name] != value]
     sliding = [window is not None for window in options["windows"]]
@@ -115,9 +112,7 @@ def dflash_tensors(decoder: Decoder, head: DFlashHead) -> dict[str, Tensor]:
     """The head's tensors by their names in speculators."""
     renamed = {"layer.": "layers.", "readout.": "lm_head.", "confidence.": "confidence_head.proj."}
     tensors: dict[str, Tensor] = {}
-    for name, tensor in head.state_dict().items():
-        if name == "vocab_ids" or name.startswith("calibrators."):
-            continue
+    for name, tensor in published_state(head):
         start = next((old for old in renamed if name.startswith(old)), "")
         tensors[renamed.get(start, "") + name.removeprefix(start)] = tensor
     if head.vocab_ids is not None:
@@ -130,10 +125,7 @@ def dflash_tensors(decoder: Decoder, head: DFlashHead) -> dict[str, Tensor]:
 
 
 def _config(
-    decoder: Decoder,
-    head: DFlashHead,
-    tensors: dict[str, Tensor],
-    exported: ExportedDFlash,
+    decoder: Decoder, head: DFlashHead, tensors: dict[str, Tensor], exported: ExportedDFlash
 ) -> JsonObject:
     options, algorithm = head.options, exported.algorithm
     layer = layer_config(decoder, options, str(tensors["fc.weight"].dtype))
@@ -157,11 +149,8 @@ def _sliding(options: Options) -> JsonObject:
     windows = options["windows"] or [None] * options["num_hidden_layers"]
     kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
     window = next((window for window in windows if window is not None), None)
-    return {
-        "layer_types": kinds,
-        "sliding_window": window,
-        "use_sliding_window": window is not None,
-    }
+    use = window is not None
+    return {"layer_types": kinds, "sliding_window": window, "use_sliding_window": use}
 
 
 def _additions(algorithm: str, options: Options) -> JsonObject:
@@ -177,8 +166,7 @@ def _additions(algorithm: str, options: Options) -> JsonObject:
     return {name: options[name] for name in names} if algorithm == "dflash2" else {}
 
 
-def dflash_guide(exported: ExportedDFlash, folder: str) -> str:
-    """The README of an exported head, with launch lines."""
+def _guide(exported: ExportedDFlash, folder: str) -> str:
     method = "dspark" if exported.algorithm == "dspark" else "dflash"
     k = exported.num_draft_tokens
     return guide(

@@ -93,21 +93,17 @@ def export_draft(
         draft.save_pretrained(scratch)
         if tokenizer is not None:
             tokenizer.save_pretrained(scratch)
-        side_car = json.dumps(_side_car(decoder, head, exported), indent=2)
-        (scratch / SIDE_CAR).write_text(side_car + "\n", encoding="utf-8")
+        side_car = {
+            "format_version": 1,
+            "selfspec_version": selfspec.__version__,
+            "transformers_version": transformers.__version__,
+            **asdict(exported),
+            "facts": head.facts,
+            "fingerprint": fingerprint(decoder),
+        }
+        (scratch / SIDE_CAR).write_text(json.dumps(side_car, indent=2) + "\n", encoding="utf-8")
         (scratch / CARD_NAME).write_text(draft_guide(exported, str(folder)), encoding="utf-8")
     return exported
-
-
-def _side_car(decoder: Decoder, head: ExitHead, exported: Exported) -> JsonObject:
-    return {
-        "format_version": 1,
-        "selfspec_version": selfspec.__version__,
-        "transformers_version": transformers.__version__,
-        **asdict(exported),
-        "facts": head.facts,
-        "fingerprint": fingerprint(decoder),
-    }
 
 
 # Folding
@@ -137,13 +133,8 @@ def fold(decoder: Decoder, head: ExitHead) -> PreTrainedModel:
     its final norm, and an LM head that contains the correction of a lens or an adapter. If the
     head's vocabulary is trimmed, its most likely token is still the head's.
 
-    Args:
-        decoder: the target.
-        head: the exit head, fitted to it.
-
-    Returns:
-        A model to be saved, not to be run: it shares unchanged weights with the target, and
-        buffers that checkpoints do not hold are missing.
+    It is to be saved, not to be run: it shares unchanged weights with the target, and buffers that
+    checkpoints do not hold are missing.
 
     Raises:
         ValueError: the head's kind cannot be folded; the target is quantized or has adapters; its
@@ -159,12 +150,17 @@ def fold(decoder: Decoder, head: ExitHead) -> PreTrainedModel:
             f"{decoder.attention_layers[0]}"
         )
     lm_head = _folded_lm_head(decoder, head)
-    config = _with_layers(decoder.causal_lm.config, layers)
+    config = with_layers(decoder.causal_lm.config, layers)
     text = config.get_text_config(decoder=True)
     if lm_head:
         config.tie_word_embeddings = text.tie_word_embeddings = False
     config.dtype = decoder.dtype
-    _check_windows(decoder, head, layer_windows(text, len(layers)), layers)
+    windows, wanted = layer_windows(text, len(layers)), [decoder.windows[each] for each in layers]
+    if windows != wanted:
+        raise ValueError(
+            f"a {type(decoder.causal_lm).__name__} of {len(layers)} layers would have attention "
+            f"windows {windows}, and the {head.kind} head needs {wanted}; choose another exit_layer"
+        )
     with torch.device("meta"):
         draft = type(decoder.causal_lm)(config)
     _load(draft, _weights(decoder, head, lm_head), head)
@@ -180,17 +176,6 @@ def _check_plain(decoder: Decoder) -> None:
         raise ValueError(f"the {name} is quantized; fold the checkpoint it was made from")
     if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
         raise ValueError(f"the {name} carries adapters; merge them first (merge_and_unload)")
-
-
-def _check_windows(
-    decoder: Decoder, head: ExitHead, windows: list[int | None], layers: list[int]
-) -> None:
-    wanted = [decoder.windows[layer] for layer in layers]
-    if windows != wanted:
-        raise ValueError(
-            f"a {type(decoder.causal_lm).__name__} of {len(layers)} layers would have attention "
-            f"windows {windows}, and the {head.kind} head needs {wanted}; choose another exit_layer"
-        )
 
 
 def _weights(decoder: Decoder, head: ExitHead, lm_head: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -243,7 +228,7 @@ _LAYER_INDICES = ("mlp_only_layers", "moe_layers", "attn_layer_indices", "hybrid
 _OTHER_LISTS = ("architectures", "ssm_multipliers", "mlp_multipliers")
 
 
-def _with_layers(config: PreTrainedConfig, layers: Sequence[int]) -> PreTrainedConfig:
+def with_layers(config: PreTrainedConfig, layers: Sequence[int]) -> PreTrainedConfig:
     """The config of a model that has only these layers of the one that `config` describes."""
     short = copy.deepcopy(config)
     text = short.get_text_config(decoder=True)
@@ -273,11 +258,7 @@ def _per_layer(fields: JsonObject, depth: int, layers: Sequence[int]) -> JsonObj
 
 
 def _folded_lm_head(decoder: Decoder, head: ExitHead) -> dict[str, Tensor]:
-    """Parameters of the draft model's LM head; empty if it is the target's own.
-
-    Raises:
-        ValueError: the target's LM head is quantized, or has an adapter.
-    """
+    """Parameters of the draft model's LM head; empty if it is the target's own."""
     weight = _corrected(decoder, head)
     if head.vocab_ids is None:
         return {} if weight is None else {"weight": weight}
@@ -317,9 +298,8 @@ def _expanded(decoder: Decoder, weight: Tensor, vocab_ids: Tensor) -> dict[str, 
     bias: Tensor | None = getattr(decoder.lm_head, "bias", None)
     if bias is None:
         return {"weight": expanded}
-    # Fits into float16, with the logit added.
-    bias = bias.detach().masked_fill(outside.to(bias.device), -1e4)
-    return {"weight": expanded, "bias": bias}
+    low = -1e4  # fits into float16, with the logit added
+    return {"weight": expanded, "bias": bias.detach().masked_fill(outside.to(bias.device), low)}
 
 
 # The guide beside a draft model

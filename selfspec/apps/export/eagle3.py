@@ -16,7 +16,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 from selfspec.apps.export.guides import guide, new_folder
 from selfspec.config import JsonObject, Options
 from selfspec.decoder import Decoder
-from selfspec.heads import CARD_NAME, Eagle3Head
+from selfspec.heads import CARD_NAME, Eagle3Head, ExitHead
 from selfspec.heads.formats.eagle import LAYER_IDS
 from selfspec.heads.formats.files import PUBLISHED_CONFIG
 from selfspec.heads.llama_layer import ATTENTION_MAPS, MLP_MAPS
@@ -82,23 +82,15 @@ def export_eagle3(
         renamed = {name.replace("midlayer.", "layers.0."): t for name, t in tensors.items()}
         config = _speculators_config(decoder, head, layer, exported)
         write_head(scratch / "speculators", config, renamed)
-        guide = eagle3_guide(exported, str(folder))
-        (scratch / CARD_NAME).write_text(guide, encoding="utf-8")
+        (scratch / CARD_NAME).write_text(_guide(exported, str(folder)), encoding="utf-8")
     return exported
 
 
 def eagle3_tensors(decoder: Decoder, head: Eagle3Head) -> dict[str, Tensor]:
-    """The head's tensors by the names of EAGLE's layout, its LM head included.
-
-    Raises:
-        ValueError: the target's LM head has a bias, or is quantized.
-    """
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in head.state_dict().items():
-        if name == "vocab_ids" or name.startswith("calibrators."):
-            continue
-        shaped = tensor[None, None] if name == "mask.hidden" else tensor
-        tensors[_published_name(name)] = shaped
+    """The head's tensors by the names of EAGLE's layout, its LM head included."""
+    tensors = {_published_name(name): tensor for name, tensor in published_state(head)}
+    if "mask_hidden" in tensors:
+        tensors["mask_hidden"] = tensors["mask_hidden"][None, None]
     if head.readout is None:
         tensors["lm_head.weight"] = lm_head_rows(decoder, head.vocab_ids)
     if head.vocab_ids is not None:
@@ -109,11 +101,16 @@ def eagle3_tensors(decoder: Decoder, head: Eagle3Head) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
+def published_state(head: ExitHead) -> list[tuple[str, Tensor]]:
+    """The head's own names and tensors, without those that published layouts do not have."""
+    own = head.state_dict().items()
+    return [(n, t) for n, t in own if n != "vocab_ids" and not n.startswith("calibrators.")]
+
+
 def lm_head_rows(decoder: Decoder, vocab_ids: Tensor | None) -> Tensor:
     """The rows of the target's LM head for these tokens, or all, with the scale of its logits.
 
-    Raises:
-        ValueError: the LM head has a bias, or is quantized.
+    Raises ValueError if the LM head has a bias, or is quantized.
     """
     if getattr(decoder.lm_head, "bias", None) is not None:
         raise ValueError(
@@ -156,14 +153,10 @@ def _published_name(name: str) -> str:
 def absent_biases(
     layers: Iterable[str], biases: Iterable[str], tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Zeros for linear maps without a bias beside others with one.
+    """Zeros for linear maps without a bias beside those of a layer that have one, `biases`.
 
-    Engines read `attention_bias` and `mlp_bias`, which mean all maps of a part.
-
-    Args:
-        layers: prefixes of the layers' tensors.
-        biases: the maps of a layer that have one.
-        tensors: the tensors by name.
+    Engines read `attention_bias` and `mlp_bias`, which mean all maps of a part. `layers` are
+    prefixes of the names of `tensors`.
     """
     biases = set(biases)
     absent = [
@@ -187,13 +180,7 @@ def write_head(folder: Path, config: JsonObject, tensors: Mapping[str, Tensor]) 
 
 
 def layer_config(decoder: Decoder, options: Options, dtype: str) -> JsonObject:
-    """The config of a head's layers, with the rotary embedding as engines of every age read it.
-
-    Args:
-        decoder: the target.
-        options: the head's options.
-        dtype: torch's name of the dtype of its weights.
-    """
+    """The config of a head's layers, with the rotary embedding as engines of every age read it."""
     layer = dict(options["layer"])
     rope, biases = dict(layer.pop("rope_parameters")), set(layer.pop("biases"))
     partial = {key: rope[key] for key in ("partial_rotary_factor",) if key in rope}
@@ -233,7 +220,7 @@ def _eagle_config(
 
     SGLang and TensorRT-LLM read the nested ids, which are indices of the layers whose outputs are
     used; vLLM reads the others, which count layers below. SGLang takes nested ids for indices only
-    if the first is 1, which `eagle3_guide` tells.
+    if the first is 1, which the README tells.
     """
     outputs = [layers - 1 for layers in sorted(head.feature_layers)]
     kind = "Eagle3Qwen3ForCausalLM" if layer["model_type"] == "qwen3" else "LlamaForCausalLMEagle3"
@@ -266,12 +253,8 @@ def speculators_facts(
     decoder: Decoder, algorithm: str, num_draft_tokens: int, target: str
 ) -> JsonObject:
     """The keys of speculators' configs that say what a head is for."""
-    method = {
-        "proposal_type": "greedy",
-        "speculative_tokens": num_draft_tokens,
-        "accept_tolerance": 0.0,
-        "verifier_accept_k": 1,
-    }
+    method = {"proposal_type": "greedy", "speculative_tokens": num_draft_tokens}
+    method |= {"accept_tolerance": 0.0, "verifier_accept_k": 1}
     verifier = {"name_or_path": target, "architectures": [type(decoder.causal_lm).__name__]}
     return {
         "speculators_model_type": algorithm,
@@ -291,8 +274,7 @@ in `eagle_config` for indices of layers only if the first is 1.
 """
 
 
-def eagle3_guide(exported: ExportedEagle3, folder: str) -> str:
-    """The README of an exported head, with launch lines."""
+def _guide(exported: ExportedEagle3, folder: str) -> str:
     plain, k = f"{folder}/eagle3", exported.num_draft_tokens
     vllm = {"method": "eagle3", "model": f"{folder}/speculators", "num_speculative_tokens": k}
     if exported.parallel:

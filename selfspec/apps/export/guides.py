@@ -29,13 +29,8 @@ def guide(
 ) -> str:
     """A README: a template of the package, filled in.
 
-    Args:
-        name: the template, a file in `selfspec/assets/export`.
-        target: hub id or folder of the target.
-        folder: the checkpoint that engines load as the draft model.
-        vllm: vLLM's speculative config.
-        num_draft_tokens: drafts a round.
-        words: what else the template has places for.
+    `folder` is the checkpoint that engines load as the draft model of `target`, `vllm` vLLM's
+    speculative config; `words` are what else the template `name` has places for.
     """
     template = (DEMO_MODEL.parent / "export" / f"{name}.md").read_text(encoding="utf-8")
     given = {
@@ -53,11 +48,7 @@ def guide(
 
 
 def check_free(folder: str | Path) -> Path:
-    """The absolute path of a folder to create.
-
-    Raises:
-        FileExistsError: it exists and is not empty.
-    """
+    """The absolute path of a folder to create; FileExistsError if it exists and is not empty."""
     path = Path(folder).expanduser().absolute()
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise FileExistsError(f"{folder} is there already; delete it, or name another folder")
@@ -66,11 +57,7 @@ def check_free(folder: str | Path) -> Path:
 
 @contextmanager
 def new_folder(folder: str | Path) -> Iterator[Path]:
-    """A scratch folder to fill; it becomes `folder` when the block ends without an error.
-
-    Raises:
-        FileExistsError: `folder` exists and is not empty.
-    """
+    """A scratch folder to fill; it becomes `folder` when the block ends without an error."""
     path = check_free(folder)
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -28,7 +28,7 @@ from selfspec.schedule.stats import Stats
 
 @register_model("selfspec")
 class SelfSpecLM(HFLM):
-    """lm-eval's `hf` model, drafting for itself where it generates.
+    """lm-eval's `hf` model, drafting for itself where it generates; it takes all arguments of `hf`.
 
     Args:
         pretrained: folder or id of the target, or a loaded model.
@@ -37,11 +37,7 @@ class SelfSpecLM(HFLM):
         heads: folder or id of exit heads; `None` takes those beside the target, if there are any.
         draft_model: a smaller model for the drafter `two_model`, its folder or id.
         profile: what `selfspec tune` found.
-        **kwargs: all other arguments of `hf`.
-
-    Raises:
-        OSError: a checkpoint, heads or profile that was named does not exist.
-        ValueError: the model is not supported, or it cannot make such drafts.
+        **kwargs: of `hf`.
     """
 
     def __init__(
@@ -59,10 +55,8 @@ class SelfSpecLM(HFLM):
             heads = pretrained if (Path(pretrained) / CONFIG_NAME).is_file() else None
         self.spec = SelfSpecModel(self.model, heads, draft_model, profile)
         self.draft = asked or self.spec.default_draft
-        make_drafter(
-            self.spec.engine, self.draft
-        )  # refuses what cannot be made, before anything runs
-        self.calls: list[Stats] = []
+        make_drafter(self.spec.engine, self.draft)  # refuses what cannot be made
+        self.stats = Stats()
 
     def _model_generate(
         self, context: Tensor, max_length: int, stop: Sequence[str], **generation_kwargs: Any
@@ -85,19 +79,16 @@ class SelfSpecLM(HFLM):
                 **options,
             )
         assert isinstance(written, Tensor) and self.spec.last_stats is not None
-        self.calls.append(self.spec.last_stats)
+        self.stats += self.spec.last_stats
         return written
 
     def get_model_info(self) -> JsonObject:
         """Facts that lm-eval stores beside the scores, with the acceptance rate."""
-        drafted, accepted = (
-            sum(getattr(call, name) for call in self.calls) for name in ("drafted", "accepted")
-        )
         speculation = {
             "draft": self.draft.model_dump(mode="json", exclude_defaults=True),
-            "drafted": drafted,
-            "accepted": accepted,
-            "acceptance_rate": accepted / drafted if drafted else 0.0,
+            "drafted": self.stats.drafted,
+            "accepted": self.stats.accepted,
+            "acceptance_rate": self.stats.acceptance_rate,
         }
         return {**super().get_model_info(), "selfspec": speculation}
 

@@ -3,6 +3,6 @@
 Only `selfspec.apps.display.app.page` needs Gradio.
 """
 
-from selfspec.apps.display.app.side_by_side import DraftMenu, Frame, Pane, SideBySide
+from selfspec.apps.display.app.side_by_side import DraftMenu, SideBySide
 
-__all__ = ["DraftMenu", "Frame", "Pane", "SideBySide"]
+__all__ = ["DraftMenu", "SideBySide"]

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from selfspec.apps.display.app import view
-from selfspec.apps.display.app.side_by_side import LONGEST_DRAFT, DraftMenu, SideBySide
+from selfspec.apps.display.app.side_by_side import LONGEST_DRAFT, DraftMenu, Frame, SideBySide
 from selfspec.apps.display.demo import DemoOptions, load_prompts
 
 try:
@@ -35,16 +35,7 @@ _OURS = ("self-speculation", "the same model drafts for itself; hover over a tok
 
 
 class Page:
-    """The page.
-
-    Args:
-        side: runs both generations.
-        offer: the drafts that can be chosen.
-        about: a line about the model.
-
-    Attributes:
-        blocks: the page in Gradio.
-    """
+    """The page, with a line `about` the model; `blocks` is Gradio's."""
 
     def __init__(self, side: SideBySide, offer: DraftMenu, about: str):
         self.side, self.offer = side, offer
@@ -60,10 +51,11 @@ class Page:
                     self.line = gr.HTML(view.message(""), elem_id="line")
                 with gr.Column():
                     self.controls = self._controls()
-            self.figures = gr.HTML(view.figures(None), elem_id="figures")
+            figures, plain, ours = _panes(Frame("waiting", ""))
+            self.figures = gr.HTML(figures, elem_id="figures")
             with gr.Row():
-                self.plain = gr.HTML(view.pane(*_PLAIN), elem_id="plain")
-                self.ours = gr.HTML(view.pane(*_OURS), elem_id="speculative")
+                self.plain = gr.HTML(plain, elem_id="plain")
+                self.ours = gr.HTML(ours, elem_id="speculative")
             self._connect()
 
     def _prompt(self) -> tuple[gr.Dropdown, gr.Textbox]:
@@ -82,6 +74,7 @@ class Page:
         at_exit, heads = offer.at_an_exit(drafter), offer.heads(offer.exit_layer)
         positions = self.side.spec.decoder.max_positions
         most = min(512, positions or 512)
+        fitted = sorted({head.exit_layer for head in offer.spec.heads})
         with gr.Row():
             self.drafter = gr.Dropdown(
                 offer.drafters, value=drafter, label="Drafter", min_width=_NARROW, elem_id="drafter"
@@ -99,7 +92,7 @@ class Page:
                 "Exit after layer",
                 (offer.exits[0], offer.exits[-1]),
                 offer.exit_layer,
-                info=f"heads fitted at {_fitted(offer)}",
+                info=f"heads fitted at {', '.join(map(str, fitted)) or 'none'}",
                 interactive=at_exit,
                 elem_id="exit",
             )
@@ -170,13 +163,8 @@ class Page:
                 no_repeat_ngram_size=int(no_repeat_ngram_size),
             )
             for frame in self.side.write(prompt, options, stop, rejected):
-                yield (
-                    view.line(frame),
-                    view.figures(frame),
-                    view.pane(*_PLAIN, frame.prompt, frame.plain),
-                    view.pane(*_OURS, frame.prompt, frame.speculative),
-                    *_buttons(writing=frame.state != "done"),
-                )
+                writing = frame.state != "done"
+                yield (view.line(frame), *_panes(frame), *_buttons(writing))
         except Exception as error:  # the page must survive any error
             line = str(error)
             if not isinstance(error, _EXPECTED):
@@ -196,13 +184,9 @@ class Page:
     def choose_drafter(self, drafter: str) -> tuple[object, ...]:
         """Enable the controls that the drafter uses."""
         offer = self.offer
-        at_exit, has_length = offer.at_an_exit(drafter), offer.takes_length(drafter)
-        length = offer.length_of(drafter)
-        return (
-            gr.update(interactive=at_exit),
-            gr.update(interactive=at_exit),
-            gr.update(interactive=has_length, value=length),
-        )
+        at_exit = gr.update(interactive=offer.at_an_exit(drafter))
+        takes_length, length = offer.takes_length(drafter), offer.length_of(drafter)
+        return at_exit, at_exit, gr.update(interactive=takes_length, value=length)
 
     def choose_exit(self, exit_layer: float) -> object:
         """Show the heads at that exit layer."""
@@ -211,12 +195,7 @@ class Page:
 
     @contextmanager
     def served(self, host: str, port: int | None, open_page: bool) -> Iterator[str]:
-        """Serve the page; yields its address.
-
-        Args:
-            host: the address to listen at.
-            port: the port; `None` takes the first free one from 7860.
-            open_page: show it in the browser.
+        """Serve the page; yields its address. Without a port it takes the first free from 7860.
 
         Raises:
             OSError: the port is taken.
@@ -228,7 +207,10 @@ class Page:
                 inbrowser=open_page,
                 prevent_thread_lock=True,
                 quiet=True,
-                theme=_theme(),
+                # Gradio's default theme serves its own fonts.
+                theme=gr.themes.Default(primary_hue="teal").set(
+                    block_info_text_color="*neutral_500"
+                ),
                 css=view.CSS,
                 **_AT_HOME,
             )
@@ -250,20 +232,15 @@ def _slider(
     return gr.Slider(*ends, value, step=step, label=label, min_width=_NARROW, buttons=[], **more)
 
 
-def _theme() -> Any:
-    # Gradio's default theme serves its own fonts.
-    theme = gr.themes.Default(primary_hue="teal")
-    return theme.set(block_info_text_color="*neutral_500")
-
-
-def _fitted(offer: DraftMenu) -> str:
-    layers = sorted({head.exit_layer for head in offer.spec.heads})
-    return ", ".join(map(str, layers)) or "none"
-
-
 def _reader(request: gr.Request) -> str:
     """Identifies the reader: every open page is one."""
     return request.session_hash or ""
+
+
+def _panes(frame: Frame) -> tuple[str, str, str]:
+    """The figures, and both outputs."""
+    plain = view.pane(*_PLAIN, frame.prompt, frame.plain)
+    return view.figures(frame), plain, view.pane(*_OURS, frame.prompt, frame.speculative)
 
 
 def _buttons(writing: bool) -> tuple[object, object]:

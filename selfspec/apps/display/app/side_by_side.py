@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal, NamedTuple
@@ -14,15 +15,8 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.apps.display import Kind, Piece, RoundPieces, kinds
-from selfspec.apps.display.demo import (
-    WARM_UP_TOKENS,
-    Comparison,
-    DemoOptions,
-    Run,
-    first_divergence,
-    verdict,
-)
+from selfspec.apps.display.demo import WARM_UP_TOKENS, Comparison, DemoOptions, Run, verdict
+from selfspec.apps.display.trace import Kind, Piece, RoundPieces, kinds
 from selfspec.config import DraftConfig
 from selfspec.drafters import DRAFTERS
 from selfspec.generation.stopping import StopOnRequest
@@ -40,21 +34,10 @@ LONGEST_DRAFT = 16
 
 
 class DraftMenu:
-    """The drafts that can be chosen.
+    """The drafts that can be chosen: `drafters` and `exits`, and the initial settings.
 
-    Args:
-        spec: the target.
-        base: the initial draft. Settings without a control on the page are kept as long as its
-            drafter is chosen.
-
-    Attributes:
-        drafters: names of the drafters.
-        exits: the exit layers.
-        exit_layer: the initial exit layer.
-        num_draft_tokens: the initial draft length.
-
-    Raises:
-        ValueError: the model has no such exit.
+    Settings of the initial draft `base` without a control on the page are kept as long as its
+    drafter is chosen. Raises ValueError if the model has no such exit.
     """
 
     def __init__(self, spec: SelfSpecModel, base: DraftConfig):
@@ -93,8 +76,7 @@ class DraftMenu:
     def draft(self, drafter: str, exit_layer: int, head: str, num_draft_tokens: int) -> DraftConfig:
         """The chosen draft, without settings that the drafter ignores.
 
-        Raises:
-            ValueError: the settings are invalid.
+        Raises ValueError if the settings are invalid.
         """
         chosen = self.base.model_dump(exclude_unset=True) if drafter == self.base.drafter else {}
         chosen["drafter"] = drafter
@@ -110,18 +92,11 @@ State = Literal["waiting", "plain", "speculative", "done"]
 
 @dataclass(frozen=True)
 class Pane:
-    """The output of one generation so far.
+    """The output of one generation so far."""
 
-    Attributes:
-        pieces: the text, each piece with its origin.
-        seconds: time so far, prefill included.
-        counts: tokens by origin, rejected drafts included.
-        stats: counters.
-    """
-
-    pieces: tuple[Piece, ...] = ()
-    seconds: float = 0.0
-    counts: Mapping[Kind, int] = field(default_factory=dict)
+    pieces: tuple[Piece, ...] = ()  # the text
+    seconds: float = 0.0  # prefill included
+    counts: Mapping[Kind, int] = field(default_factory=dict)  # rejected drafts included
     stats: Stats = field(default_factory=Stats)
 
     @property
@@ -131,41 +106,22 @@ class Pane:
 
 
 class Ending(NamedTuple):
-    """The comparison of both outputs.
+    """The comparison of both outputs."""
 
-    Attributes:
-        line: the result in a line.
-        equal: whether they are equal; `None` if they were sampled.
-        exact: whether they must be equal.
-    """
-
-    line: str
-    equal: bool | None
-    exact: bool
+    line: str  # the result
+    equal: bool | None  # whether they are equal; `None` if they were sampled
+    exact: bool  # whether they must be
 
 
 @dataclass(frozen=True)
 class Frame:
-    """Both panes at one moment.
+    """Both panes at one moment."""
 
-    Attributes:
-        state: which generation runs; `"waiting"` before, `"done"` after.
-        prompt: the prompt of both.
-        plain: output of the model's own `generate`.
-        speculative: output of selfspec's.
-        ending: the comparison, once both are complete.
-    """
-
-    state: State
-    prompt: str
-    plain: Pane = Pane()
-    speculative: Pane = Pane()
-    ending: Ending | None = None
-
-    @property
-    def stopped(self) -> bool:
-        """Whether it was stopped before both outputs were complete."""
-        return self.state == "done" and self.ending is None
+    state: State  # which generation runs; `"waiting"` before, `"done"` after
+    prompt: str  # of both
+    plain: Pane = Pane()  # output of the model's own `generate`
+    speculative: Pane = Pane()  # output of selfspec's
+    ending: Ending | None = None  # once both are complete; `None` if they were stopped before
 
     @property
     def speedup(self) -> float:
@@ -202,10 +158,8 @@ class Progress(RoundStreamer):
     def _take(self, step: Round) -> None:
         self.pieces += self.cut.push(step)
         self.counts.update(kinds(step))
-        is_prefill = not self.stats.emitted
-        self.stats.count(step)
-        if is_prefill:
-            self.stats.prefilled, self.stats.rounds = self.stats.emitted, 0
+        with nullcontext() if self.stats.emitted else self.stats.prefilling():
+            self.stats.count(step)
 
     def pane(self) -> Pane:
         """A snapshot."""
@@ -238,15 +192,10 @@ class SideBySide:
         stop: threading.Event,
         rejected: bool = False,
     ) -> Iterator[Frame]:
-        """Generate plainly, then self-speculatively, until `stop` is set.
+        """Generate plainly, then self-speculatively, until `stop` is set; with `rejected` drafts.
 
-        It is set when this iterator ends. With `rejected`, rejected drafts are shown, too.
-
-        Yields:
-            Both outputs, every `interval` seconds; at the end with their comparison.
-
-        Raises:
-            ValueError: the prompt is empty or too long, or the draft is invalid.
+        Yields both outputs every `interval` seconds, and at the end with their comparison. Raises
+        ValueError if the prompt is empty or too long, or the draft is invalid.
         """
         job = _Job(self._writer(prompt, options), rejected, stop, self._closed)
         done = self._worker.submit(job.run)
@@ -304,7 +253,7 @@ class _Job:
         ours = self._generate("speculative", self.speculative, partial(writer.speculative, draft))
         if self.asked.said:
             return None
-        divergence = first_divergence(writer, plain, ours) if writer.comparable else None
+        divergence = writer.divergence(plain, ours) if writer.comparable else None
         equal = divergence is None if writer.comparable else None
         return Ending(verdict(writer, len(plain), divergence), equal, writer.exact)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from html import escape
 
 from selfspec import DEMO_MODEL
-from selfspec.apps.display import Kind, legend_html, pieces_html
 from selfspec.apps.display.app.side_by_side import Frame, Pane, State
+from selfspec.apps.display.trace import Kind, legend_html, pieces_html
 
 CSS = (DEMO_MODEL.parent / "page.css").read_text(encoding="utf-8")
 
@@ -19,15 +19,13 @@ _STATES: dict[State, str] = {
 _NOTHING = "–"
 
 
-def figures(frame: Frame | None) -> str:
+def figures(frame: Frame) -> str:
     """Speeds, speedup and acceptance so far."""
-    plain = frame.plain if frame else Pane()
-    ours = frame.speculative if frame else Pane()
-    speedup = frame.speedup if frame else 0.0
+    ours = frame.speculative
     shown = (
-        ("plain", "plain decoding, tokens/s", plain.rate, "{:.1f}"),
+        ("plain", "plain decoding, tokens/s", frame.plain.rate, "{:.1f}"),
         ("speculative", "self-speculation, tokens/s", ours.rate, "{:.1f}"),
-        ("speedup", "speedup", speedup, "{:.2f}x"),
+        ("speedup", "speedup", frame.speedup, "{:.2f}x"),
         ("acceptance", "acceptance rate", ours.stats.acceptance_rate, "{:.3f}"),
         ("length", "tokens a round", ours.stats.mean_accepted_length, "{:.2f}"),
     )
@@ -53,9 +51,8 @@ def message(text: str, kind: str = "") -> str:
     return f'<div class="side-line {kind}">{escape(" ".join(text.split()))}</div>'
 
 
-def pane(title: str, what: str, prompt: str = "", shown: Pane | None = None) -> str:
+def pane(title: str, what: str, prompt: str, shown: Pane) -> str:
     """The output of one method after the prompt, with a legend."""
-    shown = shown or Pane()
     written = pieces_html(shown.pieces)
     text = f'<span class="prompt">{escape(prompt)}</span><span class="text">{written}</span>'
     marked: dict[Kind, int] = {k: count for k, count in shown.counts.items() if k != "plain"}
