@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 import threading
@@ -58,6 +59,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 case.add_marker("slow")
 
 
+def pytest_collection_finish() -> None:
+    """Leave modules and tests, which stay to the end, out of every later garbage collection."""
+    gc.collect()
+    gc.freeze()
+
+
 def covering(cases: list[pytest.Function]) -> list[pytest.Function]:
     """Cases in which every value of every parameter occurs, none much more often than others."""
     values = {
@@ -79,8 +86,9 @@ def covering(cases: list[pytest.Function]) -> list[pytest.Function]:
 
 @pytest.fixture(autouse=True)
 def short_measurements(monkeypatch):
-    """`selfspec info` and `fit` time every device some turns, and not for seconds."""
+    """`selfspec info` and `fit` time every device once, and not for seconds."""
     monkeypatch.setattr("selfspec.apps.bench.forecast._SECONDS", 0.0)
+    monkeypatch.setattr("selfspec.apps.bench.forecast._TURNS", 1)
 
 
 def tiny_llama(

@@ -50,7 +50,7 @@ def check_equality(family: str, attention: str, combinations: list[Combination])
         assert torch.equal(out[:, -NEW_TOKENS:], expected[rows]), (exit_layer, num_draft_tokens)
 
 
-@pytest.mark.matrix(share=1)
+@pytest.mark.matrix
 @pytest.mark.parametrize(("family", "attention"), CASES)
 def test_greedy_text_is_the_models_own(family: str, attention: str) -> None:
     # On three rows, padding sides in turn, and on the one that is longer than two windows.

@@ -62,7 +62,7 @@ def text_of(spec: SelfSpecModel, rows: slice = slice(3), side: str = "left", **o
 # Equality
 
 
-@pytest.mark.matrix(share=1)
+@pytest.mark.matrix
 @pytest.mark.parametrize("agreement", AGREEMENTS, ids=["seldom", "sometimes", "always"])
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_greedy_text_is_the_models_own(family, agreement):
@@ -130,6 +130,7 @@ def test_other_drafters(family, draft):
     assert text_of(spec, draft=draft) == own_text(model)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("family", RECURRENT)
 def test_rows_that_end_at_different_times_and_prompts_in_pieces(family):
     model = build(family, "sdpa", 0.3)
@@ -309,6 +310,7 @@ def turns(spec: SelfSpecModel, rows: slice, cache: Any, draft: Any) -> tuple[lis
     return [first.sequences.tolist(), second.sequences.tolist()], second.past_key_values
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("family", RECURRENT)
 def test_a_cache_goes_from_turn_to_turn(family):
     model = build(family, "sdpa", 0.3)

@@ -271,6 +271,7 @@ def test_a_script_serves_all_layers_and_reads_weights_that_have_changed(scripts_
     assert (changed - exact).abs().mean() <= 2 * (own - exact).abs().mean()
 
 
+@pytest.mark.slow
 def test_the_package_is_imported_where_torch_has_no_fbgemm():
     lines = (
         "import torch",

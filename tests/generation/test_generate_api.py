@@ -233,16 +233,21 @@ def conversation(model, cache_of, turns=3, lengths=(5,)):
     return cache
 
 
+@pytest.mark.matrix(share=1)
 @pytest.mark.parametrize("far", [False, True], ids=["", "beyond a sliding window"])
-@pytest.mark.parametrize("kind", [SlotCache, DynamicCache])
-@pytest.mark.parametrize("lengths", [(5,), (1,), (4, 1, 9)], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "lengths"),
+    [
+        *((SlotCache, lengths) for lengths in ((5,), (1,), (4, 1, 9))),
+        *((DynamicCache, lengths) for lengths in ((5,), (1,))),
+    ],
+    ids=str,
+)
 def test_turns_with_a_cache(windowed, kind, far, lengths):
     model = windowed if far else target
-    if kind is SlotCache:
-        conversation(model, lambda turn, cache: cache, lengths=lengths)
-    elif len(lengths) == 1:
-        own = conversation(model, lambda turn, cache: cache or DynamicCache(config=model.config))
-        assert type(own) is DynamicCache
+    fresh = DynamicCache(config=model.config) if kind is DynamicCache else None
+    own = conversation(model, lambda turn, cache: cache or fresh, lengths=lengths)
+    assert type(own) is kind
 
 
 def test_plain_decoding_goes_on_from_our_dynamic_cache_and_we_from_its():

@@ -64,7 +64,7 @@ FOLLOW = [
 ]
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(share=3)
 @pytest.mark.parametrize(("draft", "options", "between", "total"), FOLLOW, ids=str)
 def test_sampled_text_follows_the_target(target, draft, options, between, total):
     follows(target, options, draft, between, total=total, draft_model=near())
@@ -77,7 +77,7 @@ def test_sampled_text_follows_the_target_with_a_store(target, rule):
     follows(target, POINTWISE, draft, total=8000, store=TextStore(4000))
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(share=3)
 @pytest.mark.parametrize(
     ("kind", "trimmed", "draft", "options"),
     [
