@@ -65,6 +65,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_sessionfinish() -> None:
+    """At exit everything is collected as ever."""
+    gc.unfreeze()
+
+
 def covering(cases: list[pytest.Function]) -> list[pytest.Function]:
     """Cases in which every value of every parameter occurs, none much more often than others."""
     values = {

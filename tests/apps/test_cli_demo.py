@@ -103,7 +103,7 @@ def test_the_chat_model_answers_questions_with_its_head(folder, tmp_path, monkey
 
 def test_the_demo_says_why_the_chat_model_is_left_out(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    shown = call("demo", "--domain", "code", "--max-new-tokens", 4, "--repeats", 1)
+    shown = call("demo", "--max-new-tokens", 4, "--repeats", 1)
     assert "without SmolLM2-135M-Instruct (HF_HUB_OFFLINE is set)" in shown.stderr
 
 

@@ -90,6 +90,7 @@ def test_adapters_are_compiled(programs):
     assert is_compiled(spec) and programs.frame_count > 0
 
 
+@pytest.mark.slow
 def test_the_command_line_compiles(programs, folder):
     options = ("--model", folder, "--draft", "exit_layer=2", "--max-new-tokens", "6", "--json")
     results = [

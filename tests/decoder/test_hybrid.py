@@ -260,8 +260,8 @@ def committed_states(model: Any, count: int, tolerance: float) -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("family", RECURRENT)
 def test_states_after_many_rejections(family):
-    committed_states(calmed(build(family, "sdpa")), 50, 1e-5)
-    committed_states(in_double(calmed(build(family, "sdpa"))), 50, 1e-10)
+    committed_states(calmed(build(family, "sdpa")), 30, 1e-5)
+    committed_states(in_double(calmed(build(family, "sdpa"))), 30, 1e-10)
 
 
 @pytest.mark.slow
