@@ -354,6 +354,7 @@ def test_layers_that_are_skipped_in_part_run_as_they_are():
     assert is_recorded(spec) and CpuTape.replays
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("meddle", ["", "first", "between", "in place"])
 def test_layers_are_recorded_only_where_the_body_hands_hidden_states_on(meddle):
     model = tiny_llama(dtype=torch.float32)

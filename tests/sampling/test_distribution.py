@@ -113,6 +113,7 @@ def test_a_draft_temperature_off_by_5_percent_is_caught(target, options, monkeyp
     assert min(p_values(counts, exact(target, options))) < 1e-9
 
 
+@pytest.mark.slow
 def test_a_trees_q_off_by_5_percent_is_caught(target, monkeypatch):
     extend = TreeExpansion._extend
 
