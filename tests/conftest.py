@@ -96,6 +96,16 @@ def short_measurements(monkeypatch):
     monkeypatch.setattr("selfspec.apps.bench.forecast._TURNS", 1)
 
 
+@pytest.fixture
+def untimed(monkeypatch):
+    """Devices are not timed at all, but judged by the bytes of weights."""
+
+    def refuse(*_):
+        raise RuntimeError("not in this test")
+
+    monkeypatch.setattr("selfspec.apps.bench.forecast.measure_device", refuse)
+
+
 def tiny_llama(
     agreement: str = "sometimes",
     *,

@@ -62,7 +62,7 @@ def text_of(spec: SelfSpecModel, rows: slice = slice(3), side: str = "left", **o
 # Equality
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(share=1)
 @pytest.mark.parametrize("agreement", AGREEMENTS, ids=["seldom", "sometimes", "always"])
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_greedy_text_is_the_models_own(family, agreement):
@@ -476,6 +476,7 @@ def test_exits_fold_where_a_stock_model_can_have_their_layers(family, tmp_path):
 # What the command line says
 
 
+@pytest.mark.usefixtures("untimed")
 @pytest.mark.matrix(share=4)
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_info_says_how_large_states_are(family):

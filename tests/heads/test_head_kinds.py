@@ -78,7 +78,7 @@ def check_equality(target, kind, trimmed, settings):
 RAGGED, SINGLE = slice(0, 3), slice(1, 2)
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(share=1)
 @every_head
 def test_greedy_text_is_the_targets_own(target, kind, trimmed):
     check_equality(target, kind, trimmed, [(4, RAGGED), (1, SINGLE)])
