@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 import threading
@@ -58,6 +59,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 case.add_marker("slow")
 
 
+def pytest_collection_finish() -> None:
+    """Leave modules and tests, which stay to the end, out of every later garbage collection."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """At exit everything is collected as ever."""
+    gc.unfreeze()
+
+
 def covering(cases: list[pytest.Function]) -> list[pytest.Function]:
     """Cases in which every value of every parameter occurs, none much more often than others."""
     values = {
@@ -79,8 +91,19 @@ def covering(cases: list[pytest.Function]) -> list[pytest.Function]:
 
 @pytest.fixture(autouse=True)
 def short_measurements(monkeypatch):
-    """`selfspec info` and `fit` time every device some turns, and not for seconds."""
+    """`selfspec info` and `fit` time every device once, and not for seconds."""
     monkeypatch.setattr("selfspec.apps.bench.forecast._SECONDS", 0.0)
+    monkeypatch.setattr("selfspec.apps.bench.forecast._TURNS", 1)
+
+
+@pytest.fixture
+def untimed(monkeypatch):
+    """Devices are not timed at all, but judged by the bytes of weights."""
+
+    def refuse(*_):
+        raise RuntimeError("not in this test")
+
+    monkeypatch.setattr("selfspec.apps.bench.forecast.measure_device", refuse)
 
 
 def tiny_llama(

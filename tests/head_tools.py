@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from selfspec.decoder import Decoder
 from selfspec.drafters.engine import State
@@ -115,19 +116,21 @@ def record(monkeypatch) -> list[Seen]:
 
 
 @torch.no_grad()
-def forced_state(decoder: Decoder, head: ExitHead, text: Tensor, step: int) -> Tensor:
-    """`[1, 1, hidden]` the head's state behind `text`, of whose tokens `step` are drafts."""
-    reading = target_states(decoder, text[None], None, head.input_layers)
-    *_, last = draft_states(decoder, head, reading, step + 1)
-    return last[:, -1:]
+def forced_states(decoder: Decoder, head: ExitHead, texts: list[Tensor], step: int) -> Tensor:
+    """`[rows, 1, hidden]` the head's states behind texts, of whose tokens `step` are drafts."""
+    # No token sees what is behind it, and so not the padding.
+    tokens = pad_sequence(texts, batch_first=True)
+    reading = target_states(decoder, tokens, None, head.input_layers)
+    *_, states = draft_states(decoder, head, reading, step + 1)
+    return torch.stack([row[len(text) - 1, None] for row, text in zip(states, texts, strict=True)])
 
 
 @torch.no_grad()
-def forced(decoder: Decoder, head: ExitHead, text: Tensor, step: int) -> Tensor:
-    """`[1, vocab]` what the head says behind `text`, of whose tokens the last `step` are drafts."""
-    last = forced_state(decoder, head, text, step)
-    logits = head.draft_logits(decoder, last, step, text[None, -1:])
-    return head.expand_logits(logits, decoder)[0]
+def forced(decoder: Decoder, head: ExitHead, texts: list[Tensor], step: int) -> Tensor:
+    """`[rows, vocab]` what the head says behind texts, whose last `step` tokens are drafts."""
+    states = forced_states(decoder, head, texts, step)
+    logits = head.draft_logits(decoder, states, step, torch.stack([text[-1:] for text in texts]))
+    return head.expand_logits(logits, decoder)[:, 0]
 
 
 def assert_reads_as_forced(
@@ -135,8 +138,10 @@ def assert_reads_as_forced(
 ) -> None:
     """Decoding reads the head as fitting does, at every depth of every draft."""
     assert seen
-    for reading in seen:
-        close(reading.logits, forced(decoder, head, reading.text, reading.step))
+    for step in {reading.step for reading in seen}:
+        readings = [reading for reading in seen if reading.step == step]
+        expected = forced(decoder, head, [reading.text for reading in readings], step)
+        close(torch.cat([reading.logits for reading in readings]), expected)
 
 
 def close_in_double(actual: Tensor, expected: Tensor) -> None:

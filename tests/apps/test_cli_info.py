@@ -72,6 +72,7 @@ def test_info_names_the_head_that_the_default_drafts_with(folder, tmp_path):
     assert found["default_draft"]["exit_layer"] == drafter.reader.head.exit_layer == 1
 
 
+@pytest.mark.usefixtures("untimed")
 def test_info_shows_the_profile_that_generate_takes(folder, tmp_path):
     spec = SelfSpecModel.from_pretrained(folder, dtype="auto")
     draft = DraftConfig(drafter="prompt_lookup", num_draft_tokens=5)
@@ -83,6 +84,7 @@ def test_info_shows_the_profile_that_generate_takes(folder, tmp_path):
     assert "prompt_lookup: 5 tokens a round" in call("info", "--model", target).stdout
 
 
+@pytest.mark.usefixtures("untimed")
 def test_info_shows_a_profile_in_the_users_cache(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert one_object(call("info", "--model", folder, "--json"))["profile"] == {}
@@ -112,6 +114,7 @@ def test_a_draft_is_described_by_what_decides_its_speed(draft, words, folder):
     assert words in info._draft_in_words(facts)
 
 
+@pytest.mark.usefixtures("untimed")
 @pytest.mark.matrix
 @pytest.mark.parametrize("copies", [1, 2])
 def test_info_says_what_packed_weights_would_take(folder, copies, monkeypatch):

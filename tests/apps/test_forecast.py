@@ -139,6 +139,7 @@ def test_layers_beyond_the_timed_ones_cost_what_these_do(monkeypatch):
     assert more == pytest.approx(4 * 1.0 - (1 + 3 / 4))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "family", ["gpt2", "opt", "falcon_alibi", "gemma3_text", "qwen3_moe", "deepseek_v3"]
 )

@@ -139,6 +139,7 @@ def lengths_of_rounds(right, drafts, new):
     return found
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", CHAINS)
 @pytest.mark.parametrize("lengths", [(9,), (9, 5, 2)], ids=["one row", "ragged"])
 def test_chains_are_accepted_as_the_coins_say_and_the_text_is_the_targets(spec, name, lengths):

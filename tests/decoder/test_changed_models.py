@@ -57,6 +57,7 @@ def accelerator() -> Iterator[Accelerator]:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
+@pytest.mark.matrix
 @EVERY_DRAFT
 @pytest.mark.parametrize("hooked", [False, True], ids=["alone", "on device hooks"])
 def test_mixed_precision_of_accelerate_acts(accelerator, hooked, draft):
@@ -79,6 +80,7 @@ class Shifted(LlamaForCausalLM):
         return super().forward(inputs_embeds=inputs_embeds, **kwargs)
 
 
+@pytest.mark.matrix
 @EVERY_DRAFT
 @pytest.mark.parametrize("how", ["subclass", "instance"])
 def test_a_forward_that_changes_its_inputs_acts(how, draft):
@@ -188,6 +190,7 @@ def test_inputs_that_the_model_object_prepares_itself_are_refused():
 # Casts and modules that take the place of others
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 def test_heads_follow_a_target_that_is_cast(kind):
     model = tiny_llama("sometimes", dtype=torch.float32)

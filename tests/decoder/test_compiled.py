@@ -90,6 +90,7 @@ def test_adapters_are_compiled(programs):
     assert is_compiled(spec) and programs.frame_count > 0
 
 
+@pytest.mark.slow
 def test_the_command_line_compiles(programs, folder):
     options = ("--model", folder, "--draft", "exit_layer=2", "--max-new-tokens", "6", "--json")
     results = [
@@ -130,13 +131,13 @@ def test_more_programs_than_allowed_are_told(programs, monkeypatch):
 
 
 def test_hooks_of_between_calls_are_called(programs):
-    spec = SelfSpecModel(build("llama", "sdpa"), kernels="compiled")
-    writes_the_same(spec, 6)
+    spec, drafts = SelfSpecModel(build("llama", "sdpa"), kernels="compiled"), DRAFTS[::2]
+    writes_the_same(spec, 6, drafts=drafts)
     seen = []
     mlp = spec.decoder.layers[3].mlp
     mlp.register_forward_hook(lambda *call: seen.append(call[1][0].shape[1]))
     with pytest.warns(UserWarning, match=r"hooks on LlamaDecoderLayer\.mlp"):
-        writes_the_same(spec, 6)
+        writes_the_same(spec, 6, drafts=drafts)
     assert 1 in seen and 5 in seen  # passes of rounds, not only the prefill
 
 

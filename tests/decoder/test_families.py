@@ -19,7 +19,7 @@ from families import (
     own_text,
     prompts,
 )
-from head_tools import assert_reads_as_forced, own_head, record
+from head_tools import Seen, assert_reads_as_forced, own_head, record
 from torch import Tensor
 
 from selfspec import SelfSpecModel
@@ -53,9 +53,9 @@ def check_equality(family: str, attention: str, combinations: list[Combination])
 @pytest.mark.matrix(share=1)
 @pytest.mark.parametrize(("family", "attention"), CASES)
 def test_greedy_text_is_the_models_own(family: str, attention: str) -> None:
-    # On three rows, padding sides in turn, and on the one that is longer than two windows.
-    ragged = [(1, 8, "left", ALL_ROWS), (LAYERS // 2, 4, "right", ALL_ROWS)]
-    check_equality(family, attention, [*ragged, (LAYERS - 1, 4, "left", LONG_ROW)])
+    # On three rows, and on the one that is longer than two windows.
+    ragged, long = (LAYERS // 2, 8, "right", ALL_ROWS), (LAYERS - 1, 4, "left", LONG_ROW)
+    check_equality(family, attention, [ragged, long])
 
 
 @pytest.mark.slow
@@ -119,6 +119,13 @@ WITH_LAYER = [
 ]
 
 
+def check_reading(spec: Any, seen: list[Seen]) -> None:
+    """Assert that the spec's only head read while decoding what it reads while fitted."""
+    if spec.decoder.counts_keys:
+        seen = [reading for reading in seen if reading.step == 0]
+    assert_reads_as_forced(spec.decoder, spec.heads[0], seen[::7], close_in_single)
+
+
 def with_head(family: str, kind: str, exit_layer: int, noise: float, **options: Any) -> Any:
     """A model of `family` with one head, whose layer is a copy disturbed by `noise`."""
     model = model_of(family, CASES_BY_FAMILY[family])
@@ -152,10 +159,7 @@ def test_a_fused_head_reads_while_decoding_what_it_reads_while_fitted(
     spec = with_head(family, "fused", LAYERS // 2, noise=0.1, place=place)
     seen = record(monkeypatch)
     check_text(spec, 3)
-    decoder, head = spec.decoder, spec.heads[0]
-    if decoder.counts_keys:
-        seen = [reading for reading in seen if reading.step == 0]
-    assert_reads_as_forced(decoder, head, seen[::7], close_in_single)
+    check_reading(spec, seen)
 
 
 @pytest.mark.matrix
@@ -169,10 +173,7 @@ def test_masks_read_while_decoding_what_they_read_while_fitted(
     seen = record(monkeypatch)
     for num_draft_tokens in (3, 1):
         check_text(spec, num_draft_tokens)
-    decoder, head = spec.decoder, spec.heads[0]
-    if decoder.counts_keys:
-        seen = [reading for reading in seen if reading.step == 0]
-    assert_reads_as_forced(decoder, head, seen[::7], close_in_single)
+    check_reading(spec, seen)
 
 
 @pytest.mark.matrix(share=4)

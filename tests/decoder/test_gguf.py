@@ -56,6 +56,7 @@ def test_the_file_and_its_folder_are_wrapped_with_the_heads_beside_them(stored):
             equal_to_generate(spec, ids, max_new_tokens=12)
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_a_file(stored):
     _, file = stored
     assert one_object(call("info", "--model", str(file), "--json"))["layers"] == 16

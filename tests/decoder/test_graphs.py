@@ -65,7 +65,7 @@ def recorded(monkeypatch) -> list[int]:
     return beside
 
 
-def writes_the_same(spec, *lengths, drafts=DRAFTS, vocab=VOCAB, new_tokens=40):
+def writes_the_same(spec, *lengths, drafts=DRAFTS, vocab=VOCAB, new_tokens=24):
     ids, mask = (part.to(spec.decoder.device) for part in prompt(*lengths, vocab=vocab))
     equal_to_generate(spec, ids, mask, drafts, max_new_tokens=new_tokens)
 
@@ -75,7 +75,7 @@ def is_recorded(spec) -> bool:
 
 
 # Sliding windows beside full attention, attention written out, experts, layers side by side.
-@pytest.mark.matrix
+@pytest.mark.matrix(share=3)
 @pytest.mark.parametrize("lengths", [(6,), (9, 5, 2)], ids=["one row", "ragged"])
 @pytest.mark.parametrize(
     ("family", "attention"),
@@ -354,6 +354,7 @@ def test_layers_that_are_skipped_in_part_run_as_they_are():
     assert is_recorded(spec) and CpuTape.replays
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("meddle", ["", "first", "between", "in place"])
 def test_layers_are_recorded_only_where_the_body_hands_hidden_states_on(meddle):
     model = tiny_llama(dtype=torch.float32)

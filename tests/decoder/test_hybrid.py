@@ -130,6 +130,7 @@ def test_other_drafters(family, draft):
     assert text_of(spec, draft=draft) == own_text(model)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("family", RECURRENT)
 def test_rows_that_end_at_different_times_and_prompts_in_pieces(family):
     model = build(family, "sdpa", 0.3)
@@ -259,8 +260,8 @@ def committed_states(model: Any, count: int, tolerance: float) -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("family", RECURRENT)
 def test_states_after_many_rejections(family):
-    committed_states(calmed(build(family, "sdpa")), 50, 1e-5)
-    committed_states(in_double(calmed(build(family, "sdpa"))), 50, 1e-10)
+    committed_states(calmed(build(family, "sdpa")), 30, 1e-5)
+    committed_states(in_double(calmed(build(family, "sdpa"))), 30, 1e-10)
 
 
 @pytest.mark.slow
@@ -309,6 +310,7 @@ def turns(spec: SelfSpecModel, rows: slice, cache: Any, draft: Any) -> tuple[lis
     return [first.sequences.tolist(), second.sequences.tolist()], second.past_key_values
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("family", RECURRENT)
 def test_a_cache_goes_from_turn_to_turn(family):
     model = build(family, "sdpa", 0.3)
@@ -474,6 +476,7 @@ def test_exits_fold_where_a_stock_model_can_have_their_layers(family, tmp_path):
 # What the command line says
 
 
+@pytest.mark.usefixtures("untimed")
 @pytest.mark.matrix(share=4)
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_info_says_how_large_states_are(family):

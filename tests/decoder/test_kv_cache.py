@@ -134,6 +134,7 @@ def test_a_check_asks_for_the_same_rounding() -> None:
     assert check_exactness(spec, drafting, texts, 60).divergences
 
 
+@pytest.mark.slow
 def test_check_takes_the_option() -> None:
     command = ["check", "--kv-cache-dtype", "int8", "--samples", "0", "--max-new-tokens", "8"]
     run = CliRunner().invoke(commands, [*command, "--json"])

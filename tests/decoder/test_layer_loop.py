@@ -86,6 +86,7 @@ def callers(monkeypatch) -> list[bool]:
     return found
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kernels", ["eager", "direct", "prepacked", "compiled", "graphs"])
 @pytest.mark.filterwarnings("ignore:nothing of LlamaForCausalLM can be prepacked")
 def test_every_layer_of_a_round_is_called_by_the_loop(kernels, callers, monkeypatch):

@@ -115,6 +115,7 @@ def test_padding_in_front_of_all_rows_changes_nothing(kind: str) -> None:
         assert torch.equal(ours, own), lengths
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("chunk", [5, SWITCH])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prefill_in_pieces_is_the_models_own(kind: str, chunk: int) -> None:
@@ -172,6 +173,7 @@ def test_the_cache_that_is_returned_was_computed_anew() -> None:
         torch.testing.assert_close(ours.keys[:, :, :length], theirs.keys[:, :, :length])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("draft", ["early_exit", "tree"])
 def test_requests_of_a_batch_switch_each_for_itself(kind: str, draft: str) -> None:

@@ -100,6 +100,7 @@ def test_rows_that_come_and_go(drafter, how):
     requests_equal_to_generate(spec_of(tiny_llama("sometimes"), drafter), texts, draft=draft)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("how", HOW)
 def test_layers_that_are_chosen_while_generating(how):
     model, skip = tiny_llama("sometimes"), {"search": "clasp", "layers": 1, "every": 4}
@@ -155,6 +156,7 @@ def test_recurrent_layers_forget_approximate_drafts(name):
         assert torch.equal(out, expected)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("drafter", ["early_exit", "tree"])
 @pytest.mark.parametrize("how", HOW)
 def test_committed_slots_hold_the_models_own_keys_after_every_round(how, drafter, monkeypatch):
@@ -179,6 +181,7 @@ def test_committed_slots_hold_the_models_own_keys_after_every_round(how, drafter
     assert len(rounds) > 2
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("how", HOW)
 def test_an_int8_cache(how):
     model = tiny_llama("sometimes")

@@ -60,6 +60,7 @@ def test_one_row_that_finds_nothing_sends_all_to_the_exit(model, own, lookup, mo
     assert max(draft.length for draft in together) == 4  # as `early_exit` has it
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("kind", "exit_layer"), [("shared", EXIT), ("block", EXIT), ("fused", EXIT), ("fused", 0)]
 )

@@ -53,14 +53,15 @@ def demo():
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
     ids = tokenizer("The old man looked out of the window, and", return_tensors="pt").input_ids
-    return model, ids, greedy(model, ids, max_new_tokens=32, pad_token_id=0)
+    return model, ids, greedy(model, ids, max_new_tokens=20, pad_token_id=0)
 
 
+@pytest.mark.matrix(share=3)
 @pytest.mark.parametrize("drafter", sorted(DRAFTERS))
 def test_on_the_demo_target(drafter, demo):
     model, ids, expected = demo
     spec = SelfSpecModel(model, DEMO_MODEL, draft_model=model if drafter == "two_model" else None)
-    options = {"max_new_tokens": 32, "do_sample": False, "pad_token_id": 0}
+    options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(spec.generate(ids, draft=draft(drafter), **options), expected)
 
 

@@ -8,7 +8,7 @@ from head_tools import (
     WITH_LAYER,
     assert_reads_as_forced,
     close_in_double,
-    forced_state,
+    forced_states,
     own_head,
     record,
 )
@@ -129,13 +129,18 @@ def test_a_schedule_reads_the_confidence_that_fitting_trains(monkeypatch, readin
     draft = {"head": head.kind, "num_draft_tokens": 3}
     options = {"attention_mask": MASK, "max_new_tokens": 16, "do_sample": True}
     spec.generate(IDS, draft=draft, **options)
-    chances = []
-    for rows, found in (each for _, drafts in read for each in drafts):
-        for row, chance in zip(rows, found, strict=True):
-            state = forced_state(spec.decoder, head, row.text, row.step)
-            odds = head.confidence(head(state))[0, 0, 0]
-            assert chance == pytest.approx(float(odds.sigmoid()), abs=1e-5)
-            chances.append(chance)
+    found = [
+        pair
+        for _, drafts in read
+        for rows, chances in drafts
+        for pair in zip(rows, chances, strict=True)
+    ]
+    for step in range(3):
+        rows = [(row, chance) for row, chance in found if row.step == step]
+        states = forced_states(spec.decoder, head, [row.text for row, _ in rows], step)
+        odds = head.confidence(head(states)).sigmoid().flatten().tolist()
+        assert [chance for _, chance in rows] == pytest.approx(odds, abs=1e-5)
+    chances = [chance for _, chance in found]
     assert max(chances) - min(chances) > 0.05
 
 

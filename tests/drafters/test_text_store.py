@@ -243,6 +243,7 @@ def test_a_store_never_changes_an_output(model, draft, options, rows):
         assert rounds[1] < alone.rounds and rounds[2] < alone.rounds
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS)
 def test_requests_of_a_batch_find_what_others_wrote(model, draft):
     spec = SelfSpecModel(model, store=TextStore())

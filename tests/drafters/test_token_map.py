@@ -117,6 +117,7 @@ def test_texts_begin_as_the_draft_models_tokenizer_begins_them():
     assert map_of(begins, begins).encode([1, *ids], []) == [1, *ids]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("draft", [{}, {"schedule": "optimal"}, {"num_draft_tokens": 1}], ids=str)
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}], ids=str)
 def test_greedy_text_is_the_targets_own(folders, draft, options):
@@ -143,7 +144,7 @@ def test_batches_and_seeds(folders):
     assert torch.equal(*texts)
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(share=3)
 @pytest.mark.parametrize("rule", ["block", "token", "coupled"])
 def test_sampled_text_follows_the_target(target, tmp_path, rule):
     tokenizers = letters("abcdefghijkl"), letters("xlkjihgfeyzab")

@@ -124,6 +124,7 @@ def test_every_row_has_its_adapter_while_rows_leave(draft, kind):
     assert torch.equal(spec.generate(IDS, draft=config, **OPTIONS), own)
 
 
+@pytest.mark.matrix
 @FEW
 def test_every_request_has_its_adapter_while_rows_leave_and_join(draft):
     model = lora(one=LoraConfig(**LORA), two=LoraConfig(**LORA))

@@ -123,7 +123,7 @@ def padded_on_the_right(ids, mask):
     return [torch.stack(rows) for rows in moved]
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(share=3)
 @pytest.mark.parametrize("batch", PROCESSORS)
 @pytest.mark.parametrize("how", HOW)
 def test_with_any_processor(drafting, own_texts, how, batch, tokenizer, monkeypatch):
@@ -153,7 +153,7 @@ def test_with_any_processor(drafting, own_texts, how, batch, tokenizer, monkeypa
     assert how != "contrary" or (set(rates) == {0} and spec.last_stats.mean_accepted_length == 1)
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(share=3)
 @pytest.mark.parametrize("how", [*STEADY, *HEADS, "contrary"])
 def test_a_prompt_in_chunks(drafting, how):
     """Drafts, too, are what they would be."""
@@ -167,7 +167,7 @@ def test_a_prompt_in_chunks(drafting, how):
     assert traces[0] == traces[1] == traces[2]
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(share=3)
 @pytest.mark.parametrize("cache", ["SlotCache", "DynamicCache"])
 @pytest.mark.parametrize("how", HOW)
 def test_a_cache_goes_from_one_drafter_to_the_next(drafting, how, cache):

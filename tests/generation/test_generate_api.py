@@ -195,12 +195,7 @@ def test_right_padding_with_several_sequences_a_row():
     own = greedy(target, ids, mask, max_new_tokens=7)
     assert torch.equal(out[:, 6:], own[:, 6:].repeat_interleave(2, dim=0))
     assert torch.equal(out[:, :6], right.repeat_interleave(2, dim=0))
-
-
-def test_num_return_sequences_may_come_from_the_config():
-    ids, mask = prompt(4, 6)
-    right, right_mask = ids.clone(), mask.clone()
-    right[0], right_mask[0] = ids[0].roll(-2), mask[0].roll(-2)
+    # The number may also come from the config.
     config = GenerationConfig(do_sample=True, num_return_sequences=3, max_new_tokens=4)
     out = ours(right, right_mask, generation_config=config)
     assert torch.equal(out[:, :6], right.repeat_interleave(3, dim=0))
@@ -233,16 +228,21 @@ def conversation(model, cache_of, turns=3, lengths=(5,)):
     return cache
 
 
+@pytest.mark.matrix(share=1)
 @pytest.mark.parametrize("far", [False, True], ids=["", "beyond a sliding window"])
-@pytest.mark.parametrize("kind", [SlotCache, DynamicCache])
-@pytest.mark.parametrize("lengths", [(5,), (1,), (4, 1, 9)], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "lengths"),
+    [
+        *((SlotCache, lengths) for lengths in ((5,), (1,), (4, 1, 9))),
+        *((DynamicCache, lengths) for lengths in ((5,), (1,))),
+    ],
+    ids=str,
+)
 def test_turns_with_a_cache(windowed, kind, far, lengths):
     model = windowed if far else target
-    if kind is SlotCache:
-        conversation(model, lambda turn, cache: cache, lengths=lengths)
-    elif len(lengths) == 1:
-        own = conversation(model, lambda turn, cache: cache or DynamicCache(config=model.config))
-        assert type(own) is DynamicCache
+    fresh = DynamicCache(config=model.config) if kind is DynamicCache else None
+    own = conversation(model, lambda turn, cache: cache or fresh, lengths=lengths)
+    assert type(own) is kind
 
 
 def test_plain_decoding_goes_on_from_our_dynamic_cache_and_we_from_its():
@@ -400,6 +400,7 @@ def test_caches_that_do_not_fit(passes):
     one = torch.ones(1, 6, dtype=torch.long)
     options = {"input_ids": one, "attention_mask": one}
     refused(passes, "StaticCache", past_key_values=static, **options)
+    refused(passes, "rows", past_key_values=filled, **options)
 
 
 @pytest.mark.parametrize("kind", ["slots", "dynamic"])
@@ -413,14 +414,6 @@ def test_caches_of_other_models(passes, kind, layers):
     message = f"cache holds {layers} layers, the model has 4; past_key_values must come from this"
     options = {"input_ids": one, "attention_mask": one}
     refused(passes, message, past_key_values=out.past_key_values, **options)
-
-
-def test_a_dynamic_cache_of_several_rows_does_not_fit_one(passes):
-    cache = DynamicCache(config=target.config)
-    for index in range(4):
-        cache.update(*torch.zeros(2, 2, 2, 3, 8, dtype=torch.float64), index)
-    one = torch.ones(1, 6, dtype=torch.long)
-    refused(passes, "rows", past_key_values=cache, input_ids=one, attention_mask=one)
 
 
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])

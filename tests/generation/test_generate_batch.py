@@ -104,7 +104,7 @@ def test_every_request_is_as_alone_with_recurrent_layers(draft, name):
 def test_every_head_goes_on_with_rows_that_join(kind, drafter, how, monkeypatch):
     model = tiny_llama()
     head = own_head(Decoder(model), kind, EXIT)
-    spec, prompts, lengths = SelfSpecModel(model, [head]), some_prompts(9), some_lengths(9)
+    spec, prompts, lengths = SelfSpecModel(model, [head]), some_prompts(7), some_lengths(7)
     readings = record(monkeypatch)
     draft = {"drafter": drafter, "head": head.kind, "exit_layer": head.exit_layer, **how}
     requests_equal_to_generate(spec, prompts, lengths, 3, draft=draft)
@@ -118,7 +118,7 @@ def test_every_head_goes_on_with_rows_that_join(kind, drafter, how, monkeypatch)
 )
 def test_what_is_drafted_does_not_depend_on_other_rows(drafter):
     model, small = tiny_llama(), tiny_llama(seed=1)
-    spec, prompts, length = SelfSpecModel(model, draft_model=small), some_prompts(7), 24
+    spec, prompts, length = SelfSpecModel(model, draft_model=small), some_prompts(7), 16
     draft = {"drafter": drafter, "num_draft_tokens": 3, "skip": SKIP}
     options = {"max_new_tokens": length, "do_sample": False, "draft": draft}
     outputs = spec.generate_batch(prompts, batch_size=3, **options)
@@ -135,6 +135,7 @@ def test_what_is_drafted_does_not_depend_on_other_rows(drafter):
         assert output.stats.prefilled == 1
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("draft", ["early_exit", "tree", "prompt_lookup", "none", "lookahead"])
 def test_a_request_has_a_seed_of_its_own(draft):
     spec, prompts, lengths = SelfSpecModel(tiny_llama()), some_prompts(8), some_lengths(8)
@@ -207,6 +208,7 @@ class EndsAt(StoppingCriteria):
         return input_ids[:, -1] == self.token
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("draft", ["early_exit", "tree", "none"])
 @pytest.mark.parametrize("criteria", [[], [EndsAt(9)]], ids=["", "criterion"])
 def test_processors_of_all_requests_are_applied_at_once(draft, criteria, monkeypatch):
@@ -315,6 +317,7 @@ def test_prompts_that_cannot_be_continued_fail_alone():
         assert outputs[name].generated_tokens == own_text(model, prompt, 3)
 
 
+@pytest.mark.matrix(share=1)
 @pytest.mark.parametrize("draft", ["early_exit", "tree"])
 @pytest.mark.parametrize("name", ["gpt2", "gptj"])  # learned positions; a table of sines
 def test_a_text_that_reaches_the_last_position_fails_alone(name, draft):
@@ -414,6 +417,7 @@ def test_arguments_stand_where_transformers_has_them():
         assert mine.name == own.name or mine.kind is mine.VAR_KEYWORD
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("draft", ["early_exit", "tree", "none", None])
 @pytest.mark.parametrize("recorded", [False, True], ids=["", "timestamps"])
 def test_outputs_have_the_fields_of_transformers(draft, recorded):
@@ -537,6 +541,7 @@ def test_rows_that_left_make_room_for_those_that_join(monkeypatch):
     assert len({*sizes}) == 1
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("draft", ["early_exit", "none", "prompt_lookup", "two_model"])
 def test_a_long_prompt_is_prefilled_between_rounds(draft, monkeypatch):
     events, step, run = [], Session.step, Decoder.run

@@ -61,6 +61,7 @@ def test_the_rows_of_a_killed_process_are_done_again(tmp_path, output):
     assert asked(tmp_path) == Counter(PROMPTS)
 
 
+@pytest.mark.slow
 def test_a_killed_job_goes_on_where_it_was(tmp_path, output):
     code = (
         "import sys; from pathlib import Path; from job_tools import Shouter;"

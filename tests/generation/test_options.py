@@ -111,6 +111,7 @@ def test_what_is_refused_wherever_it_stands_is_refused_only_if_it_is_left(
     assert outputs["req_0"].generated_tokens == own[0, 6:].tolist()
 
 
+@pytest.mark.matrix
 @DRAFTS
 @pytest.mark.parametrize("where", ["model", "config", "call"])
 def test_a_hybrid_cache_counts_as_unset_and_without_a_cache_its_kind_means_nothing(
@@ -172,6 +173,7 @@ def test_what_says_nothing_may_be_passed(target, lengths, given, draft):
     assert torch.equal(SelfSpecModel(target).generate(ids, draft=draft, **options), own)
 
 
+@pytest.mark.matrix
 @BATCHES
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8, torch.int64])
 def test_token_ids_of_any_integer_type_come_back_in_64_bits(target, dtype, lengths):
@@ -198,6 +200,7 @@ def test_a_prompt_is_a_tensor_of_integers(target, given):
 # Padding, caches and healing
 
 
+@pytest.mark.matrix
 @DRAFTS
 @BATCHES
 def test_a_mask_is_inferred_for_padding_on_either_side(target, lengths, draft):
@@ -260,6 +263,7 @@ def test_an_empty_cache_is_as_good_as_none(target, form, lengths, draft):
     assert even or isinstance(out.past_key_values, SlotCache)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text", "falcon_h1", "lfm2"])
 def test_rows_of_one_length_go_on_from_a_dynamic_cache(name):
     """Turn after turn, ours and the model's own, beyond a sliding window and with states."""
@@ -296,6 +300,7 @@ def test_a_mask_that_counts_on_more_than_the_cache_holds_is_refused(target):
         )
 
 
+@pytest.mark.matrix
 @DRAFTS
 @pytest.mark.parametrize("texts", [["the cat an"], ["the cat an", "the hat on"]], ids=["1", "2"])
 @pytest.mark.parametrize("where", ["call", "config"])

@@ -193,12 +193,6 @@ def test_stop_strings_of_the_model_hold_for_calls_at_the_same_time(tokenizer, mo
     assert all(torch.equal(text, expected) for text in texts)
 
 
-def test_stop_strings_need_the_tokenizer():
-    ids, _ = prompt(5)
-    with pytest.raises(ValueError, match="tokenizer"):
-        SelfSpecModel(always).generate(ids, stop_strings=["a"], max_new_tokens=3)
-
-
 # A criterion of the caller
 
 
@@ -316,10 +310,6 @@ def test_without_drafts_every_token_is_plain(lengths):
     for row in range(len(lengths)):
         assert spec.last_trace.origins(row) == ["plain"] * 9
     assert spec.last_stats.drafted == 0 and spec.last_stats.acceptance_rate == 0
-
-
-def test_the_vocabulary_of_these_tests_is_the_tokenizers(tokenizer):
-    assert len(tokenizer) == VOCAB
 
 
 class LateEnd(EosTokenCriteria):

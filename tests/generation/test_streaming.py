@@ -87,6 +87,7 @@ def test_one_row_is_shown_round_by_round_as_soon_as_it_is_settled(target):
     assert columns.ended == 1
 
 
+@pytest.mark.matrix(share=1)
 @targets
 @pytest.mark.parametrize("lengths", [(4, 2, 7), (5, 5)], ids=str)
 @pytest.mark.parametrize("eos", [False, True], ids=["full length", "rows end apart"])

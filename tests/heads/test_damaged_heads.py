@@ -36,7 +36,7 @@ from safetensors.torch import load_file, save_file
 from selfspec import SelfSpecModel
 
 IDS, MASK = prompt(4, 9)
-FEW, MANY = 20, 500
+FEW, MANY = 12, 500
 FLAGS = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
 TWO = {"eagle_aux_hidden_state_layer_ids": [2, 4]}
 FORMATS = {

@@ -87,7 +87,7 @@ def test_a_head_drafts_what_its_paper_says(monkeypatch, tmp_path, target, name, 
     assert {reading.step for reading in seen} == {0, 1, 2}
     ids = spec.heads[0].vocab_ids
     lm_head = head.tensors.get("lm_head.weight", target.lm_head.weight.detach())
-    for reading in seen[::4]:
+    for reading in seen[::10]:
         known = len(reading.text) - reading.step
         streams, _ = residual_streams(target, reading.text[: known - 1], STREAMS)
         embedding = target.model.embed_tokens.weight.detach()
@@ -197,12 +197,9 @@ def test_which_layers_slide_and_see_only_rows_before(
     tmp_path, target, top, nested, windows, causal
 ):
     head = Published(dflash_tensors(), keys={"is_causal": None, **top})
-    spec = SelfSpecModel(target, heads=write_z_lab(tmp_path, head, **nested))
-    options = spec.heads[0].options
-    assert (options["windows"] or [None, None]) == windows
-    assert (options["causal"] or NONE) == causal
-    text = spec.generate(IDS, attention_mask=MASK, max_new_tokens=NEW)
-    assert torch.equal(text, greedy(target, IDS, MASK, max_new_tokens=NEW))
+    (own,) = load_heads(Decoder(target), write_z_lab(tmp_path, head, **nested))
+    assert (own.options["windows"] or [None, None]) == windows
+    assert (own.options["causal"] or NONE) == causal
 
 
 @pytest.mark.parametrize(

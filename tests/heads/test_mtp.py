@@ -29,11 +29,11 @@ def wrapped(request, tmp_path_factory):
 def test_a_checkpoint_drafts_with_its_own_layer_by_default(wrapped):
     _, _, spec = wrapped
     assert [(head.kind, head.exit_layer) for head in spec.heads] == [("mtp", 0)]
-    own = greedy(spec.model, IDS, MASK, max_new_tokens=10)
+    own = greedy(spec.model, IDS, MASK, max_new_tokens=7)
     for draft in (None, {"num_draft_tokens": 1}, {"drafter": "tree"}, {"drafter": "auto"}):
         if draft == {"drafter": "tree"} and spec.decoder.recurrent_layers:
             continue
-        text = spec.generate(IDS, attention_mask=MASK, max_new_tokens=10, draft=draft)
+        text = spec.generate(IDS, attention_mask=MASK, max_new_tokens=7, draft=draft)
         assert torch.equal(text, own), draft
         if draft != {"drafter": "auto"}:  # which may find drafts too slow
             assert spec.last_stats.drafted > 0

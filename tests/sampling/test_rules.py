@@ -76,11 +76,12 @@ def test_the_gain_is_never_negative_whatever_the_pair(seed):
     assert bool((both.reach(True) >= both.reach(False) - 1e-12).all())
 
 
+@pytest.mark.parametrize("rule", LOSSLESS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_block_equal_to_the_target_is_always_accepted(dtype):
+def test_a_draft_equal_to_the_target_is_always_accepted(dtype, rule):
     probs = distributions(4).to(dtype).expand(ROWS, -1, -1)
     tokens = torch.stack([draw(probs[:, i], seeded(i)) for i in range(3)], 1)
-    verdict = block_verify(tokens, probs[:, :3], probs, seeded(9))
+    verdict = LOSSLESS[rule](tokens, probs[:, :3], probs, seeded(9))
     assert bool((verdict.accepted == 3).all())
     assert torch.equal(verdict.tokens[:, :3], tokens)
 

@@ -246,7 +246,7 @@ class ForcedInSome(ForkedMatcher):
         return token != 10 + index if index and self.length % 2 == 0 else token % 4 == 1
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(share=3)
 @EVERY_DRAFT
 def test_rows_that_a_grammar_forces_wait_for_no_other_row(spec, draft):
     """Two requests of four are forced; the others take plain steps in these rounds."""

@@ -98,6 +98,7 @@ def test_the_fastest_way_is_found_whatever_the_first_rounds_took(clock, times, s
     assert sum(found) / len(found) > share * ideal(chance, **times)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("times", [HALF, CLIFF, STEEP], ids=["half", "cliff", "steep"])
 @pytest.mark.parametrize("match", [0, 5], ids=["head", "head and lookup"])
 def test_drafts_that_are_always_wrong_cost_next_to_nothing(clock, times, match):
@@ -111,6 +112,7 @@ def test_drafts_that_are_always_wrong_cost_next_to_nothing(clock, times, match):
     assert sum(later) / len(later) > 0.985
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("expected", [0.3, 0.5, 0.7, 0.85])
 def test_wrong_drafts_of_a_cheap_head_are_given_up_within_a_few_rounds(clock, expected):
     """Whatever its calibrator expected, and again in every call."""
@@ -342,6 +344,7 @@ class FixedStop(Schedule):
         return self.step < self.length
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("draft_seconds", [0.05, 0.2, 0.5])
 @pytest.mark.parametrize("chance", [0.3, 0.7, 0.9, "mixed"])
 def test_optimal_stopping_is_as_good_as_the_best_fixed_length(clock, draft_seconds, chance):
@@ -473,6 +476,7 @@ def test_that_drawn_drafts_are_asked_of_in_no_time_is_no_reason_to_ask_of_others
     assert rate > 0.93 * max(rates)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("says", [(0.2, 0.95), (0.999,), (0.05,)])
 @pytest.mark.parametrize("chance", [0.6, 0.9])
 def test_a_calibrator_that_tells_nothing_is_not_believed(clock, chance, says):

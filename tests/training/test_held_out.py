@@ -186,6 +186,7 @@ def test_tokens_of_a_prompt_teach_nothing(decoder, kind):
     assert all(p.grad is None or not p.grad.any() for p in heads[0].parameters())
 
 
+@pytest.mark.matrix(share=1)
 @pytest.mark.parametrize("trimmed", [False, True])
 @pytest.mark.parametrize("kind", ["block", "fused parallel"])
 def test_the_confidence_output_learns_what_is_accepted(decoder, kind, trimmed):

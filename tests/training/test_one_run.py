@@ -36,6 +36,7 @@ def name_of(pid):
     return rf"process {pid} on {socket.gethostname()}, started \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d"
 
 
+@pytest.mark.slow
 def test_a_folder_is_kept_as_long_as_its_process_lives(tmp_path):
     process: subprocess.Popen[str] = start([sys.executable, "-c", KEEP, str(tmp_path)])
     assert process.stdout is not None and process.stdout.readline() == "kept\n"
@@ -46,8 +47,12 @@ def test_a_folder_is_kept_as_long_as_its_process_lives(tmp_path):
     process.kill()
     process.communicate()
     check_free(tmp_path)
+
+
+def test_a_folder_is_kept_from_a_second_run_of_its_process(tmp_path):
     with one_run(tmp_path), pytest.raises(BlockingIOError, match=name_of(os.getpid())):
         check_free(tmp_path)
+    check_free(tmp_path)
 
 
 def test_a_block_that_ends_lets_go(tmp_path):

@@ -230,6 +230,7 @@ def test_only_what_is_missing_is_written_anew(folder, monkeypatch):
     assert regenerate(config) == path and len(rows) == 1
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_in_the_same_texts(folder):
     """`kill -9` once a text is written, wherever the process then is."""
     (folder / "text.txt").write_text(WORDS * 25)
