@@ -2,18 +2,20 @@
 
 Run `python -m benchmarks.approximate CHECKPOINT --text FILE` from a checkout. The file's first
 tokens are the prompt, which is prefilled once. Each draft then continues it, in turn with plain
-decoding; the table has the median of these ratios. Times are wall clock of whole calls, a copy of
-the cache included; `--cpu` counts the process's CPU time instead, for a machine that does other
-work, too (with one thread).
+decoding; the table has the median of these ratios. Times are wall clock; `--cpu` counts the
+process's CPU time instead, for a machine that does other work, too (with one thread).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import statistics
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +25,58 @@ from benchmarks.common import console, new_tokens, parser, share_equal, take_tur
 from selfspec import DraftConfig, SelfSpecModel
 from selfspec.apps.bench.results import Grid
 from selfspec.decoder.checkpoints import load_causal_lm, load_tokenizer
+from selfspec.schedule.stats import Stats
 
 _COLUMNS = ("draft", "accepted", "tokens a round", "speed over plain", "same text")
+
+
+class Run(NamedTuple):
+    """One continuation: its statistics, seconds of its rounds, and new tokens."""
+
+    stats: Stats
+    seconds: float
+    tokens: list[int]
+
+
+class LongText:
+    """A prompt that is prefilled once, and continued by one draft after the other.
+
+    Args:
+        spec: the target.
+        ids: `[1, n]` the prompt.
+        new: tokens to generate.
+        clock: tells seconds.
+    """
+
+    def __init__(self, spec: SelfSpecModel, ids: Tensor, new: int, clock: Callable[[], float]):
+        self.spec, self.ids, self.new, self.clock = spec, ids, new, clock
+        self.cache = DynamicCache(config=spec.decoder.config)
+        with torch.inference_mode():
+            for block in ids[:, :-1].split(512, dim=1):
+                spec.causal_lm(block, past_key_values=self.cache, logits_to_keep=1)
+
+    def run(self, draft: DraftConfig, new: int | None = None) -> Run:
+        """Continue the prompt; the time of the first token, which copies the cache, is left out."""
+        began: list[float] = []
+
+        def put(value: Tensor) -> None:
+            if value.numel() < 16:  # the prompt comes first
+                began.append(self.clock())
+
+        streamer: Any = SimpleNamespace(put=put, end=lambda: None)
+        output: Any = self.spec.generate(
+            self.ids,
+            draft=draft,
+            max_new_tokens=new or self.new,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            streamer=streamer,
+            past_key_values=copy.deepcopy(self.cache),
+        )
+        seconds = self.clock() - began[0]
+        return Run(output.stats, seconds, new_tokens(output.sequences, self.ids))
 
 
 def drafts_of(depth: int, windows: Sequence[int], drafts: int) -> dict[str, DraftConfig]:
@@ -42,41 +94,19 @@ def drafts_of(depth: int, windows: Sequence[int], drafts: int) -> dict[str, Draf
     return found
 
 
-def prefill(spec: SelfSpecModel, ids: Tensor) -> DynamicCache:
-    """The KV cache of a prompt `[1, n]`, but for its last token."""
-    cache = DynamicCache(config=spec.decoder.config)
-    with torch.inference_mode():
-        for block in ids[:, :-1].split(512, dim=1):
-            spec.causal_lm(block, past_key_values=cache, logits_to_keep=1)
-    return cache
-
-
-def measure(spec: SelfSpecModel, ids: Tensor, drafts: dict[str, DraftConfig], given: Any) -> Grid:
-    """Continue the prompt with every draft, in turn with plain decoding."""
-    cache, plain, rows = prefill(spec, ids), DraftConfig(drafter="none"), []
-
-    def write(draft: DraftConfig, new: int = given.new) -> Any:
-        return spec.generate(
-            ids,
-            draft=draft,
-            max_new_tokens=new,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-            return_dict_in_generate=True,
-            past_key_values=copy.deepcopy(cache),
-        )
-
+def measure(text: LongText, drafts: dict[str, DraftConfig], turns: int) -> Grid:
+    """Run every draft in turn with plain decoding."""
+    plain, rows = DraftConfig(drafter="none"), []
     for name, draft in drafts.items():
-        write(draft, new=3)  # copies of the weights are made
-        calls = {"plain": partial(write, plain), name: partial(write, draft)}
-        base, own = take_turns(calls, given.turns).values()
-        texts = (new_tokens(timed.outputs[-1].sequences, ids) for timed in (own, base))
-        stats, same = own.outputs[-1].stats, share_equal(*texts)
-        figures = (stats.acceptance_rate, (given.new - 1) / stats.rounds)
-        speed = f"{own.over(base, given.cpu):.2f}x"
-        rows.append([name, *(f"{figure:.2f}" for figure in figures), speed, same])
-    return Grid(f"{ids.shape[1]} tokens of text", _COLUMNS, rows)
+        text.run(draft, new=3)  # makes the copies
+        calls = {"plain": partial(text.run, plain), name: partial(text.run, draft)}
+        base, own = (timed.outputs for timed in take_turns(calls, turns).values())
+        ratios = [a.seconds / b.seconds for a, b in zip(base, own, strict=True)]
+        stats, speed = own[-1].stats, statistics.median(ratios)
+        per_round = f"{(text.new - 1) / stats.rounds:.2f}"
+        same = share_equal(own[-1].tokens, base[-1].tokens)
+        rows.append([name, f"{stats.acceptance_rate:.2f}", per_round, f"{speed:.2f}x", same])
+    return Grid(f"{text.ids.shape[1]} tokens of text", _COLUMNS, rows)
 
 
 def main() -> None:
@@ -98,7 +128,10 @@ def main() -> None:
     if ids.shape[1] < given.tokens:
         raise SystemExit(f"{given.text} has {ids.shape[1]} tokens, --tokens asks {given.tokens}")
     drafts = drafts_of(spec.decoder.depth, given.windows, given.drafts)
-    console.print(measure(spec, ids, drafts, given).table(console.width))
+    long_text = LongText(
+        spec, ids, given.new, time.process_time if given.cpu else time.perf_counter
+    )
+    console.print(measure(long_text, drafts, given.turns).table(console.width))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedd
 
 from selfspec import SelfSpecModel
 from selfspec.decoder import Decoder
+from selfspec.decoder.kernels import lean
 from selfspec.heads import Calibrator
 
 SKIPS = {"attention": [2], "mlp": [1, 2]}
@@ -150,6 +151,24 @@ def test_packed_kernels_leave_decorated_forwards_as_they_are(kind, monkeypatch):
 
     patched = getattr(modeling_llama, kind)
     monkeypatch.setattr(patched, "forward", decorated(patched.forward, doubled))
+    same_logits_of_packed_kernels(model)
+
+
+@pytest.mark.parametrize("name", ["LlamaRMSNorm", "LlamaMLP", "apply_rotary_pos_emb"])
+def test_packed_kernels_know_code_that_was_replaced_before_they_first_ran(name, monkeypatch):
+    model = tiny_llama("sometimes", dtype=torch.bfloat16)
+    lean._kinds.cache_clear()
+    lean._in_file.cache_clear()
+    patched = getattr(modeling_llama, name)
+    if isinstance(patched, type):
+        own = patched.forward
+        monkeypatch.setattr(patched, "forward", lambda self, states: 2 * own(self, states))
+    else:
+        monkeypatch.setattr(modeling_llama, name, lambda query, key, *_, **__: (9 * query, key))
+    same_logits_of_packed_kernels(model)
+
+
+def same_logits_of_packed_kernels(model: Any) -> None:
     found = []
     for kernels in ("eager", "prepacked"):
         spec = SelfSpecModel(model, kernels=kernels)

@@ -12,7 +12,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from functools import cache, partial
-from importlib import import_module
+from importlib.util import find_spec
+from types import CodeType
 from typing import Any
 
 import torch
@@ -79,16 +80,26 @@ def lean_forwards(
 @cache
 def _kinds() -> dict[Hashable, str]:
     """The kinds of modules, by the code of their forwards."""
-    llama = import_module(_MODELS.format("llama"))
     kinds = {
-        _code(llama.LlamaRMSNorm.forward): "norm",
-        _code(llama.LlamaMLP.forward): "mlp",
-        _code(llama.LlamaDecoderLayer.forward): "layer",
+        _in_file("llama", "LlamaRMSNorm", "forward"): "norm",
+        _in_file("llama", "LlamaMLP", "forward"): "mlp",
+        _in_file("llama", "LlamaDecoderLayer", "forward"): "layer",
     }
-    for module, name in _ATTENTIONS.items():
-        attention = getattr(import_module(_MODELS.format(module)), f"{name}Attention")
-        kinds[_code(attention.forward)] = "attention"
+    for family, name in _ATTENTIONS.items():
+        kinds[_in_file(family, f"{name}Attention", "forward")] = "attention"
     return kinds
+
+
+@cache
+def _in_file(family: str, *names: str) -> Hashable:
+    """`_code` of a function in a family's file: the class in memory may have another by now."""
+    module = _MODELS.format(family)
+    loader: Any = getattr(find_spec(module), "loader", None)
+    code: CodeType = loader.get_code(module)
+    for name in names:
+        parts = [part for part in code.co_consts if isinstance(part, CodeType)]
+        code = next(part for part in parts if part.co_name == name)
+    return _computed(code)
 
 
 @cache
@@ -96,10 +107,13 @@ def _code(function: Forward) -> Hashable:
     """What a function computes, but for the functions that it calls."""
     bare = undecorated(function)
     code = getattr(bare, "__code__", None)
-    if code is None or hasattr(bare, "__wrapped__"):
-        return None
-    constants = [c for c in code.co_consts if c != bare.__doc__]
-    return code.co_code, code.co_names, code.co_varnames, repr(constants)
+    return None if code is None or hasattr(bare, "__wrapped__") else _computed(code)
+
+
+def _computed(code: CodeType) -> Hashable:
+    first, *others = code.co_consts or (None,)  # first comes the docstring, or None
+    constants = others if isinstance(first, str | None) else code.co_consts
+    return code.co_code, code.co_names, code.co_varnames, repr([*constants])
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -122,10 +136,7 @@ def _attends_as_llama(module: Any) -> bool:
     Llama's, too.
     """
     names = inspect.unwrap(type(module).forward).__globals__
-    rotations = [
-        [_code(vars(import_module(_MODELS.format(family)))[name]) for name in _ROTATES]
-        for family in ("llama", "glm4_moe")
-    ]
+    rotations = [[_in_file(family, name) for name in _ROTATES] for family in ("llama", "glm4_moe")]
     same = [_code(names[name]) for name in _ROTATES] in rotations
     normed = all(_kind(norm) == "norm" for norm in _head_norms(module))
     chosen = getattr(module.config, "_attn_implementation", None)
