@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, fields, is_dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -280,12 +280,16 @@ class Source:
         Raises OSError if there is no such model or it cannot be read, ValueError if it is not
         supported or the heads belong to another one.
         """
-        name, path = resolve(self.model)
+        name, _ = resolve(self.model)
         with progress().status(f"loading {name}"):
-            spec = self.load_spec()
-            from selfspec.decoder.checkpoints import load_tokenizer
+            return Loaded(name, self.load_spec(), self.tokenizer)
 
-            return Loaded(name, spec, load_tokenizer(path))
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The target's tokenizer; raises OSError as `load` does."""
+        from selfspec.decoder.checkpoints import load_tokenizer
+
+        return load_tokenizer(resolve(self.model)[1])
 
     def load_spec(self) -> SelfSpecModel:
         """Load the target without its tokenizer; raises as `load` does."""

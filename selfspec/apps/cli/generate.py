@@ -23,7 +23,6 @@ from selfspec.apps.cli.common import (
     own_choices,
     progress_bar,
     read_prompts,
-    resolve,
     show_choices,
     summary,
 )
@@ -87,13 +86,11 @@ class Asking:
 
     def check(self, source: Source) -> None:
         """Refuse what the checkpoint or this installation cannot do, before weights are loaded."""
-        from selfspec.decoder.checkpoints import load_tokenizer
-
         if self.json_schema is not None and find_spec("xgrammar") is None:
             raise ImportError(
                 "--json-schema needs the package xgrammar: pip install 'selfspec[structured]'"
             )
-        if self.chat and not load_tokenizer(resolve(source.model)[1]).chat_template:
+        if self.chat and not source.tokenizer.chat_template:
             raise ValueError("--chat needs a chat template, and the tokenizer has none")
 
     def encode(self, tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
