@@ -73,7 +73,8 @@ def write_picture(path: Path, title: str, draw: Callable[[Axes], object], rows: 
 def _names(rows: Sequence[Row]) -> list[str]:
     """Names of the rows, with the prompt set if there are several."""
     several = len({row.place.prompts for row in rows}) > 1
-    return [row.place.method + f" · {row.place.prompts}" * several for row in rows]
+    places = [row.place for row in rows]
+    return [f"{at.method} · {at.prompts}" if several else at.method for at in places]
 
 
 def _name_bars(ax: Axes, rows: list[Row]) -> None:

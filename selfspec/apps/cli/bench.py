@@ -139,11 +139,11 @@ def run_bench(
     file = RunFile(output, {"config": config.model_dump(mode="json"), "where": where})
     if left := bench.total - len(file.runs):
         device = bench.spec.decoder.device
-        is_slow = config.shape is not None and device.type == "cpu"
+        slow = config.shape is not None and device.type == "cpu"
         typer.echo(
             f"{in_units(bench.spec.causal_lm.num_parameters())} parameters on {device}: {left} of "
             f"{bench.total} timed calls to make, each of up to {config.max_new_tokens} new tokens "
-            f"a row{'; on a CPU this takes minutes' * is_slow}",
+            f"a row{'; on a CPU this takes minutes' if slow else ''}",
             err=True,
         )
     with progress_bar() as show:
