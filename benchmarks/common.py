@@ -26,7 +26,7 @@ _SETS = ("text", "gsm8k", "humaneval", "mbpp")
 
 
 def parser(doc: str | None, target: bool = True) -> argparse.ArgumentParser:
-    """A parser that shows a module's docstring, with `--model`, `--heads`, `--dtype` of a `target`."""
+    """A parser with a module's docstring, and `--model`, `--heads`, `--dtype` of a `target`."""
     made = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
