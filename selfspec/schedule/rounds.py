@@ -21,6 +21,7 @@ from selfspec.heads import ExitHead
 
 MEMORY = 32  # observations that are remembered: enough to tell apart rates that differ by a tenth
 NEUTRAL = 0.5  # acceptance, cost of a draft, copies per token of the match, where nothing is known
+_LATELY = 5  # rounds that tell how busy the machine is: two that were disturbed do not
 _PRIOR = 3  # observed drafts that an expectation weighs as much as: a wrong one is soon given up
 _GROWTH = 0.03  # time of verifying one more token, in plain steps: .02 to .05 on most devices
 _TICK = 1e-9  # seconds: no time is shorter, so that all can be divided by
@@ -211,16 +212,19 @@ class Way:
         """Of the round that gains most where others have that rate."""
         return max(self._outlooks(), key=lambda outlook: outlook.gain(rate))
 
+    def seconds(self, drafts: int) -> float:
+        """The expected seconds of a round with so many drafts."""
+        return self.verification.seconds(drafts) + drafts * self.draft.value
+
     def _outlooks(self) -> Iterator[Outlook]:
         """By the number of drafts."""
         tokens = reach = 1.0
         if not self.longest:
-            yield Outlook(0, tokens, self.verification.seconds(0))
+            yield Outlook(0, tokens, self.seconds(0))
         for drafts in range(1, self.longest + 1):
             reach *= self.acceptance.rate(drafts - 1)
             tokens += reach
-            seconds = self.verification.seconds(drafts) + drafts * self.draft.value
-            yield Outlook(drafts, tokens, seconds)
+            yield Outlook(drafts, tokens, self.seconds(drafts))
 
     def is_due(self, lost: float) -> bool:
         """Whether it is tried again, though another way is expected to bring so many tokens more.
@@ -328,6 +332,7 @@ class Rounds:
         self._longest = longest
         self.acceptance = {sampled: Acceptance(acceptance[sampled]) for sampled in (False, True)}
         self._batches: dict[tuple[bool, int], Batch] = {}
+        self._lately = deque[float](maxlen=_LATELY)  # times of rounds over those expected
 
     @classmethod
     def of_head(
@@ -353,6 +358,18 @@ class Rounds:
         if key not in self._batches:
             self._batches[key] = Batch(self.acceptance[sampled], self._draft_cost, self._longest)
         return self._batches[key]
+
+    def learn(self, way: Way, drafts: int, seconds: float, made: Sequence[float]) -> None:
+        """Learn from a round of that way, whose drafts were `made` at these seconds.
+
+        All ways take longer while the machine is busy, but not all are taken then. So that they
+        stay comparable, times are divided by how much longer the rounds before took than expected.
+        """
+        if seconds <= 0:
+            return  # the clock ticks too seldom to tell anything
+        busy = statistics.median(self._lately) if len(self._lately) == _LATELY else 1.0
+        self._lately.append(seconds / way.seconds(drafts))
+        way.learn(drafts, seconds / busy, [at / busy for at in made])
 
     def speedup(self, rows: int, sampled: bool) -> float:
         """Tokens per second of chains over those of plain steps."""

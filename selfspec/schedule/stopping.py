@@ -76,7 +76,8 @@ class OptimalStop(Schedule):
         now = self.rounds.clock()
         if self._done is not None:
             way, drafts = self._done
-            way.learn(drafts, now - self._began, [at - self._began for at in self._made])
+            made = [at - self._began for at in self._made]
+            self.rounds.learn(way, drafts, now - self._began, made)
         self._began, self._made, self._done = now, [], None
 
     def goes_on(self, scores: Tensor, tokens: Tensor, probs: Tensor | None) -> bool:

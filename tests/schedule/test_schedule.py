@@ -183,8 +183,9 @@ def test_chains_alone_are_timed_right_whatever_the_first_rounds_took(clock):
         **options,
     )
     play(OptimalStop(fresh), clock, lambda _: 0.6, tokens=200, **options)
-    found = [rounds.batch(1, False).verification.seconds(2) for rounds in (warm, fresh)]
-    assert found[0] == pytest.approx(found[1], rel=0.1) == pytest.approx(1.2, rel=0.1)
+    for batch in (warm.batch(1, False), fresh.batch(1, False)):
+        verifying, drafting = batch.verification.seconds(2), batch.chain.draft.value
+        assert verifying / drafting == pytest.approx(12, rel=0.1)
 
 
 def test_a_pass_that_makes_all_drafts_makes_no_copies_dearer(clock):
@@ -212,6 +213,24 @@ def test_one_disturbed_round_hardly_changes_the_choice(clock):
     write(rounds, clock, 1, 0.8, warm=[100.0])
     _, made = write(rounds, clock, 20, 0.8)
     assert sum(drafts > 0 for drafts, _ in made) >= 18
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("times", [HALF, CLIFF, STEEP], ids=["half", "cliff", "steep"])
+@pytest.mark.parametrize("chance", [0.02, 0.4, 0.6, 0.8])
+def test_while_the_machine_was_busy_the_ways_stay_comparable(clock, times, chance):
+    """All rounds, or every other one, took four times as long for a while."""
+    during, after = [], []
+    for seed in range(8):
+        source, rounds = random.Random(seed), Rounds(0.15, (0.5, 0.5), clock)
+        write(rounds, clock, 64, chance, seed=seed, **times)
+        busy = [4.0 if seed % 2 else source.choice([1.0, 4.0]) for _ in range(100)]
+        rate = write(rounds, clock, 100, chance, seed=seed + 10, warm=busy, **times)[0]
+        during.append(rate * sum(busy) / len(busy))
+        after.append(write(rounds, clock, 100, chance, seed=seed + 20, **times)[0])
+    best = ideal(chance, **times)
+    assert sum(during) / len(during) > 0.88 * best
+    assert sum(after) / len(after) > 0.93 * best
 
 
 def test_other_batch_sizes_begin_with_the_proportions_of_the_nearest(clock):
@@ -415,16 +434,12 @@ def test_greedy_rounds_do_not_tell_how_drawn_drafts_fare(clock):
 @pytest.mark.parametrize("chance", [0.6, 0.8])
 def test_a_calibrator_that_knows_no_more_than_the_average_is_asked_seldom(clock, chance):
     fixed = [play(FixedStop(k), clock, lambda _: chance, 0.1, 1.0, 2000)[0] for k in range(1, 13)]
-    rate, _ = play(
-        optimal(clock),
-        clock,
-        lambda _: chance,
-        0.1,
-        1.0,
-        2000,
-        judge_seconds=0.025,
-    )
-    assert rate > 0.9 * max(fixed)
+    options = {"tokens": 2000, "judge_seconds": 0.025}
+    rates = [
+        play(optimal(clock), clock, lambda _: chance, 0.1, 1.0, seed=seed, **options)[0]
+        for seed in range(4)
+    ]
+    assert sum(rates) / len(rates) > 0.9 * max(fixed)
 
 
 @pytest.mark.parametrize("judge_seconds", [0.01, 0.03])
