@@ -119,7 +119,7 @@ def _other_mode(config: GenerationConfig) -> str:
     given = [
         f"{name}={value!r:.40}"
         for name, value in values.items()
-        if value not in (None, False, usual.get(name))
+        if value not in (None, usual.get(name)) and value is not False
     ]
     what = mode.value.replace("_", " ").replace("dola", "DoLa")
     if mode is GenerationMode.ASSISTED_GENERATION:
