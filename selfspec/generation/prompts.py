@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from numbers import Integral
 from typing import Any, TypeVar
 
 import torch
@@ -285,8 +286,8 @@ def _check_layers(cache: Cache | None, decoder: Decoder) -> None:
         )
 
 
-def _check_chunk(chunk: object) -> None:
-    if chunk is not None and not (isinstance(chunk, int) and chunk >= 1):
+def _check_chunk(chunk: int | None) -> None:
+    if chunk is not None and not (isinstance(chunk, Integral) and chunk >= 1):
         raise ValueError(
             f"prefill_chunk_size must be a number of tokens from 1 on, got {chunk!r}; leave it "
             "unset to prefill in one pass"
