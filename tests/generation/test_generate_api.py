@@ -357,7 +357,10 @@ BAD_DRAFTS = [
     ({"num_draft_tokens": 0}, "at least 1, got 0"),
     ({"num_draft_tokens": -3}, "at least 1, got -3"),
     ({"head": "lense"}, "did you mean 'lens'"),
-    ({"head": "lens"}, "no 'lens' head was fitted"),
+    ({"head": "lens"}, r"no 'lens' head was fitted \(fitted: none\)"),
+    ({"head": "eagle3"}, "no 'eagle3' head was fitted"),
+    ({"head": "lens", "exit_layer": 2}, "no 'lens' head was fitted at exit_layer 2"),
+    ({"head": "eagle3", "exit_layer": 2}, "exit_layer must be 0, got 2"),
     ({"exit_leyer": 2}, "did you mean 'exit_layer'"),
     ("early_exits", "did you mean 'early_exit'"),
 ]
