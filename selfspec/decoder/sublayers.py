@@ -44,7 +44,10 @@ class Skipped:
             self._others = len(output) - 1 if isinstance(output, tuple) else 0
         given: Options = {**dict(zip(self._names, args, strict=False)), **kwargs}
         residual: Tensor | None = given.get("residual")
-        added = torch.zeros_like(given[self._names[0]]) if residual is None else residual
+        # A module around the sublayer may take all as `**kwargs`, so that its name is not known.
+        first: Any = next(iter(given.values()))
+        hidden: Tensor = given.get(self._names[0], first)
+        added = torch.zeros_like(hidden) if residual is None else residual
         return (added, *[None] * self._others) if self._others else added
 
 

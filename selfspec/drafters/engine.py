@@ -224,14 +224,17 @@ class Engine:
         for head in fitted:
             if head.kind == kind:
                 return head
-        head_class(kind).check_exit(self.decoder, exit_layer)
+        head_type, given = head_class(kind), config.exit_layer is not None
+        if given or kind == "shared":
+            head_type.check_exit(self.decoder, exit_layer)
         if kind != "shared":
+            at = f" at exit_layer {exit_layer}" if given else ""
             have = ", ".join(f"{h.kind} at {h.exit_layer}" for h in self.heads) or "none"
             raise ValueError(
-                f"no {kind!r} head was fitted at exit_layer {exit_layer} (fitted: {have}); "
+                f"no {kind!r} head was fitted{at} (fitted: {have}); "
                 "pass heads=..., or use head='shared', which needs no fitting"
             )
-        return head_class(kind).build(self.decoder, exit_layer)
+        return head_type.build(self.decoder, exit_layer)
 
     def _whole(self, config: DraftConfig) -> ExitHead:
         """The head of the whole model, which drafts by approximate passes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from numbers import Integral
 from typing import Any, TypeVar
 
 import torch
@@ -48,7 +49,7 @@ class Prompt:
         media: images, and what describes them, as the model's own `generate` passes them on.
 
     Raises:
-        ValueError: the tokens, the mask or the cache are invalid.
+        ValueError: the tokens, the mask, the cache or the chunk are invalid.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Prompt:
         self.padded = bool((mask == 0).any())
         self.known = _known_lengths(cache, self.rows, self.padded)
         _check_layers(cache, engine.decoder)
+        _check_chunk(chunk)
         self.given = self.width if mask.shape[1] == self.width else None
         self.positions, self.media = positions, media or {}
         self._check(engine)
@@ -281,6 +283,14 @@ def _check_layers(cache: Cache | None, decoder: Decoder) -> None:
         raise ValueError(
             "past_key_values has no place for the states of the model's recurrent layers; make it "
             "with DynamicCache(config=model.config)"
+        )
+
+
+def _check_chunk(chunk: int | None) -> None:
+    if chunk is not None and not (isinstance(chunk, Integral) and chunk >= 1):
+        raise ValueError(
+            f"prefill_chunk_size must be a number of tokens from 1 on, got {chunk!r}; leave it "
+            "unset to prefill in one pass"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -119,7 +120,7 @@ def _other_mode(config: GenerationConfig) -> str:
     given = [
         f"{name}={value!r:.40}"
         for name, value in values.items()
-        if value not in (None, False, usual.get(name))
+        if value not in (None, usual.get(name)) and value is not False
     ]
     what = mode.value.replace("_", " ").replace("dola", "DoLa")
     if mode is GenerationMode.ASSISTED_GENERATION:
@@ -218,8 +219,8 @@ def refuse_in_batches(
         options: the call's options; those of transformers' manager are removed.
         batch_size: the most requests that run at a time.
     """
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    if not (isinstance(batch_size, Integral) and batch_size >= 1):
+        raise ValueError(f"batch_size must be a number of requests from 1 on, got {batch_size!r}")
     options.setdefault("continuous_batching_config", config.continuous_batching_config)
     for name, (accepted, instead) in _MANAGING.items():
         value = options.pop(name, None)
@@ -231,6 +232,12 @@ def refuse_in_batches(
         raise ValueError(
             f"{', '.join(given)}: generate_batch takes lists of token ids and returns whole "
             "requests; use generate instead"
+        )
+    negative: Any = options.get("negative_prompt_ids")
+    if negative is not None and len(negative) != 1:
+        raise ValueError(
+            f"negative_prompt_ids has {len(negative)} rows: in generate_batch all requests have "
+            "one negative prompt; pass one row, or use generate"
         )
     if config.token_healing:
         raise ValueError("token_healing: generate_batch takes prompts as they are; use generate")

@@ -28,6 +28,8 @@ _HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "subfolder
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file; ValueError if it is damaged."""
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; give a safetensors file")
     try:
         return load_file(path)
     except SafetensorError as error:

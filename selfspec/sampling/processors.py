@@ -134,8 +134,9 @@ def _fill(wide: Tensor, ids: Tensor, where: Tensor | bool) -> None:
 def _force(wide: Tensor, ids: Tensor, where: Tensor | bool) -> None:
     """Forbid everything but some tokens at some positions."""
     if where is not False:
-        forced = torch.full_like(wide, -math.inf).index_fill_(1, ids, 0.0)
-        wide.copy_(forced if where is True else torch.where(where, forced, wide))
+        scores = wide[:, :-1]  # an id that the LM head does not have is an IndexError
+        forced = torch.full_like(scores, -math.inf).index_fill_(1, ids, 0.0)
+        scores.copy_(forced if where is True else torch.where(where, forced, scores))
 
 
 def _min_length(processor: hf.MinLengthLogitsProcessor, before: Prefixes, wide: Tensor) -> None:
@@ -154,7 +155,7 @@ def _suppress_at_begin(
     processor: hf.SuppressTokensAtBeginLogitsProcessor, before: Prefixes, wide: Tensor
 ) -> None:
     begin = processor.begin_index
-    ids = processor.begin_suppress_tokens.to(wide.device)
+    ids = processor.begin_suppress_tokens.to(wide.device, torch.long)  # floats if it is empty
     _fill(wide, ids, before.within(begin, begin))
 
 

@@ -63,6 +63,27 @@ def test_skipped_sublayers_add_nothing(family: str) -> None:
 
 
 @torch.no_grad()
+def test_a_module_around_a_sublayer_may_take_every_argument_by_any_name() -> None:
+    class Around(nn.Module):
+        def __init__(self, inner: nn.Module):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, **kwargs: Any) -> Any:
+            return self.inner(**kwargs)
+
+    def skipped(model: Any) -> Any:
+        decoder = Decoder(model)
+        run(decoder, None)
+        return run(decoder, Skips.of([1], [])).output
+
+    model = build("llama", "sdpa")
+    plain = skipped(model)
+    layer = model.model.layers[1]
+    layer.self_attn = Around(layer.self_attn)
+    assert torch.equal(skipped(model), plain)
+
+
 def test_the_last_layer_can_be_skipped() -> None:
     decoder = Decoder(tiny_llama())
     run_all = Span(0, 4)

@@ -157,6 +157,8 @@ def test_what_is_no_store_is_refused(tmp_path):
     file = tmp_path / "texts.safetensors"
     with pytest.raises(FileNotFoundError):
         TextStore.load(file)
+    with pytest.raises(IsADirectoryError, match="is a folder; give a safetensors file"):
+        TextStore.load(tmp_path)
     file.write_bytes(b"no tensors")
     with pytest.raises(ValueError, match="cannot be read"):
         TextStore.load(file)

@@ -1,5 +1,7 @@
 """`generate` has the signature and the meaning of transformers' `generate`."""
 
+from functools import partial
+
 import pytest
 import torch
 from conftest import EXIT, TINY, VOCAB, equal_to_generate, greedy, prompt, tiny_llama
@@ -140,6 +142,7 @@ PROCESSORS = [
     {"forced_eos_token_id": 9, "eos_token_id": 9},
     {"suppress_tokens": [4, 8, 15], "begin_suppress_tokens": [16, 23, 42]},
     {"prefix_allowed_tokens_fn": lambda row, text: [(3 * int(text[-1]) + i) % 64 for i in (1, 5)]},
+    {"suppress_tokens": [], "begin_suppress_tokens": []},
     {"encoder_repetition_penalty": 1.3},
     {"renormalize_logits": True, "remove_invalid_values": True},
     {"logits_processor": LogitsProcessorList([TemperatureLogitsWarper(0.5)])},
@@ -153,6 +156,16 @@ def test_every_processor_keeps_its_meaning(options, lengths):
     ids, mask = prompt(*lengths)
     options = {"max_new_tokens": 14, **options}
     assert torch.equal(ours(ids, mask, **options), greedy(target, ids, mask, **options))
+
+
+@pytest.mark.parametrize("token", [VOCAB, VOCAB + 1])
+def test_a_forced_token_that_the_model_lacks_is_an_error_as_in_transformers(token):
+    ids, _ = prompt(1)
+    for option in ("forced_bos_token_id", "forced_eos_token_id"):
+        options = {"max_new_tokens": 1, option: token}
+        for run in (ours, partial(greedy, target)):
+            with pytest.raises(IndexError, match=f"index {token} is out of bounds"):
+                run(ids, **options)
 
 
 # Sampling
@@ -318,6 +331,7 @@ def refused(passes, match, error=ValueError, **options):
 UNCOVERED = [
     ({"num_beams": 3}, "beam"),
     ({"num_beams": 2, "do_sample": True}, "beam"),
+    ({"num_beams": 0}, "^num_beams=0: beam"),
     ({"penalty_alpha": 0.6, "top_k": 4}, "contrastive"),
     ({"custom_generate": lambda *a, **k: None}, "custom_generate"),
     ({"dola_layers": "high"}, "DoLa"),
@@ -331,6 +345,7 @@ UNCOVERED = [
     ({"inputs_embeds": torch.zeros(2, 6, 32, dtype=torch.float64)}, "inputs_embeds"),
     ({"position_ids": torch.arange(6)[None].expand(2, -1) + 3}, "position_ids"),
     ({"synced_gpus": True}, "synced_gpus: processes that share weights"),
+    *(({"prefill_chunk_size": size}, f"from 1 on, got {size};") for size in (0, -1, 2.5)),
 ]
 
 
@@ -342,7 +357,10 @@ BAD_DRAFTS = [
     ({"num_draft_tokens": 0}, "at least 1, got 0"),
     ({"num_draft_tokens": -3}, "at least 1, got -3"),
     ({"head": "lense"}, "did you mean 'lens'"),
-    ({"head": "lens"}, "no 'lens' head was fitted"),
+    ({"head": "lens"}, r"no 'lens' head was fitted \(fitted: none\)"),
+    ({"head": "eagle3"}, "no 'eagle3' head was fitted"),
+    ({"head": "lens", "exit_layer": 2}, "no 'lens' head was fitted at exit_layer 2"),
+    ({"head": "eagle3", "exit_layer": 2}, "exit_layer must be 0, got 2"),
     ({"exit_leyer": 2}, "did you mean 'exit_layer'"),
     ("early_exits", "did you mean 'early_exit'"),
 ]

@@ -383,7 +383,11 @@ def test_ctrl_c_leaves_what_is_finished(monkeypatch):
         ),
         ({"output_scores": True}, "output_scores: generate_batch keeps only tokens"),
         ({"seed": [1, 2, 3]}, "seed has 3 numbers for 2 prompts"),
-        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        *(({"batch_size": size}, f"from 1 on, got {size!r}") for size in (0, 2.5, None, "3")),
+        (
+            {"guidance_scale": 2, "negative_prompt_ids": torch.ones(2, 3).long()},
+            "negative_prompt_ids has 2 rows: in generate_batch all requests have one",
+        ),
         ({"num_beams": 2}, "num_beams=2: beam search"),
         ({"draft": "tre"}, "tree"),
         ({"custom_generate": "a/b"}, "custom_generate is another decoding method"),
