@@ -110,6 +110,10 @@ class SelfSpecModel:
         self.store = store
         if isinstance(profile, (str, Path)):
             profile = Profile.load(profile)
+        if profile is not None and not isinstance(profile, Profile):
+            raise TypeError(
+                f"a profile is a Profile or the file of one, got {type(profile).__name__}"
+            )
         self.profile = self._valid_or_none(profile)
         self.last_stats: Stats | None = None
         self.last_trace: Trace | None = None
@@ -127,6 +131,12 @@ class SelfSpecModel:
         self._checked = check_passes(decoder.causal_lm)
         if isinstance(heads, (str, Path)):
             heads = load_heads(decoder, find_heads(heads))
+        is_list = isinstance(heads, Iterable) and not isinstance(heads, ExitHead)
+        if heads is not None and not is_list:
+            raise TypeError(
+                "heads are a list of exit heads, a folder or a hub id, got a "
+                f"{type(heads).__name__}"
+            )
         self.engine = Engine(decoder, heads or (), draft_model)
 
     # Copies and pickles hold what the engine is made of; it has locks and is made again.
@@ -427,6 +437,11 @@ class SelfSpecModel:
             ValueError: an unsupported option, a draft that this model cannot make, or an invalid
                 prompt; raised before anything runs.
         """
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise TypeError(
+                f"generator must be a torch.Generator, got {generator!r:.60}; for a seed pass "
+                "torch.Generator(device).manual_seed(seed)"
+            )
         kwargs = with_cache_renamed(kwargs)
         config = self._merged(generation_config, kwargs)
         others = {"synced_gpus": synced_gpus, "custom_generate": custom_generate}

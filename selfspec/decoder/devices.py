@@ -30,6 +30,24 @@ def device_of(module: nn.Module) -> torch.device:
     return torch.get_default_device()
 
 
+def usable_device(name: str | None) -> torch.device:
+    """The device of a name; without one the GPU if there is one, else the CPU.
+
+    Raises:
+        ValueError: torch cannot compute on it here.
+    """
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()
+    except (AssertionError, RuntimeError):  # by the kind of device
+        raise ValueError(
+            f"torch has no device {name!r} here; leave it out, or say cpu, or cuda, cuda:1 or mps "
+            "where there is one"
+        ) from None
+    return device
+
+
 def is_sharded(tensor: Tensor) -> bool:
     """Whether a tensor is a `DTensor`, of which each process holds a shard."""
     return hasattr(tensor, "full_tensor")  # not every build of torch has the class

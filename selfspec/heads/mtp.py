@@ -167,12 +167,15 @@ def one_layer(
                 output_loading_info=True,
             )
             missing = [n for n in report["missing_keys"] if n.startswith(prefix)]
-            if missing or report["unexpected_keys"] or report["mismatched_keys"]:
-                raise ValueError(
-                    f"its layer lacks {sorted(missing)}, has unknown tensors "
-                    f"{sorted(report['unexpected_keys'])}, or tensors of another shape "
-                    f"{sorted(map(str, report['mismatched_keys']))}"
-                )
+            found = {
+                "lacks": missing,
+                "has unknown tensors": report["unexpected_keys"],
+                "has tensors of another shape": map(str, report["mismatched_keys"]),
+            }
+            told = {what: sorted(names) for what, names in found.items()}
+            faults = [f"{what} {names}" for what, names in told.items() if names]
+            if faults:
+                raise ValueError(f"its layer {', '.join(faults)}")
     finally:
         logging.set_verbosity(verbosity)
     _, _, layers = find_layers(model, 1)

@@ -112,6 +112,7 @@ def test_what_a_model_writes_is_text_to_fit_to(made):
         (["{target}"], "there is no text for", 1),
         (["{target}", "--text", "none.txt"], "no file matches none.txt", 1),
         (["{target}", "--text", "{text}", "lop.steps=3"], "did you mean 'loop'", 1),
+        (["heads=lens"], "must be a list, such as [{kind: lens, exit_layer: 4}], got 'lens'", 1),
     ],
 )
 def test_mistakes_are_one_line(made, words, message, code):

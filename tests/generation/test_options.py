@@ -195,6 +195,8 @@ def test_a_prompt_is_a_tensor_of_integers(target, given):
         SelfSpecModel(target).generate(given, max_new_tokens=2)
     with pytest.raises(TypeError, match="attention_mask must be a tensor"):
         SelfSpecModel(target).generate(prompt(3)[0], attention_mask=[[1, 1, 1]])
+    with pytest.raises(TypeError, match=r"generator must be a torch\.Generator, got 5; for a seed"):
+        SelfSpecModel(target).generate(prompt(3)[0], generator=5)
 
 
 # Padding, caches and healing

@@ -596,3 +596,14 @@ def test_a_folder_without_heads_is_named(target, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"run; did you mean .*run/heads\?$"):
         SelfSpecModel(target, heads=str(tmp_path / "run"))
     assert not shutil.os.path.exists(tmp_path / "absent")
+
+
+def test_what_is_no_head_and_no_profile_is_named(target):
+    head = build_head(Decoder(target), "lens", EXIT, {})
+    for given in (5, head):
+        with pytest.raises(TypeError, match="heads are a list of exit heads, a folder or a hub id"):
+            SelfSpecModel(target, heads=given)
+    with pytest.raises(TypeError, match="a head is an ExitHead, got str; load_heads reads"):
+        SelfSpecModel(target, heads=["/a/folder"])
+    with pytest.raises(TypeError, match="a profile is a Profile or the file of one, got dict"):
+        SelfSpecModel(target, profile={})

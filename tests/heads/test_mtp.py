@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from cli_tools import call, one_object
-from conftest import equal_to_generate, greedy, prompt
+from conftest import equal_to_generate, greedy, prompt, tiny_llama
 from mtp_tools import DEPTH, FAMILIES, GLM, MIMO, WIDTH, checkpoint, split
 from safetensors.torch import load_file, save_file
 from transformers.modeling_layers import MtpModel
@@ -194,6 +194,19 @@ def test_a_layer_that_cannot_be_used_does_not_stop_its_target(tmp_path, whole, f
     assert len(told) == 1 and spec.heads == []
     equal_to_generate(spec, IDS, MASK, max_new_tokens=6)
     assert SelfSpecModel.from_pretrained(folder, heads=[]).heads == []  # without a word
+    with pytest.raises(ValueError, match=rf"layer {root}\* of .* cannot be used: .*{reason}"):
+        SelfSpecModel(spec.model, heads=folder)
+
+
+def test_a_layer_of_a_deeper_model_is_none(tmp_path):
+    """Its layer at the depth of the target is named as DeepSeek's extra layer is."""
+    deeper = tiny_llama()
+    deeper.save_pretrained(tmp_path)
+    depth = deeper.config.num_hidden_layers - 1
+    cut_short = SelfSpecModel.from_pretrained(tmp_path, num_hidden_layers=depth)
+    assert cut_short.heads == []  # without a word
+    with pytest.raises(ValueError, match="holds no head of a known format: its config names"):
+        SelfSpecModel(cut_short.model, heads=tmp_path)
 
 
 @pytest.mark.parametrize("family", ["mimo", "glm4_moe"])

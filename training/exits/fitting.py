@@ -62,6 +62,15 @@ class FitConfig(StrictConfig):
     held_out_share: float = Field(default=0.05, gt=0, lt=1)
     measure: MeasureConfig = MeasureConfig()
 
+    @field_validator("heads", mode="before")
+    @classmethod
+    def _is_a_list(cls, heads: object) -> object:
+        if not isinstance(heads, list):
+            raise ValueError(
+                f"must be a list, such as [{{kind: lens, exit_layer: 4}}], got {heads!r:.60}"
+            )
+        return heads
+
     @field_validator("heads")
     @classmethod
     def _has_something_to_fit(cls, heads: list[HeadConfig]) -> list[HeadConfig]:

@@ -22,7 +22,7 @@ class HeadConfig(StrictConfig):
     Attributes:
         kind: `lens`, `lora`, `block`, `fused`, `eagle3`, `dflash`, `eagle`, `medusa` or `mtp`;
             `shared` has nothing to fit and is only measured.
-        exit_layer: number of layers below the exit; 0 for the last four.
+        exit_layer: number of layers below the exit; 0 for the last five kinds.
         options: options of the kind: `rank`, `place`, `feature_layers`, `heads` and so on.
         vocab_size: size of the draft vocabulary, the most frequent tokens of the training text; 0
             for all tokens.

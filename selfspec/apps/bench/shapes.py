@@ -28,6 +28,7 @@ from transformers.initialization import no_init_weights
 from selfspec.apps.bench.config import BenchConfig, MethodConfig, ModeConfig, PromptSetConfig
 from selfspec.apps.bench.run import Bench
 from selfspec.config import DraftConfig, JsonObject, TreeConfig, unknown_name
+from selfspec.decoder.devices import usable_device
 from selfspec.decoder.kernels.low_precision import bytes_read
 from selfspec.drafters.engine import Engine
 from selfspec.heads import build_head
@@ -185,7 +186,7 @@ class ShapeBench(Bench):
     def __init__(self, config: BenchConfig):
         assert config.shape is not None
         shape = read_shape(config.shape)
-        device = _device(config.device)
+        device = usable_device(config.device)
         text: Any = shape.get_text_config(decoder=True)
         chosen = config.model_fields_set & {"prompts", "batch_sizes"}
         config = with_defaults(config, text.num_hidden_layers, device)
@@ -239,13 +240,6 @@ class ShapeBench(Bench):
                 f"{usable / 1e9:.1f} GB; choose a smaller shape, length or batch"
             )
         return names
-
-
-def _device(name: str | None) -> torch.device:
-    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {name!r}: torch sees no GPU here; leave it out")
-    return device
 
 
 # Bytes that a round reads

@@ -310,19 +310,12 @@ class Source:
 
 def _placed(device: str | None) -> Options:
     """Options of `from_pretrained` for a device."""
-    import torch
+    from selfspec.decoder.devices import usable_device
 
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "auto":
         return {"device_map": "auto"}
-    try:
-        kind = torch.device(device).type
-    except RuntimeError:
-        raise ValueError(f"unknown device {device!r}; say cpu, cuda, cuda:1, mps or auto") from None
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {device!r}: torch sees no GPU here; leave --device out")
-    return {} if kind == "cpu" else {"device_map": device}
+    found = usable_device(device)
+    return {} if found.type == "cpu" else {"device_map": str(found)}
 
 
 def quiet_transformers() -> None:

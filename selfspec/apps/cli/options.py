@@ -54,7 +54,11 @@ DtypeOption = Annotated[
 ]
 Device = Annotated[
     str | None,
-    _target(metavar="DEVICE", help="Where to run.", show_default="cuda if there is one, else cpu"),
+    _target(
+        metavar="DEVICE",
+        help="Where to run: cpu, cuda, cuda:1, mps, or auto for all GPUs together.",
+        show_default="cuda if there is one, else cpu",
+    ),
 ]
 KernelsOption = Annotated[
     Kernels,

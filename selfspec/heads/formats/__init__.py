@@ -16,7 +16,7 @@ from selfspec.heads.base import ExitHead
 from selfspec.heads.files import CheckpointFiles
 from selfspec.heads.formats import dflash, eagle, medusa, speculators
 from selfspec.heads.formats.files import PublishedHead, prefix_inside, read_checkpoint, read_folder
-from selfspec.heads.formats.mtp import find_mtp, read_mtp
+from selfspec.heads.formats.mtp import FoundMtp, find_mtp, read_mtp
 
 # Asked in this order.
 _READERS: tuple[tuple[Callable[[PublishedHead], bool], Callable[..., ExitHead]], ...] = (
@@ -50,9 +50,20 @@ def load_published(decoder: Decoder, folder: Path) -> ExitHead:
     """
     checkpoint = CheckpointFiles(folder)
     mtp = find_mtp(checkpoint, decoder.depth)
-    if mtp is not None:
+    if mtp is None:
+        return _load(decoder, read_folder(folder))
+    try:
         return read_mtp(decoder, mtp, checkpoint)
-    return _load(decoder, read_folder(folder))
+    except (OSError, ValueError, *_DAMAGE) as error:
+        raise ValueError(f"{_named(mtp)} of {folder} cannot be used: {_reason(error)}") from error
+
+
+def _named(mtp: FoundMtp) -> str:
+    return f"the multi-token prediction layer {mtp.root}*"
+
+
+def _reason(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def _load(decoder: Decoder, published: PublishedHead) -> ExitHead:
@@ -63,10 +74,9 @@ def _load(decoder: Decoder, published: PublishedHead) -> ExitHead:
                 head.check(decoder)
                 return head.eval().requires_grad_(False)
     except _DAMAGE as error:
-        reason = str(error).strip().partition("\n")[0]
         raise ValueError(
             f"{published.where} is damaged, or of a layout that selfspec does not know "
-            f"({type(error).__name__}: {reason})"
+            f"({type(error).__name__}: {_reason(error)})"
         ) from error
     raise ValueError(
         f"{published.folder} holds no head of a known format: its config names "
@@ -101,7 +111,7 @@ def load_shipped(decoder: Decoder, path: str | Path, **options: object) -> ExitH
         checkpoint = CheckpointFiles(path, **options)
         mtp, inside = find_mtp(checkpoint, decoder.depth), prefix_inside(checkpoint.files)
         if mtp is not None:
-            what = f"the multi-token prediction layer {mtp.root}* of {path}"
+            what = f"{_named(mtp)} of {path}"
             return read_mtp(decoder, mtp, checkpoint)
         if inside:
             what = f"the head {inside}* inside {path}"
@@ -110,8 +120,9 @@ def load_shipped(decoder: Decoder, path: str | Path, **options: object) -> ExitH
         what = f"the multi-token prediction layer of {path}"
         return _refuse_absent(decoder, checkpoint)
     except (OSError, ValueError, *_DAMAGE) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ValueError(f"{what} is not used: {reason}; plain drafts are used instead") from error
+        raise ValueError(
+            f"{what} is not used: {_reason(error)}; plain drafts are used instead"
+        ) from error
 
 
 def _refuse_absent(decoder: Decoder, checkpoint: CheckpointFiles) -> None:

@@ -104,10 +104,10 @@ def find_mtp(checkpoint: CheckpointFiles, depth: int) -> FoundMtp | None:
         root = layout.root.format(depth=depth)
         parts = (layout.projection, layout.embedding_norm, layout.hidden_norm)
         entry = tuple(f"{root}{part}." for part in parts)
-        inside = f"{root}{layout.block}"
         outside = tuple(f"{root}{part}." for part in (layout.norm, *layout.copies) if part)
-        if any(name.startswith((*entry, inside)) for name in checkpoint.files):
-            all_of_it = (*entry, *outside, inside)
+        # An ordinary layer at this depth is one of a deeper model.
+        if any(name.startswith(entry) for name in checkpoint.files):
+            all_of_it = (*entry, *outside, f"{root}{layout.block}")
             own = tuple(name for name in checkpoint.files if name.startswith(all_of_it))
             return FoundMtp(layout, root, own)
     return None
