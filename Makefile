@@ -34,7 +34,7 @@ TORCH ?= $(if $(NVIDIA),torch>=2.6,torch==2.13.0)
 CPU_INDEX := --extra-index-url https://download.pytorch.org/whl/cpu --retries 1
 PIP_TORCH_ARGS ?= $(if $(NVIDIA),,$(CPU_INDEX))
 
-# Of its dependencies, those in .venv serve all supported releases.
+# With its own dependencies, because older releases want an older huggingface_hub.
 RELEASE := $(if $(TRANSFORMERS),build/transformers-$(TRANSFORMERS))
 
 DEVICE ?= cuda
@@ -150,7 +150,7 @@ $(READY): pyproject.toml
 	@touch $@
 
 build/transformers-%: | $(READY)
-	@$(PIP) install --quiet --no-deps --target $@ 'transformers==$*'
+	@$(PIP) install --quiet --target $@ 'transformers==$*'
 
 $(DOCS_READY): $(READY)
 	@$(PIP) install --quiet --editable '.[docs]'
