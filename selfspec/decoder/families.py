@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
+import transformers
 from peft import PeftConfig, PeftMixedModel
 from peft.tuners.tuners_utils import BaseTuner
 from torch import Tensor, nn
@@ -157,7 +158,8 @@ def _refuse_caches(model: PreTrainedModel, config: PreTrainedConfig) -> None:
     if model._is_stateful and not (kinds & _ATTENDING and mixers):
         raise ValueError(
             f"{name} keeps nothing but recurrent states, or keeps them outside transformers' "
-            "cache; selfspec runs models that attend to a KV cache in some of their layers"
+            "cache; selfspec runs models that attend to a KV cache in some of their layers, with "
+            f"transformers 5.21 or newer (here {transformers.__version__})"
         )
     unknown = sorted(unknown_mixers(decoder))
     if unknown:

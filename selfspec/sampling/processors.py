@@ -299,8 +299,11 @@ def joined(rows: Sequence[Sequence[Processor]]) -> list[Processor]:
 def runs_in_blocks(processor: object) -> bool:
     """Whether `process` can run a processor; any other one, a user's own too, is called one by one.
 
-    A subclass may do anything, so only the classes themselves are known.
+    A subclass may do anything, so only the classes themselves are known. Before transformers 5.23
+    biases of sequences have no table.
     """
+    if isinstance(processor, hf.SequenceBiasLogitsProcessor):
+        return type(processor) in _IN_BLOCKS and hasattr(processor, "multi_token_biases")
     return type(processor) in (*POINTWISE, *_IN_BLOCKS)
 
 

@@ -321,7 +321,8 @@ def test_passes_over_several_tokens_copy_no_keys(family, monkeypatch):
     attend = torch.nn.functional.scaled_dot_product_attention
 
     def counted(query, key, value, **options):
-        calls.append(key.shape[1] == 2)
+        if query.shape[2] > 1:
+            calls.append(key.shape[1] == 2)
         return attend(query, key, value, **options)
 
     def logits():
