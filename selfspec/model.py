@@ -521,13 +521,15 @@ class SelfSpecModel:
             "persistent_manager": persistent_manager,
             "warmup": warmup,
         }
-        found: dict[int, RequestOutput] = {}
+        batch = self._batch(inputs, generation_config, **options)
+        if batch is None:
+            return {}
         try:
-            for output in self.generate_batch_iter(inputs, generation_config, **options):
-                found[output.number] = output
+            batch.run()
         except KeyboardInterrupt:
-            warnings.warn(f"interrupted after {len(found)} finished requests", stacklevel=2)
-        return {found[number].request_id: found[number] for number in sorted(found)}
+            warnings.warn(f"interrupted after {len(batch.done)} finished requests", stacklevel=2)
+        outputs = sorted(batch.done, key=lambda output: output.number)
+        return {output.request_id: output for output in outputs}
 
     def generate_batch_iter(
         self,
@@ -566,6 +568,32 @@ class SelfSpecModel:
             TypeError: a prompt is not a list of token ids; with an iterator, when it is read.
             ValueError: an unsupported option, or a draft that this model cannot make.
         """
+        given = {
+            "batch_size": batch_size,
+            "draft": draft,
+            "assistant_model": assistant_model,
+            "max_new_tokens": max_new_tokens,
+            "seed": seed,
+            "stopping_criteria": stopping_criteria,
+            "record_timestamps": record_timestamps,
+        }
+        return iter(self._batch(inputs, generation_config, **given, **kwargs) or ())
+
+    def _batch(
+        self,
+        inputs: Iterable[Sequence[int]],
+        generation_config: GenerationConfig | None,
+        *,
+        batch_size: int = 8,
+        draft: DraftConfig | Options | str | None = None,
+        assistant_model: nn.Module | None = None,
+        max_new_tokens: int | Sequence[int] | None = None,
+        seed: int | Sequence[int] | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+        record_timestamps: bool = False,
+        **kwargs: Any,
+    ) -> Batch | None:
+        """The requests of `generate_batch_iter`, which has the arguments; `None` without any."""
         config = self._merged(generation_config, kwargs)
         refuse_other_loops(config, kwargs)
         refuse_in_batches(config, kwargs, batch_size)
@@ -585,7 +613,7 @@ class SelfSpecModel:
             if adapters is not None:
                 adapters.check_rows(len(inputs))
             if not inputs:
-                return iter(())
+                return None
             prompts = [*prompts]  # checked before anything runs
         source = partial(_seeded, seed, engine.decoder.device)
 
@@ -607,7 +635,7 @@ class SelfSpecModel:
             open_request, drafter, prompts, batch_size, source(0), bool(record_timestamps)
         )
         self.last_stats, self.last_trace = batch.stats, None
-        return iter(batch)
+        return batch
 
     def _open(self, prompt: Sequence[int], call: Call, options: Options) -> Session:
         """The session of one request; transformers prepares it as it prepares `generate`."""

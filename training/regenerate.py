@@ -140,7 +140,7 @@ def write_texts(
         seed=[seed_of(config.seed, number) for number in missing],
         **_sampling(config),
     )
-    with display:
+    with display, spec.decoder:  # nothing else uses the model between texts
         for count, output in enumerate(outputs, len(done) + 1):
             number = missing[output.number]
             if output.error is not None:

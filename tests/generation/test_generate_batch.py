@@ -27,6 +27,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from selfspec import SelfSpecModel
 from selfspec.decoder import Decoder
+from selfspec.decoder.gates import Gates
 from selfspec.drafters import DRAFTERS, Drafter, register_drafter
 from selfspec.drafters.engine import Engine
 from selfspec.generation.batch import Batch
@@ -543,6 +544,28 @@ def test_rows_that_left_make_room_for_those_that_join(monkeypatch):
     lengths[0] = 50
     spec.generate_batch(prompts, batch_size=4, max_new_tokens=lengths, do_sample=False)
     assert len({*sizes}) == 1
+
+
+def test_gates_are_put_in_once_for_all_requests(monkeypatch):
+    times, put_in = [], Gates._put_in
+
+    def noting(gates):
+        times.append(gates)
+        put_in(gates)
+
+    monkeypatch.setattr(Gates, "_put_in", noting)
+    spec, prompts = SelfSpecModel(tiny_llama()), some_prompts(20)
+    lengths, options = some_lengths(20), {"batch_size": 3, "do_sample": False}
+    outputs = spec.generate_batch(prompts, max_new_tokens=lengths, **options)
+    assert len(times) == 1
+    one_by_one = []
+    for output in spec.generate_batch_iter(prompts, max_new_tokens=lengths, **options):
+        assert not spec.decoder.gates.entered
+        one_by_one.append(output)
+    assert len(times) > 2
+    assert {o.request_id: o.generated_tokens for o in one_by_one} == {
+        name: output.generated_tokens for name, output in outputs.items()
+    }
 
 
 @pytest.mark.matrix

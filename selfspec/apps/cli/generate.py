@@ -305,12 +305,13 @@ class _Answers:
             **self.writing.options,
             **self.asking.bounds(target)(),
         )
-        for output in outputs:
-            text = target.tokenizer.decode(output.generated_tokens, skip_special_tokens=True)
-            stats = output.stats.counted()
-            answer = {"prompt": texts[output.number], "text": text, "stats": stats}
-            failed = {} if output.error is None else {"error": output.error}
-            yield rows[output.number], answer | failed
+        with target.spec.decoder:  # nothing else uses the model between answers
+            for output in outputs:
+                text = target.tokenizer.decode(output.generated_tokens, skip_special_tokens=True)
+                stats = output.stats.counted()
+                answer = {"prompt": texts[output.number], "text": text, "stats": stats}
+                failed = {} if output.error is None else {"error": output.error}
+                yield rows[output.number], answer | failed
 
 
 def _run_job(
