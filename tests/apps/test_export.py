@@ -328,6 +328,8 @@ def test_a_repository_is_named_where_the_folder_will_lie_in_one(fitted, tmp_path
         (["hf-draft", "{out}", "-e", "16"], "exit_layer must be in [1, 15], got 16"),
         (["hf-draft", "{full}"], "is there already"),
         (["custom-generate", "{full}"], "is there already"),
+        (["custom-generate", "{full}/file/out"], "{full}/file is no folder"),
+        (["hf-draft", "{full}/file/out"], "{full}/file is no folder"),
         (["custom-generate", "{out}", "--heads", "/no/heads"], "no folder /no/heads"),
     ],
     ids=" ".join,
@@ -340,7 +342,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(args, says, tmp_path):
     result = CliRunner().invoke(commands, ["export", *args])
     assert result.exit_code == 1
     assert re.fullmatch(r"selfspec: .*\n", result.stderr)
-    assert says in result.stderr
+    assert says.format(full=full) in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
 
 
