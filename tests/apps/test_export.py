@@ -11,7 +11,7 @@ from conftest import EXIT, greedy, prompt, tiny_llama
 from families import FAMILIES, LAYERS, build
 from head_tools import own_head
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from typer.testing import CliRunner
 
 from selfspec import DEMO_MODEL, SelfSpecModel
@@ -148,6 +148,18 @@ def test_weights_keep_the_dtypes_that_the_targets_have(tmp_path):
 
 
 # As an assistant
+
+
+def test_the_target_s_sampling_is_not_the_draft_s(tmp_path):
+    model = tiny_llama("sometimes")
+    ends = {"bos_token_id": 1, "eos_token_id": [2, 3]}
+    # transformers loads such a file, and refuses to save it once a value was added.
+    model.generation_config = GenerationConfig(temperature=0.6, pad_token_id=-1, **ends)
+    decoder = Decoder(model)
+    export_draft(decoder, own_head(decoder, "shared", EXIT), tmp_path / "draft", target="target")
+    said = json.loads((tmp_path / "draft/generation_config.json").read_text())
+    assert "temperature" not in said
+    assert {**said, **ends, "num_assistant_tokens": 4} == said
 
 
 @pytest.mark.parametrize("kind", FOLDABLE)
@@ -316,6 +328,8 @@ def test_a_repository_is_named_where_the_folder_will_lie_in_one(fitted, tmp_path
         (["hf-draft", "{out}", "-e", "16"], "exit_layer must be in [1, 15], got 16"),
         (["hf-draft", "{full}"], "is there already"),
         (["custom-generate", "{full}"], "is there already"),
+        (["custom-generate", "{full}/file/out"], "{full}/file is no folder"),
+        (["hf-draft", "{full}/file/out"], "{full}/file is no folder"),
         (["custom-generate", "{out}", "--heads", "/no/heads"], "no folder /no/heads"),
     ],
     ids=" ".join,
@@ -328,7 +342,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(args, says, tmp_path):
     result = CliRunner().invoke(commands, ["export", *args])
     assert result.exit_code == 1
     assert re.fullmatch(r"selfspec: .*\n", result.stderr)
-    assert says in result.stderr
+    assert says.format(full=full) in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
 
 

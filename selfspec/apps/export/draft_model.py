@@ -13,7 +13,12 @@ import torch
 import transformers
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 import selfspec
 from selfspec.apps.export.guides import guide, new_folder
@@ -164,7 +169,11 @@ def fold(decoder: Decoder, head: ExitHead) -> PreTrainedModel:
     with torch.device("meta"):
         draft = type(decoder.causal_lm)(config)
     _load(draft, _weights(decoder, head, lm_head), head)
-    draft.generation_config = copy.deepcopy(decoder.causal_lm.generation_config)
+    # The target's own settings are no draft model's, and some can be loaded but not saved.
+    given = decoder.causal_lm.generation_config
+    assert given is not None
+    ids = {"bos_token_id": given.bos_token_id, "eos_token_id": given.eos_token_id}
+    draft.generation_config = GenerationConfig(**ids)
     return draft.eval()
 
 

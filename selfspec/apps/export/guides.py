@@ -48,10 +48,19 @@ def guide(
 
 
 def check_free(folder: str | Path) -> Path:
-    """The absolute path of a folder to create; FileExistsError if it exists and is not empty."""
+    """The absolute path of a folder to create.
+
+    Raises:
+        FileExistsError: it exists and is not empty.
+        OSError: it cannot be made where it is to be.
+    """
     path = Path(folder).expanduser().absolute()
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise FileExistsError(f"{folder} is there already; delete it, or name another folder")
+    above = next(parent for parent in path.parents if parent.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        why = "cannot be written to" if above.is_dir() else "is no folder"
+        raise OSError(f"{folder} cannot be made, because {above} {why}; name another folder")
     return path
 
 
