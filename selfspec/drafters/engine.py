@@ -147,7 +147,7 @@ class Engine:
         """Add a head.
 
         Raises:
-            TypeError: it is none.
+            TypeError: it is not an ExitHead.
             ValueError: it does not fit the target, or there is one of its kind at its exit.
         """
         if not isinstance(head, ExitHead):

@@ -443,8 +443,8 @@ class Group(Session):
 class Batch:
     """Runs requests, at most `rows` at a time.
 
-    Iterating yields results as requests finish, and each time the model is as it was before. To put
-    the gates in again takes about as long as a round, which `run` saves.
+    Iterating yields results as requests finish; each time the model is as it was before. Putting
+    the gates in again takes about as long as a round; `run` does it once.
 
     Args:
         open_request: opens a session for a prompt and its number.
@@ -501,7 +501,7 @@ class Batch:
 
     @torch.inference_mode()
     def _advance(self, to_end: bool = False) -> bool:
-        """Run rounds until a request has finished, `to_end` all of them; false if none has."""
+        """Run rounds until a request has finished, or all have (`to_end`); false if none has."""
         adapters = self._probe.adapters
         hooked = nullcontext() if adapters is None else adapters.hooked()
         with locked(*self._decoders), hooked, entered(*self._decoders), self.stats.clock("total"):

@@ -155,7 +155,7 @@ def _suppress_at_begin(
     processor: hf.SuppressTokensAtBeginLogitsProcessor, before: Prefixes, wide: Tensor
 ) -> None:
     begin = processor.begin_index
-    ids = processor.begin_suppress_tokens.to(wide.device, torch.long)  # floats if it is empty
+    ids = processor.begin_suppress_tokens.to(wide.device, torch.long)  # an empty list is of floats
     _fill(wide, ids, before.within(begin, begin))
 
 

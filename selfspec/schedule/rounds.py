@@ -21,7 +21,7 @@ from selfspec.heads import ExitHead
 
 MEMORY = 32  # observations that are remembered: enough to tell apart rates that differ by a tenth
 NEUTRAL = 0.5  # acceptance, cost of a draft, copies per token of the match, where nothing is known
-_LATELY = 5  # rounds that tell how busy the machine is: two that were disturbed do not
+_LATELY = 5  # rounds whose median tells how busy the machine is; two disturbed ones do not move it
 _PRIOR = 3  # observed drafts that an expectation weighs as much as: a wrong one is soon given up
 _GROWTH = 0.03  # time of verifying one more token, in plain steps: .02 to .05 on most devices
 _TICK = 1e-9  # seconds: no time is shorter, so that all can be divided by
@@ -362,8 +362,9 @@ class Rounds:
     def learn(self, way: Way, drafts: int, seconds: float, made: Sequence[float]) -> None:
         """Learn from a round of that way, whose drafts were `made` at these seconds.
 
-        All ways take longer while the machine is busy, but not all are taken then. So that they
-        stay comparable, times are divided by how much longer the rounds before took than expected.
+        While the machine is busy every way takes longer, but only those in use are timed. So that
+        they stay comparable, times are divided by how much longer than expected the last rounds
+        took.
         """
         if seconds <= 0:
             return  # the clock ticks too seldom to tell anything

@@ -198,7 +198,7 @@ def test_a_layer_that_cannot_be_used_does_not_stop_its_target(tmp_path, whole, f
         SelfSpecModel(spec.model, heads=folder)
 
 
-def test_a_layer_of_a_deeper_model_is_none(tmp_path):
+def test_a_layer_of_a_deeper_model_is_not_taken_for_one(tmp_path):
     """Its layer at the depth of the target is named as DeepSeek's extra layer is."""
     deeper = tiny_llama()
     deeper.save_pretrained(tmp_path)

@@ -169,7 +169,7 @@ def fold(decoder: Decoder, head: ExitHead) -> PreTrainedModel:
     with torch.device("meta"):
         draft = type(decoder.causal_lm)(config)
     _load(draft, _weights(decoder, head, lm_head), head)
-    # The target's own settings are no draft model's, and some can be loaded but not saved.
+    # A draft model needs no settings for sampling, and transformers loads some that it cannot save.
     given = decoder.causal_lm.generation_config
     assert given is not None
     ids = {"bos_token_id": given.bos_token_id, "eos_token_id": given.eos_token_id}

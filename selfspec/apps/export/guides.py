@@ -59,7 +59,7 @@ def check_free(folder: str | Path) -> Path:
         raise FileExistsError(f"{folder} is there already; delete it, or name another folder")
     above = next(parent for parent in path.parents if parent.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
-        why = "cannot be written to" if above.is_dir() else "is no folder"
+        why = "cannot be written to" if above.is_dir() else "is not a folder"
         raise OSError(f"{folder} cannot be made, because {above} {why}; name another folder")
     return path
 
