@@ -18,7 +18,13 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    SequenceBiasLogitsProcessor,
+)
 
 from selfspec import SelfSpecModel, debug
 from selfspec.debug import Watched
@@ -35,6 +41,8 @@ TINY: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_si
 TINY |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
 # Options that change how a text is written and not what it is.
 OURS = {"draft", "prefill_chunk_size", "past_key_values", "assistant_model", "assistant_tokenizer"}
+# Biases of sequences, bad words among them, run in blocks since transformers 5.23.
+BIASES_IN_BLOCKS = hasattr(SequenceBiasLogitsProcessor({(1,): 1.0}), "multi_token_biases")
 # What the layers above the exit add, scaled: all of it, a little, nothing.
 AGREEMENT = {"seldom": 1.0, "sometimes": 0.1, "always": 0.0}
 

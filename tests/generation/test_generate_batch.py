@@ -9,7 +9,15 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from conftest import AGREEMENT, EXIT, VOCAB, greedy, requests_equal_to_generate, tiny_llama
+from conftest import (
+    AGREEMENT,
+    BIASES_IN_BLOCKS,
+    EXIT,
+    VOCAB,
+    greedy,
+    requests_equal_to_generate,
+    tiny_llama,
+)
 from drafter_tools import FAMILIES, SKIP, TREES
 from families import CASES_BY_FAMILY, RECURRENT, build, model_of
 from families import VOCAB as FAMILY_VOCAB
@@ -225,7 +233,8 @@ def test_processors_of_all_requests_are_applied_at_once(draft, criteria, monkeyp
     options["stopping_criteria"] = criteria
     # All requests share it, and the first call fills it in.
     bias = SequenceBiasLogitsProcessor([[[7], -3.0], [[8, 9], 2.0]])
-    options["logits_processor"] = LogitsProcessorList([bias])
+    if BIASES_IN_BLOCKS:
+        options["logits_processor"] = LogitsProcessorList([bias])
     requests_equal_to_generate(spec, prompts, lengths, 5, draft=draft, **options)
     assert max(rows) == 5 and sum(rows) > 3 * len(rows)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import EXIT, prompt, tiny_llama
+from conftest import BIASES_IN_BLOCKS, EXIT, prompt, tiny_llama
 from head_tools import own_head
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -137,7 +137,7 @@ PROCESSORS = {
         "no_repeat_ngram_size": 3,
         "min_new_tokens": 9,
         "eos_token_id": 3,
-        "bad_words_ids": [[4, 5], [6]],
+        **({"bad_words_ids": [[4, 5], [6]]} if BIASES_IN_BLOCKS else {}),
         "exponential_decay_length_penalty": (4, 1.1),
         "begin_suppress_tokens": [7],
         "forced_eos_token_id": 3,
