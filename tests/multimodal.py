@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from families import skip_if_too_old
 from torch import Tensor
 from transformers import (
     CONFIG_MAPPING,
@@ -241,6 +242,7 @@ def build(family: str, attention: str = "sdpa", seed: int = 0) -> PreTrainedMode
     torch.manual_seed(seed)
     made: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[config_class]
     model = made._from_config(config, attn_implementation="eager" if own.eager else attention)
+    skip_if_too_old(model)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2 and parameter.is_floating_point():

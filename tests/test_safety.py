@@ -28,9 +28,11 @@ from peft import (
 from torch.distributed.fsdp import fully_shard
 from transformers import (
     AutoModelForCausalLM,
+    Cache,
     GPTNeoConfig,
     GPTNeoForCausalLM,
     KimiLinearConfig,
+    Lfm2Config,
     LlamaModel,
     LogitsProcessor,
     LogitsProcessorList,
@@ -419,7 +421,9 @@ def test_an_encoder_decoder_is_refused():
             KimiLinearConfig(
                 **TINY, pad_token_id=0, layer_types=["linear_attention", "full_attention"] * 2
             ),
-            "KimiLinearDeltaAttention, whose kernel selfspec does not know",
+            "KimiLinearDeltaAttention, whose kernel selfspec does not know"
+            if hasattr(Cache, "get_conv_state")
+            else "with transformers 5.21 or newer",
         ),
     ],
     ids=["mamba", "rwkv", "recurrent_gemma", "kimi_linear"],
@@ -429,6 +433,15 @@ def test_states_that_selfspec_cannot_keep_are_refused(config, reason):
     with pytest.raises(ValueError, match=reason) as refusal:
         SelfSpecModel(model)
     assert type(model).__name__ in str(refusal.value)
+
+
+def test_hybrids_of_an_older_transformers_are_refused(monkeypatch):
+    """Before 5.21 the cache has no method by which a layer reads its state."""
+    model = build(Lfm2Config(**TINY, layer_types=["conv", "full_attention"] * 2))
+    monkeypatch.delattr(Cache, "get_conv_state", raising=False)
+    monkeypatch.setattr("selfspec.decoder.families.is_mixer", lambda module: False)
+    with pytest.raises(ValueError, match=r"^Lfm2ForCausalLM has .* transformers 5\.21 or newer"):
+        SelfSpecModel(model)
 
 
 def test_a_model_without_an_lm_head_is_refused():

@@ -14,7 +14,7 @@ from peft import PeftConfig, PeftMixedModel
 from peft.tuners.tuners_utils import BaseTuner
 from torch import Tensor, nn
 from torch.jit import ScriptModule
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from selfspec.config import Kernels, KVCacheDtype
 from selfspec.decoder.devices import weight_of
@@ -138,12 +138,9 @@ def refuse_attention(model: PreTrainedModel) -> None:
 
 
 # transformers' cache classes of layers that selfspec runs; layers without a cache have a dummy.
-_ATTENDING = {
-    "DynamicLayer",
-    "DynamicSlidingWindowLayer",
-    "LinearAttentionAndFullAttentionLayer",
-    "LinearAttentionAndSlidingWindowAttentionLayer",
-}
+_BOTH = {"LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer"}
+_ATTENDING = {"DynamicLayer", "DynamicSlidingWindowLayer"} | _BOTH
+_RECURRENT = {"LinearAttentionLayer"} | _BOTH
 _OTHERS = {"LinearAttentionLayer", "DummyLayer"}
 
 
@@ -155,11 +152,17 @@ def _refuse_caches(model: PreTrainedModel, config: PreTrainedConfig) -> None:
     )
     decoder = model.get_decoder()  # encoders of images or audio may have recurrent layers, too
     mixers = {type(module).__name__ for module in decoder.modules() if is_mixer(module)}
+    hybrid = kinds & _ATTENDING and kinds & _RECURRENT
+    # Before transformers 5.21 the cache has no method by which mixers read their states.
+    if hybrid and not mixers and not hasattr(Cache, "get_conv_state"):
+        raise ValueError(
+            f"{name} has recurrent layers, which selfspec runs with transformers 5.21 or newer, "
+            f"not with {transformers.__version__}; upgrade transformers"
+        )
     if model._is_stateful and not (kinds & _ATTENDING and mixers):
         raise ValueError(
             f"{name} keeps nothing but recurrent states, or keeps them outside transformers' "
-            "cache; selfspec runs models that attend to a KV cache in some of their layers, with "
-            f"transformers 5.21 or newer (here {transformers.__version__})"
+            "cache; selfspec runs models that attend to a KV cache in some of their layers"
         )
     unknown = sorted(unknown_mixers(decoder))
     if unknown:
