@@ -177,7 +177,9 @@ class Decoder:
     def _has_table(self) -> bool:
         """Whether positions are looked up, in embeddings or in a table of sines and cosines."""
         words, positions = self.causal_lm.get_input_embeddings(), self.max_positions
-        return any(
+        # GPT-J and CodeGen had it in every layer before transformers 5.23.
+        in_layers = any("embed_positions" in part._buffers for part in self.layers.modules())
+        return in_layers or any(
             (isinstance(part, nn.Embedding) and part is not words)
             or any(b.ndim == 2 and len(b) == positions for b in part.buffers(recurse=False))
             for part in self.base.children()
