@@ -484,6 +484,7 @@ MOVES = {
 READS = {
     *("get_seq_length", "get_max_length", "get_mask_sizes", "get_query_offset"),
     *("has_previous_state", "is_recording_past", "reset", "crop"),
+    "get_max_cache_shape",  # before transformers 5.20, and inherited
 }
 REFUSES = {
     *("update", "prefetch", "offload", "early_initialization", "activate_past_recording"),
@@ -495,7 +496,7 @@ REFUSES = {
 def test_every_method_of_transformers_caches_is_known():
     """A new one has to be sorted: it works, or it says what to do."""
     methods = {name for name, _ in inspect.getmembers(Cache, inspect.isfunction)}
-    assert {name for name in methods if name[0] != "_"} == {*MOVES, *READS, *REFUSES}
+    assert {name for name in methods if name[0] != "_"} <= {*MOVES, *READS, *REFUSES}
 
 
 @pytest.mark.matrix
@@ -542,7 +543,9 @@ def test_what_a_cache_cannot_do_it_refuses_by_name_and_reads_are_answered(family
         len(cache.layers),
     )
     assert cache.get_mask_sizes(2, 0) == (10, 0) and cache.get_query_offset() == 8
-    assert not cache.is_compileable and not cache.is_recording_past(0)
+    assert not cache.is_compileable
+    if hasattr(Cache, "is_recording_past"):  # since transformers 5.21
+        assert not cache.is_recording_past(0)
     assert cache.is_croppable is not recurrent
     if recurrent:
         assert cache.has_previous_state() and cache.has_previous_state(0)
