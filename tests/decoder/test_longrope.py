@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from conftest import TINY, prompt, quieten, tiny_llama
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Phi3Config, PhimoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PhimoeConfig,
+)
 
 from selfspec import SelfSpecModel
 from selfspec.decoder import CACHE
 
 SWITCH = 16
+# Before transformers 5.20 Phi-3's own `generate` with a cache forgets the text at the switch.
+FORGETS = (
+    "next_sequence_length"
+    not in inspect.unwrap(Phi3ForCausalLM.prepare_inputs_for_generation).__code__.co_consts
+)
+remembers = pytest.mark.skipif(
+    FORGETS, reason="before transformers 5.20 Phi-3's own generate forgets the text at the switch"
+)
 VOCAB = 64
 _SHAPE: dict[str, Any] = {
     **TINY,
@@ -47,6 +63,7 @@ CONFIGS: dict[str, Any] = {
     ),
 }
 KINDS = ("longrope", "dynamic", "phi3")
+OF_OWN_CACHE = ("longrope", "dynamic", pytest.param("phi3", marks=remembers))
 DRAFTS: dict[str, Any] = {
     "none": "none",
     "early_exit": {"exit_layer": 2, "num_draft_tokens": 5},
@@ -87,7 +104,8 @@ def both(kind: str, draft: str, ids: Any, mask: Any, **options: Any) -> tuple[An
     """The text of the model's own `generate`, and ours."""
     model = fresh(kind)
     options = {"attention_mask": mask, "max_new_tokens": 22, "do_sample": False, **options}
-    own = model.generate(ids, **options)
+    cached = not (FORGETS and kind in ("phi3", "phimoe"))
+    own = model.generate(ids, use_cache=cached, **options)
     return own, SelfSpecModel(model).generate(ids, draft=DRAFTS[draft], **options)
 
 
@@ -107,7 +125,7 @@ def test_text_across_the_switch_is_the_models_own(kind: str, draft: str) -> None
         assert torch.equal(ours, own), lengths
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", OF_OWN_CACHE)
 def test_padding_in_front_of_all_rows_changes_nothing(kind: str) -> None:
     for lengths in cases(kind):
         ids, mask = (torch.nn.functional.pad(part, (3, 0)) for part in prompt(*lengths))
@@ -136,7 +154,7 @@ def test_rows_that_end_early_still_count(kind: str, draft: str) -> None:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", OF_OWN_CACHE)
 @pytest.mark.parametrize("start", [6, SWITCH - 2, SWITCH])
 @pytest.mark.parametrize("known", [DynamicCache, None])
 def test_a_cache_from_an_earlier_turn_may_end_before_the_switch(kind, start, known) -> None:
@@ -162,6 +180,7 @@ def test_a_cache_from_an_earlier_turn_may_end_before_the_switch(kind, start, kno
         assert torch.equal(turns[1].sequences, turns[0].sequences), new
 
 
+@remembers
 def test_the_cache_that_is_returned_was_computed_anew() -> None:
     model, (ids, _) = model_of("phi3"), prompt(SWITCH - 4)
     more = {"do_sample": False, "return_dict_in_generate": True, "max_new_tokens": 12}
