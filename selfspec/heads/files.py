@@ -194,7 +194,7 @@ def _line(place: str, text: bytes, fields: Sequence[str]) -> JsonObject:
         wanted = f" with {' and '.join(fields)}" if fields else ""
         raise ValueError(
             f"{place} is damaged: it must hold a JSON object{wanted}, got {text[:40]!r}; delete "
-            "that line, and what it held is made again"
+            "that line to go on without it"
         )
     return found
 
