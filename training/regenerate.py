@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from selfspec import DEMO_MODEL, DraftConfig, SelfSpecModel
 from selfspec.config import StrictConfig
 from selfspec.decoder.checkpoints import load_tokenizer
-from selfspec.heads.files import check_free, refuse_changes
+from selfspec.heads.files import check_free, read_lines, refuse_changes
 
 from .data import SourceConfig
 from .data.prompts import Prompt, PromptConfig, read_prompts
@@ -155,13 +155,7 @@ def write_texts(
 
 def numbers_in(path: Path) -> set[int]:
     """Numbers of the prompts whose texts are in the file; an unfinished last line is removed."""
-    if not path.exists():
-        return set()
-    written = path.read_bytes()
-    end = written.rfind(b"\n") + 1
-    if end < len(written):
-        os.truncate(path, end)
-    return {json.loads(line)["number"] for line in written[:end].splitlines()}
+    return {record["number"] for record in read_lines(path, "number")}
 
 
 def seed_of(seed: int, number: int) -> int:

@@ -40,7 +40,7 @@ def questions(rng: random.Random) -> Iterator[str]:
 
 def records(path: Path, field: str, keep: range | None = None) -> list[str]:
     """A field of the records of a JSON lines file, those with a `task_id` in `keep` only."""
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = path.read_text().split("\n") if path.exists() else []
     found = [json.loads(line) for line in lines if line.strip()]
     return [one[field] for one in found if keep is None or one["task_id"] in keep]
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import shutil
 import signal
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from selfspec.config import JsonObject
-from selfspec.heads.files import one_run, read_object, refuse_changes
+from selfspec.heads.files import append_line, one_run, read_lines, read_object, refuse_changes
 
 # Called in every process with its number and the number of processes; returns the function that
 # answers prompts by row, in any order.
@@ -97,13 +97,9 @@ def _claim(parts: Path, identity: JsonObject) -> None:
 
 
 def _journals(parts: Path) -> dict[int, JsonObject]:
-    """The answers so far, by row; unfinished lines are ignored."""
-    found: dict[int, JsonObject] = {}
-    for journal in parts.glob("*.jsonl"):
-        for line in journal.read_bytes().split(b"\n")[:-1]:
-            entry = json.loads(line)
-            found[entry["row"]] = entry["answer"]
-    return found
+    """The answers so far, by row; unfinished lines are removed."""
+    entries = (read_lines(journal, "row", "answer") for journal in parts.glob("*.jsonl"))
+    return {entry["row"]: entry["answer"] for entry in chain.from_iterable(entries)}
 
 
 def _work_on(
@@ -183,13 +179,7 @@ def _answers(
 ) -> Iterator[int]:
     """Answer rows, each written to this process's own journal as soon as it is there."""
     answers = maker(number, count)
-    # A new file: an earlier journal may end in half a line.
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
-    journal = os.open(parts / f"{uuid.uuid4().hex}.jsonl", flags, 0o666)
-    try:
-        for row, answer in answers(rows):
-            entry = json.dumps({"row": row, "answer": answer}) + "\n"
-            os.write(journal, entry.encode())
-            yield row
-    finally:
-        os.close(journal)
+    journal = parts / f"{uuid.uuid4().hex}.jsonl"
+    for row, answer in answers(rows):
+        append_line(journal, {"row": row, "answer": answer})
+        yield row

@@ -168,19 +168,50 @@ def refuse_changes(saved: object, given: object, what: str, remedy: str) -> None
         raise ValueError(f"{what} with another {different}; {remedy}")
 
 
-def read_lines(path: Path) -> list[JsonObject]:
-    """The JSON objects in the lines of a file; an unfinished last line is removed from it."""
+def read_lines(path: Path, *fields: str) -> list[JsonObject]:
+    """The JSON objects in the lines of a file; an unfinished last line is removed from it.
+
+    Args:
+        path: the file, which may be missing.
+        fields: what every object has.
+
+    Raises:
+        ValueError: another line is damaged.
+    """
     text = path.read_bytes() if path.is_file() else b""
-    whole = text[: text.rfind(b"\n") + 1]
-    if len(whole) < len(text):
-        path.write_bytes(whole)  # what is appended must begin a line
-    return [json.loads(line) for line in whole.splitlines()]
+    *lines, rest = text.split(b"\n")
+    if rest:
+        os.truncate(path, len(text) - len(rest))  # what is appended must begin a line
+    return [_line(f"{path}, line {n}", line, fields) for n, line in enumerate(lines, 1)]
+
+
+def _line(place: str, text: bytes, fields: Sequence[str]) -> JsonObject:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not found.keys() >= set(fields):
+        wanted = f" with {' and '.join(fields)}" if fields else ""
+        raise ValueError(
+            f"{place} is damaged: it must hold a JSON object{wanted}, got {text[:40]!r}; delete "
+            "that line to go on without it"
+        )
+    return found
 
 
 def append_line(path: Path, record: JsonObject) -> None:
-    """Append a JSON object in a line of its own."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record, allow_nan=False) + "\n")
+    """Append a JSON object in a line of its own.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record, allow_nan=False) + "\n")
+    except OSError as error:
+        raise OSError(
+            f"{path} could not be written ({error}); the same command resumes after the last line"
+        ) from error
 
 
 def read_index(path: Path) -> dict[str, str]:

@@ -4,9 +4,11 @@ import io
 import itertools
 import json
 import re
+import sys
 from base64 import b64encode
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -597,9 +599,17 @@ def test_the_command_writes_its_report(folder, config, tmp_path):
 
 def test_plots_need_matplotlib_and_say_so(spec, tokenizer, config, tmp_path, monkeypatch):
     rows, _ = measured(spec, tokenizer, config(), tmp_path)
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"selfspec\[bench\]"):
         write_plots(list(rows.values()), tmp_path)
+
+
+def test_lm_evals_model_needs_lm_eval_and_says_so(monkeypatch):
+    for name in ("lm_eval", "lm_eval.api.registry"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "selfspec.apps.bench.lm_eval", raising=False)
+    with pytest.raises(ImportError, match=r"lm-eval's models need: .*selfspec\[eval\]"):
+        import_module("selfspec.apps.bench.lm_eval")
 
 
 def test_mistakes_on_the_command_line_are_one_line(tmp_path):

@@ -137,7 +137,10 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_code_1(folder, options, says):
     assert says in result.stderr
 
 
-@pytest.mark.parametrize("given", ["", "  \n", '{"prompt": ""}', '{"text": "a"}', "{nothing"])
+@pytest.mark.parametrize(
+    "given",
+    ["", "  \n", '{"prompt": ""}', '{"text": "a"}', "{nothing", '{"prompt": "a \\ud83d"}'],
+)
 def test_a_prompt_that_is_none_is_a_mistake(folder, given):
     result = call("generate", "--model", folder, "--json", code=1, input=given)
     assert re.fullmatch(r"selfspec: .*(stdin).*\n", result.stderr)

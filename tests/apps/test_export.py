@@ -1,6 +1,7 @@
 """Exports: a folded checkpoint says what the exit says, and no text changes."""
 
 import json
+import os
 import re
 import shlex
 
@@ -230,8 +231,11 @@ def test_a_folder_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
         with pytest.raises(OSError, match="the disk is full"):
             export_draft(decoder, head, out, target="target")
     assert list(tmp_path.iterdir()) == []
+    killed, running = (tmp_path / f".draft.{process}.tmp" for process in (2**30, os.getppid()))
+    for scratch in (killed, running):
+        (scratch / "half").mkdir(parents=True)
     export_draft(decoder, head, out, target="target")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["draft"]
+    assert sorted(tmp_path.iterdir()) == [running, out]
     with pytest.raises(FileExistsError, match=r"is there already; delete it"):
         export_draft(decoder, head, out, target="target")
 

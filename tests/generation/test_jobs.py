@@ -16,7 +16,7 @@ from job_tools import Shouter
 from typer.testing import CliRunner
 
 from selfspec.apps.cli import commands
-from selfspec.generation.jobs import run_job
+from selfspec.generation.jobs import _answers, run_job
 
 PROMPTS = [f"prompt {number}" for number in range(30)]
 IDENTITY = {"model": "a"}
@@ -78,6 +78,25 @@ def test_a_killed_job_goes_on_where_it_was(tmp_path, output):
     assert told[0] == 7
     assert_whole(output)
     assert asked(tmp_path) == Counter(PROMPTS)
+
+
+def test_a_damaged_answer_is_named_with_its_line(tmp_path, output):
+    journal = stopped(tmp_path, output)
+    first, *rest = journal.read_bytes().splitlines(keepends=True)
+    for line in (b'{"row": 2, "ans\n', b"\0\0\n", b"[]\n", b'{"row": 2}\n'):
+        journal.write_bytes(b"".join([first, line, *rest]))
+        told = rf"{journal}, line 2 is damaged: .* with row and answer, got .*; delete that line"
+        with pytest.raises(ValueError, match=told):
+            run_job(PROMPTS, Shouter(tmp_path), output, IDENTITY)
+    journal.write_bytes(b"".join([first, *rest]))
+    run_job(PROMPTS, Shouter(tmp_path), output, IDENTITY)
+    assert_whole(output)
+
+
+def test_an_answer_that_cannot_be_written_is_said(tmp_path):
+    answers = _answers(Shouter(tmp_path), 0, 1, {0: "a"}, tmp_path / "gone")
+    with pytest.raises(OSError, match=r"gone.*\.jsonl could not be written .*No such.* resumes"):
+        next(answers)
 
 
 def test_half_an_answer_is_given_again(tmp_path, output):
@@ -146,13 +165,14 @@ def generate(*args):
 @PROCESSES
 def test_a_job_writes_what_one_prompt_after_another_gives(folder, tmp_path, processes):
     file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    prompts = [f"the cat {number}" for number in range(6)]
+    # Some characters end lines for str.splitlines, and not in JSON.
+    prompts = [f"the cat {number}" for number in range(5)] + ["the\u2028cat\x85"]
     file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     common = ("--model", folder, "-n", 6, "--draft", f"exit_layer={EXIT}")
     plain = json.loads(generate("--file", file, "--json", *common).stdout)["results"]
     result = generate("--prompts", file, "--output", out, "--processes", processes, *common)
     assert result.exit_code == 0, result.output
-    answers = [json.loads(line) for line in out.read_text().splitlines()]
+    answers = list(map(json.loads, out.read_bytes().splitlines()))
     for answer, expected in zip(answers, plain, strict=True):
         assert answer["prompt"] == expected["prompt"]
         assert answer["text"] == expected["text"]

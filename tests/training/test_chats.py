@@ -287,6 +287,9 @@ def test_a_template_gets_the_arguments_of_calls_as_it_takes_them(chatty, calls, 
         ({"messages": {"messages": HELLO}}, "a list `messages`"),
         ({"messages": None}, r"got fields \['messages'\]"),
         ({"question": "Hi."}, r"got fields \['question'\]; `conversations`, `prompt`"),
+        ({"messages": HELLO, "images": ["a.png"]}, "a chat with `images` is not read"),
+        ({"chosen": HELLO, "rejected": HELLO}, "two answers; to train on `chosen`, name it"),
+        ({"prompt": "Hi.", "chosen": "Ho.", "rejected": "No."}, "`completion` if it answers"),
     ],
 )
 def test_what_is_no_chat_is_a_bad_record(chatty, record, reason):
@@ -349,8 +352,17 @@ def test_a_turn_without_weight_is_not_trained(chatty, off):
     (document,) = documents({"messages": messages}, chatty)
     assert text_of(document, chatty, trained=True) == "So.<|im_end|>\n"
     assert documents({"messages": messages[:2]}, chatty) == []
+    assert documents({"messages": messages[:2], "images": [], "label": True}, chatty) == []
     on = [{**m, "weight": 1, "train": True} for m in HELLO]
     assert documents({"messages": on}, chatty) == documents({"messages": HELLO}, chatty)
+
+
+def test_an_answer_labelled_bad_is_not_trained(chatty):
+    pair = {"prompt": "Hi.", "completion": "Hello."}
+    assert documents({**pair, "label": False}, chatty) == []
+    assert documents({**pair, "label": True}, chatty) == documents(pair, chatty) != []
+    (document,) = documents({"messages": HELLO, "label": False}, chatty)
+    assert text_of(document, chatty, trained=True) == "Hello.<|im_end|>\n"
 
 
 @pytest.mark.parametrize(

@@ -213,6 +213,17 @@ def test_a_file_cut_anywhere_is_made_whole_again(folder):
         assert in_order(regenerate(config)) == texts, cut
 
 
+def test_a_damaged_text_is_named_with_its_line(folder):
+    config = settings(folder, draft=COUPLED)
+    path = regenerate(config)
+    first, second, *rest = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([first, second[:20] + b"\n", *rest]))
+    with pytest.raises(ValueError, match=r"texts\.jsonl, line 2 is damaged: .*; delete that line"):
+        regenerate(config)
+    path.write_bytes(b"".join([first, *rest]))
+    assert len(records(regenerate(config))) == len(rest) + 2
+
+
 def test_only_what_is_missing_is_written_anew(folder, monkeypatch):
     config = settings(folder)
     path = regenerate(config)

@@ -186,6 +186,9 @@ def test_metrics_of_a_run_without_a_checkpoint_begin_anew(tmp_path):
     assert [entry["step"] for entry in read_metrics(tmp_path)] == [0]
     run(Line(), tmp_path)
     assert [entry["step"] for entry in metrics(tmp_path)] == list(range(10))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"st\n{"step": 2}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2 is damaged.* with step, got"):
+        MetricsLog(tmp_path, 3)
 
 
 def test_a_finished_run_trains_and_evaluates_no_more(tmp_path, capsys):

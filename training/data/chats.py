@@ -77,6 +77,9 @@ _PAIRS = {
     "answer": ("question",),
 }
 _BESIDE_THE_QUESTION = ("input", "context")
+_BETTER = "chosen"  # the better of two answers, in records of preferences
+# What the model would have seen or heard; only the words of a chat are rendered.
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _ROLES = {
     "system": "system",
     "user": "user",
@@ -105,7 +108,7 @@ def is_chat_record(fields: Mapping[str, Any]) -> bool:
         return True
     if fields.get("text") is not None:
         return False
-    return _pair(fields) is not None or any(name in fields for name in _LISTS)
+    return _pair(fields) is not None or any(name in fields for name in (*_LISTS, _BETTER))
 
 
 def read_chat(fields: Mapping[str, Any]) -> Chat:
@@ -114,12 +117,16 @@ def read_chat(fields: Mapping[str, Any]) -> Chat:
     It may be `messages` of OpenAI; `conversations` of ShareGPT, with `from` and `value`, or with
     `role` and `content`; turns that hold a question and its answer; or a question and its answer in
     fields of the record, as `prompt` and `completion`, strings or messages, or `instruction`,
-    `input`, `history` and `output` of Alpaca.
+    `input`, `history` and `output` of Alpaca. A `label` of false says that the last reply is bad
+    (TRL's KTO), which is then not trained.
 
     Raises:
-        BadRecord: it is none of these, or a message has no text.
+        BadRecord: it is none of these, a message has no text, or images belong to it.
     """
     fields = _told(fields)
+    media = next((name for name in _MEDIA if fields.get(name)), None)
+    if media is not None:
+        raise BadRecord(f"a chat with `{media}` is not read; heads are fitted to text")
     name = next((name for name in _LISTS if fields.get(name) is not None), None)
     pair = _pair(fields)
     if name is not None:
@@ -128,6 +135,11 @@ def read_chat(fields: Mapping[str, Any]) -> Chat:
         turns = _asked_and_answered(fields, *pair)
     else:
         turns = None
+    if turns is None and fields.get(_BETTER) is not None:
+        raise BadRecord(
+            "a record of preferences has two answers; to train on `chosen`, name it `messages` if "
+            "it is a whole chat, or `completion` if it answers `prompt`"
+        )
     if not isinstance(turns, list) or not turns:
         raise BadRecord(
             f"a chat record has a list `messages`, got fields {sorted(fields)}; `conversations`, "
@@ -137,6 +149,8 @@ def read_chat(fields: Mapping[str, Any]) -> Chat:
     said = next((name for name in ("system", "system_prompt") if fields.get(name)), None)
     if said is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": _word(said, fields[said])})
+    if fields.get("label") is False:
+        messages[-1] = {**messages[-1], "train": False}
     return Chat(messages, _options(fields))
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from selfspec.config import unknown_name
-from selfspec.heads.files import replace_text
+from selfspec.heads.files import read_lines, replace_text
 
 METRICS_NAME = "metrics.jsonl"
 _TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"}
@@ -28,12 +28,8 @@ def check_trackers(names: list[str]) -> None:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """All entries of a run, without an unfinished last line."""
-    path = folder / METRICS_NAME
-    if not path.is_file():
-        return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    """All entries of a run; an unfinished last line is removed."""
+    return read_lines(folder / METRICS_NAME, "step")
 
 
 class MetricsLog:

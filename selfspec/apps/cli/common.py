@@ -335,7 +335,7 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
     """
     given = prompt if prompt != "-" else None
     source, text = ("the argument", given) if given is not None else _read(file)
-    if not text.strip():
+    if not _whole(text, source).strip():
         raise ValueError(f"empty prompt from {source}; there must be text to continue")
     if given is not None:
         return [text]
@@ -379,4 +379,16 @@ def _prompt_of(line: str, place: str) -> str:
         prompt = None
     if not isinstance(prompt, str) or not prompt:
         raise ValueError(f'{place} must be a JSON object like {{"prompt": "..."}}, got {line[:80]}')
+    return _whole(prompt, place)
+
+
+def _whole(prompt: str, place: str) -> str:
+    """A prompt of whole characters, as tokenizers take them."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{place} is not Unicode text: character {error.start} is "
+            f"{prompt[error.start]!a}, half of a surrogate pair or a byte that is not UTF-8"
+        ) from None
     return prompt

@@ -319,6 +319,7 @@ def _run_job(
 ) -> None:
     """Answer all prompts into `output`."""
     from selfspec.generation.jobs import run_job
+    from selfspec.heads.files import read_lines
 
     done = 0
     with progress_bar() as show:
@@ -329,8 +330,7 @@ def _run_job(
             show("prompts", done, len(prompts))
 
         run_job(prompts, answers, output, answers.identity, processes, advance)
-    lines = output.read_text(encoding="utf-8").splitlines()
-    failed = sum("error" in json.loads(line) for line in lines)
+    failed = sum("error" in answer for answer in read_lines(output))
     of_these = f", {failed} of them errors" if failed else ""
     console.print(f"{output}: {len(prompts)} answers{of_these}")
     console.answer({"output": str(output), "answers": len(prompts), "errors": failed})

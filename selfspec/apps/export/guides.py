@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 from re import fullmatch
 from shlex import quote
 
+import psutil
 from safetensors import SafetensorError
 
 from selfspec import DEMO_MODEL
@@ -68,6 +70,7 @@ def check_free(folder: str | Path) -> Path:
 def new_folder(folder: str | Path) -> Iterator[Path]:
     """A scratch folder to fill; it becomes `folder` when the block ends without an error."""
     path = check_free(folder)
+    _remove_left_over(path)
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         scratch.mkdir(parents=True)
@@ -79,3 +82,11 @@ def new_folder(folder: str | Path) -> Iterator[Path]:
         raise OSError(f"{folder} could not be written: {error}") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _remove_left_over(path: Path) -> None:
+    """Remove the scratch folders of exports to `path` that were killed: they may be large."""
+    for scratch in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        process = scratch.suffixes[-2].removeprefix(".")
+        if process.isdigit() and not psutil.pid_exists(int(process)):
+            shutil.rmtree(scratch, ignore_errors=True)

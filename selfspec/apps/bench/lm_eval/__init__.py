@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
-from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
@@ -24,6 +22,12 @@ from selfspec.drafters import make_drafter
 from selfspec.heads import CONFIG_NAME
 from selfspec.model import SelfSpecModel
 from selfspec.schedule.stats import Stats
+
+try:
+    from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
+    from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]
+except ModuleNotFoundError as error:
+    raise ImportError(f"{error}; lm-eval's models need: pip install 'selfspec[eval]'") from None
 
 
 @register_model("selfspec")
