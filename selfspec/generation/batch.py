@@ -510,6 +510,7 @@ class Batch:
                     self._give_back()
                     break
                 self._round()
+            self._pause()  # until the next result is asked for
         return bool(self.done)
 
     def _give_back(self) -> None:
@@ -522,6 +523,11 @@ class Batch:
         if self._group is not None and self._rows:
             self._group.step(self._group.running)
 
+    def _pause(self) -> None:
+        """End the timing of the last round."""
+        if self._group is not None:
+            self._group.drafter.pause()
+
     def _admit(self) -> bool:
         """Let the next requests join, if rows are free; false if none has joined."""
         requests = self._next_requests(self._size - self._rows)
@@ -529,8 +535,7 @@ class Batch:
             return False
         if not self._rows:
             self._give_back()
-        if self._group is not None:
-            self._group.drafter.pause()
+        self._pause()
         shared = self._draft(), self._generator, self.stats, self.done
         self._group = Group(requests, *shared).begin(self._group, self._round)
         return True

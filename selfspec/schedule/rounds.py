@@ -26,6 +26,7 @@ _PRIOR = 3  # observed drafts that an expectation weighs as much as: a wrong one
 _GROWTH = 0.03  # time of verifying one more token, in plain steps: .02 to .05 on most devices
 _TICK = 1e-9  # seconds: no time is shorter, so that all can be divided by
 _TRIALS = 0.005  # fraction of the tokens that may be lost by trying again what lost
+_TRIAL = 2  # rounds of a trial: in the first, a head also reads what it has missed
 
 
 class Average:
@@ -227,12 +228,12 @@ class Way:
             yield Outlook(drafts, tokens, self.seconds(drafts))
 
     def is_due(self, lost: float) -> bool:
-        """Whether it is tried again, though another way is expected to bring so many tokens more.
+        """Whether it is tried again, though another way brings so many tokens more in a round.
 
         It waits four times as long with every round that it made, until trying loses as few tokens
         as `_TRIALS` allows.
         """
-        return self._waited > min(self._wait, 1 + lost / _TRIALS)
+        return self._waited > min(self._wait, 1 + _TRIAL * lost / _TRIALS)
 
     def wait(self) -> None:
         """A round begins in which it could be taken."""
@@ -274,6 +275,7 @@ class Batch:
         self.plain = Way(self.verification, 0, Acceptance(0.0), 0.0)
         apart = self.verification if draft_cost else Verification(self.verification.step)
         self.chain = Way(apart, longest, acceptance, draft_cost)
+        self._trial, self._rounds = self.plain, 0  # the last trial's way, and rounds left of it
 
     @property
     def rate(self) -> float:
@@ -301,11 +303,16 @@ class Batch:
         best = max(ways, key=gains.__getitem__)
         for way in ways:
             way.wait()
-        others = (way for way in ways if way is not best)
-        chosen = next((way for way in others if way.is_due(gains[best] - gains[way])), best)
+        self._rounds -= 1
+        if self._rounds > 0 and self._trial in ways:
+            chosen = self._trial
+        else:
+            others = (way for way in ways if way is not best)
+            chosen = next((way for way in others if way.is_due(gains[best] - gains[way])), best)
+            if chosen is not best:
+                self._trial, self._rounds = chosen, _TRIAL
+                chosen.acceptance.doubt()
         chosen.take()
-        if chosen is not best:
-            chosen.acceptance.doubt()
         return chosen
 
 

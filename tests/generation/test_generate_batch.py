@@ -41,6 +41,7 @@ from selfspec.drafters.engine import Engine
 from selfspec.generation.batch import Batch
 from selfspec.generation.loop import Session
 from selfspec.sampling import sampler
+from selfspec.schedule import Rounds
 
 CLASP = {"drafter": "skip_sublayers", "skip": {"search": "clasp", "every": 4}}
 DRAFTS = [
@@ -575,6 +576,17 @@ def test_gates_are_put_in_once_for_all_requests(monkeypatch):
     assert {o.request_id: o.generated_tokens for o in one_by_one} == {
         name: output.generated_tokens for name, output in outputs.items()
     }
+
+
+def test_the_caller_s_time_between_results_is_not_a_round_s(monkeypatch):
+    learnt = []
+    monkeypatch.setattr(Rounds, "learn", lambda rounds, *round_: learnt.append(round_[2]))
+    spec, options = SelfSpecModel(tiny_llama()), {"draft": "auto", "batch_size": 3}
+    lengths = some_lengths(10, 2, 12)
+    for _ in spec.generate_batch_iter(some_prompts(10), max_new_tokens=lengths, **options):
+        time.sleep(0.5)
+    assert len(learnt) > 10
+    assert max(learnt) < 0.5
 
 
 @pytest.mark.matrix

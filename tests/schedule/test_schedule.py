@@ -90,7 +90,7 @@ WARMING = [8, 4, 3, 2, 1.5, 1.2]  # the first rounds of a process
 )
 @pytest.mark.parametrize("chance", [0.02, 0.35, 0.5, 0.7, 0.85])
 def test_the_fastest_way_is_found_whatever_the_first_rounds_took(clock, times, share, chance):
-    """On average: after unlucky trials the best way may wait for a hundred rounds."""
+    """On average: after unlucky trials the best way waits for long."""
     found = []
     for seed in range(16):
         rounds = Rounds(0.15, (0.5, 0.5), clock)
@@ -158,6 +158,15 @@ def test_drafts_are_tried_again_when_they_may_have_become_better(clock):
     assert sum(drafts > 0 for drafts, _ in made[150:]) > 120
 
 
+def test_a_trial_is_two_rounds(clock):
+    """One is too few: its first draft may be unlucky, and its head reads what it has missed."""
+    _, made = write(Rounds(0.15, (0.5, 0.5), clock), clock, 300, 0.0)
+    tried = [number for number, (drafts, _) in enumerate(made) if drafts]
+    firsts, seconds = tried[-4::2], tried[-3::2]
+    assert [number + 1 for number in firsts] == seconds
+    assert seconds[0] + 20 < firsts[1]
+
+
 def test_a_clock_that_stands_still_stops_nothing(clock):
     """Some devices' clocks tick less often than a tiny model makes a round."""
     rounds = Rounds(clock=clock)
@@ -222,7 +231,7 @@ def test_one_disturbed_round_hardly_changes_the_choice(clock):
 def test_while_the_machine_was_busy_the_ways_stay_comparable(clock, times, chance):
     """All rounds, or every other one, took four times as long for a while."""
     during, after = [], []
-    for seed in range(8):
+    for seed in range(16):
         source, rounds = random.Random(seed), Rounds(0.15, (0.5, 0.5), clock)
         write(rounds, clock, 64, chance, seed=seed, **times)
         busy = [4.0 if seed % 2 else source.choice([1.0, 4.0]) for _ in range(100)]
@@ -231,7 +240,7 @@ def test_while_the_machine_was_busy_the_ways_stay_comparable(clock, times, chanc
         after.append(write(rounds, clock, 100, chance, seed=seed + 20, **times)[0])
     best = ideal(chance, **times)
     assert sum(during) / len(during) > 0.88 * best
-    assert sum(after) / len(after) > 0.93 * best
+    assert sum(after) / len(after) > 0.9 * best
 
 
 def test_other_batch_sizes_begin_with_the_proportions_of_the_nearest(clock):
