@@ -275,7 +275,7 @@ class Batch:
         self.plain = Way(self.verification, 0, Acceptance(0.0), 0.0)
         apart = self.verification if draft_cost else Verification(self.verification.step)
         self.chain = Way(apart, longest, acceptance, draft_cost)
-        self._trial, self._rounds = self.plain, 0  # the last trial's way, and rounds left of it
+        self._trial, self._left = self.plain, 0  # the last trial's way, and rounds left of it
 
     @property
     def rate(self) -> float:
@@ -303,14 +303,14 @@ class Batch:
         best = max(ways, key=gains.__getitem__)
         for way in ways:
             way.wait()
-        self._rounds -= 1
-        if self._rounds > 0 and self._trial in ways:
+        self._left -= 1
+        if self._left > 0 and self._trial in ways:
             chosen = self._trial
         else:
             others = (way for way in ways if way is not best)
             chosen = next((way for way in others if way.is_due(gains[best] - gains[way])), best)
             if chosen is not best:
-                self._trial, self._rounds = chosen, _TRIAL
+                self._trial, self._left = chosen, _TRIAL
                 chosen.acceptance.doubt()
         chosen.take()
         return chosen

@@ -578,7 +578,7 @@ def test_gates_are_put_in_once_for_all_requests(monkeypatch):
     }
 
 
-def test_the_caller_s_time_between_results_is_not_a_round_s(monkeypatch):
+def test_time_between_two_results_is_not_part_of_a_round(monkeypatch):
     learnt = []
     monkeypatch.setattr(Rounds, "learn", lambda rounds, *round_: learnt.append(round_[2]))
     spec, options = SelfSpecModel(tiny_llama()), {"draft": "auto", "batch_size": 3}
