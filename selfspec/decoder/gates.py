@@ -234,7 +234,7 @@ class Gates:
         self.calls_directly = kernels != "eager"
         packs = kernels == "prepacked"
         self.prepacked = PrepackedLinears(type(model).__name__) if packs else None
-        self.low_precision = LowPrecisionLinears()
+        self.low_precision = LowPrecisionLinears(self.current)
         self.approximation: Approximation | None = None
         self.masks_one = False
         self.others: list[nn.Module] = []

@@ -203,6 +203,32 @@ def test_an_adapter_on_top():
     assert spec.last_stats.acceptance_rate > 0.5  # with the adapter, whose weights are not rounded
 
 
+class Opinion:
+    """Adds what the model itself says after the last token; each opinion is asked for once."""
+
+    def __init__(self, model):
+        self.model, self.known = model, {}
+
+    def __call__(self, text, scores):
+        last = text[:, -1:]
+        if (key := tuple(last.flatten().tolist())) not in self.known:
+            self.known[key] = self.model(last, use_cache=False).logits[:, -1]
+        return scores + self.known[key].roll(1, -1)
+
+    def fork(self):
+        return self  # what it knows does not depend on the drafts that it sees
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_processor_that_calls_the_model_gets_the_models_own_output(how):
+    model, ids, options = tiny_llama("seldom"), IDS[1:2], {"max_new_tokens": 24}
+    draft = drafts("early_exit", exit_layer=DEPTH, **HOW[how])
+    text = SelfSpecModel(model).generate(
+        ids, draft=draft, logits_processor=[Opinion(model)], **options
+    )
+    assert torch.equal(text, greedy(model, ids, logits_processor=[Opinion(model)], **options))
+
+
 # What drafts are like
 
 

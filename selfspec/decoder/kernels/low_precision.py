@@ -30,7 +30,7 @@ from selfspec.decoder.kernels.prepacked import (
     same_sums,
     sum_of,
 )
-from selfspec.decoder.passes import Approximation
+from selfspec.decoder.passes import Approximation, CurrentPass
 from selfspec.decoder.quantized import is_quantized
 
 Part = Literal["layers", "heads", "lm_head"]
@@ -53,16 +53,19 @@ class LowPrecisionLinears:
     They are made by the first pass that reads them, and again if weights have changed since the
     last call.
 
+    Args:
+        current: the pass in progress. Only passes, and heads behind them, read copies: a logits
+            processor that calls the model meanwhile gets the model's own output.
+
     Attributes:
         wanted: what calls have asked for so far.
         active: the precision of each part now; no entry for the model's own weights.
-        owner: the thread whose passes read the copies.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, current: CurrentPass) -> None:
         self.wanted: set[tuple[Precision, Part]] = set()
         self.active: dict[Part, Precision] = {}
-        self.owner: int | None = None
+        self._current = current
         self._copies: dict[Part, list[_Copies]] = {}
         self._fresh: set[tuple[Precision, Part]] = set()
 
@@ -95,7 +98,6 @@ class LowPrecisionLinears:
                     copy.refresh(precision)
                 self._fresh.add(need)
         self.active = {part: precision for precision, part in needs}
-        self.owner = threading.get_ident()
 
     def reads_layers(self) -> bool:
         """Whether copies of layers are read now, those of heads included."""
@@ -107,10 +109,15 @@ class LowPrecisionLinears:
         return sum(copy.nbytes for copies in self._copies.values() for copy in copies)
 
     def _takes(self, part: Part, input: Tensor) -> bool:
-        if part not in self.active or self.owner != threading.get_ident():
+        if part not in self.active or not self._drafts(part):
             return False
         tokens = input.numel() // input.shape[-1]
         return tokens <= _MOST_TOKENS[input.device.type] and not torch.is_grad_enabled()
+
+    def _drafts(self, part: Part) -> bool:
+        """Whether the calling thread drafts with this part; heads also run behind passes."""
+        current = self._current
+        return current.owner == threading.get_ident() if part == "heads" else current.gated
 
     def _product(self, part: Part, copy: _Copies, input: Tensor) -> Tensor:
         return copy.product(self.active[part], input)
