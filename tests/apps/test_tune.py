@@ -138,6 +138,22 @@ def test_what_cannot_be_copied_is_left_out(spec, monkeypatch):
     assert not found and "GB more memory" in left_out["whole int4"]
 
 
+def test_copies_that_fit_into_memory_together_are_tried(spec, monkeypatch):
+    """What a draft reads stays in memory while the next one is tried."""
+    decoder, config = spec.decoder, small(precisions=["int4", "int8"], windows=[4])
+    weights = sum(
+        weight.nbytes for part in (spec.model, *spec.heads) for weight in part.parameters()
+    )
+    four, eight = (sum(decoder.copy_bytes(bits).values()) for bits in ("int4", "int8"))
+    for room, refused in ((0, {"int4", "int8"}), (four, {"int8"}), (four + eight, set())):
+        monkeypatch.setattr(
+            "selfspec.apps.bench.tune.usable_memory", lambda device, room=room: weights + room
+        )
+        found, left_out = whole_models(spec.engine, config, 64)
+        assert {name.removeprefix("whole ")[:4] for name in left_out} == refused
+        assert "whole model, 4 keys" in found  # which has no copy
+
+
 def test_nothing_is_run_twice(spec, tokenizer, tmp_path, counted):
     work = tmp_path / "deep" / "profile.work"
     first = tune(spec, tokenizer, TEXTS, small(prompts=2), work)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,9 @@ from transformers.initialization import no_init_weights
 
 from selfspec.apps.bench.config import BenchConfig, MethodConfig, ModeConfig, PromptSetConfig
 from selfspec.apps.bench.run import Bench
-from selfspec.config import DraftConfig, JsonObject, TreeConfig, unknown_name
+from selfspec.config import DraftConfig, JsonObject, Precision, TreeConfig, unknown_name
 from selfspec.decoder.devices import usable_device
-from selfspec.decoder.kernels.low_precision import bytes_read
+from selfspec.decoder.kernels.low_precision import Part, bytes_read
 from selfspec.drafters.engine import Engine
 from selfspec.heads import build_head
 from selfspec.model import SelfSpecModel
@@ -220,8 +220,8 @@ class ShapeBench(Bench):
     def _leave_out(self, usable: float, most: int | None) -> list[str]:
         """Drop batches that do not fit in `usable` bytes or have more than `most` prompt tokens."""
         engine = self.spec.engine
-        parts = [engine.decoder.causal_lm, *engine.heads]
-        weights = sum(map(size_of, parts)) * (2 if self.config.kernels == "prepacked" else 1)
+        drafts = (method.draft for method in self.config.methods)
+        weights = weights_held(engine, [draft for draft in drafts if draft is not None])
         names: list[str] = []
         for key, batches in list(self.batches.items()):
             batch = batches[0]
@@ -248,6 +248,29 @@ class ShapeBench(Bench):
 def size_of(module: nn.Module | None) -> int:
     """Bytes of a module's parameters."""
     return 0 if module is None else sum(tensor.nbytes for tensor in module.parameters())
+
+
+def weights_held(engine: Engine, drafts: Iterable[DraftConfig]) -> int:
+    """Bytes of weights, and of the copies that the kernels and these drafts make of them.
+
+    Copies stay as long as the model, so those of all drafts take memory together.
+    """
+    decoder = engine.decoder
+    own = sum(map(size_of, (decoder.causal_lm, *engine.heads)))
+    packed = decoder.packed_bytes if decoder.kernels == "prepacked" else 0
+    copies = {copy for draft in drafts for copy in _copies(draft, decoder.depth)}
+    return own + packed + sum(decoder.copy_bytes(bits)[part] for bits, part in copies)
+
+
+def _copies(draft: DraftConfig, depth: int) -> Iterator[tuple[Precision, Part]]:
+    """Which copies of a model of `depth` layers a draft reads."""
+    layers = draft.approximates_layers(whole=draft.exit_layer == depth)
+    if (lm_head := draft.lm_head_precision or draft.precision) is not None:
+        yield lm_head, "lm_head"
+    if draft.precision is not None:
+        yield draft.precision, "heads"
+    if draft.precision is not None and layers:
+        yield draft.precision, "layers"
 
 
 def kv_bytes_of_layer(engine: Engine) -> int:

@@ -26,7 +26,7 @@ from selfspec.apps.bench.config import MethodConfig, ModeConfig
 from selfspec.apps.bench.prompts import cut_prompts, make_batches
 from selfspec.apps.bench.results import ratios, usual_rates
 from selfspec.apps.bench.run import Run, RunFile, Show, Turns, generate_options, make_method
-from selfspec.apps.bench.shapes import size_of, usable_memory
+from selfspec.apps.bench.shapes import usable_memory, weights_held
 from selfspec.config import DraftConfig, JsonObject, Precision, SkipConfig, StrictConfig, TreeConfig
 from selfspec.drafters import DRAFTERS, Auto, Cascade, make_drafter
 from selfspec.drafters.engine import Engine
@@ -171,22 +171,25 @@ def whole_models(
     `longest` is the tokens of the longest prompt.
     """
     decoder, drafts, left_out = engine.decoder, {}, {}
+    chosen: list[DraftConfig] = []
     windows = [window for window in config.windows if 2 * window <= longest]
     for precision, window in itertools.product((None, *config.precisions), (None, *windows)):
         if precision is None and window is None:
             continue
         keys = {"exit_layer": decoder.depth, "precision": precision, "window": window}
         name = f"whole {precision or 'model'}" + (f", {window} keys" if window else "")
+        draft = DraftConfig(**keys)
         try:
-            make_drafter(engine, DraftConfig(**keys))
+            make_drafter(engine, draft)
         except ValueError as error:
             left_out[name] = str(error)
             continue
-        copy = 0 if precision is None else sum(decoder.copy_bytes(precision).values())
-        weights = size_of(decoder.causal_lm) * decoder.dtype.itemsize
-        if weights + copy > usable_memory(decoder.device):
-            left_out[name] = f"its copy of the weights takes {copy / 1e9:.1f} GB more memory"
+        held, needed = (weights_held(engine, each) for each in (chosen, [*chosen, draft]))
+        if held < needed > usable_memory(decoder.device):
+            more = (needed - held) / 1e9
+            left_out[name] = f"its copy of the weights takes {more:.1f} GB more memory"
         else:
+            chosen.append(draft)
             drafts[name] = keys
     return drafts, left_out
 
