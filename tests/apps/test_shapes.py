@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from conftest import prompt
+from families import build as build_family
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -278,6 +279,20 @@ def test_what_does_not_fit_is_left_out_and_named(monkeypatch):
     monkeypatch.setattr(shapes, "usable_memory", lambda device: needed)
     with pytest.raises(ValueError, match=r"do not fit in .*; choose a smaller"):
         ShapeBench(config)
+
+
+def test_default_methods_whose_head_a_shape_cannot_have_are_left_out_and_named(tmp_path):
+    build_family("qwen3_next", "sdpa").config.save_pretrained(tmp_path)
+    prompts = [{"name": "six", "reader": "random", "count": 1, "prompt_tokens": 6}]
+    given = {"shape": str(tmp_path), "batch_sizes": (1,), "prompts": prompts}
+    bench = ShapeBench(BenchConfig.model_validate(given))
+    (reason,) = bench.measured["left out"]
+    assert reason.startswith("fused 1 in one pass, 0.7 (layer 0 below exit_layer 1 is recurrent")
+    names = [method.name for method in bench.config.methods]
+    assert "fused 0, 0.7" in names and "fused 1 in one pass, 0.7" not in names
+    methods = [method.model_dump() for method in default_methods(5, (0.7,))]
+    with pytest.raises(ValueError, match="layer 0 below exit_layer 1 is recurrent"):
+        ShapeBench(BenchConfig.model_validate({**given, "methods": methods}))
 
 
 @pytest.mark.parametrize(

@@ -165,22 +165,29 @@ def with_defaults(config: BenchConfig, depth: int, device: torch.device) -> Benc
     return BenchConfig(**{**chosen, **given})
 
 
-def add_heads(engine: Engine, methods: Sequence[MethodConfig]) -> None:
-    """Build the untrained heads of the methods; ValueError if one cannot be built."""
-    wanted = {
-        (method.draft.head, method.draft.exit_layer): method.head_options
+def add_heads(engine: Engine, methods: Sequence[MethodConfig]) -> dict[str, str]:
+    """Build the untrained heads of the methods; returns why others have none, by their names."""
+    places = {
+        method.name: (method.draft.head, method.draft.exit_layer)
         for method in methods
         if method.draft is not None
     }
+    wanted = {places[m.name]: m.head_options for m in methods if m.name in places}
+    refused: dict[tuple[str | None, int | None], str] = {}
     for (kind, exit_layer), options in wanted.items():
         if kind not in (None, "shared") and exit_layer is not None:
-            engine.add(build_head(engine.decoder, kind, exit_layer, options))
+            try:
+                engine.add(build_head(engine.decoder, kind, exit_layer, options))
+            except ValueError as error:
+                refused[kind, exit_layer] = str(error)
+    return {name: refused[place] for name, place in places.items() if place in refused}
 
 
 class ShapeBench(Bench):
     """The benchmark of a shape; `facts` has model and device, for the report.
 
-    Raises ValueError if there is no such shape or device, or too little memory.
+    Raises ValueError if there is no such shape or device, too little memory, or if a head of the
+    given methods cannot be built.
     """
 
     def __init__(self, config: BenchConfig):
@@ -189,11 +196,17 @@ class ShapeBench(Bench):
         device = usable_device(config.device)
         text: Any = shape.get_text_config(decoder=True)
         chosen = config.model_fields_set & {"prompts", "batch_sizes"}
+        named = "methods" in config.model_fields_set
         config = with_defaults(config, text.num_hidden_layers, device)
         dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
         model = random_model(shape, dtype, device, config.seed)
         spec = SelfSpecModel(model, kernels=config.kernels, kv_cache_dtype=config.kv_cache_dtype)
-        add_heads(spec.engine, config.methods)
+        # Not every layer can be a head's. Of the default methods, the others are run.
+        refused = add_heads(spec.engine, config.methods)
+        if refused and named:
+            raise ValueError(next(iter(refused.values())))
+        methods = tuple(method for method in config.methods if method.name not in refused)
+        config = config.model_copy(update={"methods": methods})
         super().__init__(spec, numbers_tokenizer(text.vocab_size), config)
         self.bandwidth = read_bandwidth(device)
         # On a CPU more prompt tokens would take minutes.
@@ -201,7 +214,7 @@ class ShapeBench(Bench):
         left_out = self._leave_out(usable_memory(device), most)
         self.measured = {
             "bandwidth GB/s": round(self.bandwidth / 1e9, 1),
-            "left out": left_out,
+            "left out": [*left_out, *(f"{name} ({why})" for name, why in refused.items())],
         }
         self.facts: JsonObject = {
             "shape": config.shape,
