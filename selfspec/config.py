@@ -185,8 +185,8 @@ class DraftConfig(StrictConfig):
         sinks: the number of these first keys.
         approximate: where `precision` and `window` apply. `"head"`: in the LM head and in a head's
             own layer. `"all"`: also in the layers that draft, after which verification starts at
-            layer 0. `None`: in all if `exit_layer` is the depth of the model or `window` is given,
-            else in the head.
+            layer 0. `None`: in all if `exit_layer` is the depth of the model, if `window` is given,
+            and in a smaller model; else in the head.
         tree: the shape of trees.
         lookup: how `prompt_lookup`, `cascade` and `auto` find earlier occurrences.
         lookahead: the branches of `lookahead`.
@@ -231,7 +231,7 @@ class DraftConfig(StrictConfig):
         return bool(self.precision or self.lm_head_precision or self.window)
 
     def approximates_layers(self, whole: bool) -> bool:
-        """Whether layers are approximate, too; `whole` if all of the model's draft."""
+        """Whether layers are approximate, too; `whole` if all of a model's draft."""
         if self.approximate is None:
             return self.window is not None or (whole and self.approximates)
         return self.approximate == "all"

@@ -104,7 +104,9 @@ def _approximation(drafter: Drafter, config: DraftConfig) -> Approximation:
     reader = getattr(drafter, "reader", None)
     depth = model.depth if reader is None else reader.head.exit_layer
     whole = reader is not None and depth == model.depth
-    layers = config.approximates_layers(whole) and depth > 0
+    # A model beside the target has a cache of its own: nothing is verified from its states.
+    beside = model in drafter.decoders
+    layers = config.approximates_layers(whole or beside) and depth > 0
     if whole and not layers:
         raise ValueError(
             "approximate='head' leaves the layers as they are, and with exit_layer at the depth of "

@@ -14,7 +14,7 @@ from head_tools import KINDS, own_head
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from selfspec import DEMO_MODEL, SelfSpecModel
+from selfspec import DEMO_MODEL, DraftConfig, SelfSpecModel
 from selfspec.decoder import Approximation, Decoder, Span
 from selfspec.decoder.cache import SlotCache
 from selfspec.decoder.kernels.low_precision import KINDS as ROUNDED
@@ -358,6 +358,22 @@ def test_what_info_announces_is_what_is_taken(precision):
         for part in root.modules()
         if isinstance(part, nn.Linear)
     )
+
+
+def test_a_smaller_model_drafts_with_fewer_bits_as_a_whole():
+    model, small = tiny_llama("seldom"), tiny_llama("seldom", num_hidden_layers=2)
+    spec = SelfSpecModel(model, draft_model=small)
+
+    def copies(**more):
+        draft = DraftConfig.of({"drafter": "two_model", "precision": "int8", **more})
+        equal_to_generate(spec, IDS, MASK, draft=draft, max_new_tokens=8)
+        decoder = spec.engine.draft_models.chosen(draft).decoder
+        return decoder.gates.low_precision.nbytes, decoder.copy_bytes("int8")
+
+    taken, sizes = copies(approximate="head")
+    assert taken == sizes["lm_head"]
+    taken, sizes = copies()
+    assert taken == sizes["lm_head"] + sizes["layers"] > sizes["lm_head"]
 
 
 def test_what_is_refused_is_not_announced():
