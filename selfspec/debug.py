@@ -24,17 +24,21 @@ class Watched:
     """What was run in the last round, or in the prefill before the first one.
 
     Attributes:
-        widths: per layer of the target, the number of tokens of each pass that ran it.
+        widths: per layer of the target, the number of tokens of each pass that ran it; in a round
+            `apart`, those of the verification only.
         drafts: what was verified.
         rounds: rounds in all; the prefill is none.
+        apart: whether passes drafted by approximate layers, or with sublayers skipped.
     """
 
     widths: list[list[int]]
     drafts: list[Draft] = field(default_factory=list)
     rounds: int = 0
+    apart: bool = False
 
     def clear(self) -> None:
         """Forget the last round."""
+        self.apart = False
         self.drafts.clear()
         for seen in self.widths:
             seen.clear()
@@ -45,10 +49,12 @@ def watch(spec: SelfSpecModel) -> Iterator[Watched]:
     """Check every round of `spec` inside the `with` block.
 
     The prefill runs each layer once over each token. A round runs one verification: the layers
-    below `Draft.depth` once over each draft, those above once over all of them. Afterwards the KV
-    cache holds all tokens but the pending one. Drafters and heads only read what they are given:
-    the tokens so far, and hidden states. While it watches, other threads must not generate; the
-    layers are seen only where Python calls them (kernels `eager`, `direct` or `prepacked`).
+    below `Draft.depth` once over each draft, those above once over all of them; what drafts by
+    approximate layers, or with sublayers skipped, is no part of it. Afterwards the KV cache holds
+    all tokens but the pending one. Drafters and heads only read what they are given: the tokens so
+    far, and hidden states. While it watches, other threads must not generate, and the target must
+    not be its own draft model; the layers are seen only where Python calls them (kernels `eager`,
+    `direct` or `prepacked`).
 
     Raises:
         AssertionError: in the `with` block, if an invariant does not hold; it says which.
@@ -71,6 +77,8 @@ def watch(spec: SelfSpecModel) -> Iterator[Watched]:
     def noting_verify(engine: Engine, state: State, draft: Draft) -> Verified:
         if engine.decoder is decoder:
             watched.drafts.append(draft)
+            for seen in watched.widths if watched.apart else ():
+                seen.clear()
         return verify(engine, state, draft)
 
     def checked_start(session: Session) -> State:
@@ -90,8 +98,8 @@ def watch(spec: SelfSpecModel) -> Iterator[Watched]:
             _check_lengths(session, state)
 
     with ExitStack() as changes:
-        for layer, seen in zip(decoder.layers, watched.widths, strict=True):
-            _replace(changes, layer, "forward", _counting(layer.forward, seen))
+        for index, layer in enumerate(decoder.layers):
+            _replace(changes, layer, "forward", _counting(decoder, layer.forward, watched, index))
         for head in spec.engine.heads:
             _replace(changes, head, "forward", _only_reading(head))
         _replace(changes, Drafter, "draft", checked_draft)
@@ -111,9 +119,12 @@ def _replace(changes: ExitStack, owner: object, name: str, value: object) -> Non
         changes.callback(setattr, owner, name, own)
 
 
-def _counting(forward: Forward, seen: list[int]) -> Forward:
+def _counting(decoder: Decoder, forward: Forward, watched: Watched, index: int) -> Forward:
     def counted(hidden_states: Tensor, *args: object, **kwargs: object) -> object:
-        seen.append(hidden_states.shape[1])
+        active = decoder.gates.current.mine
+        skips = active is not None and active.skips is not None
+        watched.apart = watched.apart or skips or decoder.approximates_layers
+        watched.widths[index].append(hidden_states.shape[1])
         return forward(hidden_states, *args, **kwargs)
 
     return counted
@@ -152,8 +163,9 @@ def _check_passes(watched: Watched) -> None:
     (draft,) = watched.drafts
     width = draft.length + 1
     levels = [1] * width if draft.tree is None else draft.tree.depths[0].bincount().tolist()
+    below = levels[-1:] if watched.apart else levels  # verification begins with the last drafts
     for layer, seen in enumerate(watched.widths):
-        expected = levels if layer < draft.depth else [width]
+        expected = below if layer < draft.depth else [width]
         assert seen == expected, (
             f"layer {layer} ran over {seen} tokens, expected {expected}: {draft.length} drafts "
             f"with depth={draft.depth} were verified"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import VOCAB, greedy, prompt, tiny_llama
-from drafter_tools import CHAINS, draft
+from drafter_tools import CHAINS, DRAFTS, draft
 from families import build
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -221,6 +221,21 @@ def test_watching_sees_a_drafter_that_changes_the_tokens_so_far(monkeypatch, wat
     watch(spec)
     with pytest.raises(AssertionError, match="'own' changed the tokens so far"):
         spec.generate(prompt(4)[0], draft="own", max_new_tokens=6, do_sample=False)
+
+
+APART = {
+    **{name: DRAFTS[name] for name in ("skip_sublayers", "halves", "clasp")},
+    "fewer bits": draft("early_exit", exit_layer=4, precision="int8"),
+    "fewer keys": draft("tree", exit_layer=2, window=3),
+}
+
+
+@pytest.mark.parametrize("how", APART)
+def test_watching_lets_drafts_run_layers_that_verification_runs_again(watch, how):
+    spec = SelfSpecModel(tiny_llama("sometimes"))
+    watched = watch(spec)
+    spec.generate(prompt(9)[0], draft=APART[how], max_new_tokens=24, do_sample=False)
+    assert watched.rounds > 1 and spec.last_stats.drafted > 0
 
 
 def test_watching_sees_a_pass_too_many(monkeypatch, watch):
