@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Sequence
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,9 @@ from selfspec.decoder import Decoder
 from selfspec.decoder.checkpoints import find_checkpoint, load_causal_lm
 from selfspec.drafters.token_map import TokenMap, shared_tokens
 from selfspec.heads.files import read_object
+
+# Tokenizers, and pairs of them, that are kept for the next call. A call may bring new ones.
+_TOKENIZERS = 8
 
 
 class DraftModel(NamedTuple):
@@ -148,7 +151,7 @@ def _tokenizer(decoder: Decoder, given: object) -> Tokenizer | Path | None:
     return backend
 
 
-@cache
+@lru_cache(maxsize=_TOKENIZERS)
 def _loaded(tokenizer: Tokenizer | Path) -> Tokenizer:
     if isinstance(tokenizer, Tokenizer):
         return tokenizer
@@ -168,7 +171,7 @@ def _tokenizer_of(decoder: Decoder) -> Path | None:
     return None if found is None else Path(found)
 
 
-@cache
+@lru_cache(maxsize=_TOKENIZERS)
 def _same_words(one: Tokenizer | Path, other: Tokenizer | Path) -> bool:
     if isinstance(one, Path) and isinstance(other, Path) and one.read_bytes() == other.read_bytes():
         return True

@@ -111,10 +111,13 @@ class TextStore:
         max_tokens: the most tokens that are kept; each takes 84 bytes, reserved from the start.
 
     Raises:
+        TypeError: `max_tokens` is not an integer.
         ValueError: `max_tokens` is not positive.
     """
 
     def __init__(self, max_tokens: int = MOST):
+        if not isinstance(max_tokens, int):
+            raise TypeError(f"max_tokens is an integer, such as 100_000, got {max_tokens!r:.60}")
         if max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
         self.max_tokens = max_tokens

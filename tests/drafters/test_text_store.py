@@ -152,6 +152,8 @@ def test_a_saved_store_finds_the_same(tmp_path):
 def test_what_is_no_store_is_refused(tmp_path):
     with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
         TextStore(0)
+    with pytest.raises(TypeError, match=r"max_tokens is an integer, .* got 100000\.0"):
+        TextStore(1e5)
     with pytest.raises(ValueError, match=r"list of token ids, got -1; ids are 0 or more"):
         TextStore().add([1, -1])
     file = tmp_path / "texts.safetensors"

@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from selfspec import DraftConfig, SelfSpecModel
+from selfspec.drafters import draft_models
 from selfspec.drafters.token_map import SharedTokens
 
 DRAFT = {"drafter": "two_model", "num_draft_tokens": 4}
@@ -171,6 +172,16 @@ def test_an_assistant_brings_its_tokenizer_as_in_transformers(folders, tokenizer
     assert spec.last_stats.drafted > 0
     with pytest.raises(ValueError, match=r"vocabulary of .* pass tokenizer and"):
         spec.generate(IDS, assistant_model=assistant, assistant_tokenizer=own, **options)
+
+
+def test_tokenizers_of_earlier_calls_are_not_kept_for_good():
+    spec, assistant = SelfSpecModel(tiny_llama()), tiny_llama()
+    for _ in range(12):
+        pair = [
+            PreTrainedTokenizerFast(tokenizer_object=letters(words)) for words in ("abc", "bca")
+        ]
+        spec.engine.beside(assistant, pair)
+    assert draft_models._same_words.cache_info().currsize < 12
 
 
 def test_vocabularies_that_share_nothing_are_refused():
