@@ -252,7 +252,8 @@ class Gates:
         self.entered += 1
         if self.entered == 1:
             try:
-                self._put_in()
+                with torch.autocast("cpu", enabled=False):  # weights are packed as they are
+                    self._put_in()
             except BaseException:  # packing takes memory and time
                 self.__exit__()
                 raise
