@@ -157,8 +157,7 @@ class Decoder:
         self.gates = self._runner.gates
         self.depth = self.gates.depth
         self.recurrent_layers = [index for _, index in self.gates.mixers.found]
-        # The KV cache of the last call, and dtype and devices of its layers then.
-        self._spare: tuple[SlotCache | None, tuple[object, ...] | None] = (None, None)
+        self._spare: SlotCache | None = None  # the KV cache of the last call
         self.is_multimodal = is_multimodal(self.causal_lm)
         self._kinds = {None, *self.windows}  # of masks: one for each sliding window
         kind = self.config.model_type
@@ -337,24 +336,22 @@ class Decoder:
     def new_slots(self, rows: int, capacity: int = 0) -> SlotCache:
         """An empty KV cache for `rows` rows, reusing the one of `give_back` if it fits."""
         page = 1 if self.gates.graphs is None else self.gates.graphs.page
-        (spare, held), self._spare = self._spare, (None, None)
-        if (
-            spare is not None
-            and held == self._dtype_and_devices
-            and spare.fits(rows, capacity, page)
-        ):
+        (spare, self._spare), made_for = (self._spare, None), self.dtype_and_devices
+        if spare is not None and spare.made_for == made_for and spare.fits(rows, capacity, page):
             return spare
         kind, recurrent = self.kv_cache_dtype, self.recurrent_layers
-        return SlotCache(self.windows, rows, capacity, self.device, kind, page, recurrent)
+        slots = SlotCache(self.windows, rows, capacity, self.device, kind, page, recurrent)
+        slots.made_for = made_for
+        return slots
 
     def give_back(self, slots: SlotCache) -> None:
         """Keep a call's KV cache for the next call, if graphs were recorded that read it."""
         if self.gates.graphs is not None and self.gates.graphs.problem is None:
             slots.recycle()
-            self._spare = slots, self._dtype_and_devices
+            self._spare = slots
 
     @property
-    def _dtype_and_devices(self) -> tuple[object, ...]:
+    def dtype_and_devices(self) -> tuple[object, ...]:
         """Dtype and devices of the layers' states."""
         return self.dtype, *map(device_of, self.layers)
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -169,7 +169,8 @@ class Gates:
         layers_name: their name in it.
         layers: the decoder layers.
         windows: sliding window of each, or `None`.
-        run: runs the recorded calls of a pass, given the hidden states that the body hands over.
+        run: runs the recorded calls of a pass, given the hidden states that the body hands over;
+            a method of whoever keeps the gates.
         kernels: how layers are computed.
 
     Attributes:
@@ -209,7 +210,9 @@ class Gates:
         run: Callable[[ActivePass, Tensor], Tensor],
         kernels: Kernels = "direct",
     ):
-        self.model, self.base, self.layers, self.run = model, base, layers, run
+        self.model, self.base, self.layers = model, base, layers
+        # Who owns the method owns the gates: without a cycle, models are freed when dropped.
+        self._run = WeakMethod(run)
         self.depth = len(layers)
         self.layers_name, self.windows = layers_name, windows
         self.current, self.shadows = CurrentPass(), Shadows()
@@ -224,7 +227,7 @@ class Gates:
         self.parents = [*parents_of(model, base)]
         self.lock = _LOCKS.setdefault(model, threading.RLock())
         self.entered = 0
-        self.compiled = CompiledLayers(type(model).__name__) if kernels == "compiled" else None
+        self.compiled = CompiledLayers(model) if kernels == "compiled" else None
         self.graphs = GraphedLayers(type(model).__name__) if kernels == "graphs" else None
         for special in (self.compiled, self.graphs):
             if special is not None and self.own_masks:
@@ -249,7 +252,8 @@ class Gates:
         self.entered += 1
         if self.entered == 1:
             try:
-                self._put_in()
+                with torch.autocast("cpu", enabled=False):  # weights are packed as they are
+                    self._put_in()
             except BaseException:  # packing takes memory and time
                 self.__exit__()
                 raise
@@ -397,6 +401,12 @@ class Gates:
             yield
         finally:
             self.shadows.undo(len(tables))
+
+    def run(self, active: ActivePass, hidden_states: Tensor) -> Tensor:
+        """Run the recorded calls of a pass."""
+        run = self._run()
+        assert run is not None
+        return run(active, hidden_states)
 
     @property
     def lm_head(self) -> nn.Module:

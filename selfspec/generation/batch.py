@@ -348,7 +348,10 @@ class Group(Session):
             between: runs a round of the running group; called between two passes of the prefill.
         """
         self._between, self._joins = between, running is not None
-        self.running = self.start()
+        try:
+            self.running = self.start()
+        finally:
+            del self._between  # a batch that is dropped before its end is freed at once
         if running is None or not running.running.rows:
             return self
         if self.running.rows:

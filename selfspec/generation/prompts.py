@@ -267,7 +267,7 @@ def _known_lengths(cache: Cache | None, rows: int, padded: bool) -> list[int]:
 
 
 def _check_layers(cache: Cache | None, decoder: Decoder) -> None:
-    """Raise ValueError if the cache belongs to a model with other layers."""
+    """Raise ValueError if the cache belongs to a model with other layers, or in another place."""
     if cache is None:
         return
     depth, recurrent = decoder.depth, decoder.recurrent_layers
@@ -276,6 +276,11 @@ def _check_layers(cache: Cache | None, decoder: Decoder) -> None:
         raise ValueError(
             f"the cache holds {held} layers, the model has {depth}; past_key_values must come from "
             "this model"
+        )
+    if isinstance(cache, SlotCache) and cache.made_for not in (None, decoder.dtype_and_devices):
+        raise ValueError(
+            "the model was cast or moved after past_key_values were computed; pass the whole text "
+            "without them"
         )
     if not recurrent or type(cache) is not DynamicCache:
         return

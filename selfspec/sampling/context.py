@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -145,6 +146,7 @@ def before_chain(context: Context, width: int, offset: int, filler: int) -> Pref
     counts = [context.lengths[row] + offset for row in context.rows]
     shortest, longest = min(counts), max(counts) + width - 1
 
+    @cache
     def lengths() -> Tensor:
         ahead = torch.arange(width, device=context.device)
         return (torch.tensor(counts, device=context.device)[:, None] + ahead).flatten()
@@ -153,12 +155,11 @@ def before_chain(context: Context, width: int, offset: int, filler: int) -> Pref
         text = context.first(longest)
         if shortest == longest:
             return text
-        behind = torch.arange(longest, device=context.device) >= before.lengths[:, None]
+        behind = torch.arange(longest, device=context.device) >= lengths()[:, None]
         return text.repeat_interleave(width, 0).masked_fill_(behind, filler)
 
     rows = [row for row in context.rows for _ in range(width)]
-    before = Prefixes(rows, shortest, longest, tokens, lengths)
-    return before
+    return Prefixes(rows, shortest, longest, tokens, lengths)
 
 
 def before_nodes(context: Context, drafts: Tensor, above: Tensor, filler: int) -> Prefixes:

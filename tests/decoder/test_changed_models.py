@@ -326,3 +326,28 @@ def test_weights_in_one_buffer_are_packed():
         part.data, at = flat[at : at + part.numel()].view_as(part), at + part.numel()
     text = SelfSpecModel(model).generate(IDS, attention_mask=MASK, max_new_tokens=NEW)
     assert text.shape == (3, IDS.shape[1] + NEW) and text.max() < VOCAB
+
+
+@pytest.mark.parametrize("draft", ["none", "early_exit", {"exit_layer": 4, "precision": "int8"}])
+@pytest.mark.parametrize(
+    ("kernels", "dtype", "around"),
+    [
+        ("direct", torch.float32, torch.bfloat16),
+        ("direct", torch.float32, torch.float16),
+        ("prepacked", torch.bfloat16, torch.float16),
+        ("prepacked", torch.float16, torch.bfloat16),
+    ],
+)
+def test_autocast_around_a_call_acts_and_ends_with_it(kernels, dtype, around, draft):
+    """Weights that are packed or rounded there for the first time are those of other calls."""
+    spec, twin = (
+        SelfSpecModel(tiny_llama("sometimes", dtype=dtype, spread=1.0), kernels=kernels)
+        for _ in range(2)
+    )
+    options = {"attention_mask": MASK, "max_new_tokens": NEW, "do_sample": False}
+    with torch.autocast("cpu", around):
+        text = spec.generate(IDS, **options, draft=draft)
+        if dtype == torch.float32:
+            assert torch.equal(text, spec.model.generate(IDS, **options))
+    text = spec.generate(IDS, **options, draft=draft)
+    assert torch.equal(text, twin.generate(IDS, **options, draft=draft))

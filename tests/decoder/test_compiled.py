@@ -82,6 +82,16 @@ def test_the_draft_model_is_compiled_too(programs):
     assert small.gates.compiled is not None
 
 
+def test_an_assistant_is_compiled_once_and_not_in_every_call(programs):
+    other = tiny_llama("always", dtype=torch.float32, seed=3)
+    spec = SelfSpecModel(tiny_llama(dtype=torch.float32), kernels="compiled")
+    options = {"max_new_tokens": 6, "assistant_model": other}
+    equal_to_generate(spec, prompt(6)[0], **options)
+    compiled_once = programs.frame_count
+    equal_to_generate(spec, prompt(6)[0], **options)
+    assert programs.frame_count == compiled_once
+
+
 def test_adapters_are_compiled(programs):
     config = LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
     adapted = get_peft_model(tiny_llama("always", dtype=torch.float32), config).eval()

@@ -1,5 +1,6 @@
 """`generate` has the signature and the meaning of transformers' `generate`."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -432,6 +433,20 @@ def test_caches_of_other_models(passes, kind, layers):
     message = f"cache holds {layers} layers, the model has 4; past_key_values must come from this"
     options = {"input_ids": one, "attention_mask": one}
     refused(passes, message, past_key_values=out.past_key_values, **options)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_cache_of_before_a_cast_is_refused_until_the_model_is_cast_back(copied):
+    spec, ids = SelfSpecModel(tiny_llama()), prompt(5)[0]
+    options = {"max_new_tokens": 4, "do_sample": False}
+    out = spec.generate(ids, return_dict_in_generate=True, **options)
+    cache = copy.deepcopy(out.past_key_values) if copied else out.past_key_values
+    spec.model.float()
+    with pytest.raises(ValueError, match="cast or moved after past_key_values were computed"):
+        spec.generate(out.sequences, past_key_values=cache, **options)
+    spec.model.double()
+    text = spec.generate(out.sequences, past_key_values=cache, **options)
+    assert torch.equal(text, greedy(spec.model, out.sequences, max_new_tokens=4))
 
 
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])

@@ -201,7 +201,12 @@ class SlotCache(CacheInterface):
         kv_cache_dtype: dtype of keys and values.
         page: narrow passes see a multiple of this number of slots.
         recurrent: indices of the layers with a recurrent state.
+
+    Attributes:
+        made_for: dtype and devices of the layers that it was made for, if a decoder made it.
     """
+
+    made_for: tuple[object, ...] | None = None
 
     def __init__(
         self,
@@ -350,7 +355,9 @@ class SlotCache(CacheInterface):
     def empty(self, rows: int) -> SlotCache:
         """A cache like this one, for other rows."""
         kept_in, page, recurrent = self._kv_cache_dtype, self._page, list(self.recurrent)
-        return SlotCache(self._windows, rows, 0, self.device, kept_in, page, recurrent)
+        other = SlotCache(self._windows, rows, 0, self.device, kept_in, page, recurrent)
+        other.made_for = self.made_for
+        return other
 
     def take(self, other: SlotCache) -> None:
         """Take over the content of another cache."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -29,18 +30,17 @@ class CompiledLayers(FallbackKernel):
     """Calls compiled decoder layers, and the layers themselves where compiling is impossible.
 
     Args:
-        name: the model's, for the warning.
+        model: whose layers these are.
     """
 
     manner = "compiled"
 
-    def __init__(self, name: str):
-        super().__init__(name)
+    def __init__(self, model: nn.Module):
+        super().__init__(type(model).__name__)
         self._plain: dict[nn.Module, bool] = {}
-        wanted = {"recompile_limit": PROGRAMS, "isolate_recompiles": True}
-        known = inspect.signature(torch.compile).parameters  # older builds of torch lack them
-        limits: Any = {key: value for key, value in wanted.items() if key in known}
-        self._run = torch.compile(_run, dynamic=True, fullgraph=True, backend=BACKEND, **limits)
+        if model not in _RUNS:
+            _RUNS[model] = _compiled_run()
+        self._run = _RUNS[model]
 
     def begin(self) -> None:
         """Forget what is known about hooks: they may change between calls of `generate`."""
@@ -84,6 +84,18 @@ class CompiledLayers(FallbackKernel):
             if hooked is not None:
                 self.give_up(f"hooks on {hooked}")
         return plain
+
+
+# By model, as long as it lives. Its wrappers share programs: each call with an `assistant_model`
+# wraps that model anew.
+_RUNS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+
+
+def _compiled_run() -> Any:
+    wanted = {"recompile_limit": PROGRAMS, "isolate_recompiles": True}
+    known = inspect.signature(torch.compile).parameters  # older builds of torch lack them
+    limits: Any = {key: value for key, value in wanted.items() if key in known}
+    return torch.compile(_run, dynamic=True, fullgraph=True, backend=BACKEND, **limits)
 
 
 def _run(

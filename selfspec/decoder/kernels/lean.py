@@ -26,7 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from selfspec.decoder.direct import Forward, direct, is_compiled, is_watched, undecorated
 from selfspec.decoder.kernels.lean_attention import JoinedMasks, LeanAttention, Rotary
 from selfspec.decoder.kernels.lean_layer import SILU, lean_layer
-from selfspec.decoder.kernels.prepacked import HALF, PackedWeight, joined
+from selfspec.decoder.kernels.prepacked import HALF, PackedWeight, joined, may_stand_in
 
 _MODELS = "transformers.models.{0}.modeling_{0}"
 _ATTENTIONS = {
@@ -176,7 +176,7 @@ def _norm(module: Any) -> Callable[..., Tensor]:
     shape = (2 * size,)
 
     def norm(hidden_states: Tensor) -> Tensor:
-        if hidden_states.dtype != dtype or torch.is_grad_enabled():
+        if hidden_states.dtype != dtype or not may_stand_in(dtype):
             return own(hidden_states)
         both = torch.cat((hidden_states, -hidden_states), -1)
         return torch.layer_norm(both, shape, twice, None, eps).narrow(-1, 0, size)
@@ -188,9 +188,10 @@ def _mlp(module: Any) -> Callable[..., Tensor]:
     both = joined([module.gate_proj.forward, module.up_proj.forward])
     own, act, down = module.forward, module.act_fn, direct(module.down_proj)
     act, size = silu if type(act) in SILU else direct(act), module.gate_proj.out_features
+    dtype = module.down_proj.weight.dtype
 
     def mlp(x: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
+        if not may_stand_in(dtype):
             return own(x)
         gate, up = both(x).split_with_sizes((size, size), -1)
         return down(act(gate) * up)

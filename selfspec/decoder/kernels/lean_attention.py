@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from selfspec.config import Options
 from selfspec.decoder.cache import WIDEST, SlotCache
 from selfspec.decoder.direct import direct
-from selfspec.decoder.kernels.prepacked import joined
+from selfspec.decoder.kernels.prepacked import joined, may_stand_in
 from selfspec.decoder.passes import cache_name
 
 
@@ -85,6 +85,7 @@ class LeanAttention:
         self._qkv = joined([getattr(module, f"{name}_proj").forward for name in "qkv"])
         self._out, self.index = direct(module.o_proj), module.layer_idx
         self._size, self.scale = module.head_dim, module.scaling
+        self._dtype = module.o_proj.weight.dtype
         self._group = module.num_key_value_groups
         self.keys = module.k_proj.out_features // self._size
 
@@ -124,7 +125,7 @@ class LeanAttention:
         cache = kwargs.get(self._cache)
         few = width == 1 or (width <= WIDEST and mask is not None)
         whole = angles[0].shape[-1] == self._size  # each head is rotated, not a part of it
-        known = few and whole and not torch.is_grad_enabled()
+        known = few and whole and may_stand_in(self._dtype)
         return cache if known and isinstance(cache, SlotCache) else None
 
     def mask(self, mask: Tensor | None, width: int) -> Tensor | None:

@@ -159,7 +159,8 @@ class _Copies:
         sums = [sum_of(part) for part in parts]
         held = self._held.get(precision)
         if held is None or not same_sums(held.sums, sums):
-            with torch.inference_mode(False):  # copies outlive this call
+            # Copies outlive this call, and what surrounds it.
+            with torch.inference_mode(False), torch.autocast("cpu", enabled=False):
                 weights = KINDS[precision](self._modules)
             if held is not None and weights.move_into(held.weights):
                 weights = held.weights
@@ -222,12 +223,15 @@ class RoundedWeights(ABC):
         return self.outputs, self.inputs, self._bias is None, self.tensors[0].device
 
     def __call__(self, input: Tensor) -> Tensor:
-        """Outputs `[..., out]`, in the dtype of the input `[..., in]`."""
+        """Outputs `[..., out]` for an input `[..., in]`, in the dtype that torch's product has."""
+        kind, dtype = input.device.type, input.dtype
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
         states = input.reshape(-1, self.inputs).to(_DTYPE)
         output = self._product(states)[:, : self.outputs]
         if self._bias is not None:
             output = output + self._bias
-        return output.to(input.dtype).view(*input.shape[:-1], self.outputs)
+        return output.to(dtype).view(*input.shape[:-1], self.outputs)
 
 
 class Int8Weights(RoundedWeights):

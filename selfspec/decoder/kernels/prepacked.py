@@ -218,9 +218,19 @@ def _bundle(modules: Sequence[Linear], packed: _Packed) -> Bundle:
     dtype = modules[0].weight.dtype
 
     def takes(input: Tensor) -> bool:
-        return not torch.is_grad_enabled() and input.dtype == dtype
+        return may_stand_in(dtype) and input.dtype == dtype
 
     return Bundle(modules, _product(packed), takes, packed.fbgemm)
+
+
+def may_stand_in(dtype: torch.dtype) -> bool:
+    """Whether what computes in `dtype` may stand in for torch's own code on a CPU now.
+
+    Not where gradients are kept, nor where autocast has torch compute in another dtype.
+    """
+    if torch.is_grad_enabled():
+        return False
+    return not torch.is_autocast_enabled("cpu") or torch.get_autocast_dtype("cpu") == dtype
 
 
 def _product(packed: _Packed) -> LinearForward:
@@ -347,7 +357,7 @@ def _pack_in_place(modules: Sequence[Any]) -> None:
         for parameters, name, stand_in in held:
             if parameters[name] is not stand_in:  # somebody has put in another weight
                 return False
-        return not torch.is_grad_enabled() and input.dtype == dtype
+        return may_stand_in(dtype) and input.dtype == dtype
 
     bundle = Bundle(modules, _product(packed), takes)
     for index, module in enumerate(modules):
