@@ -34,7 +34,10 @@ _TURNS = 15
 
 
 # What selfspec multiplies with, by the dtype: its name, and the module that tells whether it does.
-_OWN = {"bfloat16": ("FBGEMM", fbgemm), "float32": ("turned around", few_tokens)}
+_OWN: dict[str, tuple[str, Any]] = {
+    "bfloat16": ("FBGEMM", fbgemm),
+    "float32": ("turned around", few_tokens),
+}
 
 
 def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
@@ -88,7 +91,8 @@ def decode(given: argparse.Namespace) -> None:
     def write(name: str, ids: Tensor, draft: DraftConfig | None, new: int) -> list[int]:
         kernel.is_faster = asked[name]
         output = specs[name].generate(ids, draft=draft, max_new_tokens=new, do_sample=False)
-        speeds.setdefault(name, []).append(specs[name].last_stats.tokens_per_second)
+        stats = specs[name].last_stats
+        speeds.setdefault(name, []).append(stats.tokens_per_second if stats else 0.0)
         return new_tokens(output, ids)
 
     drafts = {"none": DraftConfig(drafter="none"), "default": None}
