@@ -4,8 +4,8 @@
 
 For 1 to 8 tokens: milliseconds of all linear maps. Then tokens per second of plain decoding, of two
 drafts a round and of the default, in turn, on the same prompts. In bfloat16 FBGEMM is compared with
-oneDNN, or with torch where that has no kernels; in float32 products that are turned around with
-torch's. Outputs may differ where two scores are nearly equal; where they first do is printed.
+oneDNN, or with torch where that has no kernels; in float32 transposed products
+with torch's. Outputs may differ where two scores are nearly equal; where they first do is printed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TURNS = 15
 # What selfspec multiplies with, by the dtype: its name, and the module that tells whether it does.
 _OWN: dict[str, tuple[str, Any]] = {
     "bfloat16": ("FBGEMM", fbgemm),
-    "float32": ("turned around", few_tokens),
+    "float32": ("transposed", few_tokens),
 }
 
 
@@ -58,7 +58,9 @@ def products(model: Any) -> dict[str, Callable[[int], None]]:
     else:
         others = [partial(nn.functional.linear, weight=weight) for weight in weights]
     if model.dtype == torch.float32:
-        own = [partial(few_tokens.turned_product, weight=weight, bias=None) for weight in weights]
+        own = [
+            partial(few_tokens.transposed_product, weight=weight, bias=None) for weight in weights
+        ]
     else:
         own = [fbgemm.product(weight, None) for weight in weights]
 
@@ -68,7 +70,8 @@ def products(model: Any) -> dict[str, Callable[[int], None]]:
 
     name, kernel = _OWN[str(model.dtype).removeprefix("torch.")]
     found = {_other(model.dtype): partial(multiply, others)}
-    return {**found, name: partial(multiply, own)} if kernel.is_faster() else found
+    faster = kernel.is_faster() and None not in own
+    return {**found, name: partial(multiply, own)} if faster else found
 
 
 def _other(dtype: torch.dtype) -> str:

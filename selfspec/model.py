@@ -71,10 +71,10 @@ class SelfSpecModel:
         kernels: how layers of target, heads and draft models are computed. `"auto"`: `"prepacked"`
             on a CPU in half precision if the memory is there, else `"direct"`. `"eager"`: as in
             transformers. `"direct"`: the same, without decorators, and without checking for
-            hooks where there are none; in float32 on a CPU, products of a few tokens are turned
-            around, which is faster. `"prepacked"`: in half precision on a CPU, linear layers
-            have a second copy of their weights in the layout of oneDNN or FBGEMM (where both
-            compute, one in each), and norms, MLPs and attention like Llama's take fewer
+            hooks where there are none; in float32 on a CPU, products of a few tokens are
+            computed transposed, which is faster. `"prepacked"`: in half precision on a CPU, linear
+            layers have a second copy of their weights in the layout of oneDNN or FBGEMM (where
+            both compute, one in each), and norms, MLPs and attention like Llama's take fewer
             operations, which round less often. `"compiled"`: passes over few tokens use
             `torch.compile`; the first ones wait for the compiler. `"graphs"`: on a CUDA device,
             passes over few tokens run consecutive layers as one CUDA graph. Layers that cannot be

@@ -24,7 +24,7 @@ from selfspec.decoder.devices import device_of
 from selfspec.decoder.direct import StandIn, parents_of, shortcuts, uncompiled
 from selfspec.decoder.families import causal_tables, refuse_attention, text_parts
 from selfspec.decoder.kernels.compiled import CompiledLayers
-from selfspec.decoder.kernels.few_tokens import turned_forwards
+from selfspec.decoder.kernels.few_tokens import transposed_forwards
 from selfspec.decoder.kernels.graphs import GraphedLayers
 from selfspec.decoder.kernels.lean import lean_forwards
 from selfspec.decoder.kernels.lean_layer import LeanLayer
@@ -275,7 +275,7 @@ class Gates:
                 put(module.__dict__, "forward", forward)
             self.masks_one = joins_heads(self.model)
         if self.calls_directly and self.compiled is None:
-            for module, forward in turned_forwards(*text_parts(self.model), *self.others):
+            for module, forward in transposed_forwards(*text_parts(self.model), *self.others):
                 put(module.__dict__, "forward", forward)
         if self.low_precision.wanted:
             for module, forward in self.low_precision.forwards(self.parts()):

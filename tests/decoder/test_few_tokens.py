@@ -1,4 +1,4 @@
-"""In float32 on a CPU, products of a few tokens are turned around: as exact, and used by passes."""
+"""In float32 on a CPU, products of a few tokens are computed transposed, as exactly, in passes."""
 
 from typing import Any
 
@@ -20,24 +20,24 @@ def seeded():
 
 @pytest.fixture
 def seen(monkeypatch):
-    """Turns products of tiny weights around, too; takes the shapes of their inputs."""
-    seen, product = [], few_tokens.turned_product
+    """Transposes products of tiny weights, too; takes the shapes of their inputs."""
+    seen, product = [], few_tokens.transposed_product
 
-    def turned_product(input, weight, bias):
+    def transposed_product(input, weight, bias):
         seen.append(tuple(input.shape))
         return product(input, weight, bias)
 
     monkeypatch.setattr(few_tokens, "_SMALLEST", 1)
-    monkeypatch.setattr(few_tokens, "turned_product", turned_product)
+    monkeypatch.setattr(few_tokens, "transposed_product", transposed_product)
     return seen
 
 
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("shape", [(2,), (5,), (1, 3), (4, 1), (2, 2)])
-def test_a_turned_product_is_as_exact_as_torchs_own(shape, biased):
+def test_a_transposed_product_is_as_exact_as_torchs_own(shape, biased):
     weight, bias = torch.randn(300, 256), torch.randn(300) if biased else None
     states = torch.randn(*shape, 2 * 256)[..., ::2]  # views are taken, too
-    made = few_tokens.turned_product(states, weight, bias)
+    made = few_tokens.transposed_product(states, weight, bias)
     right = torch.nn.functional.linear(
         states.double(), weight.double(), None if bias is None else bias.double()
     )
@@ -57,7 +57,7 @@ def test_every_family_writes_what_its_own_code_writes(family, seen):
     assert seen or not any(type(part) is torch.nn.Linear for part in model.modules())
 
 
-def test_only_products_of_2_to_5_tokens_are_turned(seen):
+def test_only_products_of_2_to_5_tokens_are_transposed(seen):
     spec = SelfSpecModel(tiny_llama("sometimes", dtype=torch.float32))
     seen.clear()  # wrapping runs passes, too
     greedy_logits(spec, 9)
@@ -69,7 +69,7 @@ def test_only_products_of_2_to_5_tokens_are_turned(seen):
 
 
 @pytest.mark.parametrize("kernels", ["auto", "direct", "eager"])
-def test_all_kernels_but_eager_turn_them(kernels, seen):
+def test_all_kernels_but_eager_transpose_them(kernels, seen):
     model = tiny_llama("sometimes", dtype=torch.float32)
     greedy_logits(SelfSpecModel(model, kernels=kernels), 9, 5)
     assert bool(seen) == (kernels != "eager") and not gates(model)
@@ -99,5 +99,5 @@ def test_other_weights_are_left_to_torch(seen):
     owned.forward = owned.forward
     others = [linear, parametrized, owned, torch.nn.Linear(8, 8, device="meta")]
     others += [torch.nn.Linear(8, 8, dtype=dtype) for dtype in (torch.bfloat16, torch.float64)]
-    assert not [*few_tokens.turned_forwards(*others)]
-    assert len([*few_tokens.turned_forwards(torch.nn.Linear(8, 8), *others)]) == 1
+    assert not [*few_tokens.transposed_forwards(*others)]
+    assert len([*few_tokens.transposed_forwards(torch.nn.Linear(8, 8), *others)]) == 1

@@ -1,8 +1,8 @@
 """Products of a few tokens in float32 on a CPU.
 
-torch has MKL multiply states by weights. For 2 to 5 tokens MKL then takes 2 to 3 times as long
-as for one. Weights by states, the same product takes as long as that of one token
-(`benchmarks/products.py`). Both are sums of the same terms, rounded in another order.
+torch computes x Wᵀ, for which MKL takes 2 to 3 times as long with 2 to 5 tokens as with one. The
+transposed product, W xᵀ, takes as long with a few tokens as with one (`benchmarks/products.py`).
+Both are sums of the same terms, in another order, so that they round differently.
 """
 
 from __future__ import annotations
@@ -20,20 +20,22 @@ _SMALLEST = 2**16  # elements of a weight, below which calls take longer than pr
 
 
 def is_faster() -> bool:
-    """Whether MKL multiplies, so that products of a few tokens are turned around."""
+    """Whether MKL multiplies, and faster in transposed products of a few tokens."""
     return torch.backends.mkl.is_available()
 
 
-def turned_forwards(*roots: nn.Module) -> Iterator[tuple[nn.Module, Callable[[Tensor], Tensor]]]:
-    """The linear layers in these modules whose products are turned around, with their forwards."""
+def transposed_forwards(
+    *roots: nn.Module,
+) -> Iterator[tuple[nn.Module, Callable[[Tensor], Tensor]]]:
+    """The linear layers in these modules that compute transposed products, with their forwards."""
     for root in roots if is_faster() else ():
         for module in root.modules():
             if type(module) is nn.Linear and "forward" not in module.__dict__ and _fits(module):
-                yield module, _turned(module)
+                yield module, _transposed(module)
 
 
-def turned_product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Outputs `[..., out]` of an input `[..., in]`, as weights by states."""
+def transposed_product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Outputs `[..., out]` of an input `[..., in]`, computed as W xᵀ."""
     states = input.reshape(-1, input.shape[-1])
     output = torch.mm(weight, states.t()).t().contiguous()
     if bias is not None:
@@ -48,12 +50,12 @@ def _fits(module: nn.Linear) -> bool:
     return weight.dtype == torch.float32 and weight.numel() >= _SMALLEST and weight.is_contiguous()
 
 
-def _turned(module: nn.Linear) -> Callable[[Tensor], Tensor]:
+def _transposed(module: nn.Linear) -> Callable[[Tensor], Tensor]:
     width, most = module.in_features, _MOST * module.in_features
 
     def forward(input: Tensor) -> Tensor:
         if width < input.numel() <= most and may_stand_in(torch.float32):
-            return turned_product(input, module.weight, module.bias)
+            return transposed_product(input, module.weight, module.bias)
         return linear(input, module.weight, module.bias)
 
     return forward
