@@ -107,7 +107,8 @@ def record(monkeypatch) -> list[Seen]:
                 way = slice(None) if tree is None else tree.ancestors[index, place + i, 1:]
                 branch = read_so_far[way]
                 whole = torch.cat([text, branch])
-                seen.append(Seen(whole, len(branch), logits[index, i : i + 1].clone(), reader.head))
+                spread = reader.vocabulary.spread(logits[index, i : i + 1].clone(), -torch.inf)
+                seen.append(Seen(whole, len(branch), spread, reader.head))
         return logits, hidden
 
     for kind in reads:
@@ -130,7 +131,7 @@ def forced(decoder: Decoder, head: ExitHead, texts: list[Tensor], step: int) -> 
     """`[rows, vocab]` what the head says behind texts, whose last `step` tokens are drafts."""
     states = forced_states(decoder, head, texts, step)
     logits = head.draft_logits(decoder, states, step, torch.stack([text[-1:] for text in texts]))
-    return head.expand_logits(logits, decoder)[:, 0]
+    return head.vocabulary(decoder).spread(logits, -torch.inf)[:, 0]
 
 
 def assert_reads_as_forced(

@@ -17,10 +17,11 @@ from selfspec.drafters.engine import Engine, State, Verified
 from selfspec.drafters.readers import ExitReader, make_reader
 from selfspec.heads import Confidence
 from selfspec.sampling.draft import Draft, Verdict
+from selfspec.sampling.vocabulary import DraftVocabulary
 from selfspec.schedule import Schedule, make_schedule
 
 # Maps the next token `[rows, 1]` of each row and its index in the draft to logits
-# `[rows, 1, vocab]` and the hidden states `[rows, 1, hidden]` that verification may resume from.
+# `[rows, 1, n]` and the hidden states `[rows, 1, hidden]` that verification may resume from.
 Read = Callable[[Tensor, int], tuple[Tensor, Tensor | None]]
 
 
@@ -30,8 +31,8 @@ def draft_chain(
     schedule: Schedule,
     confidence: Confidence,
     read: Read,
+    drafted: DraftVocabulary,
     depth: int = 0,
-    trimmed: bool = False,
 ) -> Draft:
     """Draft after each row's pending token until the schedule stops.
 
@@ -41,11 +42,12 @@ def draft_chain(
         schedule: when to stop earlier.
         confidence: the chance that a draft is accepted, for schedules that use it.
         read: runs the drafting model on one more token.
+        drafted: the tokens of the logits that `read` returns.
         depth: layers below the hidden states that `read` returns; 0 if there are none.
-        trimmed: whether the drafting model lacks tokens of the target's vocabulary.
     """
     sampler, context, seconds = state.sampler, state.context, state.stats.seconds
     schedule.begin(confidence, state.rows, sampler.do_sample)
+    scored = sampler.scored(drafted)
     token = state.pending
     tokens: list[Tensor] = []
     probs: list[Tensor] = []
@@ -53,10 +55,11 @@ def draft_chain(
     for step in range(limit):
         logits, at_exit = read(token, step)
         began = time.perf_counter()
-        scores = sampler.scores(logits, context, offset=step)
-        if trimmed:
-            scores = sampler.drawable(scores)
-        token, drawn_from = sampler.draw(scores, context, step)
+        if sampler.reads_ids:
+            logits = drafted.spread(logits, -torch.inf)
+        scores = sampler.drawable(sampler.scores(logits, context, offset=step))
+        drawn, drawn_from = sampler.draw(scores, context, step, scored)
+        token = scored.tokens(drawn)
         seconds["sampling"] += time.perf_counter() - began
         if sampler.reads_prefix:
             context.write(token, offset=step)
@@ -65,14 +68,14 @@ def draft_chain(
             hidden.append(at_exit)
         if drawn_from is not None:
             probs.append(drawn_from)
-        if not schedule.goes_on(scores, token, drawn_from):
+        if not schedule.goes_on(scores, drawn, drawn_from):
             break
     began = time.perf_counter()
-    drawn = torch.cat(probs, dim=1) if probs else None  # as large as logits
+    q = scored.spread(torch.cat(probs, dim=1), 0.0) if probs else None  # as large as logits
     seconds["sampling"] += time.perf_counter() - began
     return Draft(
         tokens=torch.cat(tokens, dim=1),
-        probs=drawn,
+        probs=q,
         depth=depth,
         hidden=torch.cat(hidden, dim=1) if depth else None,
     )
@@ -106,8 +109,8 @@ class ExitDrafter(Drafter):
             self.schedule,
             self.reader.confidence,
             partial(self.reader.read, state),
+            self.reader.vocabulary,
             self.reader.depth,
-            not self.reader.head.drafts_all,
         )
 
     def commit(self, state: State, draft: Draft, verified: Verified, verdict: Verdict) -> None:

@@ -135,7 +135,7 @@ def token_map(target: Decoder, small: Decoder, tokenizers: Sequence[object]) -> 
     elif not _same_words(one, other):
         one, other = map(_loaded, (one, other))
         return shared_tokens(one, other, target.vocab_size, small.vocab_size, small.device)
-    return TokenMap(target.vocab_size, small.vocab_size)
+    return TokenMap(target.vocab_size, small.vocab_size, small.device)
 
 
 def _tokenizer(decoder: Decoder, given: object) -> Tokenizer | Path | None:

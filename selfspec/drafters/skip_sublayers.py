@@ -15,6 +15,7 @@ from selfspec.drafters.base import Drafter
 from selfspec.drafters.chain import draft_chain
 from selfspec.drafters.engine import Engine, State, Verified
 from selfspec.sampling.draft import Draft, Tree, Verdict
+from selfspec.sampling.vocabulary import DraftVocabulary
 from selfspec.schedule import Schedule, make_schedule, uncalibrated
 
 
@@ -243,6 +244,7 @@ class SkipSublayers(Drafter):
             self.schedule,
             self._confidence,
             lambda token, step: self._read(state, token, step, depth),
+            DraftVocabulary(self.decoder.vocab_size),
             depth,
         )
 

@@ -10,7 +10,8 @@ from itertools import groupby
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
-from torch.nn.functional import pad
+
+from selfspec.sampling.vocabulary import DraftVocabulary
 
 
 class TokenMap:
@@ -22,23 +23,24 @@ class TokenMap:
     Args:
         target_size: tokens of the target.
         draft_size: tokens of the draft model.
+        device: the draft model's.
 
     Attributes:
-        lacks_tokens: whether tokens of the target are never drafted.
+        vocabulary: the tokens that both models have.
     """
 
-    def __init__(self, target_size: int, draft_size: int):
-        self.target_size, self.draft_size = target_size, draft_size
-        self.lacks_tokens = draft_size < target_size
+    def __init__(self, target_size: int, draft_size: int, device: torch.device):
+        self.draft_size = draft_size
+        shared = torch.arange(draft_size, device=device) if draft_size < target_size else None
+        self.vocabulary = DraftVocabulary(target_size, shared)
 
     def drafted(self, tokens: Tensor) -> Tensor:
         """The draft model's ids of drafted tokens."""
         return tokens.masked_fill(tokens >= self.draft_size, 0)
 
     def logits(self, logits: Tensor) -> Tensor:
-        """The draft model's logits, over the target's vocabulary: -inf for what it lacks."""
-        shared = logits[..., : self.target_size]
-        return pad(shared, (0, self.target_size - shared.shape[-1]), value=float("-inf"))
+        """Those of the draft model's logits that are of `vocabulary`."""
+        return logits[..., : min(self.vocabulary.size, self.draft_size)]
 
     def encode(self, tokens: Sequence[int], before: Sequence[int]) -> list[int]:
         """The draft model's ids of a part of the target's text.
@@ -77,7 +79,7 @@ class SharedTokens(TokenMap):
         draft_size: int,
         device: torch.device,
     ):
-        super().__init__(target_size, draft_size)
+        super().__init__(target_size, draft_size, device)
         self._target, self._draft = _unlimited(target), _unlimited(draft)
         drafts = _by_spelling(draft, draft_size)
         mine = _by_spelling(target, target_size)
@@ -87,11 +89,11 @@ class SharedTokens(TokenMap):
                 "the tokenizers of the draft model and of the target share no token, so nothing "
                 "can be drafted; choose a draft model with more of the target's vocabulary"
             )
-        self.lacks_tokens = len(self._shared) < target_size
-        self._target_ids = torch.tensor([*self._shared], device=device)
+        ids = torch.tensor([*self._shared], device=device)
+        self.vocabulary = DraftVocabulary(target_size, ids)
         self._draft_ids = torch.tensor([*self._shared.values()], device=device)
         self._draft_of = torch.zeros(target_size, dtype=torch.long, device=device)
-        self._draft_of[self._target_ids] = self._draft_ids
+        self._draft_of[ids] = self._draft_ids
 
     def drafted(self, tokens: Tensor) -> Tensor:
         """See `TokenMap.drafted`."""
@@ -99,9 +101,7 @@ class SharedTokens(TokenMap):
 
     def logits(self, logits: Tensor) -> Tensor:
         """See `TokenMap.logits`."""
-        mapped = logits.new_full((*logits.shape[:-1], self.target_size), float("-inf"))
-        mapped[..., self._target_ids] = logits[..., self._draft_ids]
-        return mapped
+        return logits[..., self._draft_ids]
 
     def encode(self, tokens: Sequence[int], before: Sequence[int]) -> list[int]:
         """See `TokenMap.encode`."""

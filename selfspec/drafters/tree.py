@@ -110,28 +110,31 @@ class TreeExpansion:
         Returns:
             Their tokens `[rows, width]`, and which draft of the last level each continues.
         """
-        scores = self._scores(state, logits, partial)
         sampler, level = state.sampler, len(partial.widths)
-        order = sampler.order(scores, state.context, level)
+        scored = sampler.scored(self.reader.vocabulary)
+        scores = self._scores(state, logits, partial)
+        order = sampler.order(scores, state.context, level, scored)
         if sampler.do_sample:
-            partial.probs.append(scores.softmax(-1))
+            partial.probs.append(scored.spread(scores.softmax(-1), 0.0))
         most = min(width, scores.shape[-1])
         children = order.topk(most, dim=-1).indices
         chances = self._chances(scores, most, level, sampler.do_sample)
         reach = (partial.reach[..., None] + chances).flatten(1)
         best = reach.topk(min(width, reach.shape[1]), dim=-1)
-        tokens = children.flatten(1).gather(1, best.indices)
+        tokens = scored.tokens(children.flatten(1).gather(1, best.indices))
         parents = best.indices // most
         partial.add(tokens, parents, best.values)
         return tokens, parents
 
     def _scores(self, state: State, logits: Tensor, partial: _PartialTree) -> Tensor:
         sampler, context, tree = state.sampler, state.context, partial.tree
+        if sampler.reads_ids:
+            logits = self.reader.vocabulary.spread(logits, -torch.inf)
         if tree is None:
             scores = sampler.scores(logits, context)
         else:
             scores = sampler.tree_scores(logits, context, partial.tokens, tree, partial.last)
-        return scores if self.reader.head.drafts_all else sampler.drawable(scores)
+        return sampler.drawable(scores)
 
     def _chances(self, scores: Tensor, width: int, depth: int, sampled: bool) -> Tensor:
         """`[rows, positions, width]` log chance of each child, decreasing from child to child.

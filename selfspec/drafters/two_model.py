@@ -83,11 +83,11 @@ class TwoModel(Drafter):
             return Draft.empty(state.rows, state.pending.device)
         longest = min(self.longest, limit, room)
         read = partial(self._read, replace(state, slots=self.slots))
-        trimmed = self.tokens.lacks_tokens
-        return draft_chain(state, longest, self.schedule, self._confidence, read, trimmed=trimmed)
+        drafted = self.tokens.vocabulary
+        return draft_chain(state, longest, self.schedule, self._confidence, read, drafted)
 
     def _read(self, state: State, token: Tensor, step: int) -> tuple[Tensor, None]:
-        """Logits `[rows, 1, vocab]` after the pending token or the last draft."""
+        """Logits `[rows, 1, n]` after the pending token or the last draft."""
         if step == 0:
             with state.stats.clock("shallow"):
                 logits = self._read_on(state)

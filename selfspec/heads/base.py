@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from selfspec.config import OWN_NAME, JsonObject, Options, unknown_name
 from selfspec.decoder import Decoder, weight_of
 from selfspec.heads.mask import MaskHidden, MaskToken
+from selfspec.sampling.vocabulary import DraftVocabulary
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -104,11 +105,6 @@ class ExitHead(nn.Module):
     def is_plain(self) -> bool:
         """Whether the head is nothing but the target's own norm and LM head."""
         return False
-
-    @property
-    def drafts_all(self) -> bool:
-        """Whether every token can be drafted, with some probability."""
-        return self.vocab_ids is None
 
     def trim(self, decoder: Decoder, vocab_ids: Tensor) -> None:
         """Draft only the tokens in `vocab_ids`, with a smaller LM head.
@@ -230,12 +226,9 @@ class ExitHead(nn.Module):
         """
         raise NotImplementedError(f"a {self.kind} head drafts token by token")
 
-    def expand_logits(self, logits: Tensor, decoder: Decoder) -> Tensor:
-        """Logits over the whole vocabulary, -inf for tokens that the head cannot draft."""
-        if self.vocab_ids is None:
-            return logits
-        whole = logits.new_full((*logits.shape[:-1], decoder.vocab_size), float("-inf"))
-        return whole.index_copy_(-1, self.vocab_ids.to(logits.device), logits)
+    def vocabulary(self, decoder: Decoder) -> DraftVocabulary:
+        """The tokens of the head's logits."""
+        return DraftVocabulary(decoder.vocab_size, self.vocab_ids)
 
 
 def _read(head: ExitHead, hidden: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 Confidence = Callable[[Tensor, Tensor | None, int], list[float]]
 """The chance that the target accepts the last draft, for each row.
 
-Its arguments are the draft's processed scores `[rows, 1, vocab]`, their probabilities if it was
+Its arguments are the draft's processed scores `[rows, 1, n]`, their probabilities if it was
 sampled, and its depth.
 """
 
@@ -62,8 +62,7 @@ class Calibrator(nn.Module):
         in nats; depth.
 
         Args:
-            scores: `[rows, vocab]` scores that the token was drafted from, for at least two
-                tokens; -inf for tokens that could not be drafted.
+            scores: `[rows, n]` scores that the token was drafted from.
             depth: number of tokens drafted before it in the round.
         """
         *likeliest, entropy = _summary(scores.float().softmax(-1)).unbind(-1)
@@ -118,12 +117,14 @@ class Calibrator(nn.Module):
         return list(zip(low, high, slope, strict=True)), intercept
 
     def forward(self, scores: Tensor, depth: int) -> Tensor:
-        """P(accepted) `[rows]` of a token drafted from `scores` `[rows, vocab]` at `depth`."""
+        """P(accepted) `[rows]` of a token drafted from `scores` `[rows, n]` at `depth`."""
         return self.probability(self.features(scores, depth))
 
 
 def _summary(probs: Tensor) -> Tensor:
-    """`[..., 3]` the two highest of `[..., vocab]` probabilities, and the entropy in nats."""
+    """`[..., 3]` the two highest of `[..., n]` probabilities, and the entropy in nats."""
+    if probs.shape[-1] == 1:  # a vocabulary of one token
+        probs = torch.nn.functional.pad(probs, (0, 1))
     # Few operations, because each costs more than its arithmetic. `torch.special.entr` is not
     # vectorized on CPUs.
     logs = probs.clamp_min(_LEAST).log_()

@@ -280,11 +280,6 @@ class DFlashHead(ExitHead):
         """The head's own LM head, the trimmed one, or `None` where the target's is used."""
         return super().lm_head if self.readout is None else self.readout
 
-    @property
-    def drafts_all(self) -> bool:
-        """Whether every token can be drafted."""
-        return super().drafts_all and self.candidate_selector is None
-
     def trim(self, decoder: Decoder, vocab_ids: Tensor) -> None:
         """Draft only these tokens, in rising order; an LM head of its own has their rows."""
         if self.readout is None:

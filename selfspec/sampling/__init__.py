@@ -16,6 +16,7 @@ from selfspec.sampling.acceptance import (
 )
 from selfspec.sampling.draft import Draft, Tree, Verdict
 from selfspec.sampling.sampler import Sampler
+from selfspec.sampling.vocabulary import DraftVocabulary
 from selfspec.sampling.walk import walk
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "COUPLED",
     "LOSSLESS_RULES",
     "Draft",
+    "DraftVocabulary",
     "Sampler",
     "Tree",
     "Verdict",

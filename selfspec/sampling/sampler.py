@@ -15,7 +15,16 @@ from selfspec.sampling.context import Context, before_chain, before_nodes
 from selfspec.sampling.coupled_noise import Noise
 from selfspec.sampling.draft import Tree
 from selfspec.sampling.forks import for_request, fork
-from selfspec.sampling.processors import POINTWISE, Prefixes, Processor, process, runs_in_blocks
+from selfspec.sampling.processors import (
+    BY_VALUE,
+    POINTWISE,
+    Prefixes,
+    Processor,
+    process,
+    process_pointwise,
+    runs_in_blocks,
+)
+from selfspec.sampling.vocabulary import DraftVocabulary
 
 
 @dataclass
@@ -59,6 +68,11 @@ class Scorer:
     def reads_prefix(self) -> bool:
         """Whether some processor reads the tokens before a position."""
         return any(type(processor) not in POINTWISE for processor in self.processors)
+
+    @cached_property
+    def reads_ids(self) -> bool:
+        """Whether some processor may treat a token by its id."""
+        return any(type(processor) not in BY_VALUE for processor in self.processors)
 
     def apply(self, text: Tensor, logits: Tensor, rows: Sequence[int]) -> Tensor:
         """Scores `[rows, vocab]` after one position, by every processor as plain decoding calls it.
@@ -143,7 +157,7 @@ class Scorer:
         scores = logits.to(torch.float32, copy=True).view(-1, vocab)
         # The list looks up the signature of every processor at every call; these are known.
         for processor in self.in_blocks:
-            scores = processor(rows, scores)
+            scores = process_pointwise(processor, rows, scores)
         return scores.view(batch, width, vocab)
 
     def tree_scores(
@@ -195,12 +209,19 @@ class Sampler(Scorer):
         """Whether each position has one right token, with which drafts are compared."""
         return not self.do_sample or self.noise is not None
 
-    def drawable(self, scores: Tensor) -> Tensor:
-        """Processed scores `[..., vocab]` of a draft with something to draw in every row.
+    def scored(self, drafted: DraftVocabulary) -> DraftVocabulary:
+        """The tokens that drafts are scored among.
 
-        The caller's processors may leave nothing of a trimmed vocabulary; then any draft will do.
+        Only processors that read ids need the scores of tokens that cannot be drafted.
         """
-        if not self.processors:
+        return DraftVocabulary(drafted.size) if self.reads_ids else drafted
+
+    def drawable(self, scores: Tensor) -> Tensor:
+        """Processed scores `[..., n]` of a draft with something to draw in every row.
+
+        Processors that read ids may leave nothing of a smaller vocabulary; then any draft will do.
+        """
+        if not self.reads_ids:
             return scores
         nothing = scores.amax(-1, keepdim=True) == -torch.inf
         return scores.masked_fill(nothing, 0.0)
@@ -223,42 +244,46 @@ class Sampler(Scorer):
             noise = noise.gather(1, tree.depths[..., None].expand_as(scores))
         return scores + noise
 
-    def order(self, scores: Tensor, context: Context, depth: int) -> Tensor:
+    def order(
+        self, scores: Tensor, context: Context, depth: int, scored: DraftVocabulary
+    ) -> Tensor:
         """In which order tokens are drawn, the largest first, `depth` positions after the text.
 
         Run to its k-th position, an exponential race draws k tokens without replacement.
 
         Args:
-            scores: `[batch, n, vocab]` processed scores at n branches of that position.
+            scores: `[batch, n, tokens]` processed scores at n branches of that position.
             context: the text so far.
             depth: distance from the text's next token.
+            scored: the tokens.
         """
         if self.noise is not None:
-            vocab = scores.shape[-1]
+            vocab = scores.shape[-1] if scored.ids is None else scored.size
             noise = self.noise.ahead(context.rows, context.lengths, depth + 1, vocab)
-            return scores + noise[:, depth:]
+            return scores + scored.take(noise[:, depth:])
         if not self.do_sample:
             return scores
         race = torch.empty_like(scores).exponential_(1, generator=self.generator)
         return scores - race.log()
 
     def draw(
-        self, scores: Tensor, context: Context, depth: int = 0
+        self, scores: Tensor, context: Context, depth: int, scored: DraftVocabulary
     ) -> tuple[Tensor, Tensor | None]:
-        """Tokens `[batch, 1]` for `scores` `[batch, 1, vocab]`, and what they were drawn from.
+        """Indices `[batch, 1]` of tokens in `scored`, and what they were drawn from.
 
         The distribution is `None` when decoding is greedy: it is one-hot at the token.
 
         Args:
-            scores: processed scores.
+            scores: `[batch, 1, tokens]` processed scores.
             context: the text so far.
             depth: distance of the token from the text's next.
+            scored: the tokens.
         """
         if not self.do_sample:
             return scores.argmax(-1), None
         probs = scores.softmax(-1)
         if self.noise is not None:
-            return self.order(scores, context, depth).argmax(-1), probs
+            return self.order(scores, context, depth, scored).argmax(-1), probs
         return draw(probs, self.generator), probs
 
 
@@ -271,10 +296,19 @@ def _apply(
     """
     every_row = list(rows) == list(range(text.shape[0]))
     if every_row:
-        return LogitsProcessorList(processors)(text, logits.to(torch.float32, copy=True))  # pyright: ignore
+        return _called(processors, text, logits.to(torch.float32, copy=True))
     scores = logits.new_zeros(text.shape[0], logits.shape[-1], dtype=torch.float32)
     scores[rows] = logits.float()
-    return LogitsProcessorList(processors)(text, scores)[rows]  # pyright: ignore
+    return _called(processors, text, scores)[rows]
+
+
+def _called(processors: Sequence[Processor], text: Tensor, scores: Tensor) -> Tensor:
+    for processor in processors:
+        if type(processor) in POINTWISE:
+            scores = process_pointwise(processor, text, scores)
+        else:
+            scores = LogitsProcessorList([processor])(text, scores)  # pyright: ignore
+    return scores
 
 
 def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -283,7 +317,7 @@ def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     # and its race needs a random number for every token of the vocabulary. In float64 the rarest
     # token keeps its chance; some devices have none.
     wide = torch.float32 if probs.device.type == "mps" else torch.float64
-    edges = probs.cumsum(-1, dtype=wide)
+    edges = probs.to(wide, copy=True).cumsum_(-1)
     total = edges[..., -1:]
     coin = torch.rand(total.shape, dtype=wide, device=probs.device, generator=generator)
     # Below the total, which rounding might reach otherwise.

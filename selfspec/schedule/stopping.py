@@ -8,6 +8,7 @@ from torch import Tensor
 
 from selfspec.config import DraftConfig
 from selfspec.heads import Calibrator, Confidence
+from selfspec.sampling.processors import is_at_hand
 from selfspec.schedule.rounds import Rounds, Way
 
 
@@ -24,9 +25,9 @@ class Schedule:
         """Whether to draft another token.
 
         Args:
-            scores: `[rows, 1, vocab]` processed draft scores.
-            tokens: `[rows, 1]` the tokens just drafted from them.
-            probs: `[rows, 1, vocab]` their probabilities, if tokens are sampled.
+            scores: `[rows, 1, n]` processed scores of the tokens that can be drafted.
+            tokens: `[rows, 1]` indices in the scores of those just drafted.
+            probs: `[rows, 1, n]` the probabilities of all, if tokens are sampled.
         """
         return True
 
@@ -112,11 +113,6 @@ class OptimalStop(Schedule):
         """
         way.verified(drafted, accepted)
         self._done = way, max(drafted)
-
-
-def is_at_hand(tensor: Tensor) -> bool:
-    """Whether reading a tensor waits for nothing, because its device runs synchronously."""
-    return tensor.device.type == "cpu"
 
 
 def make_schedule(config: DraftConfig, rounds: Rounds) -> Schedule:

@@ -37,8 +37,8 @@ def test_drafts_drawn_from_another_distribution_are_caught(spec, monkeypatch):
     """The recorded q is not the q that was drawn from."""
     drawn = Sampler.draw
 
-    def colder(self, scores, context, depth):
-        tokens, _ = drawn(self, scores / 0.4, context, depth)
+    def colder(self, scores, context, depth, scored):
+        tokens, _ = drawn(self, scores / 0.4, context, depth, scored)
         return tokens, scores.softmax(-1)
 
     monkeypatch.setattr(Sampler, "draw", colder)

@@ -55,6 +55,7 @@ def map_of(one: Tokenizer, other: Tokenizer) -> SharedTokens:
 def shared(tokens: SharedTokens) -> dict[int, int]:
     """Draft ids by target ids."""
     logits = tokens.logits(torch.arange(tokens.draft_size).float())
+    logits = tokens.vocabulary.spread(logits, -torch.inf)
     return {at: int(value) for at, value in enumerate(logits.tolist()) if value > -torch.inf}
 
 

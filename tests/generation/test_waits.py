@@ -17,6 +17,7 @@ from transformers import LogitsProcessor
 from selfspec import SelfSpecModel
 from selfspec.generation import rounds
 from selfspec.generation.loop import Session
+from selfspec.sampling import processors
 from selfspec.schedule import stopping
 
 READS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
@@ -80,7 +81,8 @@ def waits(monkeypatch):
 
     def count(spec, ids, mask, **options):
         monkeypatch.setattr(rounds, "on_host", rounds.fetch)  # as on a device
-        monkeypatch.setattr(stopping, "is_at_hand", lambda tensor: False)
+        for module in (stopping, processors):
+            monkeypatch.setattr(module, "is_at_hand", lambda tensor: False)
         found, step = [], Session.step
 
         def counted(session, state):

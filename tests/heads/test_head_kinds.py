@@ -239,7 +239,7 @@ def test_trimmed_logits_are_the_rows_of_all_logits(tail, kind):
     assert torch.equal(head.lm_head.weight, decoder.lm_head.weight[ids])
     if tail == "bias":
         assert torch.equal(head.lm_head.bias, decoder.lm_head.bias[ids])
-    spread = head.expand_logits(head.logits(decoder, hidden), decoder)
+    spread = head.vocabulary(decoder).spread(head.logits(decoder, hidden), -torch.inf)
     others = torch.ones(VOCAB, dtype=torch.bool).index_fill(0, ids, False)
     assert bool((spread[..., others] == -torch.inf).all())
     assert bool((spread.softmax(-1)[..., others] == 0).all())
@@ -255,6 +255,24 @@ def test_only_tokens_of_the_trimmed_vocabulary_are_drafted(target, kind):
         spec.generate(IDS, attention_mask=MASK, max_new_tokens=NEW, draft=draft, **options)
         for row in spec.last_trace.rows:
             assert {token for step in row for token in step.drafted} <= can
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [
+        {"drafter": "early_exit", "schedule": "optimal"},
+        {"drafter": "early_exit", "schedule": "confidence"},
+        {"drafter": "tree", "tree": {"nodes": 4}, "num_draft_tokens": 2},
+    ],
+    ids=["optimal", "confidence", "tree"],
+)
+def test_a_vocabulary_of_one_token(target, draft):
+    decoder = Decoder(target)
+    head = own_head(decoder, "block", EXIT)
+    head.trim(decoder, greedy(target, IDS, MASK, max_new_tokens=NEW)[0, -1:])
+    spec = SelfSpecModel(target, heads=[head])
+    equal_to_generate(spec, IDS, MASK, max_new_tokens=NEW, draft=draft)
+    assert spec.last_stats.drafted > 0
 
 
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])

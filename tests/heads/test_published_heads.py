@@ -347,7 +347,8 @@ def test_an_exported_head_drafts_as_before(tmp_path, target, variant, trimmed, l
         *(draft_states(decoder, h, known, 3) for h in (head, again)), strict=True
     ):
         wide = [
-            h.expand_logits(h.logits(decoder, x), decoder) for h, x in ((head, one), (again, other))
+            h.vocabulary(decoder).spread(h.logits(decoder, x), -torch.inf)
+            for h, x in ((head, one), (again, other))
         ]
         torch.testing.assert_close(*wide)
 

@@ -104,8 +104,8 @@ def test_a_draft_temperature_off_by_5_percent_is_caught(target, options, monkeyp
     """The recorded q is not the q that was drawn from."""
     drawn = Sampler.draw
 
-    def colder(self, scores, context, depth):
-        tokens, _ = drawn(self, scores / 0.95, context, depth)
+    def colder(self, scores, context, depth, scored):
+        tokens, _ = drawn(self, scores / 0.95, context, depth, scored)
         return tokens, scores.softmax(-1)
 
     monkeypatch.setattr(Sampler, "draw", colder)

@@ -9,7 +9,9 @@ from transformers.generation import logits_process as hf
 
 from selfspec.sampling.context import Context
 from selfspec.sampling.draft import Tree
+from selfspec.sampling.processors import BY_VALUE
 from selfspec.sampling.sampler import Sampler, draw
+from selfspec.sampling.vocabulary import DraftVocabulary
 
 VOCAB = 11
 LENGTHS = [6, 4, 7]
@@ -190,6 +192,41 @@ def test_positions_of_a_draft_are_offset_from_the_settled_text():
             steps.write(drafts[:, position : position + 1], offset=position)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocab", [1, 7, 3000])
+@pytest.mark.parametrize("top_p", [0.0, 0.3, 0.9, 1.0])
+@pytest.mark.parametrize("least", [1, 5])
+def test_top_p_keeps_what_transformers_keeps_to_the_last_of_equal_scores(
+    dtype, vocab, top_p, least
+):
+    seeded = torch.Generator().manual_seed(vocab)
+    scale = torch.tensor([0.02, 0.5, 2.0, 9.0]).repeat(6)[:, None]
+    logits = (torch.randn(24, vocab, generator=seeded) * scale).to(dtype)
+    logits[-1, 0] = torch.nan
+    before = [hf.TopKLogitsWarper(50)] if least > 1 else []
+    processors = [*before, hf.TopPLogitsWarper(top_p, min_tokens_to_keep=least)]
+    expected = LogitsProcessorList(processors)(torch.zeros(24, 1).long(), logits.float())
+    rows = Context(torch.zeros(24, 9).long(), [1] * 24, list(range(24)))
+    scores = Sampler(LogitsProcessorList(processors)).scores(logits[:, None], rows)
+    torch.testing.assert_close(scores[:, 0], expected, rtol=0, atol=0, equal_nan=True)
+    if vocab == 3000 and dtype is torch.bfloat16 and top_p == 0.9:
+        ordered = logits.float().sort(-1).values
+        assert (ordered[:, 1:] == ordered[:, :-1]).any(), "no scores are equal"
+
+
+@pytest.mark.parametrize("name", POINTWISE)
+def test_scores_of_a_smaller_vocabulary_are_drawn_from_as_if_it_were_the_whole(name):
+    ids = torch.tensor([8, 1, 3, 4, 10])
+    drafted, processors = DraftVocabulary(VOCAB, ids), LogitsProcessorList(POINTWISE[name])
+    logits, sampler = torch.randn(3, 1, len(ids)), Sampler(processors)
+    whole = Sampler(processors).scores(drafted.spread(logits, -torch.inf), context())
+    scored = sampler.scored(drafted)
+    assert (scored is drafted) == all(type(each) in BY_VALUE for each in processors)
+    if scored is drafted:
+        spread = drafted.spread(sampler.scores(logits, context()).softmax(-1), 0.0)
+        torch.testing.assert_close(spread, whole.softmax(-1))
+
+
 def test_logits_are_left_as_they_were():
     drafts, logits = block(3, 2)
     before = logits.clone()
@@ -264,7 +301,7 @@ def test_what_is_settled_is_there_when_somebody_reads_it(written):
 
 def test_greedy_takes_the_best_and_names_no_distribution():
     _, logits = block(3, 1)
-    tokens, probs = Sampler().draw(logits[:, 0], context())
+    tokens, probs = Sampler().draw(logits[:, 0], context(), 0, DraftVocabulary(VOCAB))
     assert torch.equal(tokens, logits[:, 0].argmax(-1)) and probs is None
 
 
@@ -272,7 +309,7 @@ def test_a_drawn_token_comes_with_the_distribution_it_was_drawn_from():
     _, logits = block(1, 1)
     scores = logits[:, 0].expand(50_000, -1)
     sampler = Sampler(do_sample=True, generator=torch.Generator().manual_seed(0))
-    tokens, probs = sampler.draw(scores, context())
+    tokens, probs = sampler.draw(scores, context(), 0, DraftVocabulary(VOCAB))
     torch.testing.assert_close(probs, scores.softmax(-1))
     counts = torch.bincount(tokens, minlength=VOCAB).double()
     expected = probs[0].double() / probs[0].double().sum() * len(tokens)

@@ -53,7 +53,7 @@ def outright(target, head, decoder, blocks):
     for tokens in pieces(blocks):
         out = target(input_ids=tokens[None], output_hidden_states=True)
         drafted = head.logits(decoder, out.hidden_states[head.exit_layer])
-        drafted = head.expand_logits(drafted, decoder)
+        drafted = head.vocabulary(decoder).spread(drafted, -torch.inf)
         p.append(out.logits[0, :-1].softmax(-1))
         q.append(drafted[0, :-1].softmax(-1))
     return torch.cat(p), torch.cat(q)

@@ -131,7 +131,7 @@ def read_exits(decoder: Decoder, tokens: Tensor, heads: Sequence[ExitHead]) -> l
     rows: list[list[Tensor]] = []
     for head in heads:
         state = next(draft_states(decoder, head, reading, steps=1))
-        logits = head.expand_logits(head.logits(decoder, state), decoder)
+        logits = head.vocabulary(decoder).spread(head.logits(decoder, state), -torch.inf)
         rows.append(_figures(_probabilities(logits), target_probs))
     rows.append(_figures(target_probs, target_probs))
     return [torch.stack(column).cpu() for column in zip(*rows, strict=True)]

@@ -27,7 +27,7 @@ class OnePassReader(ExitReader):
         self.keep = head.feature_layers
         self._features = torch.empty(0)  # [rows, m, hidden] states from position `_starts` on
         self._starts: list[int] = []
-        self._drafts = torch.empty(0)  # [rows, heads, vocab] the logits of the round
+        self._drafts = torch.empty(0)  # [rows, heads, n] the logits of the round
         self._level = 0  # index of the next draft
 
     def prefilled(self, state: State, block: Pass, offset: int, counts: Sequence[int]) -> None:
@@ -57,7 +57,7 @@ class OnePassReader(ExitReader):
             ]
             with state.stats.clock("head"):
                 features = pick_from(self._features, before)
-                self._drafts = self._spread(self.head.all_logits(self.decoder, features))
+                self._drafts = self._checked(self.head.all_logits(self.decoder, features))
             self._level = 0
         logits = self._drafts[:, self._level : self._level + 1]
         self._level += 1
@@ -118,14 +118,14 @@ class ParallelReader(LayerReader):
         """Logits of the next draft; only a bias depends on the token before it."""
         if not offset:
             self._level, at_exit = 0, self._draft_all(state, tokens)
-            return self._spread(self._drafts[0]), at_exit
+            return self._checked(self._drafts[0]), at_exit
         self._level += 1
         logits = self._drafts[self._level]
         if self._mask is None or self._codes is None:
-            return self._spread(logits.expand(-1, tokens.shape[1], -1)), None
+            return self._checked(logits.expand(-1, tokens.shape[1], -1)), None
         with state.stats.clock("head"):
             code = embedding(tokens.to(self._codes.device), self._codes)
-            return self._spread(logits + self._mask.bias(self._gates[self._level], code)), None
+            return self._checked(logits + self._mask.bias(self._gates[self._level], code)), None
 
     def _state(self, depth: int) -> Tensor:
         return self._last[:, depth : depth + 1]
@@ -228,7 +228,7 @@ class ContextReader(ExitReader):
                 self._drafts[self._level], self._state(), tokens, self._memory
             )
             assert logits is not None
-            return self._spread(logits), None
+            return self._checked(logits), None
 
     def _draft_all(self, state: State, pending: Tensor) -> None:
         head, slots = self._head, state.slots

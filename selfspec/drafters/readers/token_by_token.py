@@ -27,15 +27,14 @@ class ExitReader:
 
     Attributes:
         keep: hidden states that prefill and verification keep for the head.
+        vocabulary: the tokens of the head's logits.
     """
 
     keep: tuple[int, ...] = ()
 
     def __init__(self, engine: Engine, head: ExitHead):
         self.engine, self.decoder, self.head = engine, engine.decoder, head
-        self._trimmed = head.vocab_ids is not None
-        # Logits per draft.
-        self._vocab = self.decoder.vocab_size if head.vocab_ids is None else len(head.vocab_ids)
+        self.vocabulary = head.vocabulary(self.decoder)
         self._confidence: Confidence | None = None
 
     @property
@@ -68,7 +67,7 @@ class ExitReader:
                 chain, and for the pending token.
 
         Returns:
-            Logits `[rows, width, vocab]`, and the exit's hidden states `[rows, width, hidden]`,
+            Logits `[rows, width, n]`, and the exit's hidden states `[rows, width, hidden]`,
             from which verification resumes; `None` if the exit is at the embeddings, or if the
             layers did not run over these tokens.
         """
@@ -81,18 +80,19 @@ class ExitReader:
             return self._logits(at_exit.hidden), at_exit.hidden
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return self._spread(self.head.logits(self.decoder, hidden))
+        return self._checked(self.head.logits(self.decoder, hidden))
 
-    def _spread(self, logits: Tensor) -> Tensor:
-        """Logits over all tokens; ValueError if the head made other ones than it is asked for."""
-        width = logits.shape[-1]
-        right = width == self._vocab if self._trimmed else width >= self._vocab
+    def _checked(self, logits: Tensor) -> Tensor:
+        """The logits; ValueError if the head made other ones than it is asked for."""
+        size, ids = self.vocabulary.size, self.vocabulary.ids
+        width, expected = logits.shape[-1], size if ids is None else len(ids)
+        right = width >= size if ids is None else width == len(ids)
         if logits.ndim != 3 or not right:
             raise ValueError(
                 f"the {self.head.kind} head ({type(self.head).__qualname__}) returned logits of "
-                f"shape {tuple(logits.shape)}, expected [rows, width, {self._vocab}]"
+                f"shape {tuple(logits.shape)}, expected [rows, width, {expected}]"
             )
-        return self.head.expand_logits(logits, self.decoder) if self._trimmed else logits
+        return logits
 
     def calibrator(self, sampled: bool) -> Calibrator:
         """The head's calibrator; an unfitted one if the head has none."""
