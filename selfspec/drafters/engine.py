@@ -78,15 +78,9 @@ class State:
             self.slots.select(rows)
         self.pending, self.emitted = self.pending[list(rows)], None
 
-    def join(self, other: State, room: int, most: int) -> None:
-        """Append KV and pending tokens of other rows.
-
-        Args:
-            other: the state of the other rows.
-            room: slots that the longest of them needs.
-            most: rows that there may be later.
-        """
-        self.slots.join(other.slots, room, most)
+    def join(self, other: State, room: int) -> None:
+        """Append KV and pending tokens of other rows; the longest needs `room` more slots."""
+        self.slots.join(other.slots, room)
         self.pending, self.emitted = torch.cat([self.pending, other.pending]), None
 
 

@@ -316,7 +316,6 @@ class Group(Session):
         generator: source of random numbers, except coupled noise.
         stats: counters of the whole call.
         done: the results of finished requests are appended here.
-        most: the most requests that there may be later.
     """
 
     def __init__(
@@ -326,7 +325,6 @@ class Group(Session):
         generator: torch.Generator | None,
         stats: Stats,
         done: deque[RequestOutput],
-        most: int,
     ):
         one = next(iter(requests.values())).session
         for request in requests.values():
@@ -336,7 +334,7 @@ class Group(Session):
         stops = JoinedStops(requests, one.stops)
         options = one.config, None, one.adapters
         super().__init__(one.engine, drafter, prompt, sampler, stops, *options)
-        self.requests, self.stats, self.done, self._most = requests, stats, done, most
+        self.requests, self.stats, self.done = requests, stats, done
         self.chunk = self.chunk or PREFILL
         self.room = WIDEST + max(
             room_of(request.session.stops, request.context) for request in requests.values()
@@ -362,7 +360,7 @@ class Group(Session):
 
     def join(self, other: Group) -> None:
         """Append the rows of another group."""
-        self.running.join(other.running, other.room, self._most)
+        self.running.join(other.running, other.room)
         self.drafter.join(other.drafter)
         self.requests.update(other.requests)
         self.context.join(other.context)
@@ -541,7 +539,7 @@ class Batch:
         if not self._rows:
             self._give_back()
         self._pause()
-        shared = self._draft(), self._generator, self.stats, self.done, self._size
+        shared = self._draft(), self._generator, self.stats, self.done
         self._group = Group(requests, *shared).begin(self._group, self._round)
         return True
 

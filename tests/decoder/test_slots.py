@@ -310,20 +310,6 @@ def test_a_row_is_a_copy():
     assert numbers(row[0][0][None])[0] == [0, 1]
 
 
-@pytest.mark.parametrize(("most", "copies"), [(20, 5), (0, 19)])
-def test_rows_that_join_one_by_one_are_copied_seldom(most, copies):
-    slots, seen = ragged(lengths=(2,)), set()
-    for row in range(1, 20):
-        slots.join(ragged(lengths=(1 + row % 2,)), room=4, most=most)
-        seen.add(slots.layers[0].reserved_rows)
-        assert slots.rows == row + 1 <= slots.layers[0].reserved_rows <= max(row + 1, most)
-    assert len(seen) == copies
-    keys, _ = put(slots, *([row + 50] for row in range(20)))[0]
-    for row, known in enumerate(numbers(keys)):
-        length = 1 + row % 2 if row else 2
-        assert known[: length + 1] == [*range(length), row + 50]
-
-
 def test_nbytes_is_what_the_buffers_take():
     slots = SlotCache([None, 3], 3, capacity=32)
     assert slots.sizes.whole == 0

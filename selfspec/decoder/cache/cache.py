@@ -328,7 +328,7 @@ class SlotCache(CacheInterface):
         for layer in self.layers:
             layer.select(rows)
 
-    def join(self, other: SlotCache, room: int = 0, most: int = 0) -> None:
+    def join(self, other: SlotCache, room: int = 0) -> None:
         """Move the rows of another cache of the same layers to the end of this one.
 
         They take the place of rows that were left out by `select`; memory grows only if there are
@@ -337,11 +337,10 @@ class SlotCache(CacheInterface):
         Args:
             other: the other cache.
             room: slots that its longest row needs beyond its committed tokens.
-            most: rows that there may be later.
         """
         rows, length = (self.rows, other.rows), max(other.lengths)
         for layer in self.layers:  # the other's memory is freed layer by layer
-            layer.join(other.layers.pop(0), rows, length, length + room, most)
+            layer.join(other.layers.pop(0), rows, length, length + room)
         self.shift = joined_shifts([(self.shift, rows[0]), (other.shift, rows[1])])
         self.lengths = self.lengths + other.lengths
         self.added_from = self.added_from + other.added_from

@@ -75,7 +75,7 @@ class GrowingBuffers:
             self.hold(self._wholes, len(rows))
 
     def join(
-        self, other: GrowingBuffers, rows: tuple[int, int], length: int, capacity: int, most: int
+        self, other: GrowingBuffers, rows: tuple[int, int], length: int, capacity: int
     ) -> None:
         """Append rows of other buffers; memory grows only if there is no room for them.
 
@@ -84,15 +84,12 @@ class GrowingBuffers:
             rows: numbers of rows here and there.
             length: slots to copy.
             capacity: slots that each row needs.
-            most: rows that there may be later.
         """
         if not self.is_initialized and not other.is_initialized:
             return
         here, all_rows = rows[0], sum(rows)
         wholes = self._wholes or [buffer[:0] for buffer in other.buffers]
-        reserved = len(wholes[0])
-        # Doubled, so that many rows that join one after another are copied once or twice each.
-        more_rows = max(all_rows, min(most, 2 * reserved)) - reserved if all_rows > reserved else 0
+        more_rows = max(0, all_rows - wholes[0].shape[0])
         more_slots = max(0, capacity - wholes[0].shape[2])
         if more_rows or more_slots:
             room = (0, 0, 0, more_slots, 0, 0, 0, more_rows)
