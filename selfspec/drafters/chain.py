@@ -42,7 +42,7 @@ def draft_chain(
         schedule: when to stop earlier.
         confidence: the chance that a draft is accepted, for schedules that use it.
         read: runs the drafting model on one more token.
-        drafted: the tokens of the logits that `read` returns.
+        drafted: the tokens that the logits of `read` belong to.
         depth: layers below the hidden states that `read` returns; 0 if there are none.
     """
     sampler, context, seconds = state.sampler, state.context, state.stats.seconds

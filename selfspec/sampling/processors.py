@@ -39,10 +39,13 @@ BY_VALUE = (
     hf.LogitNormalization,
     hf.InfNanRemoveLogitsProcessor,
 )
-"""Processors that read only one row of scores, and treat tokens alike whose scores are equal."""
+"""Processors that read only one row of scores, and no token ids."""
 
 POINTWISE = (*BY_VALUE, hf.SuppressTokensLogitsProcessor)
 """Processors that read only one row of scores."""
+
+# numpy sorts a row of values in a tenth of the time of torch's sort, which takes rows in parallel.
+_ROWS_IN_A_SORT = 10
 
 
 class Prefixes:
@@ -341,7 +344,7 @@ def process_pointwise(processor: Processor, tokens: Tensor, scores: Tensor) -> T
         scores: `[n, vocab]` the scores, which are not changed.
     """
     if type(processor) is hf.TopPLogitsWarper and scores.dtype == torch.float32:
-        if is_at_hand(scores):
+        if is_at_hand(scores) and min(len(scores), torch.get_num_threads()) < _ROWS_IN_A_SORT:
             return _top_p(processor, tokens, scores)
     return processor(tokens, scores)
 

@@ -255,7 +255,7 @@ class Sampler(Scorer):
             scores: `[batch, n, tokens]` processed scores at n branches of that position.
             context: the text so far.
             depth: distance from the text's next token.
-            scored: the tokens.
+            scored: the tokens that the scores belong to.
         """
         if self.noise is not None:
             vocab = scores.shape[-1] if scored.ids is None else scored.size
@@ -277,7 +277,7 @@ class Sampler(Scorer):
             scores: `[batch, 1, tokens]` processed scores.
             context: the text so far.
             depth: distance of the token from the text's next.
-            scored: the tokens.
+            scored: the tokens that the scores belong to.
         """
         if not self.do_sample:
             return scores.argmax(-1), None

@@ -1,4 +1,4 @@
-"""The tokens that a drafting model makes logits of: all of the target's, or some."""
+"""The tokens that a drafting model has logits for: all of the target's, or some."""
 
 from __future__ import annotations
 

@@ -196,9 +196,11 @@ def test_positions_of_a_draft_are_offset_from_the_settled_text():
 @pytest.mark.parametrize("vocab", [1, 7, 3000])
 @pytest.mark.parametrize("top_p", [0.0, 0.3, 0.9, 1.0])
 @pytest.mark.parametrize("least", [1, 5])
+@pytest.mark.parametrize("threads", [1, 64])
 def test_top_p_keeps_what_transformers_keeps_to_the_last_of_equal_scores(
-    dtype, vocab, top_p, least
+    dtype, vocab, top_p, least, threads, monkeypatch
 ):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     seeded = torch.Generator().manual_seed(vocab)
     scale = torch.tensor([0.02, 0.5, 2.0, 9.0]).repeat(6)[:, None]
     logits = (torch.randn(24, vocab, generator=seeded) * scale).to(dtype)
@@ -218,7 +220,8 @@ def test_top_p_keeps_what_transformers_keeps_to_the_last_of_equal_scores(
 def test_scores_of_a_smaller_vocabulary_are_drawn_from_as_if_it_were_the_whole(name):
     ids = torch.tensor([8, 1, 3, 4, 10])
     drafted, processors = DraftVocabulary(VOCAB, ids), LogitsProcessorList(POINTWISE[name])
-    logits, sampler = torch.randn(3, 1, len(ids)), Sampler(processors)
+    seeded = torch.Generator().manual_seed(3)
+    logits, sampler = torch.randn(3, 1, len(ids), generator=seeded), Sampler(processors)
     whole = Sampler(processors).scores(drafted.spread(logits, -torch.inf), context())
     scored = sampler.scored(drafted)
     assert (scored is drafted) == all(type(each) in BY_VALUE for each in processors)
