@@ -15,6 +15,7 @@ from fit_tools import WORDS, write_target
 from selfspec import SelfSpecModel
 from selfspec.apps.bench.forecast import Advice, DeviceSpeed
 from selfspec.apps.cli.fit import _training
+from selfspec.heads import load_heads
 from training.data import Mixture
 from training.exits import defaults
 from training.exits.heads import build_heads
@@ -240,6 +241,21 @@ def test_a_run_goes_on_with_its_head_whatever_the_device_does_now(made, fitted, 
     monkeypatch.setattr(defaults, "device_speed", lambda *_: SLOW)
     options = ("--text", made / "*.txt", "--output", made / "run", *QUICK)
     assert "is complete at step 3 of 3" in call("fit", made / "target", *options).stdout
+
+
+def test_a_fit_that_starts_from_heads_goes_on_with_these(made, monkeypatch):
+    """Nothing is measured or chosen, and options and vocabulary are theirs."""
+    first = ("--text", made / "*.txt", "--output", made / "first", *QUICK)
+    call("fit", made / "target", *first, "heads=[{kind: eagle3, exit_layer: 0, vocab_size: 20}]")
+    monkeypatch.setattr(defaults, "device_speed", lambda *_: SLOW)
+    start = f"start={made / 'first' / 'heads'}"
+    more = ("--text", made / "*.txt", "--output", made / "more", *QUICK)
+    told = call("fit", made / "target", *more, start).stdout
+    assert "eagle3 head, exit 0" in told and "expected of a head here" not in told
+    target = SelfSpecModel.from_pretrained(made / "target").decoder
+    before, after = (load_heads(target, made / name / "heads")[0] for name in ("first", "more"))
+    assert torch.equal(before.vocab_ids, after.vocab_ids) and before.options == after.options
+    assert any((new != after.get_parameter(n)).any() for n, new in before.named_parameters())
 
 
 def test_what_will_not_pay_is_refused_before_it_is_fitted_unless_forced(made, monkeypatch):

@@ -23,7 +23,7 @@ from selfspec.heads.hub import DEMO
 from ..data import tokenize
 from ..loop.script import CONFIG_NAME
 from .fitting import FitConfig, stored_dtype
-from .heads import new_head
+from .heads import new_head, saved_configs
 
 OUTPUT = "outputs/fit"
 TEXT = Path(__file__).parents[1] / "text"
@@ -49,8 +49,8 @@ def complete(
 ) -> FitConfig:
     """The config of a fit: `given`, and defaults for all other keys.
 
-    Without `heads`, the run that is in the output folder goes on with its own; else the head is
-    chosen that is expected to be the fastest on this device.
+    Without `heads`, the run that is in the output folder goes on with its own, and a new one with
+    those in `start`; else the head is chosen that is expected to be the fastest on this device.
 
     Args:
         given: keys of `FitConfig`, nested. `data` may be left out only for the demo target.
@@ -73,6 +73,8 @@ def complete(
     before = _config_of_run(config)
     if "heads" in before:
         chosen["heads"] = before["heads"]
+    elif config.start is not None:
+        chosen["heads"] = saved_configs(decoder, config.start)
     elif "heads" not in given:
         best = _choose(config, decoder, counted, show, force)
         chosen["heads"] = [best.head]

@@ -9,9 +9,16 @@ import torch
 from pydantic import Field, field_validator
 from torch import Tensor
 
-from selfspec.config import StrictConfig
+from selfspec.config import JsonObject, StrictConfig
 from selfspec.decoder import Decoder
-from selfspec.heads import ExitHead, build_head, check_distinct, head_class, load_heads
+from selfspec.heads import (
+    ExitHead,
+    build_head,
+    check_distinct,
+    head_class,
+    load_heads,
+    read_heads,
+)
 
 from ..data import Blocks
 
@@ -112,6 +119,18 @@ def frequent_tokens(text: Sequence[Blocks], vocab_size: int, count: int) -> Tens
     # Ties go to the lower id, which a byte-level vocabulary learned earlier.
     seen = learned.bincount(minlength=vocab_size)
     return seen.argsort(descending=True, stable=True)[:count].sort().values
+
+
+def saved_configs(decoder: Decoder, folder: str) -> list[JsonObject]:
+    """`HeadConfig`s, as plain values, of the heads in `folder`; the target needs no weights."""
+    return [
+        {
+            "kind": head.kind,
+            "exit_layer": head.exit_layer,
+            "vocab_size": 0 if head.vocab_ids is None else len(head.vocab_ids),
+        }
+        for head in read_heads(decoder, folder)
+    ]
 
 
 def with_saved_options(
