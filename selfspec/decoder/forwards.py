@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 from selfspec.decoder.direct import Forward, from_transformers, lean_forward, undecorated
 from selfspec.decoder.mixers import Mixers
@@ -33,11 +34,11 @@ class LeanForward:
         return self._forward(*args, **kwargs)
 
 
-def has_own_forward(model: nn.Module) -> bool:
-    """Whether the `forward` of a model does something that transformers' does not."""
-    put_in, of_class = model.__dict__.get("forward"), type(model).forward
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether the `forward` of a model or a body does something that transformers' does not."""
+    put_in, of_class = module.__dict__.get("forward"), type(module).forward
     if isinstance(put_in, partial) and put_in.func.__module__ == "accelerate.hooks":
-        put_in = model.__dict__.get("_old_forward")  # device hooks move inputs, and call it
+        put_in = module.__dict__.get("_old_forward")  # device hooks move inputs, and call it
     known = put_in is None or isinstance(put_in, LeanForward)
     if known or getattr(put_in, "__func__", None) is of_class:
         return not from_transformers(undecorated(of_class))
@@ -45,13 +46,16 @@ def has_own_forward(model: nn.Module) -> bool:
 
 
 def lean(current: CurrentPass, module: nn.Module) -> LeanForward:
-    """The forward of a body or a causal LM, without decorators in passes."""
+    """The forward of a body or a causal LM, without decorators in passes.
+
+    Hooks may do with its output whatever a `ModelOutput` allows, so with hooks it is the whole one.
+    """
     whole, bare = module.forward, partial(lean_forward(type(module).forward), module)
     # One of the decorators that a lean forward leaves out may take this argument.
     drops = not _takes(type(module).forward, "return_dict")
 
     def forward(*args: object, **kwargs: object) -> object:
-        if not current.gated:
+        if not current.gated or module._forward_hooks or torch_module._global_forward_hooks:
             return whole(*args, **kwargs)
         if drops:
             kwargs.pop("return_dict", None)

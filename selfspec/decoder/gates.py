@@ -298,8 +298,7 @@ class Gates:
         self.dtype = self.model.dtype
         self._devices = _devices(self)
         for module in (self.base, self.model):
-            # Device hooks have a forward of their own.
-            if self.calls_directly and "forward" not in module.__dict__:
+            if self.calls_directly and self._may_be_lean(module):
                 put(module.__dict__, "forward", forwards.lean(current, module))
         for parent, name in self.parents:
             put(parent.__dict__, name, StandIn(self.base, self.body))
@@ -314,6 +313,14 @@ class Gates:
             assert self.original_length is not None
             rotate = forwards.by_length(current, module, self.original_length)
             put(module.__dict__, "forward", rotate)
+
+    def _may_be_lean(self, module: nn.Module) -> bool:
+        """Whether only transformers' code makes and reads the output of a body or a causal LM."""
+        readers = [parent for parent, _ in self.parents] if module is self.base else []
+        # Device hooks have a forward of their own.
+        return "forward" not in module.__dict__ and not any(
+            forwards.has_own_forward(part) for part in (module, *readers)
+        )
 
     def _check_modules(self) -> None:
         """Raise ValueError if others have taken the place of modules that were wrapped."""

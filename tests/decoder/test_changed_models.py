@@ -18,12 +18,15 @@ from conftest import EXIT, VOCAB, equal_to_generate, greedy, prompt, tiny_llama
 from head_tools import KINDS, own_head
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, LlamaModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
+from transformers.utils import ModelOutput
 
 from selfspec import SelfSpecModel
 from selfspec.decoder import Decoder
 from selfspec.decoder.kernels import lean
+from selfspec.decoder.passes import cache_name
 from selfspec.heads import Calibrator
 
 SKIPS = {"attention": [2], "mlp": [1, 2]}
@@ -106,6 +109,36 @@ def shifted(model: Any) -> Any:
         return own(inputs_embeds=inputs_embeds, **kwargs)
 
     return forward
+
+
+def reading(model: Any) -> Any:
+    """A forward that reads its body's output in all the ways that a `ModelOutput` has.
+
+    Others write such forwards, in which the head is fused with the loss, for example.
+    """
+
+    def forward(input_ids=None, return_dict=None, **kwargs: Any) -> Any:
+        output = model.model(input_ids=input_ids, **kwargs)
+        assert isinstance(output, ModelOutput) and "last_hidden_state" in output
+        logits = model.lm_head(output.to_tuple()[0].roll(1, -1))
+        # Since transformers 5.24 the cache has another name, and this one is still taken.
+        return CausalLMOutputWithPast(logits=logits, past_key_values=output.past_key_values)
+
+    return forward
+
+
+@pytest.mark.matrix
+@EVERY_DRAFT
+@pytest.mark.parametrize("place", ["object", "class"])
+def test_a_forward_of_others_gets_what_transformers_returns(place, draft, monkeypatch):
+    model = tiny_llama("sometimes")
+    before = greedy(model, IDS, MASK, max_new_tokens=NEW)
+    if place == "object":
+        model.forward = reading(model)
+    else:
+        monkeypatch.setattr(LlamaForCausalLM, "forward", lambda *args, **kw: reading(*args)(**kw))
+    text = equal_to_generate(SelfSpecModel(model), IDS, MASK, [draft], max_new_tokens=NEW)
+    assert not torch.equal(text, before)
 
 
 @pytest.mark.matrix
@@ -193,6 +226,26 @@ def test_a_check_is_made_anew_when_a_patch_is_gone(monkeypatch):
         with pytest.raises(ValueError, match="gives other logits"):
             SelfSpecModel(model)
     equal_to_generate(SelfSpecModel(model), IDS, MASK, max_new_tokens=NEW)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "int8"])
+def test_a_hook_that_compresses_the_kv_cache_is_refused(dtype):
+    model = tiny_llama()
+
+    def halve(attention: Any, _: Any, kwargs: Any, output: Any) -> None:
+        layer = kwargs[cache_name(type(attention).forward)].layers[attention.layer_idx]
+        layer.keys, layer.values = layer.keys[:, :, ::2], layer.values[:, :, ::2]
+
+    hooks = [
+        layer.self_attn.register_forward_hook(halve, with_kwargs=True)
+        for layer in model.model.layers
+    ]
+    spec = SelfSpecModel(model, kv_cache_dtype=dtype)
+    with pytest.raises(ValueError, match=r"keys .* KV cache were replaced.* own generate"):
+        spec.generate(IDS, attention_mask=MASK, max_new_tokens=NEW, do_sample=False)
+    for hook in hooks:
+        hook.remove()
+    assert len(spec.generate(IDS, attention_mask=MASK, max_new_tokens=NEW, do_sample=False))
 
 
 def test_inputs_that_the_model_object_prepares_itself_are_refused():

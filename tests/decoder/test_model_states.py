@@ -11,6 +11,7 @@ from conftest import greedy, prompt, tiny_llama
 from families import HYBRIDS, VOCAB, build
 from families import model_of as model_of_family
 from torch import Tensor, nn
+from transformers.utils import ModelOutput
 
 from selfspec import SelfSpecModel
 from selfspec.decoder import Decoder
@@ -142,6 +143,17 @@ def steer_states(_, __, output: Any) -> Any:
     return output
 
 
+def steer_as_dict(_, __, output: Any) -> Any:
+    """As libraries do that go through whatever a module returns."""
+    assert isinstance(output, ModelOutput)
+    parts = {name: steered(value) for name, value in output.items()}
+    return type(output)(**parts)
+
+
+def steered(value: Any) -> Any:
+    return value.roll(1, -1) if isinstance(value, Tensor) else value
+
+
 def shift_logits(_, __, output: Any) -> Any:
     output.logits = output.logits.roll(1, -1)
     return output
@@ -159,10 +171,12 @@ def replace_tokens(_, args: Any, kwargs: dict[str, Any]) -> Any:
 
 HOOKS: dict[str, Callable[[Any, Any], Any]] = {
     "body, output": lambda model, body: body.register_forward_hook(steer_states),
+    "body, as a dict": lambda model, body: body.register_forward_hook(steer_as_dict),
     "body, input": lambda model, body: body.register_forward_pre_hook(
         replace_tokens, with_kwargs=True
     ),
     "model, output": lambda model, body: model.register_forward_hook(shift_logits),
+    "model, as a dict": lambda model, body: model.register_forward_hook(steer_as_dict),
     "model, input": lambda model, body: model.register_forward_pre_hook(
         replace_tokens, with_kwargs=True
     ),

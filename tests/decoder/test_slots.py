@@ -253,9 +253,7 @@ def test_a_branch_is_gathered_in_an_added_layer_too():
     )
     with slots.writing(3, added={0: 1}):
         slots.update(inner, -inner, 0)
-    slots.layers[2].keys, slots.layers[2].values = (
-        buffer[:, :, :6] for buffer in (slots.layers[2].keys, slots.layers[2].values)
-    )
+    slots.layers[2].hold([buffer[:, :, :6] for buffer in slots.layers[2].buffers])
     with slots.writing(7):
         for layer in range(2):
             slots.update(block, -block, layer)

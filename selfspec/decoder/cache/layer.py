@@ -62,9 +62,22 @@ class GrowingBuffers:
         count = self.reserved_rows if rows is None else rows
         if count not in self._parts:
             self._parts[count] = [buffer[:count] for buffer in buffers]
-        for name, part in zip(self.names, self._parts[count], strict=True):
-            setattr(self, name, part)
+        vars(self).update(zip(self.names, self._parts[count], strict=True))
         self.is_initialized = True
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Refuse buffers of others, such as those of a hook that compresses the cache.
+
+        Raises:
+            ValueError: `value` would take the place of a buffer.
+        """
+        if name in self.names and value is not None:
+            raise ValueError(
+                f"the {name} of a layer of selfspec's KV cache were replaced: tokens stay at their "
+                "places there, so that rejected drafts can be taken back; call the model's own "
+                "generate with what compresses or replaces them"
+            )
+        super().__setattr__(name, value)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep some rows, in the given order; the others' memory is left for rows that join."""
