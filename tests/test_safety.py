@@ -2,6 +2,7 @@
 
 import threading
 import warnings
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -455,6 +456,19 @@ def test_what_is_no_causal_lm_is_refused():
         SelfSpecModel(torch.nn.Linear(2, 2))
     with pytest.raises(TypeError, match=r"got str; SelfSpecModel\.from_pretrained loads one"):
         SelfSpecModel("path/to/model")
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "path"),
+    [
+        (torch.nn.DataParallel, "module"),
+        (torch.nn.Sequential, "0"),
+        (partial(torch.compile, backend="eager"), "_orig_mod"),
+    ],
+)
+def test_what_wraps_a_model_is_refused_with_the_place_of_the_model(wrapper, path):
+    with pytest.raises(TypeError, match=rf"pass the one inside it, its attribute {path}$"):
+        SelfSpecModel(wrapper(tiny_llama()))
 
 
 def test_pipeline_stages_are_refused():

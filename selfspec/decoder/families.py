@@ -40,11 +40,20 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
         elif isinstance(model, PeftMixedModel):
             inner = model.base_model.model
     if not isinstance(inner, PreTrainedModel):
-        remedy = "; SelfSpecModel.from_pretrained loads one" * isinstance(model, (str, Path))
         raise TypeError(
-            f"model must be a transformers PreTrainedModel, got {type(model).__name__}{remedy}"
+            f"model must be a transformers PreTrainedModel, got {type(model).__name__}"
+            f"{_where_one_is(model)}"
         )
     return inner
+
+
+def _where_one_is(given: object) -> str:
+    """What to pass instead of a path, or of a module around a model."""
+    if isinstance(given, (str, Path)):
+        return "; SelfSpecModel.from_pretrained loads one"
+    parts = given.named_modules() if isinstance(given, nn.Module) else ()
+    path = next((path for path, part in parts if isinstance(part, PreTrainedModel)), None)
+    return "" if path is None else f"; pass the one inside it, its attribute {path}"
 
 
 # Their own `forward` or `generate` does nothing more outside training.
