@@ -108,7 +108,8 @@ def read_at_ends(current: CurrentPass, forward: Callable[..., Tensor]) -> Callab
 
 def at_ends(states: Tensor, ends: Tensor) -> Tensor:
     """`[rows, 1, any]` the states of each row at its index in `ends`."""
-    return states[torch.arange(len(ends)), ends.to(states.device)][:, None]
+    device = states.device
+    return states[torch.arange(len(ends), device=device), ends.to(device)][:, None]
 
 
 def from_tables(current: CurrentPass, forward: Forward) -> Forward:

@@ -76,7 +76,7 @@ class Auto(Cascade):
         `ends` are the indices in the block of the rows' ends.
         """
         last, sampled = max(1, MEMORY // len(ends)), state.sampler.do_sample
-        there = torch.tensor(ends)[:, None] - 1 - torch.arange(last)
+        there = torch.tensor(ends, device="cpu")[:, None] - 1 - torch.arange(last, device="cpu")
         head, decoder = self.reader.head, self.reader.decoder
         known = [pick(states, there.clamp(min=0)) for states in (block.kept[0], block.output)]
         drafts = head.logits(decoder, known[0]).float()

@@ -89,7 +89,7 @@ class ClaspSkips(FixedSkips):
 
     def verified(self, verified: Verified, verdict: Verdict) -> None:
         """Keep the hidden states of each row's last accepted token."""
-        rows, at = torch.arange(len(verdict.accepted)), verdict.accepted
+        rows, at = torch.arange(len(verdict.accepted), device="cpu"), verdict.accepted
         self._states = [
             states[rows.to(states.device), at.to(states.device)][:, None]
             for states in verified.hidden_states

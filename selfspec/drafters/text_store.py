@@ -256,7 +256,7 @@ class TextStore:
         file = Path(path).expanduser()
         file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(file) as scratch:
-            save_file({"tokens": torch.tensor(tokens, dtype=torch.int32)}, scratch)
+            save_file({"tokens": torch.tensor(tokens, dtype=torch.int32, device="cpu")}, scratch)
 
     @classmethod
     def load(cls, path: str | Path, max_tokens: int | None = None) -> TextStore:

@@ -94,7 +94,8 @@ class RowAdapters:
     def _given(self, row: int, text: Sequence[int]) -> int | None:
         name = None if self.names is None else [self.names[row]]
         configs, active = self.model.peft_config, self.model.active_adapter
-        return calculate_alora_offsets(configs, active, torch.tensor([list(text)]), name)[0]
+        tokens = torch.tensor([list(text)], device="cpu")
+        return calculate_alora_offsets(configs, active, tokens, name)[0]
 
     def _rows(self) -> Sequence[int]:
         if self._state is None:

@@ -590,5 +590,5 @@ def _joined(prompts: Sequence[Sequence[int]], one: Session) -> Prompt:
     width = max(map(len, prompts))
     rows = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
     mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    tokens, mask = torch.tensor([rows, mask])
+    tokens, mask = torch.tensor([rows, mask], device="cpu")
     return Prompt(one.engine, tokens, mask, cache=None, keep_cache=False)

@@ -88,7 +88,7 @@ class Stops:
     def _agreed(self, kept: list[int], ended: list[bool]) -> tuple[list[int], list[bool]]:
         """The same in all processes; that of the first one where they could differ."""
         if self.deadlines or self.others:
-            kept, flags = self.ranks.first(torch.tensor([kept, ended])).tolist()
+            kept, flags = self.ranks.first(torch.tensor([kept, ended], device="cpu")).tolist()
             ended = [bool(flag) for flag in flags]
         return kept, ended
 
@@ -106,8 +106,7 @@ class Stops:
         length, seen = text.shape[1] - 1, scores.steps()
         ended = [self._stop_in([token], length) is not None for token in tokens]
         for criterion in self.others:  # all are called: one may count its calls
-            answer = torch.as_tensor(criterion(text, seen))  # pyright: ignore[reportArgumentType]
-            flags = answer.expand(text.shape[0]).tolist()
+            flags = _answer(criterion, text, seen).tolist()
             ended = [flags[row] or end for row, end in zip(context.rows, ended, strict=True)]
         return self._agreed([1] * len(ended), ended)[1]
 
@@ -155,8 +154,15 @@ class StopOnRequest(StoppingCriteria):
 def _says_stop(
     criterion: StoppingCriteria, tokens: Tensor, scores: tuple[Tensor, ...] | None, row: int
 ) -> bool:
-    answer = torch.as_tensor(criterion(tokens, scores))  # pyright: ignore[reportArgumentType]
-    return bool(answer.expand(tokens.shape[0])[row])
+    return bool(_answer(criterion, tokens, scores)[row])
+
+
+def _answer(
+    criterion: StoppingCriteria, tokens: Tensor, scores: tuple[Tensor, ...] | None
+) -> Tensor:
+    """`[rows]` what a criterion says of each row; some say one thing for all."""
+    answer: Any = criterion(tokens, scores)  # pyright: ignore[reportArgumentType]
+    return torch.as_tensor(answer, device="cpu").expand(tokens.shape[0])
 
 
 _NEED_TOKENIZER = {"stop_strings": None, "token_healing": False}  # with values that do nothing

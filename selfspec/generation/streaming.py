@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from selfspec.sampling.context import Context
@@ -49,7 +50,7 @@ class Stream:
             self.streamer.put_round(rounds)
             return
         if len(context.lengths) == 1:
-            self.streamer.put(torch.tensor(context.new(0, self.shown), dtype=torch.long))
+            self.streamer.put(_on_host(context.new(0, self.shown)))
             self.shown = context.lengths[0]
             return
         going = [row for row in context.rows if row not in finished]
@@ -58,9 +59,13 @@ class Stream:
         new = [context.new(row, self.shown) for row in range(len(lengths))]
         for step in range(ready - self.shown):
             column = [row[step] if step < len(row) else self.padding for row in new]
-            self.streamer.put(torch.tensor(column))
+            self.streamer.put(_on_host(column))
         self.shown = max(self.shown, ready)
 
     def end(self) -> None:
         """End the stream."""
         self.streamer.end()
+
+
+def _on_host(tokens: list[int]) -> Tensor:
+    return torch.tensor(tokens, dtype=torch.long, device="cpu")

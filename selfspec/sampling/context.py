@@ -61,7 +61,8 @@ class Context:
         for row, length in self.lengths.items():
             missing = length - self._filled[row]
             if missing:
-                self._put(row, length - missing, torch.tensor(self.text[row][-missing:]))
+                new = torch.tensor(self.text[row][-missing:], device=self.device)
+                self._put(row, length - missing, new)
                 self._filled[row] = length
 
     def reserve(self, width: int) -> None:

@@ -84,7 +84,7 @@ class Prefixes:
     @cached_property
     def unread(self) -> Tensor:
         """`[n, 0]` in place of the tokens, for processors that do not read them."""
-        return torch.empty(len(self.rows), 0, dtype=torch.long)
+        return torch.empty(len(self.rows), 0, dtype=torch.long, device="cpu")
 
     @property
     def alike(self) -> bool:
@@ -297,7 +297,8 @@ def joined(rows: Sequence[Sequence[Processor]]) -> list[Processor]:
         one, name = step[0], _OF_ROWS.get(type(step[0]))
         if name is not None and len({getattr(each, name) for each in step}) > 1:
             one = copy.copy(one)
-            setattr(one, name, torch.tensor([getattr(each, name) for each in step]))
+            values = [getattr(each, name) for each in step]
+            setattr(one, name, torch.tensor(values, device="cpu"))
         together.append(one)
     return together
 

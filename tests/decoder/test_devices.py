@@ -18,6 +18,7 @@ from head_tools import exit_of, own_head
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import AutoModelForCausalLM, LogitsProcessorList, TopKLogitsWarper
+from transformers.generation.streamers import BaseStreamer
 
 from selfspec import DraftConfig, SelfSpecModel
 from selfspec.decoder import CACHE
@@ -191,3 +192,44 @@ def test_two_devices_are_never_mixed(monkeypatch, draft, sampled, low, high, bor
             state.pending = verdict.tokens.gather(1, verdict.accepted[:, None])
             assert state.pending.device == torch.device(low)
         slots.select([0, 2])
+
+
+# A default device of torch's
+
+
+class Notes(BaseStreamer):
+    """Keeps the tokens that it is given."""
+
+    def __init__(self):
+        self.tokens = []
+
+    def put(self, value):
+        self.tokens += value.flatten().tolist()
+
+    def end(self):
+        """The text is over."""
+
+
+def never(input_ids, scores, **kwargs):
+    return False
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("draft", ["none", None, *DRAFTERS], ids=str)
+def test_the_default_device_is_not_asked(draft, rows):
+    """Tensors on `meta`, the default here, have no values: one among the others is noticed."""
+    model = tiny_llama()
+    spec = SelfSpecModel(model, heads=fitted(model, trimmed=False))
+    options = {"max_new_tokens": 12, "do_sample": False, "repetition_penalty": 1.2}
+    options["stopping_criteria"] = [never]
+    ids, mask = IDS[:rows], MASK[:rows]
+    written = [row[-12:] for row in spec.generate(ids, attention_mask=mask, **options).tolist()]
+    notes = Notes()
+    with torch.device("meta"):
+        text = spec.generate(ids, attention_mask=mask, streamer=notes, draft=draft, **options)
+        prompts = [row[real.bool()].tolist() for row, real in zip(ids, mask, strict=True)]
+        outputs = spec.generate_batch(prompts, batch_size=2, draft=draft, **options)
+    assert [row[-12:] for row in text.tolist()] == written
+    assert [output.generated_tokens for output in outputs.values()] == written
+    assert sorted(notes.tokens) == sorted(text.flatten().tolist())

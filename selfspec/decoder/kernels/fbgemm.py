@@ -51,7 +51,7 @@ class Product:
             weight.float() * 2.0**power, None if bias is None else bias.float()
         )
         # In float32, and with a dimension: states become float32.
-        self.held = packed, torch.tensor([2.0**-power])
+        self.held = packed, torch.tensor([2.0**-power], device="cpu")
         self._run = scripted(multiply)
 
     def __call__(self, input: Tensor) -> Tensor:

@@ -97,10 +97,11 @@ class ExitReader:
     def calibrator(self, sampled: bool) -> Calibrator:
         """The head's calibrator; an unfitted one if the head has none."""
         name = "sampled" if sampled else "greedy"
-        fitted = self.head.calibrators[name] if name in self.head.calibrators else Calibrator()
-        assert isinstance(fitted, Calibrator)
-        with torch.inference_mode(False):  # the calibrator outlives this call
-            return fitted.to(self.decoder.device)
+        known, device = self.head.calibrators, self.decoder.device
+        with torch.inference_mode(False), device:  # the calibrator outlives this call
+            fitted = known[name] if name in known else Calibrator()
+            assert isinstance(fitted, Calibrator)
+            return fitted.to(device)
 
     def confidence(self, scores: Tensor, probs: Tensor | None, depth: int) -> list[float]:
         """The `Confidence` in the last draft, from its scores by the head's calibrator."""
