@@ -117,9 +117,8 @@ def test_the_whole_model_is_tried_with_fewer_bits_and_keys(spec, tokenizer, coun
     tried = small(precisions=["int4", "int8"], windows=[4, 100], lengths=[2])
     profile = tune(spec, tokenizer, TEXTS, tried)
     whole = {ran.name: ran.draft for ran in profile.screening if ran.name.startswith("whole")}
-    kinds = [
-        f"whole {what}{keys}" for what in ("model", "int4", "int8") for keys in ("", ", 4 keys")
-    ]
+    bits = ("model", "int4", "int8", "int4, LM head int8")
+    kinds = [f"whole {what}{keys}" for what in bits for keys in ("", ", 4 keys")]
     assert [*whole] == [f"{kind} × 2" for kind in kinds[1:]]  # 100 keys are more than there are
     assert {draft.exit_layer for draft in whole.values()} == {spec.engine.decoder.depth}
     # The longest name is the fastest here; others that draft with a model do it in the same way.
@@ -145,12 +144,18 @@ def test_copies_that_fit_into_memory_together_are_tried(spec, monkeypatch):
         weight.nbytes for part in (spec.model, *spec.heads) for weight in part.parameters()
     )
     four, eight = (sum(decoder.copy_bytes(bits).values()) for bits in ("int4", "int8"))
-    for room, refused in ((0, {"int4", "int8"}), (four, {"int8"}), (four + eight, set())):
+    mixed = "int4, LM head int8"
+    for room, refused in (
+        (0, {"int4", "int8", mixed}),
+        (four, {"int8", mixed}),
+        (four + eight, set()),
+    ):
         monkeypatch.setattr(
             "selfspec.apps.bench.tune.usable_memory", lambda device, room=room: weights + room
         )
         found, left_out = whole_models(spec.engine, config, 64)
-        assert {name.removeprefix("whole ")[:4] for name in left_out} == refused
+        names = {name.removeprefix("whole ").removesuffix(", 4 keys") for name in left_out}
+        assert names == refused
         assert "whole model, 4 keys" in found  # which has no copy
 
 

@@ -47,7 +47,8 @@ class TuneConfig(StrictConfig):
         temperature: sampling temperature; 0 decodes greedily.
         exits: exits at which the `shared` head is tried beside the fitted heads; `None` takes an
             eighth, a quarter and half of the layers, and the exits of the fitted heads.
-        precisions: in which the whole model drafts; each has a copy of the weights.
+        precisions: in which the whole model drafts; each has a copy of the weights. With both, the
+            LM head is also tried in more bits than the layers.
         windows: keys to which the whole model attends when it drafts; each is tried where prompts
             are at least twice as long.
         lengths: numbers of drafts a round that are tried with every head.
@@ -173,11 +174,22 @@ def whole_models(
     decoder, drafts, left_out = engine.decoder, {}, {}
     chosen: list[DraftConfig] = []
     windows = [window for window in config.windows if 2 * window <= longest]
-    for precision, window in itertools.product((None, *config.precisions), (None, *windows)):
+    bits: list[tuple[Precision | None, Precision | None]] = [
+        (each, None) for each in (None, *config.precisions)
+    ]
+    if {"int4", "int8"} <= {*config.precisions}:
+        bits.append(("int4", "int8"))
+    for (precision, of_lm_head), window in itertools.product(bits, (None, *windows)):
         if precision is None and window is None:
             continue
-        keys = {"exit_layer": decoder.depth, "precision": precision, "window": window}
-        name = f"whole {precision or 'model'}" + (f", {window} keys" if window else "")
+        keys = {
+            "exit_layer": decoder.depth,
+            "precision": precision,
+            "lm_head_precision": of_lm_head,
+            "window": window,
+        }
+        more = [f"LM head {of_lm_head}"] * bool(of_lm_head) + [f"{window} keys"] * bool(window)
+        name = ", ".join([f"whole {precision or 'model'}", *more])
         draft = DraftConfig(**keys)
         try:
             make_drafter(engine, draft)
