@@ -243,6 +243,40 @@ def test_a_run_goes_on_with_its_head_whatever_the_device_does_now(made, fitted, 
     assert "is complete at step 3 of 3" in call("fit", made / "target", *options).stdout
 
 
+def test_a_run_goes_on_as_it_began_however_long_it_is_now(made):
+    """It reads the text twice now, for which a new run would keep features."""
+    options = ("--text", made / "*.txt", "--output", made / "longer", *QUICK)
+    call("fit", made / "target", *options)
+    assert "step 3 of 200" in call("fit", made / "target", *options, "loop.steps=200").stdout
+    parts = {"target": str(made / "target"), "data": [{"files": [str(made / "*.txt")]}]}
+    began, longer = (
+        defaults.complete({**parts, "output": str(made / name), "block_size": 32}, "test")
+        for name in ("new", "longer")
+    )
+    assert began.features is not None and longer.features is None
+    assert began.measure.num_draft_tokens == longer.measure.num_draft_tokens
+
+
+def test_what_ended_before_a_checkpoint_decides_nothing_for_another_text(made):
+    options = ("--output", made / "ended", *QUICK)
+    few = (
+        "--text",
+        made / "text.txt",
+        "held_out_share=0.01",
+        "heads=[{kind: lens, exit_layer: 2}]",
+    )
+    refused = call("fit", made / "target", *options, *few, code=1).stderr
+    assert "calibrators need" in refused and (made / "ended" / "config.yaml").exists()
+    told = call("fit", made / "target", "--text", made / "*.txt", *options).stdout
+    assert "expected of a head here" in told and "eagle3 head, exit 0" in told
+
+
+@pytest.mark.parametrize("name", ["2026", "2026-01-01", "a: b", "a #1", "no"])
+def test_a_fit_is_measured_in_a_folder_of_any_name(made, fitted, name):
+    shutil.copytree(made / "run", made / name)
+    assert f"heads: {made / name / 'heads'}" in call("measure", made / name).stdout
+
+
 def test_a_fit_that_starts_from_heads_goes_on_with_these(made, monkeypatch):
     """Nothing is measured or chosen, and options and vocabulary are theirs."""
     first = ("--text", made / "*.txt", "--output", made / "first", *QUICK)
