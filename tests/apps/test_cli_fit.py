@@ -94,6 +94,14 @@ def test_measuring_again_gives_the_same_figures(made, fitted):
     assert again["code"] == fitted["code"]
 
 
+def test_measuring_again_leaves_what_else_is_with_the_heads(made, fitted):
+    profile = made / "run" / "heads" / "selfspec_profile.json"
+    profile.write_text("tuned")
+    call("measure", made / "run", "measure.prompts=0")
+    assert profile.read_text() == "tuned" and (profile.parent / "fit.yaml").exists()
+    profile.unlink()
+
+
 def test_what_a_model_writes_is_text_to_fit_to(made):
     options = ("--text", made / "*.txt", "--output", made / "written", "new_tokens=24")
     told = one_object(call("regenerate", made / "target", *options, "prompts.count=6", "--json"))
