@@ -300,6 +300,22 @@ def test_a_fit_that_starts_from_heads_goes_on_with_these(made, monkeypatch):
     assert any((new != after.get_parameter(n)).any() for n, new in before.named_parameters())
 
 
+@pytest.mark.parametrize("layout", ["eagle3", "speculators"])
+def test_a_fit_goes_on_from_a_published_head(made, fitted, layout):
+    out = made / f"published {layout}"
+    call("export", "eagle3", out, "--model", made / "target", "--heads", made / "run" / "heads")
+    more = ("--text", made / "*.txt", "--output", made / f"on {layout}", *QUICK)
+    told = call("fit", made / "target", *more, f"start={out / layout}", "optimizer.lr=1e-9").stdout
+    assert "eagle3 head, exit 0" in told
+    target = SelfSpecModel.from_pretrained(made / "target").decoder
+    before, after = (
+        load_heads(target, folder)[0] for folder in (out / layout, made / f"on {layout}" / "heads")
+    )
+    assert before.options == after.options
+    for name, weight in before.named_parameters():
+        torch.testing.assert_close(weight, after.get_parameter(name), rtol=1e-4, atol=1e-5)
+
+
 def test_what_will_not_pay_is_refused_before_it_is_fitted_unless_forced(made, monkeypatch):
     monkeypatch.setattr(defaults, "device_speed", lambda *_: SLOW)
     options = ("--text", made / "*.txt", "--output", made / "slow", *QUICK)

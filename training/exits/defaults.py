@@ -76,7 +76,8 @@ def complete(
         chosen["heads"] = before["heads"]
         chosen["measure"]["num_draft_tokens"] = before["measure"]["num_draft_tokens"]
     elif config.start is not None:
-        chosen["heads"] = saved_configs(decoder, config.start)
+        # Published files do not say all of a head: it is made, and checked, with the weights.
+        chosen["heads"] = saved_configs(config.load_target()[0].decoder, config.start)
     elif "heads" not in given:
         best = _choose(config, decoder, counted, show, force)
         chosen["heads"] = [best.head]
