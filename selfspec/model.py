@@ -54,6 +54,8 @@ from selfspec.heads import (
 from selfspec.schedule.profile import Profile, find_profile
 from selfspec.schedule.stats import Stats, Trace
 
+_TUNE = "run `selfspec tune` for this one"
+
 
 class SelfSpecModel:
     """A causal language model and its exit heads.
@@ -232,12 +234,22 @@ class SelfSpecModel:
             warnings.warn(str(error), stacklevel=3)
 
     def _load_or_none(self, path: Path | None) -> Profile | None:
-        """The profile at `path`; one that cannot be read is ignored with a warning."""
+        """The profile at `path`; one that cannot be read is ignored with a warning.
+
+        So is one made without a head that is here: heads fitted after it would never draft.
+        """
+        if path is None:
+            return None
         try:
-            return self._valid_or_none(None if path is None else Profile.load(path))
+            profile = Profile.load(path)
         except ValueError as error:
             warnings.warn(f"profile ignored: {error}", stacklevel=3)
             return None
+        if name := profile.untried(self.heads):
+            reason = f"{path} was made without the head {name}"
+            warnings.warn(f"profile ignored: {reason}; {_TUNE}", stacklevel=3)
+            return None
+        return self._valid_or_none(profile)
 
     def _valid_or_none(self, profile: Profile | None) -> Profile | None:
         """The profile, if it is valid here and its draft can be made."""
@@ -251,8 +263,7 @@ class SelfSpecModel:
                 reason = f"its draft cannot be made: {error}"
         if reason is None:
             return profile
-        advice = "run `selfspec tune` for this one"
-        warnings.warn(f"profile ignored: {reason}; {advice}", stacklevel=3)
+        warnings.warn(f"profile ignored: {reason}; {_TUNE}", stacklevel=3)
         return None
 
     @property

@@ -12,7 +12,7 @@ from selfspec.heads import load_heads
 from selfspec.heads.files import check_free, one_run
 
 from .data import Blocks
-from .exits.fitting import FIT_NAME, FitConfig, write_heads
+from .exits.fitting import FitConfig, rewrite_heads
 from .exits.measure import calibrate, measure, open_held_out
 from .exits.report import ExitFigures, figures_table, write_report
 from .loop.metrics import read_metrics
@@ -57,7 +57,7 @@ def measure_saved(
     for number, head in enumerate(heads):
         measured = {domain: each[number].to_dict() for domain, each in figures.items()}
         head.facts = {**head.facts, "held_out": measured}
-    write_heads(config, heads, spec, config.folder / FIT_NAME)
+    rewrite_heads(config, heads, spec)
     output = Path(config.output)
     facts = {"target": config.target, "text": "; ".join(config.text_summary), "load": config.code}
     history = read_metrics(output)

@@ -13,6 +13,7 @@ from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
 from selfspec import DEMO_MODEL, DraftConfig, SelfSpecModel
+from selfspec.apps.cli.conversation import turn_stops
 from selfspec.config import StrictConfig
 from selfspec.decoder.checkpoints import load_tokenizer
 from selfspec.heads.files import check_free, read_lines, refuse_changes
@@ -132,6 +133,7 @@ def write_texts(
     if not missing:
         display.say(f"all {len(prompts)} texts are there: {path}")
         return path
+    of_chats = prompts[0].chat is not None  # all of them, or none
     outputs = spec.generate_batch_iter(
         [prompts[number].tokens for number in missing],
         batch_size=config.batch_size,
@@ -139,6 +141,7 @@ def write_texts(
         max_new_tokens=config.new_tokens,
         seed=[seed_of(config.seed, number) for number in missing],
         **_sampling(config),
+        **(turn_stops(spec, tokenizer) if of_chats else {}),
     )
     with display, spec.decoder:  # nothing else uses the model between texts
         for count, output in enumerate(outputs, len(done) + 1):

@@ -29,7 +29,6 @@ from selfspec.heads.store import (
     differences,
     fingerprint,
     load_heads,
-    read_heads,
     save_heads,
 )
 from selfspec.heads.teacher_forcing import TargetStates, draft_states, target_states
@@ -66,7 +65,6 @@ __all__ = [
     "load_shipped",
     "move_to_exit",
     "push_heads",
-    "read_heads",
     "register_head",
     "replacing",
     "save_heads",

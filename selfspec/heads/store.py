@@ -135,25 +135,14 @@ def load_heads(
         ValueError: a file is damaged, of an unknown format, or the heads belong to another target.
     """
     folder = Path(folder)
-    if not _is_published(folder):
-        target = _read_config(folder / CONFIG_NAME).target
-        check_fingerprint(decoder, target, str(folder), checkpoint)
-    return read_heads(decoder, folder)
-
-
-def read_heads(decoder: Decoder, folder: str | Path) -> list[ExitHead]:
-    """What `load_heads` reads, of a target with these shapes: its weights are not compared."""
-    folder = Path(folder)
-    if _is_published(folder):
+    if not (folder / CONFIG_NAME).is_file() and (folder / PUBLISHED_CONFIG).is_file():
         return [load_published(decoder, folder)]
-    file, weights = _read_config(folder / CONFIG_NAME), _read_weights(folder / WEIGHTS_NAME)
+    file = _read_config(folder / CONFIG_NAME)
+    check_fingerprint(decoder, file.target, str(folder), checkpoint)
+    weights = _read_weights(folder / WEIGHTS_NAME)
     heads = [_load_head(decoder, entry, weights, folder) for entry in file.heads]
     check_distinct(heads)
     return heads
-
-
-def _is_published(folder: Path) -> bool:
-    return not (folder / CONFIG_NAME).is_file() and (folder / PUBLISHED_CONFIG).is_file()
 
 
 def _load_head(

@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig
 
 from selfspec.config import DraftConfig, JsonObject, Kernels, StrictConfig, parse
 from selfspec.decoder import Decoder
+from selfspec.heads.base import ExitHead
 from selfspec.heads.files import read_object, replace_text
 from selfspec.heads.store import differences, fingerprint
 
@@ -142,6 +143,12 @@ class Profile(StrictConfig):
                 return f"it was made for {fact} {there!r}, here it is {own!r}"
         different = differences(here.target, self.place.target)
         return f"it was made for another target: {'; '.join(different)}" if different else None
+
+    def untried(self, heads: Sequence[ExitHead]) -> str | None:
+        """The first head that was not tried; `None` if all were, or nothing says what was."""
+        tried = [*(ran.name for ran in self.screening), *self.left_out]
+        names = (exit_name(head.kind, head.exit_layer) for head in heads if self.screening)
+        return next((n for n in names if not any(t.startswith(f"{n} ") for t in tried)), None)
 
 
 def exit_name(kind: str, exit_layer: int) -> str:

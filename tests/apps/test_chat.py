@@ -78,6 +78,19 @@ def test_with_a_template_turns_are_messages(converse, system):
         messages.append({"role": "assistant", "content": turn.text})
 
 
+def test_a_template_that_reads_contents_in_parts_gets_them_so(converse):
+    """As those of image models do: it would show nothing of a string."""
+    shown = "{{ m.content | map(attribute='text') | join }}"
+    plain, parts = (
+        converse(TEMPLATE, system="a man"),
+        TEMPLATE.replace("{{ m.content | trim }}", shown),
+    )
+    assert parts != TEMPLATE
+    texts = [plain.say(said).text for said in SAID[:2]]
+    talk = converse(parts, system="a man")
+    assert [talk.say(said).text for said in SAID[:2]] == texts and talk.tokens == plain.tokens
+
+
 @pytest.mark.parametrize("template", [None, TEMPLATE], ids=["plain", "template"])
 def test_only_new_tokens_are_run(converse, watch, template):
     talk = converse(template)

@@ -94,6 +94,14 @@ def test_measuring_again_gives_the_same_figures(made, fitted):
     assert again["code"] == fitted["code"]
 
 
+def test_measuring_again_leaves_what_else_is_with_the_heads(made, fitted):
+    profile = made / "run" / "heads" / "selfspec_profile.json"
+    profile.write_text("tuned")
+    call("measure", made / "run", "measure.prompts=0")
+    assert profile.read_text() == "tuned" and (profile.parent / "fit.yaml").exists()
+    profile.unlink()
+
+
 def test_what_a_model_writes_is_text_to_fit_to(made):
     options = ("--text", made / "*.txt", "--output", made / "written", "new_tokens=24")
     told = one_object(call("regenerate", made / "target", *options, "prompts.count=6", "--json"))
@@ -243,6 +251,40 @@ def test_a_run_goes_on_with_its_head_whatever_the_device_does_now(made, fitted, 
     assert "is complete at step 3 of 3" in call("fit", made / "target", *options).stdout
 
 
+def test_a_run_goes_on_as_it_began_however_long_it_is_now(made):
+    """It reads the text twice now, for which a new run would keep features."""
+    options = ("--text", made / "*.txt", "--output", made / "longer", *QUICK)
+    call("fit", made / "target", *options)
+    assert "step 3 of 200" in call("fit", made / "target", *options, "loop.steps=200").stdout
+    parts = {"target": str(made / "target"), "data": [{"files": [str(made / "*.txt")]}]}
+    began, longer = (
+        defaults.complete({**parts, "output": str(made / name), "block_size": 32}, "test")
+        for name in ("new", "longer")
+    )
+    assert began.features is not None and longer.features is None
+    assert began.measure.num_draft_tokens == longer.measure.num_draft_tokens
+
+
+def test_what_ended_before_a_checkpoint_decides_nothing_for_another_text(made):
+    options = ("--output", made / "ended", *QUICK)
+    few = (
+        "--text",
+        made / "text.txt",
+        "held_out_share=0.01",
+        "heads=[{kind: lens, exit_layer: 2}]",
+    )
+    refused = call("fit", made / "target", *options, *few, code=1).stderr
+    assert "calibrators need" in refused and (made / "ended" / "config.yaml").exists()
+    told = call("fit", made / "target", "--text", made / "*.txt", *options).stdout
+    assert "expected of a head here" in told and "eagle3 head, exit 0" in told
+
+
+@pytest.mark.parametrize("name", ["2026", "2026-01-01", "a: b", "a #1", "no"])
+def test_a_fit_is_measured_in_a_folder_of_any_name(made, fitted, name):
+    shutil.copytree(made / "run", made / name)
+    assert f"heads: {made / name / 'heads'}" in call("measure", made / name).stdout
+
+
 def test_a_fit_that_starts_from_heads_goes_on_with_these(made, monkeypatch):
     """Nothing is measured or chosen, and options and vocabulary are theirs."""
     first = ("--text", made / "*.txt", "--output", made / "first", *QUICK)
@@ -256,6 +298,22 @@ def test_a_fit_that_starts_from_heads_goes_on_with_these(made, monkeypatch):
     before, after = (load_heads(target, made / name / "heads")[0] for name in ("first", "more"))
     assert torch.equal(before.vocab_ids, after.vocab_ids) and before.options == after.options
     assert any((new != after.get_parameter(n)).any() for n, new in before.named_parameters())
+
+
+@pytest.mark.parametrize("layout", ["eagle3", "speculators"])
+def test_a_fit_goes_on_from_a_published_head(made, fitted, layout):
+    out = made / f"published {layout}"
+    call("export", "eagle3", out, "--model", made / "target", "--heads", made / "run" / "heads")
+    more = ("--text", made / "*.txt", "--output", made / f"on {layout}", *QUICK)
+    told = call("fit", made / "target", *more, f"start={out / layout}", "optimizer.lr=1e-9").stdout
+    assert "eagle3 head, exit 0" in told
+    target = SelfSpecModel.from_pretrained(made / "target").decoder
+    before, after = (
+        load_heads(target, folder)[0] for folder in (out / layout, made / f"on {layout}" / "heads")
+    )
+    assert before.options == after.options
+    for name, weight in before.named_parameters():
+        torch.testing.assert_close(weight, after.get_parameter(name), rtol=1e-4, atol=1e-5)
 
 
 def test_what_will_not_pay_is_refused_before_it_is_fitted_unless_forced(made, monkeypatch):

@@ -153,6 +153,30 @@ def test_a_profile_beside_the_checkpoint_or_the_heads_is_found(tmp_path):
     assert SelfSpecModel.from_pretrained(folder, heads, profile=beside).profile == beside
 
 
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_profile_that_did_not_try_a_head_is_ignored_with_one_warning(tmp_path, failed):
+    """Else a head that is fitted after tuning would never draft."""
+    model, lens = tiny_llama(dtype=torch.float32), f"lens {EXIT}"
+    folder, heads = saved(tmp_path, model), tmp_path / "heads"
+    save_heads([own_head(decoder_of(model), "lens", EXIT)], decoder_of(model), heads)
+    shared = Measured(name=f"shared {EXIT} × 2", draft=DRAFT, tokens_per_second=1, speedup=1)
+    before = profile_for(model).model_copy(update={"screening": [shared]})
+    before.save(folder / PROFILE_NAME)
+    assert SelfSpecModel.from_pretrained(folder).profile == before
+    with pytest.warns(UserWarning, match=f"was made without the head {lens}; run") as seen:
+        assert SelfSpecModel.from_pretrained(folder, heads).profile is None
+    assert len(seen) == 1
+    tried = f"{lens} × 2"
+    also = (
+        {"left_out": {tried: "why"}}
+        if failed
+        else {"screening": [shared, shared.model_copy(update={"name": tried})]}
+    )
+    after = before.model_copy(update=also)
+    after.save(folder / PROFILE_NAME)
+    assert SelfSpecModel.from_pretrained(folder, heads).profile == after
+
+
 def test_where_nothing_can_be_written_the_profile_goes_to_the_users_cache(tmp_path):
     model = tiny_llama(dtype=torch.float32)
     decoder = decoder_of(model)

@@ -143,6 +143,24 @@ def test_a_reply_is_read_again_as_it_was_written(folder, tokenizer):
         assert reply == content.removeprefix("so\n" * (template is opening)) + ";\n"
 
 
+def test_a_reply_ends_with_its_turn(folder, tokenizer):
+    """Where the template ends it, also if no generation config names that token."""
+    source = chats(folder, [("u", "an east train")])
+    (prompt,) = prompts_of(folder, tokenizer, data=[source])
+    ids = torch.tensor([prompt.tokens])
+    written = greedy(target(tokenizer), ids, max_new_tokens=8)[0, ids.shape[1] :].tolist()
+    place = next(n for n, token in enumerate(written) if n > 1 and token not in prompt.tokens)
+    end = tokenizer.convert_ids_to_tokens(written[place])
+    tokenizer.add_special_tokens({"extra_special_tokens": [end]})
+    ended = "{{ 'END' if m.role == 'assistant' else ';\n' }}".replace("END", end)
+    tokenizer.chat_template = TEMPLATE.replace(";\n", ended)
+    tokenizer.save_pretrained(folder / "target")
+    (record,) = records(regenerate(settings(folder, data=[source], temperature=0)))
+    assert record["prompt_tokens"] == len(prompt.tokens)
+    assert record["new_tokens"] == place + 1 < len(written)
+    assert record["messages"][-1]["content"] == tokenizer.decode(written[:place])
+
+
 TEMPLATE_TEXT = "(user) {};\n(assistant) "
 
 

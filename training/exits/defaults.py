@@ -21,6 +21,7 @@ from selfspec.decoder.checkpoints import auto_class, load_config, load_tokenizer
 from selfspec.heads.hub import DEMO
 
 from ..data import tokenize
+from ..loop.checkpoint import Checkpoints
 from ..loop.script import CONFIG_NAME
 from .fitting import FitConfig, stored_dtype
 from .heads import new_head, saved_configs
@@ -73,15 +74,18 @@ def complete(
     before = _config_of_run(config)
     if "heads" in before:
         chosen["heads"] = before["heads"]
+        chosen["measure"]["num_draft_tokens"] = before["measure"]["num_draft_tokens"]
     elif config.start is not None:
-        chosen["heads"] = saved_configs(decoder, config.start)
+        # Published files do not say all of a head: it is made, and checked, with the weights.
+        chosen["heads"] = saved_configs(config.load_target()[0].decoder, config.start)
     elif "heads" not in given:
         best = _choose(config, decoder, counted, show, force)
         chosen["heads"] = [best.head]
         chosen["measure"]["num_draft_tokens"] = best.num_draft_tokens
     config = parse(FitConfig, _filled(given, chosen), source)
     chosen["loop"]["micro_batch_size"] = _blocks_of_a_pass(config, decoder)
-    chosen["features"] = before.get("features") or _features(config, decoder, counted)
+    again = "features" in before  # a run keeps reading a cache, or the target itself
+    chosen["features"] = before["features"] if again else _features(config, decoder, counted)
     return parse(FitConfig, _filled(given, chosen), source)
 
 
@@ -135,9 +139,14 @@ def _of_target(decoder: Decoder, loss: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _config_of_run(config: FitConfig) -> dict[str, Any]:
-    """The config of the run that is in the output folder; empty if there is none."""
-    path = Path(config.output) / CONFIG_NAME
-    return read_config(path, ()) if path.is_file() else {}
+    """The config of the run that is in the output folder; empty if there is none.
+
+    A run without a checkpoint goes on only with the same target and text: it holds nothing yet.
+    """
+    path, own = Path(config.output) / CONFIG_NAME, config.model_dump(mode="json")
+    before = read_config(path, ()) if path.is_file() else {}
+    same = all(before.get(name) == own[name] for name in ("target", "start", "data"))
+    return before if same or Checkpoints(path.parent).steps() else {}
 
 
 def _features(config: FitConfig, decoder: Decoder, counted: _Counted) -> dict[str, Any] | None:

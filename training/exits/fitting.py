@@ -14,6 +14,7 @@ from selfspec import DEMO_MODEL, SelfSpecModel
 from selfspec.config import StrictConfig
 from selfspec.decoder.checkpoints import load_causal_lm, load_config, load_tokenizer
 from selfspec.heads import CARD_NAME, ExitHead, heads_card, save_heads
+from selfspec.heads.files import replace_text
 from selfspec.heads.hub import DEMO
 
 from ..data import Blocks, Mixture, SourceConfig, pack, tokenize
@@ -143,7 +144,7 @@ class FitConfig(StrictConfig):
 def write_heads(
     config: FitConfig, heads: Sequence[ExitHead], spec: SelfSpecModel, fitted_by: Path
 ) -> Path:
-    """Save heads, their card and the config of the fit, atomically.
+    """Save heads, their card and the config of the fit, atomically, in a new folder.
 
     Args:
         config: the fit.
@@ -154,12 +155,23 @@ def write_heads(
     told = fitted_by.read_text(encoding="utf-8")
 
     def fill(folder: Path) -> None:
-        save_heads(heads, spec.decoder, folder, stored_dtype(config))
-        (folder / CARD_NAME).write_text(heads_card(heads, config.target), encoding="utf-8")
+        _write_into(folder, config, heads, spec)
         (folder / FIT_NAME).write_text(told, encoding="utf-8")
 
     write_folder(config.folder, fill)
     return config.folder
+
+
+def rewrite_heads(config: FitConfig, heads: Sequence[ExitHead], spec: SelfSpecModel) -> None:
+    """Save measured heads and their card anew; what else is in the folder, as a profile, stays."""
+    _write_into(config.folder, config, heads, spec)
+
+
+def _write_into(
+    folder: Path, config: FitConfig, heads: Sequence[ExitHead], spec: SelfSpecModel
+) -> None:
+    save_heads(heads, spec.decoder, folder, stored_dtype(config))
+    replace_text(folder / CARD_NAME, heads_card(heads, config.target))
 
 
 def stored_dtype(config: FitConfig) -> torch.dtype | None:

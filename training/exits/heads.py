@@ -11,14 +11,7 @@ from torch import Tensor
 
 from selfspec.config import JsonObject, StrictConfig
 from selfspec.decoder import Decoder
-from selfspec.heads import (
-    ExitHead,
-    build_head,
-    check_distinct,
-    head_class,
-    load_heads,
-    read_heads,
-)
+from selfspec.heads import ExitHead, build_head, check_distinct, head_class, load_heads
 
 from ..data import Blocks
 
@@ -122,14 +115,14 @@ def frequent_tokens(text: Sequence[Blocks], vocab_size: int, count: int) -> Tens
 
 
 def saved_configs(decoder: Decoder, folder: str) -> list[JsonObject]:
-    """`HeadConfig`s, as plain values, of the heads in `folder`; the target needs no weights."""
+    """`HeadConfig`s, as plain values, of the heads in `folder`; raises as `load_heads` does."""
     return [
         {
             "kind": head.kind,
             "exit_layer": head.exit_layer,
             "vocab_size": 0 if head.vocab_ids is None else len(head.vocab_ids),
         }
-        for head in read_heads(decoder, folder)
+        for head in load_heads(decoder, folder)
     ]
 
 

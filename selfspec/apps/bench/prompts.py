@@ -138,9 +138,8 @@ def render_chat(
     """
     check_template(tokenizer)
     template = _at_noon(tokenizer.get_chat_template(tools=tools))
-    said = map(_in_parts, messages) if _takes_parts(tokenizer, template) else messages
     text = tokenizer.apply_chat_template(
-        list(said),
+        as_shown(tokenizer, messages, template),
         tools=tools,
         documents=documents,
         chat_template=template,
@@ -149,6 +148,14 @@ def render_chat(
         **(chat_template_kwargs or {}),
     )
     return str(text)
+
+
+def as_shown(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Any], template: str | None = None
+) -> list[Any]:
+    """Messages in the form of which a template, the tokenizer's by default, shows the content."""
+    takes_parts = _takes_parts(tokenizer, template or tokenizer.get_chat_template())
+    return [_in_parts(message) for message in messages] if takes_parts else list(messages)
 
 
 def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
@@ -163,7 +170,8 @@ _TAKES_PARTS: dict[str, bool] = {}  # by template
 def _takes_parts(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     """Whether a template shows contents only as lists of parts, as those of image models do."""
     if template not in _TAKES_PARTS:
-        message = {"role": "user", "content": "selfspec"}
+        plain = {"role": "user", "content": "selfspec"}
+        parts = _in_parts(plain)
 
         def shows(message: dict[str, Any]) -> bool:
             try:
@@ -172,9 +180,10 @@ def _takes_parts(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
                 )
             except Exception:  # a template is a program of its own
                 return False
-            return "selfspec" in str(told)
+            # One that takes text, but not all of it, writes a list as Python does.
+            return "selfspec" in str(told).replace(str(parts["content"]), "")
 
-        _TAKES_PARTS[template] = not shows(message) and shows(_in_parts(message))
+        _TAKES_PARTS[template] = not shows(plain) and shows(parts)
     return _TAKES_PARTS[template]
 
 

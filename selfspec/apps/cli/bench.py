@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import sys
 from collections.abc import Mapping, Sequence, Sized
@@ -80,7 +81,7 @@ class Compared:
         from selfspec.apps.bench.config import BenchConfig
         from selfspec.config import load_config
 
-        chosen = [] if self.shape is None else [f"shape={self.shape}"]
+        chosen = [] if self.shape is None else [f"shape={json.dumps(self.shape)}"]
         chosen += [] if self.acceptance is None else [f"acceptance=[{self.acceptance}]"]
         return load_config(BenchConfig, self.config, [*(self.fields or ()), *chosen])
 

@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from selfspec.apps.bench.prompts import as_shown
 from selfspec.config import DraftConfig, JsonObject, Options
 from selfspec.generation.stopping import StopOnRequest
 from selfspec.model import SelfSpecModel
@@ -39,9 +40,8 @@ def encode_turns(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]]
 ) -> list[int]:
     """Token ids of messages in the chat template, up to the reply to the last."""
-    ids: Any = tokenizer.apply_chat_template(
-        list(messages), add_generation_prompt=True, return_dict=False
-    )
+    shown = as_shown(tokenizer, messages)
+    ids: Any = tokenizer.apply_chat_template(shown, add_generation_prompt=True, return_dict=False)
     return list(ids)
 
 
@@ -54,8 +54,11 @@ def first_turn(prompt: str, system: str | None) -> list[dict[str, str]]:
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The special token with which the chat template ends a reply; `None` if it has none."""
     said = "word"
-    chat = _message("user", said) + _message("assistant", said)
-    text = str(tokenizer.apply_chat_template(chat, tokenize=False))
+    chat = as_shown(tokenizer, _message("user", said) + _message("assistant", said))
+    try:
+        text = str(tokenizer.apply_chat_template(chat, tokenize=False))
+    except Exception:  # a template is a program of its own, and may want more than this
+        return None
     behind = text.rpartition(said)[2].lstrip()
     first = next(iter(tokenizer(behind, add_special_tokens=False).input_ids), None)
     added = tokenizer.added_tokens_decoder

@@ -132,7 +132,8 @@ def measure(
     if not (folder / "config.yaml").is_file():
         raise FileNotFoundError(f"no fit in {folder}; give the folder that selfspec fit wrote")
     config = _training("exits.fitting").FitConfig
-    settings = load_config(config, folder / "config.yaml", [f"output={folder}", *keys])
+    own = f"output={json.dumps(str(folder))}"  # quoted: YAML reads the name 2026 as a number
+    settings = load_config(config, folder / "config.yaml", [own, *keys])
     quiet_transformers()
     _training("measure_heads").measure_heads(settings)
     console.answer(_result(settings))
