@@ -28,12 +28,18 @@ class EvaluateConfig(StrictConfig):
 
 
 def evaluate(config: EvaluateConfig) -> dict[str, float]:
-    """Bits per byte by domain, in float32."""
+    """Bits per byte by domain, in float32.
+
+    Raises:
+        ValueError: there is no text, or a domain has not one window of it.
+    """
+    if not config.held_out.sources:
+        raise ValueError("held_out.sources is empty; give the text to measure the model on")
     source = DEMO_MODEL if config.target == "demo" else config.target
-    tokenizer = load_tokenizer(source)
+    read = config.held_out.read(load_tokenizer(source))  # fail now, before the weights are loaded
     model = load_causal_lm(source, dtype="float32")
     console, figures = Console(highlight=False), {}
-    for domain, windows in config.held_out.read(tokenizer).items():
+    for domain, windows in read.items():
         figures[domain] = windows.measure(model)
         size = "{} windows of {} tokens".format(*windows.tokens.shape)
         console.print(f"{domain}: {figures[domain]:.4f} bits per byte ({size})", markup=False)

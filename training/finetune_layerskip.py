@@ -190,6 +190,11 @@ def make_model(config: FinetuneConfig) -> PreTrainedModel:
             "checkpoint that it was quantized from"
         )
     model = load_causal_lm(config.model, dtype=torch.float32)
+    if getattr(model, "peft_config", None):
+        raise ValueError(
+            f"{config.model} holds an adapter, and LayerSkip writes the weights of a whole model; "
+            "give one into which it was merged (merge_and_unload)"
+        )
     if config.lora:
         torch.manual_seed(config.loop.seed)
         add_adapters(model, config.lora)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -24,12 +25,14 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.utils.import_utils import is_gguf_available, is_kernels_available
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from selfspec.config import Options
 
 GGUF = ".gguf"
 # Options of `from_pretrained` with which a folder needs no config.json of its own.
 _ELSEWHERE = {"config", "gguf_file", "subfolder"}
+_BASE = "base_model_name_or_path"  # in the config of an adapter
 # Options of `from_pretrained` that a config is found by.
 _OF_CONFIG = {
     *("cache_dir", "force_download", "local_files_only", "subfolder"),
@@ -97,7 +100,7 @@ def _named(path: str | Path) -> tuple[str | Path, dict[str, object]]:
 
 
 def load_config(path: str | Path) -> PreTrainedConfig:
-    """Load a checkpoint's config.
+    """Load a checkpoint's config; that of an adapter is the config of the model it was made for.
 
     Raises:
         ImportError: it is a GGUF file, and the package `gguf` is not installed.
@@ -106,8 +109,22 @@ def load_config(path: str | Path) -> PreTrainedConfig:
     _, named = _named(path)
     if named:
         return copy.deepcopy(_config_of_gguf(Path(path), Path(path).stat().st_mtime_ns))
+    path = _base_of(path)
     with _named_in_errors(path):
         return AutoConfig.from_pretrained(path)
+
+
+def _base_of(path: str | Path) -> str | Path:
+    """The checkpoint that an adapter was made for, as transformers finds it; another is its own.
+
+    Raises:
+        FileNotFoundError: it is a folder that is not there.
+    """
+    has_config = (Path(path) / "config.json").is_file()
+    file = None if has_config else find_adapter_config_file(str(path))
+    if file is None:
+        return path
+    return find_checkpoint(json.loads(Path(file).read_text(encoding="utf-8"))[_BASE])
 
 
 @lru_cache(maxsize=1)  # transformers' reader takes half a minute for a vocabulary of 262,144
@@ -144,11 +161,13 @@ def _auto_class(
 ) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
     """The class that loads a checkpoint."""
     config = options.get("config")
+    if config is None:
+        source = _base_of(source)
     if not isinstance(config, PreTrainedConfig):
         found_by = {name: value for name, value in options.items() if name in _OF_CONFIG}
         try:
             config = AutoConfig.from_pretrained(source if config is None else config, **found_by)
-        except (OSError, ValueError):  # a folder with an adapter or a GGUF file
+        except (OSError, ValueError):  # a folder with a GGUF file
             return AutoModelForCausalLM
     return auto_class(config)
 

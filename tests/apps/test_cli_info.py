@@ -1,11 +1,14 @@
 """`selfspec info`: facts that are those of the model."""
 
+import json
 import shutil
 
 import pytest
 import torch
 import transformers
 from cli_tools import call, one_object
+from peft import LoraConfig, get_peft_model
+from transformers import AutoTokenizer
 
 from selfspec import DEMO_MODEL, DraftConfig, SelfSpecModel
 from selfspec.apps.bench import forecast
@@ -44,6 +47,28 @@ def test_info_needs_no_weights_and_says_the_same_with_them(folder, monkeypatch):
     assert one_object(call(*common)) == without
     gains = without["fitting"]["speedups"]
     assert 0 < gains["200000"] < gains["1000000"] < gains["5000000"]
+
+
+def test_info_of_an_adapter_is_that_of_the_model_with_it(folder, tmp_path):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    config = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
+    found = one_object(call("info", "--model", tmp_path / "adapter", "--json"))
+    with_it = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    assert (
+        found["parameters"]
+        == with_it.num_parameters()
+        > one_object(call("info", "--model", folder, "--json"))["parameters"]
+    )
+
+
+def test_a_folder_that_an_adapter_names_and_is_not_there_is_named(folder, tmp_path):
+    facts = {"peft_type": "LORA", "base_model_name_or_path": str(tmp_path / "gone")}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(facts))
+    for command in ("info",), ("check", "--max-new-tokens", 4):
+        AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
+        result = call(*command, "--model", tmp_path, code=1)
+        assert f"no model folder at {tmp_path / 'gone'}" in " ".join(result.stderr.split())
 
 
 def test_info_lists_heads(folder, tmp_path):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import VOCAB, gates, tiny_llama
 from families import build
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
@@ -369,6 +370,15 @@ def test_a_quantized_checkpoint_is_refused(experiment, tmp_path):
     path.write_text(json.dumps(config))
     with pytest.raises(ValueError, match="is quantized"):
         finetune(FinetuneConfig(**experiment))
+
+
+def test_an_adapter_is_refused(experiment, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "old")
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear"))
+    adapted.save_pretrained(tmp_path / "adapter")
+    AutoTokenizer.from_pretrained(tmp_path / "old").save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match="holds an adapter"):
+        finetune(FinetuneConfig(**experiment | {"model": str(tmp_path / "adapter")}))
 
 
 def test_there_has_to_be_text_to_compare_on(experiment):

@@ -12,10 +12,11 @@ from conftest import VOCAB, tiny_llama
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from selfspec.apps.bench.prompts import clean_prose
+from training import evaluate
 from training.data import Document, Mixture, SourceConfig, collate, pack, read_texts, tokenize
 from training.data.chats import BadRecord, chat_documents, read_chat
 from training.data.sources import find_files
-from training.language.task import LanguageModelling, held_out_windows, model_inputs
+from training.language.task import HeldOut, LanguageModelling, held_out_windows, model_inputs
 from training.loop.loop import LoopConfig
 
 TEMPLATE = (
@@ -573,3 +574,12 @@ def test_bits_per_byte_of_a_model_that_knows_nothing(tmp_path, tokenizer):
     expected = 3 * 7 * 6 / windows.num_bytes  # six bits say which of 64 tokens
     assert figures["bpb_sea"] == figures["bits_per_byte"] == pytest.approx(expected)
     assert LanguageModelling(model, {}).evaluate() == {}
+
+
+def test_evaluate_loads_no_weights_without_text_to_measure_on(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluate, "load_causal_lm", lambda *_, **__: pytest.fail("loaded"))
+    short = {"a": {"files": [write(tmp_path / "a.txt", "the sea")]}}
+    for sources, message in ({}, "sources is empty"), (short, "does not hold one window"):
+        config = evaluate.EvaluateConfig(target=folder, held_out=HeldOut(sources=sources))
+        with pytest.raises(ValueError, match=message):
+            evaluate.evaluate(config)

@@ -46,13 +46,16 @@ def info(
     ] = None,
 ) -> None:
     """Describe a target and its heads: shape, memory, and the default draft."""
+    from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
+
     from selfspec.decoder.checkpoints import folder_of, load_config
     from selfspec.heads import CONFIG_NAME, ships_head
     from selfspec.schedule.profile import PROFILE_NAME, cached_profiles
 
     name, path = resolve(source.model)
     config = load_config(path)
-    beside = any((Path(folder_of(path)) / file).is_file() for file in (CONFIG_NAME, PROFILE_NAME))
+    more = (CONFIG_NAME, PROFILE_NAME, ADAPTER_CONFIG_NAME)
+    beside = any((Path(folder_of(path)) / file).is_file() for file in more)
     depth = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
     has_head = depth is not None and ships_head(path, depth)
     # Which of the profiles is valid, the weights tell.
