@@ -26,7 +26,8 @@ import torch
 from benchmarks.common import console, load, new_tokens, parser, share_equal, take_turns
 from selfspec import SelfSpecModel, TextStore
 from selfspec.apps.bench.config import PromptSetConfig
-from selfspec.apps.bench.prompts import encode_chat, read_prompts
+from selfspec.apps.bench.prompts import read_prompts
+from selfspec.apps.chat_templates import encode_chat
 from selfspec.decoder.checkpoints import load_tokenizer
 
 BARS = {"questions again": 2.0, "edits": 1.5}

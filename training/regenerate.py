@@ -13,7 +13,7 @@ from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
 from selfspec import DEMO_MODEL, DraftConfig, SelfSpecModel
-from selfspec.apps.cli.conversation import turn_stops
+from selfspec.apps.chat_templates import turn_stops
 from selfspec.config import StrictConfig
 from selfspec.decoder.checkpoints import load_tokenizer
 from selfspec.heads.files import check_free, read_lines, refuse_changes

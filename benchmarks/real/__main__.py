@@ -35,8 +35,8 @@ from benchmarks.real.ratios import LLAMA, bars, grids, speeds
 from benchmarks.stages import Found, Stage, run_stages
 from selfspec import SelfSpecModel
 from selfspec.apps.bench.config import BenchConfig, PromptSetConfig
-from selfspec.apps.bench.prompts import encode_chat
 from selfspec.apps.bench.results import Grid, number
+from selfspec.apps.chat_templates import encode_chat
 from selfspec.apps.cli.bench import run_bench
 from selfspec.apps.cli.common import quiet_transformers
 from selfspec.apps.smollm2 import HEADS, fetch_checkpoint

@@ -42,12 +42,12 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
     if not isinstance(inner, PreTrainedModel):
         raise TypeError(
             f"model must be a transformers PreTrainedModel, got {type(model).__name__}"
-            f"{_where_one_is(model)}"
+            f"{_what_to_pass(model)}"
         )
     return inner
 
 
-def _where_one_is(given: object) -> str:
+def _what_to_pass(given: object) -> str:
     """What to pass instead of a path, or of a module around a model."""
     if isinstance(given, (str, Path)):
         return "; SelfSpecModel.from_pretrained loads one"

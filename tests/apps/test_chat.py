@@ -81,11 +81,9 @@ def test_with_a_template_turns_are_messages(converse, system):
 def test_a_template_that_reads_contents_in_parts_gets_them_so(converse):
     """As those of image models do: it would show nothing of a string."""
     shown = "{{ m.content | map(attribute='text') | join }}"
-    plain, parts = (
-        converse(TEMPLATE, system="a man"),
-        TEMPLATE.replace("{{ m.content | trim }}", shown),
-    )
+    parts = TEMPLATE.replace("{{ m.content | trim }}", shown)
     assert parts != TEMPLATE
+    plain = converse(TEMPLATE, system="a man")
     texts = [plain.say(said).text for said in SAID[:2]]
     talk = converse(parts, system="a man")
     assert [talk.say(said).text for said in SAID[:2]] == texts and talk.tokens == plain.tokens

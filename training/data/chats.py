@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.apps.bench.prompts import render_chat
+from selfspec.apps.chat_templates import render_chat
 
 Message = dict[str, Any]
 

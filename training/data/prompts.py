@@ -10,7 +10,8 @@ import numpy as np
 from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.apps.bench.prompts import check_template, evenly
+from selfspec.apps.bench.prompts import evenly
+from selfspec.apps.chat_templates import check_template
 from selfspec.config import StrictConfig
 
 from . import SourceConfig, read_texts

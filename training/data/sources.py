@@ -17,7 +17,8 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import Self
 
-from selfspec.apps.bench.prompts import check_template, clean_prose
+from selfspec.apps.bench.prompts import clean_prose
+from selfspec.apps.chat_templates import check_template
 from selfspec.config import StrictConfig
 from selfspec.records import Form, Record, read_records, without_nulls
 

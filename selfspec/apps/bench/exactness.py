@@ -18,7 +18,8 @@ from torch import Tensor
 
 from selfspec.apps.bench.config import MethodConfig
 from selfspec.apps.bench.prompts import Batch
-from selfspec.apps.bench.run import make_method, stop_ids
+from selfspec.apps.bench.run import make_method
+from selfspec.apps.chat_templates import stop_ids
 from selfspec.apps.display.divergence import Divergence, first_divergence, next_scores
 from selfspec.config import DraftConfig, JsonObject, Options
 from selfspec.model import SelfSpecModel

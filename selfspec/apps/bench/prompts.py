@@ -8,10 +8,9 @@ import random
 import re
 import sysconfig
 from collections.abc import Iterator, Sequence
-from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,8 +18,9 @@ from transformers import PreTrainedTokenizerBase
 
 from selfspec import DEMO_MODEL
 from selfspec.apps.bench.config import PromptSetConfig
+from selfspec.apps.chat_templates import encode_chat
 from selfspec.apps.display.demo import load_prompts
-from selfspec.config import JsonObject, Options
+from selfspec.config import JsonObject
 from selfspec.records import sound_fields
 
 ItemT = TypeVar("ItemT")
@@ -106,12 +106,6 @@ def _asked(
     return encode_chat(tokenizer, messages)
 
 
-def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Any]) -> list[int]:
-    """Token ids of a rendered chat, up to the assistant's turn; raises as `render_chat`."""
-    rendered = render_chat(tokenizer, messages)
-    return tokenizer(rendered, add_special_tokens=False, verbose=False).input_ids
-
-
 # Questions
 
 
@@ -122,93 +116,6 @@ def _records(config: PromptSetConfig) -> Iterator[JsonObject]:
     for record in sound_fields(path, "records"):
         if config.reader != "mbpp" or record.get("task_id", 11) in _MBPP_TEST:
             yield record | {"turn": (record.get("turns") or [None])[0]}
-
-
-def render_chat(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Any],
-    reply_next: bool = True,
-    tools: list[Any] | None = None,
-    documents: list[Any] | None = None,
-    chat_template_kwargs: Options | None = None,
-) -> str:
-    """A chat in the tokenizer's template, whose variables are as in `apply_chat_template`.
-
-    With `reply_next`, the assistant's turn is open. Raises ValueError if there is no template.
-    """
-    check_template(tokenizer)
-    template = _at_noon(tokenizer.get_chat_template(tools=tools))
-    text = tokenizer.apply_chat_template(
-        as_shown(tokenizer, messages, template),
-        tools=tools,
-        documents=documents,
-        chat_template=template,
-        tokenize=False,
-        add_generation_prompt=reply_next,
-        **(chat_template_kwargs or {}),
-    )
-    return str(text)
-
-
-def as_shown(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Any], template: str | None = None
-) -> list[Any]:
-    """Messages in the form of which a template, the tokenizer's by default, shows the content."""
-    takes_parts = _takes_parts(tokenizer, template or tokenizer.get_chat_template())
-    return [_in_parts(message) for message in messages] if takes_parts else list(messages)
-
-
-def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """A message with its content as a list of parts."""
-    text = message.get("content")
-    return {**message, "content": [{"type": "text", "text": text}]} if text else message
-
-
-_TAKES_PARTS: dict[str, bool] = {}  # by template
-
-
-def _takes_parts(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
-    """Whether a template shows contents only as lists of parts, as those of image models do."""
-    if template not in _TAKES_PARTS:
-        plain = {"role": "user", "content": "selfspec"}
-        parts = _in_parts(plain)
-
-        def shows(message: dict[str, Any]) -> bool:
-            try:
-                told = tokenizer.apply_chat_template(
-                    [message], chat_template=template, tokenize=False
-                )
-            except Exception:  # a template is a program of its own
-                return False
-            # One that takes text, but not all of it, writes a list as Python does.
-            return "selfspec" in str(told).replace(str(parts["content"]), "")
-
-        _TAKES_PARTS[template] = not shows(plain) and shows(parts)
-    return _TAKES_PARTS[template]
-
-
-_MOMENT = datetime(2026, 1, 1, 12)
-_DIRECTIVES = [*"aAbBcdfHIjmMpSUwWxXyYzZ", "-d", "-m", "-H", "-I"]
-
-
-def _at_noon(template: str) -> str:
-    """A chat template in which the time stands still, so that a text is the same in every run."""
-    if "strftime_now" not in template:
-        return template
-    words = {f"%{name}": _MOMENT.strftime(f"%{name}") for name in _DIRECTIVES}
-    told = "".join(f" | replace({name!r}, {word!r})" for name, word in words.items())
-    macro = "{% macro strftime_now(format) %}{{ format" + told + " }}{% endmacro %}"
-    # Behind an expression, unlike behind a block, jinja leaves a line feed as it is.
-    return macro + "{{ '' }}" + template
-
-
-def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ValueError if the tokenizer has no chat template."""
-    if tokenizer.chat_template is None:
-        raise ValueError(
-            f"the tokenizer has no chat template ({type(tokenizer).__name__}); set "
-            "tokenizer.chat_template and save it, or take plain text"
-        )
 
 
 def evenly(items: Sequence[ItemT], count: int) -> list[ItemT]:

@@ -21,6 +21,7 @@ from transformers import ContinuousBatchingConfig, PreTrainedModel, PreTrainedTo
 from selfspec.apps.bench.config import PEER_OPTIONS, BenchConfig, MethodConfig, ModeConfig
 from selfspec.apps.bench.planted import GreedyTexts, generate_planted
 from selfspec.apps.bench.prompts import Batch, make_batches, read_prompts
+from selfspec.apps.chat_templates import stop_ids
 from selfspec.config import JsonObject, Options
 from selfspec.decoder import CACHE
 from selfspec.decoder.checkpoints import find_checkpoint, load_causal_lm
@@ -168,12 +169,6 @@ def make_method(
         model: Any = load_causal_lm(path, dtype=spec.decoder.dtype)
         options["assistant_model"] = model.to(spec.decoder.device)
     return partial(_generate, spec, options)
-
-
-def stop_ids(spec: SelfSpecModel) -> list[int]:
-    """Stop tokens."""
-    stops = spec.causal_lm.generation_config.eos_token_id
-    return stops if isinstance(stops, list) else [] if stops is None else [stops]
 
 
 def _texts(spec: SelfSpecModel, output: Tensor, width: int) -> list[list[int]]:

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from selfspec.apps.bench.prompts import as_shown
+from selfspec.apps.chat_templates import encode_turns, one_message, stop_ids, turn_stops
 from selfspec.config import DraftConfig, JsonObject, Options
 from selfspec.generation.stopping import StopOnRequest
 from selfspec.model import SelfSpecModel
@@ -34,44 +34,6 @@ class Turn:
     def to_dict(self) -> JsonObject:
         """Everything, as plain values."""
         return {**vars(self), "stats": self.stats.to_dict()}
-
-
-def encode_turns(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]]
-) -> list[int]:
-    """Token ids of messages in the chat template, up to the reply to the last."""
-    shown = as_shown(tokenizer, messages)
-    ids: Any = tokenizer.apply_chat_template(shown, add_generation_prompt=True, return_dict=False)
-    return list(ids)
-
-
-def first_turn(prompt: str, system: str | None) -> list[dict[str, str]]:
-    """The messages up to the first reply."""
-    before = [] if system is None else _message("system", system)
-    return before + _message("user", prompt)
-
-
-def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The special token with which the chat template ends a reply; `None` if it has none."""
-    said = "word"
-    chat = as_shown(tokenizer, _message("user", said) + _message("assistant", said))
-    try:
-        text = str(tokenizer.apply_chat_template(chat, tokenize=False))
-    except Exception:  # a template is a program of its own, and may want more than this
-        return None
-    behind = text.rpartition(said)[2].lstrip()
-    first = next(iter(tokenizer(behind, add_special_tokens=False).input_ids), None)
-    added = tokenizer.added_tokens_decoder
-    return first if first in added and added[first].special else None
-
-
-def turn_stops(spec: SelfSpecModel, tokenizer: PreTrainedTokenizerBase) -> Options:
-    """Options of `generate` with which a reply ends where the chat template ends a turn.
-
-    Checkpoints' generation configs do not always name that token.
-    """
-    stops, end = _ids(spec.generation_config.eos_token_id), end_of_turn(tokenizer)
-    return {} if end is None or end in stops else {"eos_token_id": [*stops, end]}
 
 
 class Conversation:
@@ -112,7 +74,7 @@ class Conversation:
 
     def reset(self) -> None:
         """Forget every turn."""
-        self.messages = [] if self.system is None else _message("system", self.system)
+        self.messages = [] if self.system is None else one_message("system", self.system)
         self.tokens: list[int] = []
         self._read: list[int] = []  # tokens in the KV cache, including those of a failed reply
         self.cache.reset()
@@ -149,17 +111,17 @@ class Conversation:
         self.tokens = self._read = output.sequences[0].tolist()
         reply = self.tokenizer.decode(self.tokens[len(text) :], skip_special_tokens=True)
         assert isinstance(reply, str)  # one sequence in, one text out
-        self.messages += _message("user", prompt) + _message("assistant", reply)
+        self.messages += one_message("user", prompt) + one_message("assistant", reply)
         return Turn(prompt, reply, stopping.said, len(text), cached, output.stats)
 
     def _with(self, prompt: str) -> list[int]:
         """Token ids up to the reply to `prompt`."""
         if self.templated:
-            return encode_turns(self.tokenizer, self.messages + _message("user", prompt))
+            return encode_turns(self.tokenizer, self.messages + one_message("user", prompt))
         if not self.tokens:
             return self.tokenizer(prompt).input_ids
         written = self.tokenizer.decode(self.tokens)
-        ended = self.tokens[-1] in _ids(self.spec.causal_lm.generation_config.eos_token_id)
+        ended = self.tokens[-1] in stop_ids(self.spec)
         line = prompt if ended or str(written).endswith("\n") else f"\n{prompt}"
         return self.tokens + self.tokenizer(line, add_special_tokens=False).input_ids
 
@@ -190,11 +152,3 @@ class Conversation:
             return 0
         self.cache.crop(kept - self.cache.lengths[0])
         return kept
-
-
-def _message(role: str, content: str) -> list[dict[str, str]]:
-    return [{"role": role, "content": content}]
-
-
-def _ids(tokens: int | list[int] | None) -> list[int]:
-    return [tokens] if isinstance(tokens, int) else tokens or []

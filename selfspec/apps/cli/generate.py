@@ -97,7 +97,7 @@ class Asking:
         """Token ids of a prompt."""
         if not self.chat:
             return tokenizer(prompt).input_ids
-        from selfspec.apps.cli.conversation import encode_turns, first_turn
+        from selfspec.apps.chat_templates import encode_turns, first_turn
 
         return encode_turns(tokenizer, first_turn(prompt, self.system))
 
@@ -105,7 +105,7 @@ class Asking:
         """Makes the options of `generate` with which one call ends with its turn, in the schema."""
         stops: Options = {}
         if self.chat:
-            from selfspec.apps.cli.conversation import turn_stops
+            from selfspec.apps.chat_templates import turn_stops
 
             stops = turn_stops(target.spec, target.tokenizer)
         if self.json_schema is None:

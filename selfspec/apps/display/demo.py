@@ -28,6 +28,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from selfspec import DEMO_MODEL
+from selfspec.apps.chat_templates import encode_turns, first_turn
 from selfspec.apps.display.divergence import Divergence, first_divergence
 from selfspec.apps.display.plots import read_exits
 from selfspec.config import DraftConfig, JsonObject, Options, StrictConfig
@@ -210,9 +211,7 @@ class Comparison:
 def _encoded(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool) -> Tensor:
     if not chat:
         return tokenizer(prompt, return_tensors="pt")["input_ids"]  # pyright: ignore
-    turns = [{"role": "user", "content": prompt}]
-    options: Options = {"add_generation_prompt": True, "return_dict": True}
-    return tokenizer.apply_chat_template(turns, return_tensors="pt", **options)["input_ids"]  # pyright: ignore
+    return torch.tensor([encode_turns(tokenizer, first_turn(prompt, None))])
 
 
 RunT = TypeVar("RunT")
