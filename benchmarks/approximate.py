@@ -24,6 +24,7 @@ from transformers.cache_utils import DynamicCache
 from benchmarks.common import console, new_tokens, parser, share_equal, take_turns
 from selfspec import DraftConfig, SelfSpecModel
 from selfspec.apps.bench.results import Grid
+from selfspec.decoder import CACHE
 from selfspec.decoder.checkpoints import load_causal_lm, load_tokenizer
 from selfspec.schedule.stats import Stats
 
@@ -51,9 +52,10 @@ class LongText:
     def __init__(self, spec: SelfSpecModel, ids: Tensor, new: int, clock: Callable[[], float]):
         self.spec, self.ids, self.new, self.clock = spec, ids, new, clock
         self.cache = DynamicCache(config=spec.decoder.config)
+        given: dict[str, Any] = {CACHE: self.cache, "logits_to_keep": 1}
         with torch.inference_mode():
             for block in ids[:, :-1].split(512, dim=1):
-                spec.causal_lm(block, past_key_values=self.cache, logits_to_keep=1)
+                spec.causal_lm(block, **given)
 
     def run(self, draft: DraftConfig, new: int | None = None) -> Run:
         """Continue the prompt; the time of the first token, which copies the cache, is left out."""
