@@ -100,6 +100,7 @@ def main() -> int:
     """Run it; returns the exit code."""
     made = parser(__doc__)
     made.add_argument("--questions", type=int, default=8)
+    made.add_argument("--data", help="file of GSM8K's questions; default: 16 in the package")
     made.add_argument("--edits", type=int, default=10)
     made.add_argument("--max-new-tokens", type=int, default=64)
     made.add_argument("--drafts", type=int, default=100_000)
@@ -109,7 +110,9 @@ def main() -> int:
     good = measure_store(given.drafts, given.texts)
     spec, tokenizer = load(given), load_tokenizer(given.model)
     chat = tokenizer.chat_template is not None
-    maths = PromptSetConfig(name="maths", reader="gsm8k", count=given.questions, chat=chat)
+    maths = PromptSetConfig(
+        name="maths", reader="gsm8k", path=given.data, count=given.questions, chat=chat
+    )
     asked = read_prompts(maths, tokenizer)
     rewritten = [
         encode_chat(tokenizer, [{"role": "user", "content": text}])
