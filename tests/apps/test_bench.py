@@ -529,6 +529,8 @@ def test_peak_memory_is_that_of_the_call():
     [
         ({"methods": [{**OURS, "peer": "plain"}]}, "has a `draft` or a `peer`, not both"),
         ({"methods": [{"name": "x", "peer": "plan"}]}, "methods.0.peer"),
+        ({"methods": [{"name": "x", "draft": "tre"}]}, "methods.0.draft: unknown drafter: 'tre'"),
+        ({"methods": [{"name": "x", "draft": {"head": "fusd"}}]}, "did you mean 'fused'?"),
         ({"methods": [{**PEERS[1], "options": {"max_ngram": 2}}]}, "did you mean 'max_matching"),
         ({"methods": [{"name": "x", "peer": "assistant_model"}]}, "needs options.assistant_model"),
         ({"methods": [OURS, OURS]}, "two are named 'ours'"),

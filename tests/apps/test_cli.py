@@ -247,6 +247,21 @@ def test_every_command_says_what_is_wrong_in_one_line(line, says, folder, tmp_pa
     assert says in result.stderr
 
 
+@pytest.mark.parametrize("command", ["app", "chat", "check", "demo", "generate a"])
+@pytest.mark.parametrize(
+    ("draft", "says"),
+    [
+        ("eerly_exit", "unknown drafter: 'eerly_exit'; did you mean 'early_exit'?"),
+        ("head=fusd", "unknown head kind: 'fusd'; did you mean 'fused'?"),
+        ("tree --draft schedule=optimal", "'tree' does not use it"),
+    ],
+)
+def test_a_draft_that_no_model_makes_is_refused_before_the_model_is_read(command, draft, says):
+    result = call(*f"{command} --model ./none --draft {draft}".split(), code=1)
+    assert re.fullmatch(r"selfspec: overrides: draft: .*\n", result.stderr)
+    assert says in result.stderr
+
+
 @pytest.mark.parametrize(
     "line",
     [
