@@ -203,7 +203,7 @@ def _speculate(
         stats, trace = spec.last_stats, spec.last_trace
     else:
         assert texts is not None and config.draft is not None
-        text = texts(batch)  # not timed
+        text = texts(batch, options)  # not timed
         arrivals = Arrivals()
         output, session = generate_planted(
             spec, config.draft, batch, text, config.acceptance, seed, streamer=arrivals, **options
@@ -483,7 +483,7 @@ class Bench:
         self.methods: dict[str, Write] = dict(others or {})
         self.bandwidth: float | None = None  # bytes per second of reading memory, if measured
         self.measured: JsonObject = {}  # for the report; may differ when a run is resumed
-        texts = GreedyTexts(spec, {**self.options(config.modes[0]), "do_sample": False})
+        texts = GreedyTexts(spec, config.max_new_tokens)
         for method in config.methods:
             if method.name in self.methods:
                 continue
