@@ -31,6 +31,7 @@ from selfspec.model import SelfSpecModel
 from selfspec.schedule.stats import Round
 
 _PROCESS = Path("/proc/self")
+_IDENTITY = "bench.json"  # in a folder of runs
 
 
 class Memory(NamedTuple):
@@ -379,14 +380,24 @@ class RunFile:
 
 
 def _claim(folder: Path, identity: JsonObject) -> None:
-    path, text = folder / "bench.json", json.dumps(identity, indent=2) + "\n"
-    if not path.is_file():
-        return replace_text(path, text)
-    about, remedy = (
-        f"{folder} holds the runs of a benchmark",
-        "give another --output, or remove the folder",
-    )
-    refuse_changes(read_object(path), json.loads(text), about, remedy)
+    refuse_another(folder, identity)
+    replace_text(folder / _IDENTITY, json.dumps(identity, indent=2) + "\n")
+
+
+def refuse_another(folder: Path, identity: JsonObject) -> None:
+    """Raise ValueError if a folder holds runs of a benchmark that differs in a part of `identity`.
+
+    Methods are compared in turns, so that those of another benchmark cannot be added to its runs.
+    """
+    path = folder / _IDENTITY
+    if path.is_file():
+        saved, given = read_object(path), json.loads(json.dumps(identity))
+        refuse_changes(
+            {part: saved.get(part) for part in given},
+            given,
+            f"{folder} holds the runs of a benchmark",
+            "give another --output, or remove the folder",
+        )
 
 
 def reason(error: Exception) -> str:
