@@ -176,6 +176,11 @@ def test_python_says_what_is_wrong_with_a_folder_as_the_commands_do(name, says, 
         ({"head": "heads"}, TypeError, "unknown option of .*'head'; did you mean 'heads'?"),
         ({"kernel": "eager"}, TypeError, "did you mean 'kernels'?"),
         ({"kernels": "compile"}, ValueError, "kernels must be one of"),
+        (
+            {"dtype": "float3"},
+            ValueError,
+            "dtype must be .auto., a torch.dtype, or .* got .float3.",
+        ),
     ],
 )
 def test_a_wrong_option_is_named_before_weights_are_read(options, error, says, folder):
