@@ -359,7 +359,7 @@ def _profiled(setup: Setup, shape: str, kernels: Kernels) -> torch.profiler.prof
     bench = ShapeBench(config.model_copy(update={"methods": (config.methods[0], wanted)}))
     batch = next(iter(bench.batches.values()))[0]
     options = bench.options(bench.config.modes[0])
-    text = GreedyTexts(bench.spec, options)(batch)
+    text = GreedyTexts(bench.spec, bench.config.max_new_tokens)(batch, options)
     assert wanted.draft is not None
     run = partial(generate_planted, bench.spec, wanted.draft, batch, text, _PLANTED, 0, **options)
     run()  # kernels are compiled and recorded

@@ -16,6 +16,7 @@ from selfspec import DEMO_MODEL, DraftConfig, SelfSpecModel
 from selfspec.apps.chat_templates import turn_stops
 from selfspec.config import StrictConfig
 from selfspec.decoder.checkpoints import load_tokenizer
+from selfspec.drafters import CheckedDraft
 from selfspec.heads.files import check_free, read_lines, refuse_changes
 
 from .data import SourceConfig
@@ -52,7 +53,7 @@ class RegenerateConfig(StrictConfig):
     target: str = "demo"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     heads: str | None = None
-    draft: DraftConfig | None = None
+    draft: CheckedDraft | None = None
     data: list[SourceConfig] = Field(min_length=1)
     prompts: PromptConfig = PromptConfig()
     new_tokens: int = Field(default=224, ge=1)

@@ -172,6 +172,10 @@ def _auto_class(
     return auto_class(config)
 
 
+def _is_dtype(name: str) -> bool:
+    return isinstance(getattr(torch, name, None), torch.dtype)
+
+
 def load_causal_lm(path: str | Path, **options: object) -> PreTrainedModel:
     """Load a checkpoint, ready to decode.
 
@@ -184,11 +188,17 @@ def load_causal_lm(path: str | Path, **options: object) -> PreTrainedModel:
     Raises:
         ImportError: it is a GGUF file, and the package `gguf` is not installed.
         OSError: there is no such checkpoint.
-        ValueError: the weights are damaged.
+        ValueError: the weights are damaged, or torch has no such dtype.
     """
+    dtype = options.get("dtype", "auto")
+    if isinstance(dtype, str) and not (dtype == "auto" or _is_dtype(dtype)):
+        raise ValueError(
+            f"dtype must be 'auto', a torch.dtype, or the name of one such as 'bfloat16', got "
+            f"{dtype!r}"
+        )
     source, named = _named(path)
     if named:
-        packed = is_kernels_available() and options.get("dtype") in ("float32", torch.float32)
+        packed = is_kernels_available() and dtype in ("float32", torch.float32)
         named["quantization_config"] = GgufConfig(dequantize=not packed)
         named["config"] = load_config(path)
     try:

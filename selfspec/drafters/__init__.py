@@ -1,6 +1,8 @@
 """Drafting strategies, one file each."""
 
-from typing import TypeVar
+from typing import Annotated, TypeVar
+
+from pydantic import AfterValidator
 
 from selfspec.config import OWN_NAME, DraftConfig, unknown_name
 from selfspec.decoder import Approximation
@@ -16,6 +18,7 @@ from selfspec.drafters.readers import LayerReader
 from selfspec.drafters.skip_sublayers import SkipSublayers
 from selfspec.drafters.tree import ExitTree
 from selfspec.drafters.two_model import TwoModel
+from selfspec.heads import head_class
 from selfspec.sampling import LOSSLESS_RULES
 
 _ALL: tuple[type[Drafter], ...] = (
@@ -71,13 +74,8 @@ def _check_complete(drafter: object) -> None:
 
 
 def make_drafter(engine: Engine, config: DraftConfig) -> Drafter:
-    """The drafter that a config names; ValueError lists the known ones."""
-    if config.drafter not in DRAFTERS:
-        if config.drafter in _RENAMED:
-            raise ValueError(f"drafter {config.drafter!r} was renamed: {_RENAMED[config.drafter]}")
-        raise ValueError(unknown_name("drafter", config.drafter, list(DRAFTERS)) + OWN_NAME)
-    if config.drafter != Plain.name:
-        _check_choices(config)
+    """The drafter that a config names; ValueError for what `check_draft` or this model refuses."""
+    check_draft(config)
     engine.match_heads()
     chosen = DRAFTERS[config.drafter]
     drafter = chosen.from_config(engine, config)
@@ -124,6 +122,26 @@ def _approximation(drafter: Drafter, config: DraftConfig) -> Approximation:
     return made
 
 
+def check_draft(config: DraftConfig) -> DraftConfig:
+    """The config; ValueError for one that no model can draft by.
+
+    Its drafter or its kind of head is unknown, or the drafter would ignore a setting.
+    """
+    if config.drafter not in DRAFTERS:
+        if config.drafter in _RENAMED:
+            raise ValueError(f"drafter {config.drafter!r} was renamed: {_RENAMED[config.drafter]}")
+        raise ValueError(unknown_name("drafter", config.drafter, list(DRAFTERS)) + OWN_NAME)
+    if config.head is not None:
+        head_class(config.head)
+    if config.drafter != Plain.name:
+        _check_choices(config)
+    return config
+
+
+CheckedDraft = Annotated[DraftConfig, AfterValidator(check_draft)]
+"""The type of a draft in a config that is read before the model."""
+
+
 def _check_choices(config: DraftConfig) -> None:
     """Raise ValueError for a setting that the drafter would ignore."""
     name, chosen = config.drafter, DRAFTERS[config.drafter]
@@ -149,6 +167,7 @@ __all__ = [
     "DRAFTERS",
     "Auto",
     "Cascade",
+    "CheckedDraft",
     "Drafter",
     "EarlyExit",
     "ExitTree",
@@ -157,6 +176,7 @@ __all__ = [
     "PromptLookup",
     "SkipSublayers",
     "TwoModel",
+    "check_draft",
     "make_drafter",
     "register_drafter",
 ]

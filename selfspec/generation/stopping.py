@@ -180,9 +180,9 @@ def without_tokenizer(
     """
     options.pop("tokenizer", None)
     for name, neutral in _NEED_TOKENIZER.items():
-        if name in options or getattr(own, name, None):
+        if name in options or getattr(own, name, None) not in (None, neutral):
             options[name] = neutral
-        if getattr(config, name, None):
+        if getattr(config, name, None) not in (None, neutral):
             config = copy.deepcopy(config)
             setattr(config, name, neutral)
     return config
@@ -199,7 +199,7 @@ def with_stop_strings(
         ValueError: there are stop strings, and no tokenizer.
     """
     known = StoppingCriteriaList(criteria or [])
-    if not strings:
+    if strings is None:
         return known
     if tokenizer is None:
         raise ValueError("stop_strings need the tokenizer; pass tokenizer=...")

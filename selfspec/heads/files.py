@@ -53,6 +53,14 @@ def replace_text(path: Path, text: str) -> None:
         scratch.write_text(text, encoding="utf-8")
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder if it is missing; ValueError if it is a file, or in one."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ValueError(f"{folder} cannot be made, a file is in its way; give another") from None
+
+
 _LOCK = ".lock"
 
 
@@ -69,10 +77,7 @@ def one_run(folder: Path) -> Iterator[None]:
         BlockingIOError: another process keeps the folder.
         ValueError: it is a file, or in one.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise ValueError(f"{folder} cannot be made, a file is in its way; give another") from None
+    make_folder(folder)
     with (folder / _LOCK).open("a+", encoding="utf-8") as file:
         if not _is_locked(file):
             raise BlockingIOError(

@@ -55,8 +55,6 @@ def push_heads(
     Raises:
         ValueError: there are no heads.
     """
-    if not heads:
-        raise ValueError("there are no heads to push; fit some, or load them with heads=...")
     api = HfApi(token=token)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)

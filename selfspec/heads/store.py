@@ -23,7 +23,7 @@ from selfspec.config import JsonObject, StrictConfig, parse
 from selfspec.decoder import Decoder, is_quantized, weights
 from selfspec.heads.base import ExitHead, build_head, check_distinct
 from selfspec.heads.calibrator import Calibrator
-from selfspec.heads.files import CheckpointFiles, read_object, read_tensors, replacing
+from selfspec.heads.files import CheckpointFiles, make_folder, read_object, read_tensors, replacing
 from selfspec.heads.formats import load_published
 from selfspec.heads.formats.files import PUBLISHED_CONFIG
 
@@ -70,11 +70,13 @@ def save_heads(
         dtype: dtype to store weights in; `None` keeps theirs. Calibrators are never rounded.
 
     Raises:
-        ValueError: two heads have the same kind and exit layer.
+        ValueError: there are no heads, two have one kind and exit layer, or `folder` is a file.
     """
+    if not heads:
+        raise ValueError("there are no heads to save; fit some, or load them with heads=...")
     check_distinct(heads)
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     entries = [_entry(head) for head in heads]
     weights = {
         entry.prefix + name: _stored(name, tensor, dtype)

@@ -501,6 +501,13 @@ def test_runs_of_another_benchmark_are_not_mixed_in(spec, tokenizer, config, tmp
         measured(spec, tokenizer, config(repeats=2), tmp_path)
 
 
+def test_another_benchmark_is_refused_before_the_model_is_read(config, tmp_path):
+    RunFile(tmp_path, {"config": config().model_dump(mode="json"), "where": {}})
+    result = CliRunner().invoke(commands, ["bench", "target=./none", "--output", str(tmp_path)])
+    assert result.exit_code == 1
+    assert re.fullmatch(r"selfspec: .* holds the runs .* another config\..*\n", result.stderr)
+
+
 def test_what_failed_is_tried_again(spec, tokenizer, config, tmp_path, monkeypatch):
     def broken(*args, **kwargs):
         raise RuntimeError("out of luck")
@@ -529,6 +536,8 @@ def test_peak_memory_is_that_of_the_call():
     [
         ({"methods": [{**OURS, "peer": "plain"}]}, "has a `draft` or a `peer`, not both"),
         ({"methods": [{"name": "x", "peer": "plan"}]}, "methods.0.peer"),
+        ({"methods": [{"name": "x", "draft": "tre"}]}, "methods.0.draft: unknown drafter: 'tre'"),
+        ({"methods": [{"name": "x", "draft": {"head": "fusd"}}]}, "did you mean 'fused'?"),
         ({"methods": [{**PEERS[1], "options": {"max_ngram": 2}}]}, "did you mean 'max_matching"),
         ({"methods": [{"name": "x", "peer": "assistant_model"}]}, "needs options.assistant_model"),
         ({"methods": [OURS, OURS]}, "two are named 'ours'"),

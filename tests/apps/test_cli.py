@@ -176,6 +176,11 @@ def test_python_says_what_is_wrong_with_a_folder_as_the_commands_do(name, says, 
         ({"head": "heads"}, TypeError, "unknown option of .*'head'; did you mean 'heads'?"),
         ({"kernel": "eager"}, TypeError, "did you mean 'kernels'?"),
         ({"kernels": "compile"}, ValueError, "kernels must be one of"),
+        (
+            {"dtype": "float3"},
+            ValueError,
+            "dtype must be .auto., a torch.dtype, or .* got .float3.",
+        ),
     ],
 )
 def test_a_wrong_option_is_named_before_weights_are_read(options, error, says, folder):
@@ -244,6 +249,21 @@ def test_every_command_says_what_is_wrong_in_one_line(line, says, folder, tmp_pa
     result = call(*line.format(folder=folder).split(), code=1)
     assert result.stdout == ""
     assert re.fullmatch(r"selfspec: .*\n", result.stderr)
+    assert says in result.stderr
+
+
+@pytest.mark.parametrize("command", ["app", "chat", "check", "demo", "generate a"])
+@pytest.mark.parametrize(
+    ("draft", "says"),
+    [
+        ("eerly_exit", "unknown drafter: 'eerly_exit'; did you mean 'early_exit'?"),
+        ("head=fusd", "unknown head kind: 'fusd'; did you mean 'fused'?"),
+        ("tree --draft schedule=optimal", "'tree' does not use it"),
+    ],
+)
+def test_a_draft_that_no_model_makes_is_refused_before_the_model_is_read(command, draft, says):
+    result = call(*f"{command} --model ./none --draft {draft}".split(), code=1)
+    assert re.fullmatch(r"selfspec: overrides: draft: .*\n", result.stderr)
     assert says in result.stderr
 
 

@@ -134,6 +134,12 @@ def test_what_is_no_folder_of_a_fit_is_not_measured(tmp_path):
     assert f"no fit in {tmp_path}; give the folder that selfspec fit wrote" in result.output
 
 
+@pytest.mark.parametrize("key", ["loop.steps=9", "heads=[{kind: lens, exit_layer: 1}]", "output=x"])
+def test_keys_that_mean_nothing_to_measuring_are_refused(made, fitted, key):
+    result = call("measure", made / "run", key, code=1)
+    assert "is for the fit, and the heads are fitted; measuring reads target, data" in result.stderr
+
+
 def test_an_installed_package_has_the_training_code_inside(monkeypatch):
     asked = []
     monkeypatch.setattr("selfspec.apps.cli.fit.find_spec", lambda name: name)

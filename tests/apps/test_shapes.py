@@ -15,6 +15,8 @@ from selfspec.apps.bench import shapes
 from selfspec.apps.bench.config import BenchConfig
 from selfspec.apps.bench.planted import GreedyTexts, generate_planted, planted_ranks
 from selfspec.apps.bench.prompts import Batch
+from selfspec.apps.bench.results import summarise
+from selfspec.apps.bench.run import RunFile
 from selfspec.apps.bench.shapes import (
     ShapeBench,
     add_heads,
@@ -67,7 +69,7 @@ def plant(spec, draft, acceptance, *lengths, seed=0, new=NEW):
     """The text with planted drafts, that of `generate`, and the statistics."""
     batch = Batch(*prompt(*lengths, vocab=512))
     options = {"do_sample": False, "max_new_tokens": new, "pad_token_id": 0}
-    text = GreedyTexts(spec, options)(batch)
+    text = GreedyTexts(spec, new)(batch, options)
     config = DraftConfig.of({"num_draft_tokens": 4, **draft})
     output, session = generate_planted(spec, config, batch, text, acceptance, seed, **options)
     return output[:, batch.width :], text, session
@@ -295,12 +297,38 @@ def test_default_methods_whose_head_a_shape_cannot_have_are_left_out_and_named(t
         ShapeBench(BenchConfig.model_validate({**given, "methods": methods}))
 
 
+COPIED = {"name": "copied", "draft": "prompt_lookup"}
+PLANTED = {"name": "planted", "draft": {"exit_layer": 2, "head": "shared"}, "acceptance": 0.7}
+
+
+def test_planted_drafts_are_right_as_often_in_every_mode():
+    """A mode's drafts are planted from the text of that mode."""
+    six = {"name": "six", "reader": "random", "count": 1, "prompt_tokens": 6}
+    modes = ["greedy", {"name": "penalised much", "repetition_penalty": 3.0}]
+    small = {"batch_sizes": [1], "max_new_tokens": 48, "warm_up": 2, "prompts": [six]}
+    given = {"shape": "tiny", "methods": [PLANTED], "modes": modes, **small}
+    bench = ShapeBench(BenchConfig.model_validate(given))
+    file = RunFile(None)
+    bench.run(file)
+    rows = [row for row in summarise(bench, file) if row.place.method == "planted"]
+    texts = {tuple(run.texts[0]) for run in file.runs.values()}
+    assert len(texts) == len(rows) == 2  # the modes write different texts
+    greedy, penalised = (row.acceptance_rate for row in rows)
+    assert greedy == penalised > 0.3
+
+
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
         ({"shape": "tiny", "heads": "x"}, "leave target, heads and profile out"),
         ({"methods": [{"name": "x", "acceptance": 0.5}]}, "plants acceptance; it needs a `draft`"),
+        ({"methods": [{**COPIED, "acceptance": 0.5}]}, "needs a `draft` by early_exit or tree"),
+        ({"methods": [PLANTED]}, "'planted' plants acceptance .*, and mode 'sampled' samples; set"),
+        ({"shape": "tiny", "methods": [PLANTED], "modes": ["sampled"]}, "mode 'sampled' samples"),
+        ({"methods": [{**COPIED, "head_options": {"rank": 2}}]}, "untrained heads of a shape"),
         ({"acceptance": []}, "acceptance"),
+        ({"shape": "tiny", "acceptance": [1.5]}, "acceptance.0\n  Input should be less than 1"),
+        ({"acceptance": [0.5]}, "default methods of a shape; give a shape"),
     ],
 )
 def test_configs_that_cannot_be_are_refused(fields, says):

@@ -275,7 +275,7 @@ def test_nothing_to_try_is_refused_with_the_reason(spec, tokenizer, counted):
 
 @pytest.fixture
 def profile(spec, tokenizer, counted):
-    return tune(spec, tokenizer, TEXTS, small())
+    return tune(spec, tokenizer, TEXTS, small(precisions=["int8", "int4"]))
 
 
 def printed(*what):
@@ -288,7 +288,7 @@ def test_the_tables_show_every_run(profile):
     shown = printed(speedup_table(profile))
     for found in profile.screening:
         name = found.name.partition(" ×")[0]
-        (line,) = [line for line in shown.splitlines() if line.strip().startswith(name)]
+        (line,) = [line for line in shown.splitlines() if line.strip().startswith(f"{name}  ")]
         assert f" {found.speedup:.2f} " in line
     shown = printed(validation_table(profile))
     for found in profile.validation:
@@ -305,7 +305,8 @@ def test_the_map_has_a_cell_for_every_chain(profile):
     ax = speedup_map(profile, Figure().add_subplot())
     cells = [text.get_text() for text in ax.texts]
     assert cells == [f"{found.speedup:.2f}" for found in profile.screening]
-    assert [label.get_text() for label in ax.get_yticklabels()] == EXITS
+    wholes = ["whole int8", "whole int4", "whole int4, LM head int8"]
+    assert [label.get_text() for label in ax.get_yticklabels()] == [*EXITS, *wholes]
 
 
 # The command

@@ -162,6 +162,26 @@ def test_token_zero_is_an_end_like_any_other():
 # Stop strings
 
 
+@pytest.mark.parametrize("given", ["", ["", "the"]])
+@pytest.mark.parametrize("where", ["model", "config", "call"])
+def test_an_empty_stop_string_ends_a_text_after_one_token(tokenizer, monkeypatch, given, where):
+    options = {"tokenizer": tokenizer}
+    if where == "model":
+        monkeypatch.setattr(sometimes.generation_config, "stop_strings", given)
+    elif where == "config":
+        options["generation_config"] = GenerationConfig(stop_strings=given, pad_token_id=0)
+    else:
+        options["stop_strings"] = given
+    own, ours, _ = both(sometimes, (5,), **options)
+    assert torch.equal(own, ours) and ours.shape[1] == 5 + 1
+
+
+def test_a_list_without_stop_strings_is_an_error_as_in_generate(tokenizer):
+    for write in (sometimes.generate, SelfSpecModel(sometimes).generate):
+        with pytest.raises(ValueError, match="unable to identify tokens matching"):
+            write(prompt(5)[0], stop_strings=[], tokenizer=tokenizer, max_new_tokens=2)
+
+
 def test_stop_strings_of_the_model(tokenizer, monkeypatch):
     string = tokenizer.decode(written(sometimes, (5,))[0, 7:9])
     monkeypatch.setattr(sometimes.generation_config, "stop_strings", [string])

@@ -598,6 +598,20 @@ def test_a_folder_without_heads_is_named(target, tmp_path):
     assert not shutil.os.path.exists(tmp_path / "absent")
 
 
+def test_what_cannot_be_saved_leaves_what_is_there(target, tmp_path):
+    decoder = Decoder(target)
+    head = build_head(decoder, "lens", EXIT, {})
+    save_heads([head], decoder, tmp_path / "heads")
+    with pytest.raises(ValueError, match="there are no heads to save"):
+        save_heads([], decoder, tmp_path / "heads")
+    assert len(load_heads(decoder, tmp_path / "heads")) == 1
+    (tmp_path / "file").write_text("kept")
+    for path in (tmp_path / "file", tmp_path / "file" / "heads"):
+        with pytest.raises(ValueError, match="cannot be made, a file is in its way; give another"):
+            save_heads([head], decoder, path)
+    assert (tmp_path / "file").read_text() == "kept"
+
+
 def test_what_is_no_head_and_no_profile_is_named(target):
     head = build_head(Decoder(target), "lens", EXIT, {})
     for given in (5, head):

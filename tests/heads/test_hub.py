@@ -70,7 +70,7 @@ def test_the_card_says_what_they_are_and_what_was_measured(shelf, spec):
 
 
 def test_without_heads_nothing_is_pushed(shelf):
-    with pytest.raises(ValueError, match="no heads to push"):
+    with pytest.raises(ValueError, match="no heads to save"):
         SelfSpecModel(tiny_llama("sometimes")).push_to_hub(ID)
     assert not shelf.exists()
 

@@ -339,9 +339,10 @@ def untrained(monkeypatch):
         (lens(vocab_size=320), "must be smaller than the target's 320, got 320; 0 keeps all"),
         ({"target": "./absent"}, "absent"),
         ({"measure": {"depths": 40}}, "no held-out document that is read has 40 tokens before one"),
+        ({"measure": {"blocks": 2}}, "need 128 held-out tokens.* hold 62; raise measure.blocks"),
         (
-            {"measure": {"blocks": 2}},
-            "need 128 held-out target tokens.* hold 62; give more held-out",
+            {"held_out": {}, "held_out_share": 0.01},
+            "need 128 held-out tokens.* hold .*; give more text",
         ),
         ({"block_size": 256}, "the target was made for 128 positions, got 256; lower block_size"),
         ({"measure": {"prompts": 1, "new_tokens": 100}}, "made for 128 positions, got 164"),

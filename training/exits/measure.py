@@ -93,9 +93,11 @@ def open_held_out(
     }
     positions = sum(drafts.positions for drafts in opened.values())
     if positions < 2 * _RUN:
+        some_left = any(len(blocks) > config.blocks for blocks in held_out.values())
+        remedy = "raise measure.blocks" if some_left else "give more text, or more of it held out"
         raise ValueError(
-            f"calibrators need {2 * _RUN} held-out target tokens, the blocks hold {positions}; "
-            "give more held-out text, or a larger measure.blocks"
+            f"calibrators need {2 * _RUN} held-out tokens to draft, the blocks that are read hold "
+            f"{positions}; {remedy}"
         )
     longest = max(
         config.prompt_tokens + config.new_tokens if config.prompts else 0,

@@ -5,13 +5,12 @@ from __future__ import annotations
 import glob
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 from typing_extensions import Self
 
 from selfspec.config import (
-    DraftConfig,
     JsonObject,
     Kernels,
     KVCacheDtype,
@@ -20,6 +19,7 @@ from selfspec.config import (
     load_config,
     unknown_name,
 )
+from selfspec.drafters import CheckedDraft, EarlyExit, ExitTree
 
 Reader = Literal["text", "random", "chat", "gsm8k", "humaneval", "mbpp", "mt_bench", "spec_bench"]
 Peer = Literal[
@@ -31,6 +31,9 @@ Peer = Literal[
     "static_cache",
     "continuous_batching",
 ]
+
+Acceptance = Annotated[float, Field(gt=0, lt=1)]
+_ACCEPTANCE = (0.7,)
 
 PLAIN = "plain"
 _ASSISTANT = (
@@ -128,9 +131,9 @@ class MethodConfig(StrictConfig):
     """
 
     name: str
-    draft: DraftConfig | None = None
+    draft: CheckedDraft | None = None
     head_options: JsonObject = Field(default_factory=dict)
-    acceptance: float | None = Field(default=None, gt=0, lt=1)
+    acceptance: Acceptance | None = None
     peer: Peer | None = None
     options: JsonObject = Field(default_factory=dict)
     source: str = ""
@@ -139,8 +142,13 @@ class MethodConfig(StrictConfig):
     def _one_way(self) -> Self:
         if self.draft is not None and self.peer is not None:
             raise ValueError(f"method {self.name!r} has a `draft` or a `peer`, not both")
-        if self.acceptance is not None and self.draft is None:
-            raise ValueError(f"method {self.name!r} plants acceptance; it needs a `draft`, too")
+        if self.acceptance is not None and (
+            self.draft is None or self.draft.drafter not in (EarlyExit.name, ExitTree.name)
+        ):
+            raise ValueError(
+                f"method {self.name!r} plants acceptance; it needs a `draft` by "
+                f"{EarlyExit.name} or {ExitTree.name}"
+            )
         known = PEER_OPTIONS[self.peer] if self.peer else ()
         for option in self.options:
             if option not in known:
@@ -238,7 +246,7 @@ class BenchConfig(StrictConfig):
 
     target: str | None = None
     shape: str | None = None
-    acceptance: tuple[float, ...] = Field(default=(0.7,), min_length=1)
+    acceptance: tuple[Acceptance, ...] = Field(default=_ACCEPTANCE, min_length=1)
     heads: str | None = None
     profile: Path | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -300,4 +308,34 @@ class BenchConfig(StrictConfig):
             )
         if len(set(self.batch_sizes)) < len(self.batch_sizes):
             raise ValueError(f"batch_sizes has a size twice: {list(self.batch_sizes)}")
+        return self
+
+    @model_validator(mode="after")
+    def _only_a_shape_has_untrained_heads(self) -> Self:
+        if self.shape is not None:
+            return self
+        if self.acceptance != _ACCEPTANCE:
+            raise ValueError(
+                f"acceptance={list(self.acceptance)} is planted in the default methods of a shape; "
+                "give a shape, or a method its own acceptance"
+            )
+        for method in self.methods:
+            if method.head_options:
+                raise ValueError(
+                    f"head_options of method {method.name!r} are for the untrained heads of a "
+                    "shape; give a shape, or leave them out"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _acceptance_is_planted_in_greedy_drafts(self) -> Self:
+        planted = [method.name for method in self.methods if method.acceptance is not None]
+        sampled = [mode.name for mode in self.modes if not mode.greedy]
+        # A shape's default mode is greedy, and not yet filled in.
+        chosen = self.shape is None or "modes" in self.model_fields_set
+        if planted and sampled and chosen:
+            raise ValueError(
+                f"method {planted[0]!r} plants acceptance in greedy drafts, and mode "
+                f"{sampled[0]!r} samples; set modes=[greedy], or leave the acceptance out"
+            )
         return self

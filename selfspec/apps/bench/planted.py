@@ -31,20 +31,26 @@ Read = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 class GreedyTexts:
-    """The target's own greedy continuations, generated once per batch."""
+    """The target's own greedy continuations, generated once per batch and mode.
 
-    def __init__(self, spec: SelfSpecModel, options: Options):
-        self._spec, self._options = spec, options
-        self._found: dict[Tensor, Tensor] = {}  # by the prompts, which are hashed by identity
+    They have `new_tokens` tokens, however many a call asks for.
+    """
 
-    def __call__(self, batch: Batch) -> Tensor:
-        """`[rows, max_new_tokens]` the new tokens of each row."""
-        if batch.tokens not in self._found:
+    def __init__(self, spec: SelfSpecModel, new_tokens: int):
+        self._spec, self._new_tokens = spec, new_tokens
+        # By the prompts, which are hashed by identity, and the options.
+        self._found: dict[tuple[Tensor, frozenset[tuple[str, Any]]], Tensor] = {}
+
+    def __call__(self, batch: Batch, options: Options) -> Tensor:
+        """`[rows, new_tokens]` the new tokens of each row."""
+        options = {**options, "max_new_tokens": self._new_tokens}
+        key = batch.tokens, frozenset(options.items())
+        if key not in self._found:
             generate: Any = self._spec.model.generate
-            options = {CACHE: self._spec.decoder.own_cache(), **self._options}
-            output = generate(batch.tokens, attention_mask=batch.mask, **options)
-            self._found[batch.tokens] = output[:, batch.width :]
-        return self._found[batch.tokens]
+            cache = {CACHE: self._spec.decoder.own_cache()}
+            output = generate(batch.tokens, attention_mask=batch.mask, **cache, **options)
+            self._found[key] = output[:, batch.width :]
+        return self._found[key]
 
 
 def planted_ranks(rows: int, length: int, acceptance: float, seed: int) -> Tensor:

@@ -31,6 +31,7 @@ from selfspec.model import SelfSpecModel
 from selfspec.schedule.stats import Round
 
 _PROCESS = Path("/proc/self")
+_IDENTITY = "bench.json"  # in a folder of runs
 
 
 class Memory(NamedTuple):
@@ -203,7 +204,7 @@ def _speculate(
         stats, trace = spec.last_stats, spec.last_trace
     else:
         assert texts is not None and config.draft is not None
-        text = texts(batch)  # not timed
+        text = texts(batch, options)  # not timed
         arrivals = Arrivals()
         output, session = generate_planted(
             spec, config.draft, batch, text, config.acceptance, seed, streamer=arrivals, **options
@@ -379,14 +380,24 @@ class RunFile:
 
 
 def _claim(folder: Path, identity: JsonObject) -> None:
-    path, text = folder / "bench.json", json.dumps(identity, indent=2) + "\n"
-    if not path.is_file():
-        return replace_text(path, text)
-    about, remedy = (
-        f"{folder} holds the runs of a benchmark",
-        "give another --output, or remove the folder",
-    )
-    refuse_changes(read_object(path), json.loads(text), about, remedy)
+    refuse_another(folder, identity)
+    replace_text(folder / _IDENTITY, json.dumps(identity, indent=2) + "\n")
+
+
+def refuse_another(folder: Path, identity: JsonObject) -> None:
+    """Raise ValueError if a folder holds runs of a benchmark that differs in a part of `identity`.
+
+    Methods are compared in turns, so that those of another benchmark cannot be added to its runs.
+    """
+    path = folder / _IDENTITY
+    if path.is_file():
+        saved, given = read_object(path), json.loads(json.dumps(identity))
+        refuse_changes(
+            {part: saved.get(part) for part in given},
+            given,
+            f"{folder} holds the runs of a benchmark",
+            "give another --output, or remove the folder",
+        )
 
 
 def reason(error: Exception) -> str:
@@ -483,7 +494,7 @@ class Bench:
         self.methods: dict[str, Write] = dict(others or {})
         self.bandwidth: float | None = None  # bytes per second of reading memory, if measured
         self.measured: JsonObject = {}  # for the report; may differ when a run is resumed
-        texts = GreedyTexts(spec, {**self.options(config.modes[0]), "do_sample": False})
+        texts = GreedyTexts(spec, config.max_new_tokens)
         for method in config.methods:
             if method.name in self.methods:
                 continue

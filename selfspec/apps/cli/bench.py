@@ -133,11 +133,13 @@ def run_bench(
     `others` generate with other programs, by the names of their methods.
     """
     from selfspec.apps.bench.results import Report, summarise
-    from selfspec.apps.bench.run import RunFile
+    from selfspec.apps.bench.run import RunFile, refuse_another
 
+    identity: JsonObject = {"config": config.model_dump(mode="json")}
+    refuse_another(output, identity)  # before the model is read
     bench, where = _made(config, others)
     config = bench.config
-    file = RunFile(output, {"config": config.model_dump(mode="json"), "where": where})
+    file = RunFile(output, {**identity, "where": where})
     if left := bench.total - len(file.runs):
         device = bench.spec.decoder.device
         slow = config.shape is not None and device.type == "cpu"

@@ -112,6 +112,9 @@ def fit(
     console.answer(_result(settings))
 
 
+_MEASURED = ("target", "data", "held_out", "measure")  # keys of a fit that measuring reads, too
+
+
 @command
 def measure(
     console: Reporter,
@@ -119,7 +122,8 @@ def measure(
         list[str] | None,
         typer.Argument(
             metavar="[DIR] [KEY=VALUE]...",
-            help="Folder of the fit; and keys of its config, such as measure.prompts=16.",
+            help="Folder of the fit; and keys of its config that are about the target, the text or "
+            "the measurements, such as measure.prompts=16.",
             show_default="outputs/fit",
         ),
     ] = None,
@@ -134,6 +138,12 @@ def measure(
     config = _training("exits.fitting").FitConfig
     own = f"output={json.dumps(str(folder))}"  # quoted: YAML reads the name 2026 as a number
     settings = load_config(config, folder / "config.yaml", [own, *keys])
+    for key in keys:
+        if key.partition("=")[0].partition(".")[0] not in _MEASURED:
+            raise ValueError(
+                f"{key!r} is for the fit, and the heads are fitted; measuring reads "
+                f"{', '.join(_MEASURED)}"
+            )
     quiet_transformers()
     _training("measure_heads").measure_heads(settings)
     console.answer(_result(settings))

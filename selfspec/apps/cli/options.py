@@ -178,9 +178,10 @@ def draft_config(file: Path | None, fields: Sequence[str] | None) -> DraftConfig
     if file is None and not fields:
         return None
     from selfspec.config import DraftConfig, StrictConfig, load_config
+    from selfspec.drafters import CheckedDraft
 
     class Sections(StrictConfig):
-        draft: DraftConfig = DraftConfig()
+        draft: CheckedDraft = DraftConfig()
 
     overrides = [
         f"draft.{field}" if "=" in field else f"draft.drafter={field}" for field in fields or ()

@@ -22,7 +22,7 @@ from selfspec.decoder import Decoder
 from selfspec.heads import ExitHead, SharedHead
 from selfspec.heads.teacher_forcing import draft_states, target_states
 from selfspec.model import SelfSpecModel
-from selfspec.schedule.profile import Profile, exit_name
+from selfspec.schedule.profile import Profile
 from selfspec.schedule.stats import Stats
 
 if TYPE_CHECKING:
@@ -404,9 +404,7 @@ def speedup_map(profile: Profile, ax: Axes | None = None) -> Axes:
 def _grid(profile: Profile) -> tuple[list[str], list[int], list[list[float]]]:
     """Rows, columns and values of the map; ValueError if the profile holds no measured chains."""
     speedups = {
-        (exit_name(ran.draft.head or "", ran.draft.exit_layer or 0), ran.draft.most_tokens): (
-            ran.speedup
-        )
+        (ran.name.partition(" × ")[0], ran.draft.most_tokens): ran.speedup
         for ran in profile.screening
     }
     if not speedups:

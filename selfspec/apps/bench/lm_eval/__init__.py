@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
 from selfspec.config import DraftConfig, JsonObject, Options
-from selfspec.drafters import make_drafter
+from selfspec.drafters import check_draft, make_drafter
 from selfspec.heads import CONFIG_NAME
 from selfspec.model import SelfSpecModel
 from selfspec.schedule.stats import Stats
@@ -53,13 +53,13 @@ class SelfSpecLM(HFLM):
         profile: str | None = None,
         **kwargs: Any,
     ):
-        asked = None if draft is None else DraftConfig.of(draft)
+        asked = None if draft is None else check_draft(DraftConfig.of(draft))
         super().__init__(pretrained, **kwargs)
         if heads is None and isinstance(pretrained, str):
             heads = pretrained if (Path(pretrained) / CONFIG_NAME).is_file() else None
         self.spec = SelfSpecModel(self.model, heads, draft_model, profile)
         self.draft = asked or self.spec.default_draft
-        make_drafter(self.spec.engine, self.draft)  # refuses what cannot be made
+        make_drafter(self.spec.engine, self.draft)  # refuses what this model cannot make
         self.stats = Stats()
 
     def _model_generate(
