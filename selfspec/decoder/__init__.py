@@ -14,6 +14,7 @@ This package alone knows transformers' layer API.
 from selfspec.decoder.decoder import Decoder, entered, locked
 from selfspec.decoder.devices import Ranks, at_hand, bare_copy, device_of, weight_of, weights
 from selfspec.decoder.families import find_layers
+from selfspec.decoder.foreign_code import has_foreign_code, without_gradients
 from selfspec.decoder.mixers import is_mixer
 from selfspec.decoder.packing import Packing
 from selfspec.decoder.passes import (
@@ -45,9 +46,11 @@ __all__ = [
     "device_of",
     "entered",
     "find_layers",
+    "has_foreign_code",
     "is_mixer",
     "is_quantized",
     "locked",
     "weight_of",
     "weights",
+    "without_gradients",
 ]

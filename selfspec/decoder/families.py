@@ -15,12 +15,15 @@ from peft.tuners.tuners_utils import BaseTuner
 from torch import Tensor, nn
 from torch.jit import ScriptModule
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from selfspec.config import Kernels, KVCacheDtype
 from selfspec.decoder.devices import weight_of
 from selfspec.decoder.mixers import is_mixer, unknown_mixers
 from selfspec.decoder.passes import cache_name
 from selfspec.decoder.quantized import is_quantized
+
+PLAIN_ATTENTIONS = ("sdpa", "eager")  # transformers' own that take a mask per row
 
 
 def unwrap(model: nn.Module) -> PreTrainedModel:
@@ -134,16 +137,25 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     _refuse_caches(model, config)
 
 
+def attention_of(model: PreTrainedModel) -> str:
+    """Name of the attention that is chosen now; it may change at any time."""
+    return getattr(model.config.get_text_config(decoder=True), "_attn_implementation", "eager")
+
+
 def refuse_attention(model: PreTrainedModel) -> None:
-    """Raise ValueError for an attention that takes no mask per row; it may change at any time."""
-    config = model.config.get_text_config(decoder=True)
-    attention = getattr(config, "_attn_implementation", "eager")
-    if attention not in ("sdpa", "eager"):
-        raise ValueError(
-            f"{type(model).__name__} uses attention {attention!r}, which takes no mask per row; "
-            "load it with attn_implementation='sdpa' (or 'eager'), or choose it by "
-            "set_attn_implementation"
-        )
+    """Raise ValueError for an attention that takes no mask per row.
+
+    One that others have registered takes what the mask function of the same name makes.
+    """
+    attention, makers = attention_of(model), ALL_MASK_ATTENTION_FUNCTIONS
+    if makers.get(attention) in [makers[name] for name in PLAIN_ATTENTIONS]:
+        return
+    register = f", or AttentionMaskInterface.register({attention!r}, sdpa_mask) if it takes one"
+    raise ValueError(
+        f"{type(model).__name__} uses attention {attention!r}, which takes no mask per row; "
+        "load it with attn_implementation='sdpa' (or 'eager'), or choose it by "
+        f"set_attn_implementation{'' if attention in makers else register}"
+    )
 
 
 # transformers' cache classes of layers that selfspec runs; layers without a cache have a dummy.

@@ -22,7 +22,13 @@ from selfspec.config import Kernels, Options
 from selfspec.decoder import forwards
 from selfspec.decoder.devices import device_of
 from selfspec.decoder.direct import StandIn, parents_of, shortcuts, uncompiled
-from selfspec.decoder.families import causal_tables, refuse_attention, text_parts
+from selfspec.decoder.families import (
+    PLAIN_ATTENTIONS,
+    attention_of,
+    causal_tables,
+    refuse_attention,
+    text_parts,
+)
 from selfspec.decoder.kernels.compiled import CompiledLayers
 from selfspec.decoder.kernels.few_tokens import transposed_forwards
 from selfspec.decoder.kernels.graphs import GraphedLayers
@@ -221,7 +227,7 @@ class Gates:
         self.hands_on: bool | None = None
         self.sublayers = Sublayers(layers)
         self._length_rotary, self.original_length = length_rotaries(base)
-        self.own_masks = causal_tables(layers)
+        self.own_masks, self._attention = causal_tables(layers), attention_of(model)
         self.mixers = Mixers(layers)
         norms = [m for m in base.children() if "norm" in type(m).__name__.lower()]
         self.final_norm: nn.Module | None = norms[-1] if norms else None
@@ -261,8 +267,8 @@ class Gates:
         return self
 
     def _put_in(self) -> None:
-        self._check_modules()
         refuse_attention(self.model)
+        self._check_parts()
         self._leave_states()
         current, put = self.current, self.shadows.put
         self.has_own_forward = forwards.has_own_forward(self.model)
@@ -322,12 +328,13 @@ class Gates:
             forwards.has_own_forward(part) for part in (module, *readers)
         )
 
-    def _check_modules(self) -> None:
-        """Raise ValueError if others have taken the place of modules that were wrapped."""
+    def _check_parts(self) -> None:
+        """Raise ValueError if others have taken the place of what was wrapped and checked."""
         layers = self.base._modules.get(self.layers_name)
         same = {
             "layers": layers is self.layers and len(self.layers) == self.depth,
             "body": [*parents_of(self.model, self.base)] == self.parents,
+            "attention": attention_of(self.model) in (*PLAIN_ATTENTIONS, self._attention),
             "rotary embedding": length_rotaries(self.base)[0] == self._length_rotary,
         }
         for part in (name for name, is_same in same.items() if not is_same):

@@ -18,11 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from selfspec.config import JsonObject
 from selfspec.decoder.cache import SlotCache
 from selfspec.decoder.decoder import Decoder
 from selfspec.decoder.devices import at_hand
+from selfspec.decoder.families import attention_of
 from selfspec.decoder.passes import CACHE, Span
 
 _PROMPTS = (7, 4)  # tokens of each row's prompt
@@ -51,7 +53,9 @@ _PERIOD = re.compile(r"period|interval|offset|pattern|step")  # of layers of ano
 
 _Problem = str | None  # the reason why a model is refused
 
-_Key = tuple[type, str, frozenset[tuple[object, ...]]]  # class, config, and the code of all modules
+_Codes = tuple[object, ...]  # of a function and those that it wraps
+# Class, config, and the code of the attention and of all modules.
+_Key = tuple[type, str, _Codes, frozenset[_Codes]]
 
 _known: dict[_Key, _Problem] = {}  # what was found so far
 _unknown: set[_Key] = set()  # those of which no small model can be made
@@ -99,10 +103,11 @@ def _key(model: PreTrainedModel) -> _Key:
     """What a result holds for; somebody may patch the forwards of classes."""
     kinds = {type(module) for module in model.modules()}
     forwards = (_codes(getattr(kind, "forward", None)) for kind in kinds)
-    return type(model), repr(model.config), frozenset(forwards)
+    attention = _codes(ALL_ATTENTION_FUNCTIONS.get(attention_of(model)))
+    return type(model), repr(model.config), attention, frozenset(forwards)
 
 
-def _codes(function: object) -> tuple[object, ...]:
+def _codes(function: object) -> _Codes:
     """The code of a function and of those that it wraps; functions would keep closures alive."""
     if function is None:
         return ()

@@ -20,7 +20,7 @@ from transformers import StoppingCriteriaList
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from selfspec.config import Options
-from selfspec.decoder import Pass, entered, locked
+from selfspec.decoder import Pass, entered, has_foreign_code, locked, without_gradients
 from selfspec.decoder.cache import WIDEST
 from selfspec.drafters import Drafter
 from selfspec.drafters.engine import State
@@ -478,6 +478,7 @@ class Batch:
         self._probe.sampler.separate()
         _check_join(drafter)
         self._decoders = self._probe.engine.decoder, *drafter.decoders
+        self._foreign = any(has_foreign_code(decoder.causal_lm) for decoder in self._decoders)
         self._prompts = iter(enumerate(prompts))
         self._next: Request | None = None  # opened, but not admitted
         self._group: Group | None = None
@@ -502,12 +503,17 @@ class Batch:
     def _rows(self) -> int:
         return self._group.running.rows if self._group else 0
 
-    @torch.inference_mode()
     def _advance(self, to_end: bool = False) -> bool:
         """Run rounds until a request has finished, or all have (`to_end`); false if none has."""
         adapters = self._probe.adapters
         hooked = nullcontext() if adapters is None else adapters.hooked()
-        with locked(*self._decoders), hooked, entered(*self._decoders), self.stats.clock("total"):
+        with (
+            without_gradients(self._foreign),
+            locked(*self._decoders),
+            hooked,
+            entered(*self._decoders),
+            self.stats.clock("total"),
+        ):
             while to_end or not self.done:
                 if not self._admit() and not self._rows:
                     self._give_back()

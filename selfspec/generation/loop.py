@@ -24,7 +24,14 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from selfspec.config import Options
-from selfspec.decoder import CACHE, Pass, entered, locked
+from selfspec.decoder import (
+    CACHE,
+    Pass,
+    entered,
+    has_foreign_code,
+    locked,
+    without_gradients,
+)
 from selfspec.decoder.cache import WIDEST
 from selfspec.drafters import Drafter
 from selfspec.drafters.engine import Engine, State
@@ -96,13 +103,19 @@ class Session:
         exact = not sampler.do_sample or sampler.walks or sampler.rule in LOSSLESS_RULES
         self.stats = Stats(lossless=exact)
 
-    @torch.inference_mode()
     def run(self) -> State:
         """Generate until every row has stopped."""
         hooked = nullcontext() if self.adapters is None else self.adapters.hooked()
         decoders = self.engine.decoder, *self.drafter.decoders
+        foreign = any(has_foreign_code(decoder.causal_lm) for decoder in decoders)
         # PEFT's hooks are put into the model: other threads wait, and kernels look for hooks.
-        with locked(*decoders), hooked, entered(*decoders), self.stats.clock("total"):
+        with (
+            without_gradients(foreign and not self.prompt.is_inference),
+            locked(*decoders),
+            hooked,
+            entered(*decoders),
+            self.stats.clock("total"),
+        ):
             state = self.start()
             while state.rows:
                 self.step(state)

@@ -195,6 +195,11 @@ class Prompt:
         if self.keep_cache and self.rows > 1:
             self.retired |= {row: take_row(slots, index) for row, index in leaving.items()}
 
+    @property
+    def is_inference(self) -> bool:
+        """Whether the caller's cache can be written in inference mode only."""
+        return isinstance(self.cache, SlotCache) and self.cache.is_inference
+
     def final_cache(self, slots: SlotCache) -> Cache | None:
         """The cache to return: the one that the caller passed, or a `SlotCache`.
 

@@ -53,10 +53,11 @@ class Context:
     def tokens(self) -> Tensor:
         """`[batch, capacity]` the prompt, the emitted tokens, and space for drafts."""
         if self._filled != self.lengths:
-            self._fill()
+            # Tensors that were made in inference mode can be changed in inference mode only.
+            with torch.inference_mode(self._tokens.is_inference()):
+                self._fill()
         return self._tokens
 
-    @torch.inference_mode()  # the loop's tensors can be changed in inference mode only
     def _fill(self) -> None:
         for row, length in self.lengths.items():
             missing = length - self._filled[row]

@@ -17,7 +17,14 @@ from accelerate.state import AcceleratorState
 from conftest import EXIT, VOCAB, equal_to_generate, greedy, prompt, tiny_llama
 from head_tools import KINDS, own_head
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM, LlamaModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    LlamaForCausalLM,
+    LlamaModel,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
@@ -332,6 +339,74 @@ def test_a_sublayer_that_was_replaced_is_the_one_that_runs(draft):
         layer.mlp = LlamaMLP(model.config).double()
     after = equal_to_generate(spec, IDS, MASK, [draft], max_new_tokens=NEW)
     assert not torch.equal(after, before)
+
+
+# Attentions
+
+
+def sharper(module: nn.Module, query: Tensor, *others: Any, **kwargs: Any) -> Any:
+    return sdpa_attention_forward(module, query * 1.3, *others, **kwargs)
+
+
+def added(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any) -> Any:
+    """Attention that adds what it is given as a mask, and without one sees everything."""
+    key, value = (x.repeat_interleave(module.num_key_value_groups, 1) for x in (key, value))
+    weights = query @ key.transpose(-1, -2) + (0 if mask is None else mask)
+    return (weights.softmax(-1) @ value).transpose(1, 2).contiguous(), None
+
+
+def inverted(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any) -> Any:
+    """Attention that takes masks of bools only, and zeros of other masks for what is hidden."""
+    shape = *query.shape[:3], key.shape[2]
+    seen = torch.ones(shape, dtype=torch.bool).tril(shape[-1] - shape[-2]) if mask is None else mask
+    hidden = torch.zeros(shape, dtype=query.dtype).masked_fill(seen.logical_not(), -1e9)
+    return added(module, query, key, value, hidden)
+
+
+@pytest.fixture
+def register(monkeypatch) -> Any:
+    """Registers an attention, and what makes its masks, for one test."""
+    attentions, masks = AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
+
+    def register(attention: Any, makes_masks: Any = None) -> str:
+        monkeypatch.setitem(attentions, "own", attention)
+        if makes_masks is not None:
+            monkeypatch.setitem(masks, "own", makes_masks)
+        return "own"
+
+    return register
+
+
+@pytest.mark.matrix
+@EVERY_DRAFT
+@pytest.mark.parametrize("attention", [(sharper, sdpa_mask), (added, eager_mask)])
+@pytest.mark.parametrize("kernels", ["eager", "direct"])
+def test_an_attention_of_others_that_takes_masks_acts(kernels, attention, draft, register):
+    model = tiny_llama("sometimes")
+    before = greedy(model, IDS, MASK, max_new_tokens=NEW)
+    model.set_attn_implementation(register(*attention))
+    spec = SelfSpecModel(model, kernels=kernels)
+    text = equal_to_generate(spec, IDS, MASK, [draft], max_new_tokens=NEW)
+    assert not torch.equal(text, before)
+
+
+def test_an_attention_of_others_is_checked_with_the_model(register):
+    model = tiny_llama("sometimes")
+    spec = SelfSpecModel(model)
+    model.set_attn_implementation(register(sharper, sdpa_mask))
+    with pytest.raises(ValueError, match=r"the attention of LlamaForC.* changed .* wrap it again"):
+        spec.generate(IDS, attention_mask=MASK, max_new_tokens=NEW)
+    equal_to_generate(SelfSpecModel(model), IDS, MASK, max_new_tokens=NEW)
+    register(inverted, sdpa_mask)
+    with pytest.raises(ValueError, match="gives other logits"):
+        SelfSpecModel(model)
+
+
+def test_an_attention_of_others_without_masks_is_refused(register):
+    model = tiny_llama("sometimes")
+    model.set_attn_implementation(register(sharper))
+    with pytest.raises(ValueError, match=r"no mask per row.*MaskInterface.register\('own', sdpa_"):
+        SelfSpecModel(model)
 
 
 # What is refused

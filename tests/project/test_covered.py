@@ -10,6 +10,8 @@ from conftest import EXIT, ROOT, TINY, VOCAB, greedy, prompt, tiny_llama
 from families import build as build_family
 from peft import LoraConfig, PolyConfig, PromptTuningConfig, get_peft_model
 from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
     AutoModelForCausalLM,
     CompileConfig,
     ContinuousBatchingConfig,
@@ -29,6 +31,8 @@ from transformers import (
     TextStreamer,
 )
 from transformers.generation.continuous_batching.continuous_api import ContinuousMixin
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 from transformers.models.llama4 import Llama4ForCausalLM, Llama4TextConfig
 
 from selfspec import SelfSpecModel
@@ -307,6 +311,12 @@ def with_flash():
     return model
 
 
+def with_own_attention():
+    AttentionInterface.register("covered", sdpa_attention_forward)
+    AttentionMaskInterface.register("covered", sdpa_mask)
+    return tiny_llama(attn_implementation="covered")
+
+
 def llama4():
     config = Llama4TextConfig(**TINY, intermediate_size_mlp=48, num_local_experts=2, head_dim=8)
     return Llama4ForCausalLM(config)
@@ -347,6 +357,7 @@ MODELS = {  # how the kinds of the page begin
     "recurrent kernels": partial(of_config, KIMI),
     "chunked attention": llama4,
     "flash attention": with_flash,
+    "attentions of your own": with_own_attention,
     "no LM head": lambda: LlamaModel(tiny_llama().config),
     "prompt tuning": virtual_tokens,
     "PEFT tuners": poly,

@@ -152,6 +152,11 @@ class CacheInterface(RowSlots, Cache):
         """Whether `crop` works."""
         return not self.recurrent
 
+    @property
+    def is_inference(self) -> bool:
+        """Whether it was filled in inference mode, and can be written in this mode only."""
+        return any(buffer.is_inference() for layer in self.layers for buffer in layer.buffers)
+
     def has_previous_state(
         self, layer_idx: int | None = None, state_idx: int | None = None
     ) -> bool:
