@@ -42,22 +42,22 @@ def _code(model: PreTrainedModel, modules: list[nn.Module]) -> Iterator[object]:
     kinds = {type(module) for module in modules}
     yield from kinds
     for kind in kinds:
-        yield from _wrapped(kind.forward)
+        yield from with_wrapped(kind.forward)
     for module in modules:
         if module._forward_pre_hooks or module._forward_hooks or "forward" in module.__dict__:
             yield from module._forward_pre_hooks.values()
             yield from module._forward_hooks.values()
-            yield from _wrapped(module.__dict__.get("forward"))
+            yield from with_wrapped(module.__dict__.get("forward"))
     yield from torch_module._global_forward_pre_hooks.values()
     yield from torch_module._global_forward_hooks.values()
-    yield from _wrapped(ALL_ATTENTION_FUNCTIONS.get(attention_of(model)))
+    yield from with_wrapped(ALL_ATTENTION_FUNCTIONS.get(attention_of(model)))
 
 
-def _wrapped(function: object) -> Iterator[object]:
-    """A function, and those that it wraps."""
-    while function is not None:
-        yield function
-        function = getattr(function, "__wrapped__", None)
+def with_wrapped(function: object) -> tuple[object, ...]:
+    """A function, and those that it wraps; nothing for `None`."""
+    if function is None:
+        return ()
+    return function, *with_wrapped(getattr(function, "__wrapped__", None))
 
 
 def _is_foreign(code: object) -> bool:

@@ -25,6 +25,7 @@ from selfspec.decoder.cache import SlotCache
 from selfspec.decoder.decoder import Decoder
 from selfspec.decoder.devices import at_hand
 from selfspec.decoder.families import attention_of
+from selfspec.decoder.foreign_code import with_wrapped
 from selfspec.decoder.passes import CACHE, Span
 
 _PROMPTS = (7, 4)  # tokens of each row's prompt
@@ -109,10 +110,7 @@ def _key(model: PreTrainedModel) -> _Key:
 
 def _codes(function: object) -> _Codes:
     """The code of a function and of those that it wraps; functions would keep closures alive."""
-    if function is None:
-        return ()
-    wrapped = getattr(function, "__wrapped__", None)
-    return getattr(function, "__code__", type(function)), *_codes(wrapped)
+    return tuple(getattr(part, "__code__", type(part)) for part in with_wrapped(function))
 
 
 def _is_right(key: _Key) -> bool:

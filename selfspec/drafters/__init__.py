@@ -123,23 +123,24 @@ def _approximation(drafter: Drafter, config: DraftConfig) -> Approximation:
 
 
 def check_draft(config: DraftConfig) -> DraftConfig:
-    """The config; ValueError for one that no model can draft by.
-
-    Its drafter or its kind of head is unknown, or the drafter would ignore a setting.
-    """
+    """The config; ValueError if its drafter is unknown, or would ignore a setting."""
     if config.drafter not in DRAFTERS:
         if config.drafter in _RENAMED:
             raise ValueError(f"drafter {config.drafter!r} was renamed: {_RENAMED[config.drafter]}")
         raise ValueError(unknown_name("drafter", config.drafter, list(DRAFTERS)) + OWN_NAME)
-    if config.head is not None:
-        head_class(config.head)
     if config.drafter != Plain.name:
         _check_choices(config)
     return config
 
 
-CheckedDraft = Annotated[DraftConfig, AfterValidator(check_draft)]
-"""The type of a draft in a config that is read before the model."""
+def _check_head(config: DraftConfig) -> DraftConfig:
+    if config.head is not None:
+        head_class(config.head)
+    return config
+
+
+CheckedDraft = Annotated[DraftConfig, AfterValidator(check_draft), AfterValidator(_check_head)]
+"""A draft in a config that is read before the model, whose heads are loaded by their kinds."""
 
 
 def _check_choices(config: DraftConfig) -> None:
