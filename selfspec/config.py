@@ -164,7 +164,8 @@ class DraftConfig(StrictConfig):
     Attributes:
         drafter: name of the drafter; `"none"` is plain decoding.
         exit_layer: number of layers below the exit: 4 runs layers 0 to 3. `None` takes the exit of
-            the first fitted head, or a quarter of the layers if there is none.
+            the first fitted head (of the kind `head`, if given), or a quarter of the layers if
+            there is none.
         head: kind of the exit head; `None` takes the one fitted at `exit_layer`, or `"shared"` if
             there is none.
         num_draft_tokens: the most tokens drafted in a round (γ in Leviathan et al. 2023); for

@@ -239,6 +239,10 @@ def refuse_in_batches(
             f"negative_prompt_ids has {len(negative)} rows: in generate_batch all requests have "
             "one negative prompt; pass one row, or use generate"
         )
+    if options.get("generator") is not None:
+        raise ValueError(
+            "generator: in generate_batch each request has a generator of its own; pass seed"
+        )
     if config.token_healing:
         raise ValueError("token_healing: generate_batch takes prompts as they are; use generate")
     if (config.num_return_sequences or 1) > 1:

@@ -403,6 +403,7 @@ def test_ctrl_c_leaves_what_is_finished(monkeypatch):
         ({"draft": "tre"}, "tree"),
         ({"custom_generate": "a/b"}, "custom_generate is another decoding method"),
         ({"token_healing": True}, "token_healing: generate_batch takes prompts as they are"),
+        ({"generator": torch.Generator()}, "generator: in generate_batch .*; pass seed"),
         ({"progress_bar": True}, "progress_bar=True: count the outputs of generate_batch_iter"),
         ({"persistent_manager": True}, "persistent_manager=True: nothing is kept"),
         ({"warmup": False}, "warmup=False: nothing is warmed up"),
