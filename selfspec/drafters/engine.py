@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -158,7 +158,7 @@ class Engine:
         head.check(self.decoder)
         self.decoder.include(*_parts(head))
         self.heads.append(head)
-        self._made_for[head] = self._place(head)
+        self._made_for[head] = self._origin(head)
 
     def match_heads(self) -> None:
         """Bring heads to the target's dtype and devices, which may have changed since they came."""
@@ -167,9 +167,21 @@ class Engine:
             held, self._made_for[head] = self._made_for.get(head, place), place
             if held != place:
                 changes = dict(zip(held, place, strict=True))
-                own = {id(weight) for weight in self.decoder.causal_lm.parameters()}
-                for part in _parts(head):
-                    _cast_and_move(part, changes, own)
+                for tensors, name, tensor in self._own_tensors(head):
+                    tensors[name] = _cast_and_moved(tensor, changes)
+
+    def _own_tensors(self, head: ExitHead) -> list[tuple[Any, str, Tensor]]:
+        """A head's tensors, but for the target's own and calibrators: where they are, and names."""
+        target = {id(weight) for weight in self.decoder.causal_lm.parameters()}
+        return [
+            (tensors, name, tensor)
+            for part in _parts(head)
+            for path, module in part.named_modules()
+            if not path.startswith("calibrators")  # they are computed in float32
+            for tensors in (module._parameters, module._buffers)
+            for name, tensor in tensors.items()
+            if tensor is not None and id(tensor) not in target
+        ]
 
     def _place(self, head: ExitHead) -> tuple[object, ...]:
         """What a head has from its target: dtypes and devices of its tensors."""
@@ -178,6 +190,28 @@ class Engine:
         dtype, device = self.decoder.dtype, self.decoder.device_at(head.exit_layer)
         normed = dtype if of_norm is None else of_norm.dtype
         return normed, dtype, device_of(self.decoder.lm_head), device
+
+    def _origin(self, head: ExitHead) -> tuple[object, ...]:
+        """The place that a head was made for, which may be another target's.
+
+        Raises:
+            ValueError: its tensors are on one device, and this target has two for it.
+        """
+        normed, dtype, of_lm_head, device = self._place(head)
+        tensors = [tensor for _, _, tensor in self._own_tensors(head)]
+        dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+        devices = {tensor.device for tensor in tensors}
+        if len(dtypes) == 1 and dtype not in dtypes:
+            normed = dtype = dtypes.pop()
+        if len(devices) == 1 and not devices & {of_lm_head, device}:
+            if of_lm_head != device:
+                raise ValueError(
+                    f"a {head.kind} head on {devices.pop()} cannot be brought to a target whose "
+                    f"exit is on {device} and whose LM head is on {of_lm_head}; load it for this "
+                    "target from its folder"
+                )
+            of_lm_head = device = devices.pop()
+        return normed, dtype, of_lm_head, device
 
     def beside(self, draft_model: nn.Module, tokenizers: Sequence[object] = (None, None)) -> Engine:
         """The same engine with another draft model, for one call; see `DraftModels.beside`."""
@@ -382,19 +416,11 @@ def _parts(head: ExitHead) -> list[nn.Module]:
 
 
 @torch.no_grad()
-def _cast_and_move(part: nn.Module, changes: Mapping[Any, Any], target: Container[int]) -> None:
-    """Change dtypes and devices of a head's tensors, but for the target's own and calibrators."""
-    for path, module in part.named_modules():
-        if path.startswith("calibrators"):  # they are computed in float32
-            continue
-        owned: Any = module._parameters, module._buffers
-        for tensors in owned:
-            for name, tensor in tensors.items():
-                if tensor is None or id(tensor) in target:
-                    continue
-                dtype = changes.get(tensor.dtype, tensor.dtype)
-                with torch.inference_mode(False):
-                    moved = tensor.detach().to(changes.get(tensor.device, tensor.device), dtype)
-                    if isinstance(tensor, nn.Parameter):
-                        moved = nn.Parameter(moved, requires_grad=tensor.requires_grad)
-                tensors[name] = moved
+def _cast_and_moved(tensor: Tensor, changes: Mapping[Any, Any]) -> Tensor:
+    """A tensor of a head with its dtype and device changed."""
+    dtype = changes.get(tensor.dtype, tensor.dtype)
+    with torch.inference_mode(False):
+        moved = tensor.detach().to(changes.get(tensor.device, tensor.device), dtype)
+        if isinstance(tensor, nn.Parameter):
+            moved = nn.Parameter(moved, requires_grad=tensor.requires_grad)
+    return moved

@@ -621,3 +621,22 @@ def test_what_is_no_head_and_no_profile_is_named(target):
         SelfSpecModel(target, heads=["/a/folder"])
     with pytest.raises(TypeError, match="a profile is a Profile or the file of one, got dict"):
         SelfSpecModel(target, profile={})
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("trimmed", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_made_in_another_dtype_is_brought_to_the_targets(kind, trimmed):
+    """As it is if the target is cast after it was given."""
+    model = tiny_llama("sometimes", dtype=torch.float32)
+    decoder = Decoder(model)
+    head, other = (own_head(decoder, kind, EXIT, trimmed=trimmed) for _ in range(2))
+    draft = {"head": head.kind, "exit_layer": head.exit_layer, "num_draft_tokens": 3}
+    given_before = SelfSpecModel(model, heads=[head])
+    model.to(torch.float64)
+    given_after = SelfSpecModel(model, heads=[other])
+    accepted = []
+    for spec in (given_before, given_after):
+        equal_to_generate(spec, IDS, MASK, [draft], max_new_tokens=9)
+        accepted.append(spec.last_stats.accepted)
+    assert accepted[0] == accepted[1]
