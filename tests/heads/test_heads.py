@@ -604,6 +604,9 @@ def test_what_cannot_be_saved_leaves_what_is_there(target, tmp_path):
     save_heads([head], decoder, tmp_path / "heads")
     with pytest.raises(ValueError, match="there are no heads to save"):
         save_heads([], decoder, tmp_path / "heads")
+    for no_list in ("heads", head):
+        with pytest.raises(TypeError, match="a head is an ExitHead, got str|got a LensHead"):
+            save_heads(no_list, decoder, tmp_path / "heads")
     assert len(load_heads(decoder, tmp_path / "heads")) == 1
     (tmp_path / "file").write_text("kept")
     for path in (tmp_path / "file", tmp_path / "file" / "heads"):
