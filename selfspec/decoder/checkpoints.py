@@ -30,6 +30,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from selfspec.config import Options
 
 GGUF = ".gguf"
+HEADS_CONFIG = "selfspec.json"  # in a folder of exit heads
 # Options of `from_pretrained` with which a folder needs no config.json of its own.
 _ELSEWHERE = {"config", "gguf_file", "subfolder"}
 _BASE = "base_model_name_or_path"  # in the config of an adapter
@@ -72,6 +73,8 @@ def find_checkpoint(name: str | Path, options: Collection[str] = ()) -> Path | s
     if path.is_dir():
         found = f", and {len(files)} GGUF files, of which one has to be named" if files else ""
         missing = f": it has no config.json{found}"
+        if (path / HEADS_CONFIG).is_file():
+            missing = ", which holds exit heads; they are given as heads, beside their target"
     raise FileNotFoundError(
         f"no model folder at {name}{missing}; give a folder with a config.json, a GGUF file, or a "
         "Hugging Face id"
@@ -110,7 +113,7 @@ def load_config(path: str | Path) -> PreTrainedConfig:
     if named:
         return copy.deepcopy(_config_of_gguf(Path(path), Path(path).stat().st_mtime_ns))
     path = _base_of(path)
-    with _named_in_errors(path):
+    with named_in_errors(path):
         return AutoConfig.from_pretrained(path)
 
 
@@ -134,7 +137,7 @@ def _config_of_gguf(file: Path, changed: int) -> PreTrainedConfig:
 
 
 @contextmanager
-def _named_in_errors(path: str | Path) -> Iterator[None]:
+def named_in_errors(path: str | Path) -> Iterator[None]:
     """Name a checkpoint that is not here in errors of the hub, which leave it out offline."""
     try:
         yield
@@ -203,7 +206,7 @@ def load_causal_lm(path: str | Path, **options: object) -> PreTrainedModel:
         named["config"] = load_config(path)
     try:
         options = {**named, **options}
-        with _named_in_errors(path):
+        with named_in_errors(path):
             return _auto_class(source, options).from_pretrained(source, **options).eval()
     except SafetensorError as error:
         raise ValueError(
@@ -221,7 +224,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """
     source, named = _named(path)
     try:
-        with _named_in_errors(path):
+        with named_in_errors(path):
             return AutoTokenizer.from_pretrained(source, **named)
     except (ValueError, OSError) as error:
         folder = Path(path)

@@ -1,8 +1,10 @@
-"""Quantized weights: detecting them, and trainable copies of quantized layers."""
+"""Quantized weights: detecting them, and trainable copies of layers, quantized or adapted."""
 
 from __future__ import annotations
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -48,11 +50,45 @@ def _plain(linear: nn.Linear, dtype: torch.dtype) -> nn.Linear:
     return plain
 
 
-def trainable(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Make a copied decoder layer trainable; quantized weights become plain, in `dtype`.
+@torch.no_grad()
+def merge_adapters(layer: nn.Module) -> None:
+    """Merge the active adapters of a copied layer into its weights, and remove the others.
+
+    A head's own layer then has the same tensors whatever adapters the target has, so that a head
+    fitted over one loads over the merged target, and one fitted to the base over an adapted one.
 
     Raises:
-        ValueError: the layer's weights are quantized in a way that cannot be undone.
+        ValueError: an adapter cannot be merged.
     """
+    for path, part in reversed(list(layer.named_modules())):  # one may be inside another
+        try:
+            if isinstance(part, BaseTunerLayer):
+                if part.merged and part.disable_adapters:
+                    part.unmerge()
+                elif not part.merged and not part.disable_adapters:
+                    part.merge()
+                layer.set_submodule(path, part.get_base_layer())
+            elif isinstance(part, AuxiliaryTrainingWrapper):
+                own = part.unload_and_optionally_merge_module(True, False, None)
+                layer.set_submodule(path, part.original_module if part.disable_adapters else own)
+        except NotImplementedError:
+            raise ValueError(
+                f"the adapter of {path} of the layer to copy ({type(part).__name__}) cannot be "
+                "merged; choose a head without a layer of its own (shared, lens, lora)"
+            ) from None
+
+
+def trainable(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Make a copied decoder layer trainable, without adapters; quantized weights become plain.
+
+    Args:
+        layer: the copy.
+        dtype: that of what was quantized.
+
+    Raises:
+        ValueError: an adapter cannot be merged, or the weights are quantized in a way that cannot
+            be undone.
+    """
+    merge_adapters(layer)
     dequantize(layer, dtype)
     return layer.requires_grad_(True)

@@ -157,6 +157,13 @@ def _check_choices(config: DraftConfig) -> None:
             f"schedule={config.schedule!r} decides when a chain of drafts ends, and {name!r} does "
             f"not use it; leave it out, or choose a drafter that does ({others})"
         )
+    exit_keys = [key for key in ("exit_layer", "head") if getattr(config, key) is not None]
+    if exit_keys and not chosen.takes_exit:
+        raise ValueError(
+            f"{exit_keys[0]}={getattr(config, exit_keys[0])!r} is for drafts from an exit, and "
+            f"{name!r} has none; leave it out, or choose a drafter that has one, such as "
+            "'early_exit'"
+        )
     if config.draft_model is not None and name != TwoModel.name:
         raise ValueError(
             f"draft_model={config.draft_model!r} is for drafter={TwoModel.name!r}, got "

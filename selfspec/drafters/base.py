@@ -22,6 +22,7 @@ class Drafter(ABC):
         drafts: whether it drafts at all; only then a round may verify tokens that a grammar forces.
         makes_trees: whether drafts may be trees, which have their own acceptance rules.
         takes_schedule: whether it uses the config's schedule.
+        takes_exit: whether it uses the config's `exit_layer` and `head`.
         decoders: models that it runs beside the target.
         keep: hidden states, by the number of layers below, that prefill and verification keep for
             the drafter.
@@ -32,6 +33,7 @@ class Drafter(ABC):
     drafts: ClassVar[bool] = True
     makes_trees: ClassVar[bool] = False
     takes_schedule: ClassVar[bool] = False
+    takes_exit: ClassVar[bool] = True
     decoders: tuple[Decoder, ...] = ()
     keep: tuple[int, ...] = ()
     drafting: Decoder | None = None

@@ -150,10 +150,6 @@ class Engine:
             TypeError: it is not an ExitHead.
             ValueError: it does not fit the target, or there is one of its kind at its exit.
         """
-        if not isinstance(head, ExitHead):
-            raise TypeError(
-                f"a head is an ExitHead, got {type(head).__name__}; load_heads reads a folder"
-            )
         check_distinct([*self.heads, head])
         head.check(self.decoder)
         self.decoder.include(*_parts(head))

@@ -130,6 +130,7 @@ class Lookahead(Drafter):
     """
 
     name = "lookahead"
+    takes_exit = False
     makes_trees = True
 
     def __init__(self, config: LookaheadConfig):

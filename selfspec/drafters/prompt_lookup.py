@@ -25,6 +25,7 @@ class PromptLookup(Drafter):
     """
 
     name = "prompt_lookup"
+    takes_exit = False
 
     def __init__(self, lookup: Lookup):
         self.lookup = lookup

@@ -215,6 +215,7 @@ class SkipSublayers(Drafter):
     """
 
     name = "skip_sublayers"
+    takes_exit = False
     takes_schedule = True
 
     def __init__(self, engine: Engine, chooser: FixedSkips, longest: int, schedule: Schedule):

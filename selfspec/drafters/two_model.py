@@ -40,6 +40,7 @@ class TwoModel(Drafter):
     """
 
     name = "two_model"
+    takes_exit = False
     takes_schedule = True
 
     def __init__(self, model: DraftModel, longest: int, schedule: Schedule):

@@ -346,8 +346,14 @@ def check_feature_layers(decoder: Decoder, layers: Sequence[int], exit_layer: in
 
 
 def check_distinct(heads: Sequence[ExitHead]) -> None:
-    """Raise ValueError if two heads have the same kind and exit layer."""
+    """Raise ValueError if two heads have the same kind and exit layer, TypeError for no heads."""
+    if not isinstance(heads, Sequence):
+        raise TypeError(f"heads are a list of exit heads, got a {type(heads).__name__}")
     for index, head in enumerate(heads):
+        if not isinstance(head, ExitHead):
+            raise TypeError(
+                f"a head is an ExitHead, got {type(head).__name__}; load_heads reads a folder"
+            )
         if any((h.kind, h.exit_layer) == (head.kind, head.exit_layer) for h in heads[:index]):
             raise ValueError(
                 f"two heads of kind {head.kind!r} at exit_layer {head.exit_layer}; "

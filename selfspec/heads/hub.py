@@ -11,6 +11,7 @@ from huggingface_hub import HfApi, snapshot_download
 
 from selfspec.config import JsonObject
 from selfspec.decoder import Decoder
+from selfspec.decoder.checkpoints import named_in_errors
 from selfspec.heads.base import ExitHead
 from selfspec.heads.formats.files import PUBLISHED_FILES
 from selfspec.heads.store import CONFIG_NAME, WEIGHTS_NAME, save_heads
@@ -24,20 +25,24 @@ def find_heads(folder_or_id: str | Path) -> Path:
     """The folder of heads: the given one, or a download from the hub.
 
     Raises:
-        FileNotFoundError: there is no such folder, and the name is not a hub id.
+        FileNotFoundError: there is no such folder, and the name is a file, or not a hub id.
+        OSError: the hub has nothing of this name, or cannot be reached.
     """
     folder = Path(folder_or_id).expanduser()
     if folder.is_dir():
         return folder
     name = str(folder_or_id)
+    if folder.exists():
+        raise FileNotFoundError(f"{folder} is a file; give the folder that it is in")
     if isinstance(folder_or_id, Path) or name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise FileNotFoundError(
             f"no folder {folder_or_id}; give the folder of {CONFIG_NAME}, or a hub id user/name"
         )
-    own = Path(snapshot_download(name, allow_patterns=[CONFIG_NAME, WEIGHTS_NAME]))
-    if (own / CONFIG_NAME).is_file():  # then the target's weights may lie beside them
-        return own
-    return Path(snapshot_download(name, allow_patterns=list(PUBLISHED_FILES)))
+    with named_in_errors(name):
+        own = Path(snapshot_download(name, allow_patterns=[CONFIG_NAME, WEIGHTS_NAME]))
+        if (own / CONFIG_NAME).is_file():  # then the target's weights may lie beside them
+            return own
+        return Path(snapshot_download(name, allow_patterns=list(PUBLISHED_FILES)))
 
 
 def push_heads(

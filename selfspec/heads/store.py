@@ -21,13 +21,14 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from selfspec.config import JsonObject, StrictConfig, parse
 from selfspec.decoder import Decoder, is_quantized, weights
+from selfspec.decoder.checkpoints import HEADS_CONFIG
 from selfspec.heads.base import ExitHead, build_head, check_distinct
 from selfspec.heads.calibrator import Calibrator
 from selfspec.heads.files import CheckpointFiles, make_folder, read_object, read_tensors, replacing
 from selfspec.heads.formats import load_published
 from selfspec.heads.formats.files import PUBLISHED_CONFIG
 
-CONFIG_NAME = "selfspec.json"
+CONFIG_NAME = HEADS_CONFIG
 WEIGHTS_NAME = "exit_heads.safetensors"
 _FORMAT = 1
 
@@ -70,6 +71,7 @@ def save_heads(
         dtype: dtype to store weights in; `None` keeps theirs. Calibrators are never rounded.
 
     Raises:
+        TypeError: `heads` is no list of heads.
         ValueError: there are no heads, two have one kind and exit layer, or `folder` is a file.
     """
     if not heads:

@@ -157,10 +157,13 @@ def test_truncated_weights_are_named(tmp_path, folder):
     [
         ("no/such/folder", r"no model folder at {name}; give"),
         ("half", r"no model folder at {name}: it has no config\.json; give"),
+        ("heads", "no model folder at {name}, which holds exit heads; they are given as heads"),
     ],
 )
 def test_python_says_what_is_wrong_with_a_folder_as_the_commands_do(name, says, tmp_path):
     (tmp_path / "half").mkdir()
+    (tmp_path / "heads").mkdir()
+    (tmp_path / "heads" / "selfspec.json").touch()
     name = str(tmp_path / name)
     told = call("info", "--model", name, code=1).stderr
     assert re.search(says.format(name=name), told)

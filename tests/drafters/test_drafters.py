@@ -25,6 +25,14 @@ def test_a_schedule_that_is_not_asked_is_refused(drafter, schedule):
         spec.generate(prompt(4)[0], draft=draft(drafter, schedule=schedule))
 
 
+@pytest.mark.parametrize("drafter", ["lookahead", "prompt_lookup", "skip_sublayers", "two_model"])
+@pytest.mark.parametrize("exit_key", [{"exit_layer": 2}, {"head": "shared"}])
+def test_an_exit_that_would_not_draft_is_refused(drafter, exit_key):
+    spec = SelfSpecModel(tiny_llama(), draft_model=tiny_llama())
+    with pytest.raises(ValueError, match=f"is for drafts from an exit, and '{drafter}' has none"):
+        spec.generate(prompt(4)[0], draft=draft(drafter, **exit_key))
+
+
 @pytest.mark.parametrize("drafter", sorted(set(DRAFTERS) - {"two_model", "none"}))
 def test_a_draft_model_that_would_not_draft_is_refused(drafter):
     spec = SelfSpecModel(tiny_llama())

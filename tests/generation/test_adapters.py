@@ -45,9 +45,9 @@ def lora(**configs):
 
 def drafting(draft, model):
     skip = {"attention": [2], "mlp": [1, 3]}
-    config = {"drafter": draft, "skip": skip, "exit_layer": EXIT}
+    config = {"drafter": draft, "skip": skip}
+    config |= {"exit_layer": EXIT} if DRAFTERS[draft].takes_exit and draft != "none" else {}
     small = tiny_llama(seed=1) if draft == "two_model" else None
-    config = {"drafter": draft} if draft in ("none", "prompt_lookup", "two_model") else config
     return SelfSpecModel(model, draft_model=small), config
 
 

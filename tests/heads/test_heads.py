@@ -1,5 +1,6 @@
 """Exit heads: the lens begins as the shared head; files are whole, and fit their target or none."""
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -534,6 +535,36 @@ def test_a_target_is_known_in_every_dtype(origin, dtype, tmp_path):
     assert loaded.heads[0].kind == "lens"
 
 
+@pytest.mark.parametrize("kind", ["block", "fused"])
+@pytest.mark.parametrize("more", [{}, {"use_dora": True}, {"modules_to_save": ["mlp"]}])
+@pytest.mark.filterwarnings("ignore:the heads in .* were fitted to slightly other weights")
+def test_a_heads_own_layer_has_no_adapter(kind, more, tmp_path):
+    """It starts as the adapted layer, and loads over the target with the adapter, without, merged.
+
+    Warnings of other weights are right: adapters move them.
+    """
+    base = tiny_llama("sometimes", dtype=torch.float32)
+    maps = ["q_proj", "o_proj"]
+    config = LoraConfig(
+        r=2, target_modules=maps, init_lora_weights=False, task_type="CAUSAL_LM", **more
+    )
+    adapted = get_peft_model(copy.deepcopy(base), config).eval()
+    for name, parameter in adapted.named_parameters():
+        if "modules_to_save" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    decoder = Decoder(adapted)
+    head = build_head(decoder, kind, EXIT, {})
+    save_heads([head], decoder, tmp_path)
+    with adapted.disable_adapter():
+        disabled = build_head(decoder, kind, EXIT, {})
+    merged = copy.deepcopy(adapted).merge_and_unload()
+    for target, like in ((base, disabled), (merged, head)):
+        plain = build_head(Decoder(target), kind, EXIT, {})
+        torch.testing.assert_close(dict(plain.layer.state_dict()), dict(like.layer.state_dict()))
+    for target in (base, adapted, merged):
+        assert SelfSpecModel(target, heads=tmp_path).heads[0].kind == kind
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
 def test_a_target_is_known_under_lora(family, tmp_path):
     """Also where the layers that LoRA wraps have biases, which then change their names."""
@@ -604,6 +635,9 @@ def test_what_cannot_be_saved_leaves_what_is_there(target, tmp_path):
     save_heads([head], decoder, tmp_path / "heads")
     with pytest.raises(ValueError, match="there are no heads to save"):
         save_heads([], decoder, tmp_path / "heads")
+    for no_list in ("heads", head):
+        with pytest.raises(TypeError, match=r"a head is an ExitHead, got str|got a LensHead"):
+            save_heads(no_list, decoder, tmp_path / "heads")
     assert len(load_heads(decoder, tmp_path / "heads")) == 1
     (tmp_path / "file").write_text("kept")
     for path in (tmp_path / "file", tmp_path / "file" / "heads"):

@@ -79,3 +79,11 @@ def test_without_heads_nothing_is_pushed(shelf):
 def test_what_is_neither_folder_nor_id_is_refused(name):
     with pytest.raises(FileNotFoundError, match=CONFIG_NAME):
         hub.find_heads(name)
+
+
+def test_a_file_of_heads_is_no_hub_id(shelf, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "heads").mkdir()
+    (tmp_path / "heads" / CONFIG_NAME).touch()
+    with pytest.raises(FileNotFoundError, match="is a file; give the folder that it is in"):
+        hub.find_heads(f"heads/{CONFIG_NAME}")

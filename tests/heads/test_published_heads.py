@@ -455,6 +455,7 @@ def test_an_export_onto_a_full_disk_names_the_folder(tmp_path, target, monkeypat
         ({"rms_norm_eps": "small"}, "rms_norm_eps .* got 'small'"),
         ({"layer_types": ["sliding_attention"]}, "sliding window"),
         ({"hidden_act": "nonsense"}, "nonsense"),
+        ({"eagle_config": "nonsense"}, "eagle_config in .* must hold keys, got .nonsense"),
     ],
 )
 def test_what_does_not_fit_is_named(tmp_path, target, config, message):

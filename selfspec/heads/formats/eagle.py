@@ -44,7 +44,10 @@ def read(decoder: Decoder, published: PublishedHead) -> ExitHead:
     names = _names(published.tensors)
     layer, config = _layer_source(published, names), published.config
     if any(own == "layer.hidden_norm.weight" for own in names.values()):
-        nested = dict(config.get("eagle_config") or {})
+        nested = config.get("eagle_config") or {}
+        if not isinstance(nested, dict):
+            raise ValueError(f"eagle_config in {published.folder} must hold keys, got {nested!r}")
+        nested = dict(nested)
         outputs, below = nested.pop(LAYER_IDS, None), nested.pop("layer_ids", None)
         if outputs:
             shift = int(_layer_ids(published, outputs)[0] == 1)
