@@ -43,7 +43,7 @@ from selfspec.generation.unsupported import (
     refuse_other_loops,
 )
 from selfspec.heads import (
-    CONFIG_NAME,
+    HEADS_CONFIG,
     ExitHead,
     find_heads,
     load_heads,
@@ -214,7 +214,7 @@ class SelfSpecModel:
         except TypeError as error:
             raise _with_our_options(error, kwargs) from None
         beside = folder_of(path)
-        if heads is None and (Path(beside) / CONFIG_NAME).is_file():
+        if heads is None and (Path(beside) / HEADS_CONFIG).is_file():
             heads = beside
         spec = cls(model, heads, draft_model, profile, kernels, kv_cache_dtype, store)
         if heads is None:

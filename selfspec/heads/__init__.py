@@ -25,7 +25,7 @@ from selfspec.heads.medusa import MedusaHead
 from selfspec.heads.mtp import MtpHead
 from selfspec.heads.shared import SharedHead
 from selfspec.heads.store import (
-    CONFIG_NAME,
+    HEADS_CONFIG,
     differences,
     fingerprint,
     load_heads,
@@ -35,7 +35,7 @@ from selfspec.heads.teacher_forcing import TargetStates, draft_states, target_st
 
 __all__ = [
     "CARD_NAME",
-    "CONFIG_NAME",
+    "HEADS_CONFIG",
     "HEAD_KINDS",
     "BlockHead",
     "Calibrator",

@@ -14,7 +14,7 @@ from selfspec.decoder import Decoder
 from selfspec.decoder.checkpoints import named_in_errors
 from selfspec.heads.base import ExitHead
 from selfspec.heads.formats.files import PUBLISHED_FILES
-from selfspec.heads.store import CONFIG_NAME, WEIGHTS_NAME, save_heads
+from selfspec.heads.store import HEADS_CONFIG, WEIGHTS_NAME, save_heads
 
 CARD_NAME = "README.md"
 DEMO = "demo"
@@ -36,11 +36,11 @@ def find_heads(folder_or_id: str | Path) -> Path:
         raise FileNotFoundError(f"{folder} is a file; give the folder that it is in")
     if isinstance(folder_or_id, Path) or name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise FileNotFoundError(
-            f"no folder {folder_or_id}; give the folder of {CONFIG_NAME}, or a hub id user/name"
+            f"no folder {folder_or_id}; give the folder of {HEADS_CONFIG}, or a hub id user/name"
         )
     with named_in_errors(name):
-        own = Path(snapshot_download(name, allow_patterns=[CONFIG_NAME, WEIGHTS_NAME]))
-        if (own / CONFIG_NAME).is_file():  # then the target's weights may lie beside them
+        own = Path(snapshot_download(name, allow_patterns=[HEADS_CONFIG, WEIGHTS_NAME]))
+        if (own / HEADS_CONFIG).is_file():  # then the target's weights may lie beside them
             return own
         return Path(snapshot_download(name, allow_patterns=list(PUBLISHED_FILES)))
 

@@ -28,7 +28,6 @@ from selfspec.heads.files import CheckpointFiles, make_folder, read_object, read
 from selfspec.heads.formats import load_published
 from selfspec.heads.formats.files import PUBLISHED_CONFIG
 
-CONFIG_NAME = HEADS_CONFIG
 WEIGHTS_NAME = "exit_heads.safetensors"
 _FORMAT = 1
 
@@ -87,7 +86,7 @@ def save_heads(
     }
     file = _HeadsFile(format_version=_FORMAT, target=fingerprint(decoder), heads=entries)
     text = json.dumps(file.model_dump(), indent=2) + "\n"
-    with replacing(folder / WEIGHTS_NAME) as tensors, replacing(folder / CONFIG_NAME) as config:
+    with replacing(folder / WEIGHTS_NAME) as tensors, replacing(folder / HEADS_CONFIG) as config:
         save_file(weights, tensors, metadata={"format": "pt"})
         config.write_text(text, encoding="utf-8")
     if (folder / SAFE_WEIGHTS_NAME).is_file():
@@ -139,9 +138,9 @@ def load_heads(
         ValueError: a file is damaged, of an unknown format, or the heads belong to another target.
     """
     folder = Path(folder)
-    if not (folder / CONFIG_NAME).is_file() and (folder / PUBLISHED_CONFIG).is_file():
+    if not (folder / HEADS_CONFIG).is_file() and (folder / PUBLISHED_CONFIG).is_file():
         return [load_published(decoder, folder)]
-    file = _read_config(folder / CONFIG_NAME)
+    file = _read_config(folder / HEADS_CONFIG)
     check_fingerprint(decoder, file.target, str(folder), checkpoint)
     weights = _read_weights(folder / WEIGHTS_NAME)
     heads = [_load_head(decoder, entry, weights, folder) for entry in file.heads]
@@ -166,7 +165,7 @@ def _load_head(
         head.load_state_dict(own, assign=decoder.device.type == "meta")
     except (RuntimeError, KeyError, ValueError) as error:
         raise ValueError(
-            f"{folder / WEIGHTS_NAME} does not fit {folder / CONFIG_NAME}: {error}"
+            f"{folder / WEIGHTS_NAME} does not fit {folder / HEADS_CONFIG}: {error}"
         ) from None
     head.facts = dict(entry.facts)
     return head.eval().requires_grad_(False)
@@ -175,7 +174,7 @@ def _load_head(
 def _read_config(path: Path) -> _HeadsFile:
     if not path.is_file():
         raise FileNotFoundError(
-            f"no {CONFIG_NAME} in {path.parent}; {_where_heads_are(path.parent)}"
+            f"no {HEADS_CONFIG} in {path.parent}; {_where_heads_are(path.parent)}"
         )
     file = parse(_HeadsFile, read_object(path), str(path))
     if file.format_version != _FORMAT:
@@ -188,7 +187,7 @@ def _read_config(path: Path) -> _HeadsFile:
 
 def _where_heads_are(folder: Path) -> str:
     """The remedy for a folder without heads: a folder of heads inside it, such as a fit has."""
-    names = (CONFIG_NAME, PUBLISHED_CONFIG)
+    names = (HEADS_CONFIG, PUBLISHED_CONFIG)
     inner = [str(path.parent) for name in names for path in sorted(folder.glob(f"*/{name}"))]
     if inner:
         return f"did you mean {inner[0]}?"
@@ -197,7 +196,7 @@ def _where_heads_are(folder: Path) -> str:
 
 def _read_weights(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
-        raise FileNotFoundError(f"no {WEIGHTS_NAME} in {path.parent} beside its {CONFIG_NAME}")
+        raise FileNotFoundError(f"no {WEIGHTS_NAME} in {path.parent} beside its {HEADS_CONFIG}")
     return read_tensors(path)
 
 

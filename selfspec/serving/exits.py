@@ -15,7 +15,7 @@ from selfspec.config import DraftConfig
 from selfspec.decoder import Decoder
 from selfspec.decoder.checkpoints import auto_class
 from selfspec.drafters.engine import Engine
-from selfspec.heads import CONFIG_NAME, CheckpointFiles, ExitHead, LoraHead, find_heads, load_heads
+from selfspec.heads import HEADS_CONFIG, CheckpointFiles, ExitHead, LoraHead, find_heads, load_heads
 from selfspec.serving import SCHEME
 
 KINDS = ("shared", "lens", "lora", "block", "fused")
@@ -69,11 +69,11 @@ def load_head(
     if norm is not None and decoder.final_norm is not None:
         decoder.final_norm.load_state_dict(norm.state_dict(), assign=True)
     heads: Sequence[ExitHead] = ()
-    if wanted.heads or (Path(model) / CONFIG_NAME).is_file():
+    if wanted.heads or (Path(model) / HEADS_CONFIG).is_file():
         folder = find_heads(wanted.heads or model)
-        if not (folder / CONFIG_NAME).is_file():
+        if not (folder / HEADS_CONFIG).is_file():
             raise ValueError(
-                f"no {CONFIG_NAME} in {folder}; for published heads use the engine's own methods "
+                f"no {HEADS_CONFIG} in {folder}; for published heads use the engine's own methods "
                 "(eagle, eagle3, medusa)"
             )
         heads = load_heads(decoder, folder, CheckpointFiles(model, revision=revision))

@@ -9,7 +9,7 @@ import pytest
 from conftest import greedy, prompt, tiny_llama
 
 from selfspec import SelfSpecModel
-from selfspec.heads import CARD_NAME, CONFIG_NAME, head_class, hub
+from selfspec.heads import CARD_NAME, HEADS_CONFIG, head_class, hub
 
 ID = "someone/some-heads"
 
@@ -77,13 +77,13 @@ def test_without_heads_nothing_is_pushed(shelf):
 
 @pytest.mark.parametrize("name", ["nowhere", "./nowhere", "a/b/c", Path("no/where")])
 def test_what_is_neither_folder_nor_id_is_refused(name):
-    with pytest.raises(FileNotFoundError, match=CONFIG_NAME):
+    with pytest.raises(FileNotFoundError, match=HEADS_CONFIG):
         hub.find_heads(name)
 
 
 def test_a_file_of_heads_is_no_hub_id(shelf, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "heads").mkdir()
-    (tmp_path / "heads" / CONFIG_NAME).touch()
+    (tmp_path / "heads" / HEADS_CONFIG).touch()
     with pytest.raises(FileNotFoundError, match="is a file; give the folder that it is in"):
-        hub.find_heads(f"heads/{CONFIG_NAME}")
+        hub.find_heads(f"heads/{HEADS_CONFIG}")

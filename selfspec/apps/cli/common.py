@@ -201,7 +201,7 @@ def own_choices(spec: SelfSpecModel) -> JsonObject:
 
 def hint_heads(spec: SelfSpecModel) -> None:
     """Say that the package has an exit head for the checkpoint, if it runs without heads."""
-    from selfspec.heads import CONFIG_NAME
+    from selfspec.heads import HEADS_CONFIG
     from selfspec.heads.files import read_object
     from selfspec.heads.store import check_fingerprint
 
@@ -210,7 +210,7 @@ def hint_heads(spec: SelfSpecModel) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the same weights in another precision
         try:
-            check_fingerprint(spec.decoder, read_object(HEADS / CONFIG_NAME)["target"], str(HEADS))
+            check_fingerprint(spec.decoder, read_object(HEADS / HEADS_CONFIG)["target"], str(HEADS))
         except ValueError:
             return
     note(f"the package has an exit head for this checkpoint: --heads {HEADS}")

@@ -49,12 +49,12 @@ def info(
     from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
     from selfspec.decoder.checkpoints import folder_of, load_config
-    from selfspec.heads import CONFIG_NAME, ships_head
+    from selfspec.heads import HEADS_CONFIG, ships_head
     from selfspec.schedule.profile import PROFILE_NAME, cached_profiles
 
     name, path = resolve(source.model)
     config = load_config(path)
-    more = (CONFIG_NAME, PROFILE_NAME, ADAPTER_CONFIG_NAME)
+    more = (HEADS_CONFIG, PROFILE_NAME, ADAPTER_CONFIG_NAME)
     beside = any((Path(folder_of(path)) / file).is_file() for file in more)
     depth = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
     has_head = depth is not None and ships_head(path, depth)

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCrit
 
 from selfspec.config import DraftConfig, JsonObject, Options
 from selfspec.drafters import check_draft, make_drafter
-from selfspec.heads import CONFIG_NAME
+from selfspec.heads import HEADS_CONFIG
 from selfspec.model import SelfSpecModel
 from selfspec.schedule.stats import Stats
 
@@ -56,7 +56,7 @@ class SelfSpecLM(HFLM):
         asked = None if draft is None else check_draft(DraftConfig.of(draft))
         super().__init__(pretrained, **kwargs)
         if heads is None and isinstance(pretrained, str):
-            heads = pretrained if (Path(pretrained) / CONFIG_NAME).is_file() else None
+            heads = pretrained if (Path(pretrained) / HEADS_CONFIG).is_file() else None
         self.spec = SelfSpecModel(self.model, heads, draft_model, profile)
         self.draft = asked or self.spec.default_draft
         make_drafter(self.spec.engine, self.draft)  # refuses what this model cannot make
