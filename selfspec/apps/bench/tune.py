@@ -28,7 +28,7 @@ from selfspec.apps.bench.results import ratios, usual_rates
 from selfspec.apps.bench.run import Run, RunFile, Show, Turns, generate_options, make_method
 from selfspec.apps.bench.shapes import usable_memory, weights_held
 from selfspec.config import DraftConfig, JsonObject, Precision, SkipConfig, StrictConfig, TreeConfig
-from selfspec.drafters import DRAFTERS, Auto, Cascade, make_drafter
+from selfspec.drafters import DRAFTERS, make_drafter
 from selfspec.drafters.engine import Engine
 from selfspec.heads import ExitHead
 from selfspec.model import SelfSpecModel
@@ -221,8 +221,7 @@ def _others(best: DraftConfig, config: TuneConfig) -> dict[str, DraftConfig]:
         )
     for name in DRAFTERS:
         if name not in ("early_exit", "tree", PLAIN):
-            is_exact = not best.approximates
-            exit = passes if is_exact or DRAFTERS[name] in (Auto, Cascade) else {}
+            exit = passes if DRAFTERS[name].takes_exit else {}
             # No set of layers is known, so they are chosen while generating.
             skip = SkipConfig(search="clasp" if name == "skip_sublayers" else "none")
             others[name] = DraftConfig(drafter=name, skip=skip, **exit)
