@@ -235,7 +235,8 @@ class Decoder:
         """A trainable copy of a layer, which a head runs with a KV cache of its own.
 
         Raises:
-            ValueError: there is no such layer, or its weights cannot be dequantized.
+            ValueError: there is no such layer, its weights cannot be dequantized, or its adapters
+                cannot be merged.
         """
         self.check_layer(index)
         return trainable(self.copy(self.layers[index]), self.dtype)

@@ -152,9 +152,9 @@ class Engine:
         """
         check_distinct([*self.heads, head])
         head.check(self.decoder)
+        self._made_for[head] = self._origin(head)
         self.decoder.include(*_parts(head))
         self.heads.append(head)
-        self._made_for[head] = self._origin(head)
 
     def match_heads(self) -> None:
         """Bring heads to the target's dtype and devices, which may have changed since they came."""
