@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import transformers
 from conftest import EXIT, greedy
@@ -47,3 +48,8 @@ def altered(plain):
         return run._replace(tokens=tokens if len(run.tokens) > 5 else run.tokens)
 
     return write
+
+
+def unmarked(text):
+    """Text without the markers of `selfspec.apps.display.trace.marked`."""
+    return re.sub(r"\\(.)|[\[\]<>]", lambda mark: mark[1] or "", text, flags=re.DOTALL)

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from cli_tools import PROMPT, TOKENS, altered, call, one_object, own_text
+from cli_tools import PROMPT, TOKENS, altered, call, one_object, own_text, unmarked
 from conftest import EXIT, greedy, tiny_llama
 from head_tools import own_head
 from rich.console import Console
@@ -23,7 +23,6 @@ from selfspec.apps.display.demo import (
     run_demo,
 )
 from selfspec.apps.display.divergence import next_scores
-from selfspec.apps.display.trace import unmarked
 from selfspec.apps.smollm2 import QUESTIONS
 from selfspec.heads import save_heads
 from selfspec.schedule.stats import PARTS

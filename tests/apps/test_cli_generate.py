@@ -5,11 +5,9 @@ import re
 from importlib.util import find_spec
 
 import pytest
-from cli_tools import DRAFT, PROMPT, TOKENS, call, one_object, own_text
+from cli_tools import DRAFT, PROMPT, TOKENS, call, one_object, own_text, unmarked
 from conftest import greedy
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-
-from selfspec.apps.display.trace import unmarked
 
 
 def test_generate_writes_what_the_model_writes(folder):

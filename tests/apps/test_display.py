@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from cli_tools import unmarked
 from conftest import EXIT, VOCAB, prompt, tiny_llama
 from families import build
 from hypothesis import given, settings
@@ -25,7 +26,7 @@ from selfspec.apps.display import (
     trace_html,
     trace_text,
 )
-from selfspec.apps.display.trace import Detokenizer, Piece, marked, pieces, unmarked
+from selfspec.apps.display.trace import Detokenizer, Piece, marked, pieces
 from selfspec.heads import FusedHead, LensHead, SharedHead
 from selfspec.schedule.stats import Round, Stats, Trace
 

@@ -161,7 +161,6 @@ _STYLES: dict[Kind, str] = {
 }
 _MARKERS: dict[Kind, tuple[str, str]] = {"corrected": ("[", "]"), "bonus": ("<", ">")}
 _SPECIAL = re.compile(r"[\\\[\]<>]")
-_MARK = re.compile(r"\\(.)|[\[\]<>]", re.DOTALL)
 # Control codes in the output must not reach the terminal.
 _VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
 
@@ -175,11 +174,6 @@ def marked(piece: Piece) -> str:
         return ""
     start, end = _MARKERS.get(piece.kind, ("", ""))
     return start + _SPECIAL.sub(r"\\\g<0>", piece.text) + end
-
-
-def unmarked(text: str) -> str:
-    """The text without its markers: undoes `marked`."""
-    return _MARK.sub(lambda match: match[1] or "", text)
 
 
 def in_colour(console: Console) -> bool:
