@@ -48,6 +48,13 @@ def usable_device(name: str | None) -> torch.device:
     return device
 
 
+def fitting_device() -> torch.device:
+    """The device that heads are fitted on: an accelerator if there is one, else the CPU."""
+    # Built for CUDA, torch names a GPU where there is none.
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return found or torch.device("cpu")
+
+
 def is_sharded(tensor: Tensor) -> bool:
     """Whether a tensor is a `DTensor`, of which each process holds a shard."""
     return hasattr(tensor, "full_tensor")  # not every build of torch has the class

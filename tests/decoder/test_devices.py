@@ -22,6 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from selfspec import DraftConfig, SelfSpecModel
 from selfspec.decoder import CACHE
+from selfspec.decoder.devices import fitting_device
 from selfspec.drafters import make_drafter
 from selfspec.drafters.engine import State
 from selfspec.heads import HEAD_KINDS, save_heads
@@ -233,3 +234,9 @@ def test_the_default_device_is_not_asked(draft, rows):
     assert [row[-12:] for row in text.tolist()] == written
     assert [output.generated_tokens for output in outputs.values()] == written
     assert sorted(notes.tokens) == sorted(text.flatten().tolist())
+
+
+def test_torch_built_for_a_gpu_that_is_not_there_fits_on_the_cpu(monkeypatch):
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    assert fitting_device() == torch.device("cpu")

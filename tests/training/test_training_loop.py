@@ -99,7 +99,7 @@ def test_precisions_follow_one_another_in_one_process(tmp_path, precision):
 
 
 def test_bfloat16_is_the_default_where_the_device_computes_in_it(monkeypatch):
-    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: None)
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     for computes, precision in ((True, "bf16"), (False, "no")):
         monkeypatch.setattr(prepacked, "onednn_computes", lambda dtype, it=computes: it)
         assert LoopConfig().precision == precision
@@ -117,7 +117,7 @@ def test_only_what_is_trained_is_saved(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`")
 def test_a_compiled_task_learns_the_same(tmp_path):
     for name in (False, True):
         task = language_task(attention_dropout=0.0)

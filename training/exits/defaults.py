@@ -18,6 +18,7 @@ from selfspec.apps.bench.forecast import COVERAGE, Advice, Candidate, device_spe
 from selfspec.config import parse, read_config
 from selfspec.decoder import Decoder
 from selfspec.decoder.checkpoints import auto_class, load_config, load_tokenizer
+from selfspec.decoder.devices import fitting_device
 from selfspec.heads.hub import DEMO
 
 from ..data import tokenize
@@ -222,8 +223,7 @@ def _choose(
     """The head that is expected to be the fastest after the run."""
     sizes = [size for size in COVERAGE if size < decoder.vocab_size]
     coverage = {size: counted.coverage(size) for size in sizes} | {0: 1.0}
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    speed = device_speed(decoder, device, stored_dtype(config) or torch.float32)
+    speed = device_speed(decoder, fitting_device(), stored_dtype(config) or torch.float32)
     advice = Advice.of(decoder, speed, coverage, counted.tokens)
     if show is not None:
         show(advice)

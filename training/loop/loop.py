@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import Self
 
 from selfspec.config import StrictConfig
+from selfspec.decoder.devices import fitting_device
 from selfspec.decoder.kernels.prepacked import has_kernels
 
 from ..data import Batch, Mixture
@@ -66,8 +67,7 @@ class Task(nn.Module):
 
 def _fast_precision() -> Literal["no", "bf16"]:
     """A CPU without kernels for bfloat16 takes several times as long with it."""
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    return "bf16" if has_kernels(device, torch.bfloat16) else "no"
+    return "bf16" if has_kernels(fitting_device(), torch.bfloat16) else "no"
 
 
 # YAML reads a bare `no` as false.

@@ -199,12 +199,10 @@ def expected_of_fitting(decoder: Decoder) -> JsonObject:
 
     Its draft cost is in plain steps, its speedups over plain decoding by the tokens it has seen.
     """
-    import torch
-
     from selfspec.apps.bench.forecast import COVERAGE, Advice, device_speed
+    from selfspec.decoder.devices import fitting_device
 
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    speed = device_speed(decoder, device, decoder.dtype)
+    speed = device_speed(decoder, fitting_device(), decoder.dtype)
     coverage = {size: share for size, share in COVERAGE.items() if size < decoder.vocab_size}
     best = Advice.of(decoder, speed, coverage | {0: 1.0}, _TOKENS[1]).best
     speedups = {tokens: best.after(tokens).speedup for tokens in _TOKENS}

@@ -95,5 +95,5 @@ def scripted(function: Forward) -> Forward:
     if not has_scripts():
         return function
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
         return torch.jit.script(function)
