@@ -101,6 +101,7 @@ def test_the_chat_model_answers_questions_with_its_head(folder, tmp_path, monkey
 
 def test_the_demo_says_why_the_chat_model_is_left_out(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert demo._chat_model() is None
     assert "without SmolLM2-135M-Instruct (HF_HUB_OFFLINE is set)" in capsys.readouterr().err
 

@@ -422,7 +422,9 @@ def test_an_attention_that_is_chosen_after_wrapping_is_refused_if_it_takes_no_ma
     equal_to_generate(spec, IDS[1:2], max_new_tokens=NEW)
 
 
-OLD = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*quantize_per_tensor")
+OLD = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore:`torch.jit.trace", "ignore:.*quantize_per_tensor"
+)
 
 
 @OLD
