@@ -360,7 +360,23 @@ class SelfSpecModel:
         """The transformers model inside, PEFT wrapping removed."""
         return self.decoder.causal_lm
 
-    # What the pipelines of transformers ask a model for
+    # What pipelines, and those who are given one, ask a model for
+
+    @property
+    def name_or_path(self) -> str:
+        """Where the model was loaded from; empty if it was not."""
+        return self.causal_lm.name_or_path or ""
+
+    @property
+    def input_modalities(self) -> str | Sequence[str]:
+        """What the model reads."""
+        return self.causal_lm.input_modalities
+
+    @property
+    def output_modalities(self) -> Sequence[str]:
+        """What the model writes."""
+        own: Any = self.causal_lm
+        return own.output_modalities
 
     @property
     def config(self) -> PreTrainedConfig:

@@ -516,11 +516,14 @@ def test_in_a_pipeline_it_stands_for_its_model(batch_size):
     spec = SelfSpecModel.from_pretrained(DEMO_MODEL, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
     options = {"max_new_tokens": 12, "do_sample": False, "batch_size": batch_size}
-    spoken, own = (
-        pipeline("text-generation", model=model, tokenizer=tokenizer, device=spec.device)(
-            ["It was a dark", "She said to him that"], **options
-        )
+    ours, theirs = (
+        pipeline("text-generation", model=model, tokenizer=tokenizer, device=spec.device)
         for model in (spec, spec.model)
     )
+    spoken, own = (
+        pipe(["It was a dark", "She said to him that"], **options) for pipe in (ours, theirs)
+    )
     assert spoken == own and spec.last_stats.drafted > 0
+    assert repr(ours) == repr(theirs).replace(type(spec.model).__name__, type(spec).__name__)
     assert spec.config is spec.model.config and spec.dtype == torch.float32
+    assert spec.name_or_path == str(DEMO_MODEL)  # as LangChain asks
