@@ -213,8 +213,8 @@ class SelfSpecModel:
             model = load_causal_lm(path, **kwargs)
         except TypeError as error:
             raise _with_our_options(error, kwargs) from None
-        beside = folder_of(path)
-        if heads is None and (Path(beside) / HEADS_CONFIG).is_file():
+        beside = Path(folder_of(path), str(kwargs.get("subfolder") or ""))
+        if heads is None and (beside / HEADS_CONFIG).is_file():
             heads = beside
         spec = cls(model, heads, draft_model, profile, kernels, kv_cache_dtype, store)
         if heads is None:
