@@ -465,6 +465,13 @@ class SelfSpecModel:
             ValueError: an unsupported option, a draft that this model cannot make, or an invalid
                 prompt; raised before anything runs.
         """
+        if getattr(custom_generate, "func", None) in (speculate, open_session):
+            # Somebody has put this method in the place of the model's own: the call comes back.
+            prepared = inputs, generation_config, logits_processor, stopping_criteria
+            prepared += prefix_allowed_tokens_fn, synced_gpus, assistant_model, streamer
+            prepared += negative_prompt_ids, negative_prompt_attention_mask, custom_generate
+            kind: Any = type(self.causal_lm)
+            return kind.generate(self.causal_lm, *prepared, **kwargs)
         if generator is not None and not isinstance(generator, torch.Generator):
             raise TypeError(
                 f"generator must be a torch.Generator, got {generator!r:.60}; for a seed pass "

@@ -511,6 +511,25 @@ def test_what_a_prefill_takes_is_in_no_other_part():
     assert not any(stats.seconds[part] for part in PARTS)
 
 
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda spec: spec.generate,
+        lambda spec: partial(spec.generate, draft=DRAFT),
+        lambda spec: lambda *given, **options: spec.generate(*given, **options),
+    ],
+    ids=["method", "partial", "function"],
+)
+def test_it_may_take_the_place_of_the_models_own_generate(place):
+    """For those who are given the model and call its `generate`."""
+    model, (ids, mask) = tiny_llama(), prompt(4, 7)
+    own, spec = greedy(model, ids, mask, max_new_tokens=8), SelfSpecModel(model)
+    model.generate = place(spec)
+    assert torch.equal(greedy(model, ids, mask, max_new_tokens=8), own)
+    (output,) = spec.generate_batch([ids[1].tolist()], max_new_tokens=8).values()
+    assert output.generated_tokens == own[1, -8:].tolist()
+
+
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_in_a_pipeline_it_stands_for_its_model(batch_size):
     spec = SelfSpecModel.from_pretrained(DEMO_MODEL, dtype=torch.float32)
