@@ -494,6 +494,8 @@ def test_what_is_no_causal_lm_is_refused():
         (torch.nn.DataParallel, "module"),
         (torch.nn.Sequential, "0"),
         (partial(torch.compile, backend="eager"), "_orig_mod"),
+        (SelfSpecModel, "model"),
+        (lambda model: SimpleNamespace(task="text-generation", model=model), "model"),  # a pipeline
     ],
 )
 def test_what_wraps_a_model_is_refused_with_the_place_of_the_model(wrapper, path):

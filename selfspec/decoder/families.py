@@ -62,10 +62,11 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
 
 
 def _what_to_pass(given: object) -> str:
-    """What to pass instead of a path, or of a module around a model."""
+    """What to pass instead of a path, or of what holds a model."""
     if isinstance(given, (str, Path)):
         return "; SelfSpecModel.from_pretrained loads one"
-    parts = given.named_modules() if isinstance(given, nn.Module) else ()
+    is_module = isinstance(given, nn.Module)
+    parts = given.named_modules() if is_module else getattr(given, "__dict__", {}).items()
     path = next((path for path, part in parts if isinstance(part, PreTrainedModel)), None)
     return "" if path is None else f"; pass the one inside it, its attribute {path}"
 
