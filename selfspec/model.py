@@ -213,8 +213,8 @@ class SelfSpecModel:
             model = load_causal_lm(path, **kwargs)
         except TypeError as error:
             raise _with_our_options(error, kwargs) from None
-        beside = folder_of(path)
-        if heads is None and (Path(beside) / HEADS_CONFIG).is_file():
+        beside = Path(folder_of(path), str(kwargs.get("subfolder") or ""))
+        if heads is None and (beside / HEADS_CONFIG).is_file():
             heads = beside
         spec = cls(model, heads, draft_model, profile, kernels, kv_cache_dtype, store)
         if heads is None:
@@ -360,7 +360,23 @@ class SelfSpecModel:
         """The transformers model inside, PEFT wrapping removed."""
         return self.decoder.causal_lm
 
-    # What the pipelines of transformers ask a model for
+    # What pipelines, and those who are given one, ask a model for
+
+    @property
+    def name_or_path(self) -> str:
+        """Where the model was loaded from; empty if it was not."""
+        return self.causal_lm.name_or_path or ""
+
+    @property
+    def input_modalities(self) -> str | Sequence[str]:
+        """What the model reads."""
+        return self.causal_lm.input_modalities
+
+    @property
+    def output_modalities(self) -> Sequence[str]:
+        """What the model writes."""
+        own: Any = self.causal_lm
+        return own.output_modalities
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -449,6 +465,13 @@ class SelfSpecModel:
             ValueError: an unsupported option, a draft that this model cannot make, or an invalid
                 prompt; raised before anything runs.
         """
+        if getattr(custom_generate, "func", None) in (speculate, open_session):
+            # Somebody has put this method in the place of the model's own: the call comes back.
+            prepared = inputs, generation_config, logits_processor, stopping_criteria
+            prepared += prefix_allowed_tokens_fn, synced_gpus, assistant_model, streamer
+            prepared += negative_prompt_ids, negative_prompt_attention_mask, custom_generate
+            kind: Any = type(self.causal_lm)
+            return kind.generate(self.causal_lm, *prepared, **kwargs)
         if generator is not None and not isinstance(generator, torch.Generator):
             raise TypeError(
                 f"generator must be a torch.Generator, got {generator!r:.60}; for a seed pass "

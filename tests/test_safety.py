@@ -1,7 +1,9 @@
 """Nothing is left on the model, whatever passes; and what cannot be run is refused at once."""
 
+import sys
 import threading
 import warnings
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 
@@ -48,6 +50,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from selfspec import DraftConfig, SelfSpecModel
+from selfspec.decoder.gates import Shadows
 
 DRAFT = DraftConfig(exit_layer=EXIT, num_draft_tokens=4)
 IDS, MASK = prompt(4, 7)
@@ -156,6 +159,33 @@ def test_ctrl_c_inside_the_model_leaves_it_as_it_was(model, place, call):
     unchanged(model, before, attributes)
     again = spec.generate(IDS, attention_mask=MASK, max_new_tokens=8, draft=DRAFT)
     assert torch.equal(again, before[0])
+
+
+@contextmanager
+def interrupted(function, line):
+    """Ctrl-C before the n-th line that runs inside a function."""
+    nth = Nth(line, KeyboardInterrupt())
+
+    def trace(frame, event, _):
+        if event == "line":
+            nth.tick()
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(lambda frame, *_: trace if frame.f_code is function.__code__ else None)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.parametrize("line", range(1, 16))
+def test_ctrl_c_while_the_model_is_put_back_leaves_it_as_it_was(model, line):
+    before, attributes = snapshot(model), state(model)
+    spec = SelfSpecModel(model)
+    with pytest.raises(KeyboardInterrupt), interrupted(Shadows.undo, line):
+        spec.generate(IDS, attention_mask=MASK, max_new_tokens=2, draft=DRAFT)
+    unchanged(model, before, attributes)
 
 
 def test_a_call_that_ends_well_leaves_the_model_as_it_was(model):
@@ -464,6 +494,8 @@ def test_what_is_no_causal_lm_is_refused():
         (torch.nn.DataParallel, "module"),
         (torch.nn.Sequential, "0"),
         (partial(torch.compile, backend="eager"), "_orig_mod"),
+        (SelfSpecModel, "model"),
+        (lambda model: SimpleNamespace(task="text-generation", model=model), "model"),  # a pipeline
     ],
 )
 def test_what_wraps_a_model_is_refused_with_the_place_of_the_model(wrapper, path):

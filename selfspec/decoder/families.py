@@ -14,7 +14,13 @@ from peft import PeftConfig, PeftMixedModel
 from peft.tuners.tuners_utils import BaseTuner
 from torch import Tensor, nn
 from torch.jit import ScriptModule
-from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    Cache,
+    DynamicCache,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from selfspec.config import Kernels, KVCacheDtype
@@ -23,6 +29,11 @@ from selfspec.decoder.mixers import is_mixer, unknown_mixers
 from selfspec.decoder.passes import cache_name
 from selfspec.decoder.quantized import is_quantized
 
+# Methods of a model that transformers' loop over tokens consists of.
+LOOP = (
+    *("prepare_inputs_for_generation", "_update_model_kwargs_for_generation"),
+    *("_prefill", "_sample"),
+)
 PLAIN_ATTENTIONS = ("sdpa", "eager")  # transformers' own that take a mask per row
 
 
@@ -51,10 +62,11 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
 
 
 def _what_to_pass(given: object) -> str:
-    """What to pass instead of a path, or of a module around a model."""
+    """What to pass instead of a path, or of what holds a model."""
     if isinstance(given, (str, Path)):
         return "; SelfSpecModel.from_pretrained loads one"
-    parts = given.named_modules() if isinstance(given, nn.Module) else ()
+    is_module = isinstance(given, nn.Module)
+    parts = given.named_modules() if is_module else getattr(given, "__dict__", {}).items()
     path = next((path for path, part in parts if isinstance(part, PreTrainedModel)), None)
     return "" if path is None else f"; pass the one inside it, its attribute {path}"
 
@@ -94,6 +106,14 @@ def refuse_options(kernels: str, kv_cache_dtype: str) -> None:
         )
 
 
+def _own_loop(kind: Any) -> str | None:
+    """The method in which a class has a loop over tokens of its own, if there is one."""
+    if kind.generate.__module__.startswith("transformers.models."):
+        return "generate"
+    loops = ("_prefill", "_sample")
+    return next((n for n in loops if getattr(kind, n) is not getattr(GenerationMixin, n)), None)
+
+
 _DYNAMIC = re.compile(r"torch\.ao\.nn\.(intrinsic\.)?quantized\.dynamic")
 
 
@@ -104,10 +124,9 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         raise ValueError(f"{name} is an encoder-decoder; selfspec runs decoder-only causal LMs")
     if model.get_output_embeddings() is None or not model.can_generate():
         raise ValueError(f"{name} has no LM head; load the model with AutoModelForCausalLM")
-    kind: Any = type(model)
-    if kind.generate.__module__.startswith("transformers.models."):
+    if own := _own_loop(type(model)):
         raise ValueError(
-            f"{name} has a generate of its own, which is not transformers' loop over tokens; "
+            f"{name} has a {own} of its own, which is not transformers' loop over tokens; "
             "wrap the language model inside, if that is a causal LM"
         )
     parts = [part for root in text_parts(model) for part in root.modules()]

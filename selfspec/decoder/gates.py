@@ -74,15 +74,19 @@ class Shadows:
     def undo(self, count: int) -> None:
         """Put back the last `count` attributes."""
         for _ in range(count):
-            attributes, name, held = self._held.pop()
+            attributes, name, held = self._held[-1]
             if held is _NOTHING:
                 attributes.pop(name, None)  # a module that was put there since has taken it away
             else:
                 attributes[name] = held
+            self._held.pop()  # only now: Ctrl-C may come at any line
 
     def undo_all(self) -> None:
         """Put back all."""
-        self.undo(len(self._held))
+        try:
+            self.undo(len(self._held))
+        finally:
+            self.undo(len(self._held))  # what Ctrl-C left
 
 
 class Gate:

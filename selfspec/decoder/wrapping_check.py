@@ -24,9 +24,9 @@ from selfspec.config import JsonObject
 from selfspec.decoder.cache import SlotCache
 from selfspec.decoder.decoder import Decoder
 from selfspec.decoder.devices import at_hand
-from selfspec.decoder.families import attention_of
+from selfspec.decoder.families import LOOP, attention_of
 from selfspec.decoder.foreign_code import with_wrapped
-from selfspec.decoder.passes import CACHE, Span
+from selfspec.decoder.passes import Span
 
 _PROMPTS = (7, 4)  # tokens of each row's prompt
 
@@ -55,7 +55,7 @@ _PERIOD = re.compile(r"period|interval|offset|pattern|step")  # of layers of ano
 _Problem = str | None  # the reason why a model is refused
 
 _Codes = tuple[object, ...]  # of a function and those that it wraps
-# Class, config, and the code of the attention and of all modules.
+# Class, config, and the code of the attention, of all modules and of the loop over tokens.
 _Key = tuple[type, str, _Codes, frozenset[_Codes]]
 
 _known: dict[_Key, _Problem] = {}  # what was found so far
@@ -101,11 +101,12 @@ def check_itself(model: PreTrainedModel) -> bool:
 
 
 def _key(model: PreTrainedModel) -> _Key:
-    """What a result holds for; somebody may patch the forwards of classes."""
+    """What a result holds for; somebody may patch the methods of classes."""
     kinds = {type(module) for module in model.modules()}
-    forwards = (_codes(getattr(kind, "forward", None)) for kind in kinds)
+    methods = {getattr(kind, "forward", None) for kind in kinds}
+    methods |= {getattr(type(model), name) for name in LOOP}
     attention = _codes(ALL_ATTENTION_FUNCTIONS.get(attention_of(model)))
-    return type(model), repr(model.config), attention, frozenset(forwards)
+    return type(model), repr(model.config), attention, frozenset(map(_codes, methods))
 
 
 def _codes(function: object) -> _Codes:
@@ -192,20 +193,18 @@ def _error(logits: Tensor, own: Tensor) -> float:
 
 def _plainly(model: PreTrainedModel, text: Tensor, prompt: int) -> Tensor:
     """`[n, vocab]` logits after a prompt and each later token, as in the model's own `generate`."""
-    cache, parts = None, []
+    prepare: Any = model.prepare_inputs_for_generation
+    update: Any = model._update_model_kwargs_for_generation
+    kept: dict[str, Any] = {
+        "attention_mask": torch.ones_like(text[None, :prompt]),
+        "position_ids": torch.arange(prompt, device=text.device)[None],
+        "use_cache": True,
+    }
+    parts = []
     for start, end in pairwise([0, *range(prompt, len(text) + 1)]):
-        prepare: Any = model.prepare_inputs_for_generation
-        inputs = prepare(
-            text[None, :end],
-            next_sequence_length=end - start,
-            attention_mask=torch.ones_like(text[None, :end]),
-            position_ids=torch.arange(end, device=text.device)[None],
-            use_cache=True,
-            is_first_iteration=cache is None,
-            **{CACHE: cache},
-        )
-        output = model(**inputs, return_dict=True)
-        cache = output[CACHE]
+        counts = {"next_sequence_length": end - start, "is_first_iteration": start == 0}
+        output = model(**prepare(text[None, :end], **counts, **kept), return_dict=True)
+        kept = update(output, kept, is_encoder_decoder=False)
         parts.append(output.logits[0, -1:])
     return torch.cat(parts)
 

@@ -7,8 +7,8 @@ to the rows of the pass in progress, so that rows may leave and join.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, MutableMapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -74,12 +74,18 @@ class RowAdapters:
                     f"{name} has {len(values)} entries for {rows} rows; give one per row"
                 )
 
-    def hooked(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
         """While active, PEFT's layers get what belongs to the rows of each pass."""
         names = self.names
         named = None if names is None else OfRows(self._rows, lambda row, index: names[row])
         offsets = OfRows(self._rows, self._offset) if self._activated else None
-        return self.model._enable_peft_forward_hooks(adapter_names=named, alora_offsets=offsets)
+        hooks = self.model._enable_peft_forward_hooks(adapter_names=named, alora_offsets=offsets)
+        hooks.__enter__()
+        try:
+            yield
+        finally:
+            hooks.__exit__(None, None, None)  # after an exception PEFT would leave its hooks
 
     def run_next(self, state: State) -> None:
         """The next passes run the rows of this call."""

@@ -16,7 +16,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from selfspec.config import Options
 from selfspec.decoder import CACHE
-from selfspec.decoder.families import is_multimodal
+from selfspec.decoder.families import LOOP, is_multimodal
 
 # Model types whose prompts may have images.
 IMAGE_FAMILIES = {
@@ -277,24 +277,25 @@ def number_of(name: str, values: Any, request: int) -> Any:
     return values[request]
 
 
-_PREPARE = "prepare_inputs_for_generation"
-
-
 def refuse_unsupported_inputs(model: nn.Module, inputs: Options) -> None:
     """Raise ValueError for inputs that selfspec does not know, and for sharded weights."""
     if _processes() > 1 and (is_deepspeed_zero3_enabled() or _is_fully_sharded(model)):
         raise ValueError(f"{type(model).__name__} is in shards: {_APART}")
-    own = vars(model).get(_PREPARE)  # PEFT puts the class's own there
-    if own is not None and getattr(own, "__func__", None) is not getattr(type(model), _PREPARE):
+    for name in (name for name in LOOP if _is_replaced(model, name)):
         raise ValueError(
-            f"{_PREPARE} of this {type(model).__name__} was replaced, and "
-            "selfspec prepares inputs itself; delete it from the model, or "
-            f"{_INSTEAD}"
+            f"{name} of this {type(model).__name__} was replaced, and selfspec has a loop of its "
+            f"own; delete it from the model, or {_INSTEAD}"
         )
     given = [key for key, value in inputs.items() if not _is_empty(value)]
     unknown = [key for key in given if key not in _KNOWN_INPUTS]
     if unknown:
         raise ValueError(f"inputs not covered by speculation: {', '.join(unknown)}; {_INSTEAD}")
+
+
+def _is_replaced(model: nn.Module, name: str) -> bool:
+    """Whether a method was replaced on the object; PEFT puts the class's own there."""
+    own = vars(model).get(name)
+    return own is not None and getattr(own, "__func__", None) is not getattr(type(model), name)
 
 
 def _processes() -> int:

@@ -32,6 +32,7 @@ from transformers.utils import ModelOutput
 
 from selfspec import SelfSpecModel
 from selfspec.decoder import Decoder
+from selfspec.decoder.families import LOOP
 from selfspec.decoder.kernels import lean
 from selfspec.decoder.passes import cache_name
 from selfspec.heads import Calibrator
@@ -255,15 +256,16 @@ def test_a_hook_that_compresses_the_kv_cache_is_refused(dtype):
     assert len(spec.generate(IDS, attention_mask=MASK, max_new_tokens=NEW, do_sample=False))
 
 
-def test_inputs_that_the_model_object_prepares_itself_are_refused():
+@pytest.mark.parametrize("name", LOOP)
+def test_a_loop_over_tokens_that_was_changed_on_the_object_is_refused(name):
     model = tiny_llama("sometimes")
-    own, spec = model.prepare_inputs_for_generation, SelfSpecModel(model)
-    model.prepare_inputs_for_generation = own  # as PEFT leaves it
+    own, spec = getattr(model, name), SelfSpecModel(model)
+    setattr(model, name, own)  # as PEFT leaves it
     equal_to_generate(spec, IDS, MASK, max_new_tokens=NEW)
-    model.prepare_inputs_for_generation = lambda *args, **kwargs: own(*args, **kwargs)
-    with pytest.raises(ValueError, match=r"prepare_inputs_for_generation of this Llama.* replaced"):
+    setattr(model, name, lambda *args, **kwargs: own(*args, **kwargs))
+    with pytest.raises(ValueError, match=f"{name} of this Llama.* replaced"):
         spec.generate(IDS, attention_mask=MASK, max_new_tokens=NEW)
-    del model.prepare_inputs_for_generation
+    delattr(model, name)
     equal_to_generate(spec, IDS, MASK, max_new_tokens=NEW)
 
 

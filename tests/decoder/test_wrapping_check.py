@@ -150,6 +150,38 @@ def test_a_family_that_does_more_outside_its_layers_is_refused(body: type) -> No
             SelfSpecModel(Strange(tiny_llama().config).to(dtype))
 
 
+class PreparesInputs(LlamaForCausalLM):
+    """Reads other tokens than those that it is given."""
+
+    def prepare_inputs_for_generation(self, input_ids, *args, attention_mask=None, **kwargs):
+        return super().prepare_inputs_for_generation(
+            input_ids // 2, *args, attention_mask=attention_mask, **kwargs
+        )
+
+
+class UpdatesInputs(LlamaForCausalLM):
+    """Takes back the position of the last token."""
+
+    def _update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, **kwargs):
+        kept = super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
+        return {**kept, "position_ids": kept["position_ids"] - 1}
+
+
+@pytest.mark.parametrize("kind", [PreparesInputs, UpdatesInputs])
+def test_a_class_that_prepares_other_inputs_is_refused(kind: type) -> None:
+    with pytest.raises(ValueError, match=f"{kind.__name__} gives other logits"):
+        SelfSpecModel(kind(tiny_llama().config))
+
+
+@pytest.mark.parametrize("name", ["_sample", "_prefill"])
+def test_a_class_with_a_loop_over_tokens_of_its_own_is_refused(name: str) -> None:
+    own = getattr(LlamaForCausalLM, name)
+    methods = {name: lambda *args, **kwargs: own(*args, **kwargs)}
+    kind = type("Looping", (LlamaForCausalLM,), methods)
+    with pytest.raises(ValueError, match=f"Looping has a {name} of its own"):
+        SelfSpecModel(kind(tiny_llama().config))
+
+
 def test_the_check_is_made_once_for_a_class_and_config(monkeypatch) -> None:
     asked, make = [], wrapping_check.small_model
     monkeypatch.setattr(wrapping_check, "_known", {})

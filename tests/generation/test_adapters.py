@@ -164,6 +164,20 @@ def test_disabled_adapters_act_in_no_row():
     assert torch.equal(out, base_text(model))
 
 
+@pytest.mark.parametrize("names", [NAMES, None], ids=["named", "activated"])
+def test_an_exception_leaves_no_hooks_of_the_rows_adapters(names):
+    def failing(tokens, scores):
+        raise RuntimeError("boom")
+
+    one, two = (LoraConfig(**LORA), LoraConfig(**LORA)) if names else (ALORA, ALORA)
+    model = lora(one=one, two=two)
+    own, spec = model.generate(input_ids=IDS, **OPTIONS), SelfSpecModel(model)
+    with pytest.raises(RuntimeError, match="boom"):
+        spec.generate(IDS, adapter_names=names, logits_processor=[failing], **OPTIONS)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert torch.equal(spec.generate(IDS, **OPTIONS), own)
+
+
 # Activated LoRA
 
 ALORA = LoraConfig(**LORA, alora_invocation_tokens=INVOKED)

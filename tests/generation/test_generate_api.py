@@ -511,16 +511,38 @@ def test_what_a_prefill_takes_is_in_no_other_part():
     assert not any(stats.seconds[part] for part in PARTS)
 
 
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda spec: spec.generate,
+        lambda spec: partial(spec.generate, draft=DRAFT),
+        lambda spec: lambda *given, **options: spec.generate(*given, **options),
+    ],
+    ids=["method", "partial", "function"],
+)
+def test_it_may_take_the_place_of_the_models_own_generate(place):
+    """For those who are given the model and call its `generate`."""
+    model, (ids, mask) = tiny_llama(), prompt(4, 7)
+    own, spec = greedy(model, ids, mask, max_new_tokens=8), SelfSpecModel(model)
+    model.generate = place(spec)
+    assert torch.equal(greedy(model, ids, mask, max_new_tokens=8), own)
+    (output,) = spec.generate_batch([ids[1].tolist()], max_new_tokens=8).values()
+    assert output.generated_tokens == own[1, -8:].tolist()
+
+
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_in_a_pipeline_it_stands_for_its_model(batch_size):
     spec = SelfSpecModel.from_pretrained(DEMO_MODEL, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
     options = {"max_new_tokens": 12, "do_sample": False, "batch_size": batch_size}
-    spoken, own = (
-        pipeline("text-generation", model=model, tokenizer=tokenizer, device=spec.device)(
-            ["It was a dark", "She said to him that"], **options
-        )
+    ours, theirs = (
+        pipeline("text-generation", model=model, tokenizer=tokenizer, device=spec.device)
         for model in (spec, spec.model)
     )
+    spoken, own = (
+        pipe(["It was a dark", "She said to him that"], **options) for pipe in (ours, theirs)
+    )
     assert spoken == own and spec.last_stats.drafted > 0
+    assert repr(ours) == repr(theirs).replace(type(spec.model).__name__, type(spec).__name__)
     assert spec.config is spec.model.config and spec.dtype == torch.float32
+    assert spec.name_or_path == str(DEMO_MODEL)  # as LangChain asks

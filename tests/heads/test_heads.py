@@ -153,6 +153,14 @@ def test_heads_beside_a_target_are_not_taken_for_its_weights(target, tmp_path):
         assert index["weight_map"] == dict.fromkeys(weights, "model.safetensors")
 
 
+def test_heads_beside_a_target_in_a_subfolder_are_loaded_with_it(target, tmp_path):
+    spec = SelfSpecModel(target)
+    spec.engine.heads.append(lens(spec.decoder))
+    spec.save_pretrained(tmp_path / "target")
+    loaded = SelfSpecModel.from_pretrained(tmp_path, subfolder="target")
+    assert [head.kind for head in loaded.heads] == ["lens"]
+
+
 def test_head_weights_are_never_a_copy_of_the_lm_head(target, tmp_path):
     decoder = Decoder(target)
     save_heads([lens(decoder, rank=2)], decoder, tmp_path)
