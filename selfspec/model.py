@@ -32,6 +32,7 @@ from selfspec.drafters.text_store import TextStore, token_ids
 from selfspec.generation.adapters import take_adapters
 from selfspec.generation.batch import Batch, RequestOutput
 from selfspec.generation.loop import Call, Session, SpecOutput, open_session, speculate
+from selfspec.generation.option_types import check_each, check_types
 from selfspec.generation.prompts import healed, inferred_mask, left_padded, with_cache_renamed
 from selfspec.generation.stopping import with_stop_strings, without_tokenizer
 from selfspec.generation.unsupported import (
@@ -478,6 +479,15 @@ class SelfSpecModel:
                 "torch.Generator(device).manual_seed(seed)"
             )
         kwargs = with_cache_renamed(kwargs)
+        arguments = {
+            "logits_processor": logits_processor,
+            "stopping_criteria": stopping_criteria,
+            "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn,
+            "streamer": streamer,
+            "negative_prompt_ids": negative_prompt_ids,
+            "negative_prompt_attention_mask": negative_prompt_attention_mask,
+        }
+        check_types(generation_config, self.generation_config, {**kwargs, **arguments})
         config = self._merged(generation_config, kwargs)
         others = {"synced_gpus": synced_gpus, "custom_generate": custom_generate}
         refuse_other_loops(config, {**kwargs, **others})
@@ -629,6 +639,10 @@ class SelfSpecModel:
         **kwargs: Any,
     ) -> Batch | None:
         """The requests of `generate_batch_iter`, which has the arguments; `None` without any."""
+        max_new_tokens, seed = map(_listed, (max_new_tokens, seed))
+        check_each(max_new_tokens=max_new_tokens, seed=seed)
+        arguments = {**kwargs, "stopping_criteria": stopping_criteria}
+        check_types(generation_config, self.generation_config, arguments)
         config = self._merged(generation_config, kwargs)
         refuse_other_loops(config, kwargs)
         refuse_in_batches(config, kwargs, batch_size)
@@ -641,7 +655,8 @@ class SelfSpecModel:
             adapters = take_adapters(self.model, kwargs)
         drafter = partial(make_drafter, engine, drafting)
         any_drafter = drafter()  # requests are not run by themselves
-        max_new_tokens, seed = map(_listed, (max_new_tokens, seed))
+        if not isinstance(inputs, Iterable):
+            raise _no_ids(inputs)
         prompts: Iterable[Sequence[int]] = map(_token_ids, inputs)
         if isinstance(inputs, Sequence):
             check_counts(len(inputs), max_new_tokens=max_new_tokens, seed=seed)
@@ -726,10 +741,14 @@ def _token_ids(prompt: Sequence[int]) -> Sequence[int]:
     try:
         return list(map(index, prompt))
     except TypeError:
-        raise TypeError(
-            f"generate_batch takes lists of token ids, got {prompt!r:.60} in the place of one; "
-            'for texts pass tokenizer(prompts)["input_ids"]'
-        ) from None
+        raise _no_ids(prompt, " in the place of one") from None
+
+
+def _no_ids(given: object, place: str = "") -> TypeError:
+    return TypeError(
+        f"generate_batch takes lists of token ids, got {given!r:.60}{place}; "
+        'for texts pass tokenizer(prompts)["input_ids"]'
+    )
 
 
 def _listed(values: Any) -> Any:

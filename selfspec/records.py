@@ -186,6 +186,7 @@ def _refusal(path: Path, looks: str) -> ValueError:
 
 
 _OBJECT = re.compile(r'\s*\{\s*"')
+_STRING = re.compile(r'\s*"(?:[^"\\]|\\.)+"\s*$')
 _PYTHON_DICT = re.compile(r"\s*\{\s*'")
 _ARRAY = re.compile(  # of objects, or of strings, or empty; other elements may come first
     r'\s*\[\s*((?:[\w.+-]+\s*,\s*)*(?:\[\s*)*\{\s*["}]|"(?:[^"\\]|\\.)*"\s*[,\]]|\]\s*$)', re.DOTALL
@@ -205,6 +206,8 @@ def _kind(path: Path, start: str, form: Form) -> Literal["text", "lines", "array
         raise _refusal(path, "one JSON object over several lines" + _AS_TEXT)
     if _most_lines_are(_PYTHON_DICT, start):
         raise _refusal(path, "dicts of Python, not JSON" + _AS_TEXT)
+    if start.lstrip().startswith('"') and _most_lines_are(_STRING, start):
+        raise _refusal(path, "JSON strings, not objects, one a line" + _AS_TEXT)
     if _is_table(path, start):
         raise _refusal(path, "a table (CSV)" + _AS_TEXT)
     return "text"

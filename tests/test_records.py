@@ -253,6 +253,7 @@ STRANGERS = {
     "an 8-bit encoding such as Latin-1": "un café déjà fermé".encode("latin-1"),
     "one JSON object over several lines": b'{\n "data": [\n  1\n ]\n}\n',
     "dicts of Python": b"{'text': 'one'}\n{'text': 'two'}\n",
+    "JSON strings, not objects": b'"the \\"sea\\""\n"on it"\n',
     r"a table \(CSV\)": b"prompt,completion\nHi.,Hello.\n",
 }
 
@@ -272,6 +273,13 @@ def test_binary_data_behind_text_is_refused(tmp_path):
     for tail, looks in ((b"\0", "binary data"), (b"\xff\x01", "not UTF-8 text")):
         with pytest.raises(ValueError, match=looks):
             read(tmp_path / "a.md", b"the sea\n" * 9000 + tail)
+
+
+def test_text_with_quoted_lines_is_text(tmp_path):
+    text = '"The sea."\n"On it?" she said.\nAnd left.\n"At 5" or "6"\n'
+    assert read(tmp_path / "a.txt", text.encode())[0].fields == {"text": text}
+    strings = '"The sea."\n"On it."\n'
+    assert read(tmp_path / "a.txt", strings.encode(), "text")[0].fields == {"text": strings}
 
 
 @pytest.mark.parametrize("separator", [",", ";", "\t"])

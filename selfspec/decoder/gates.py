@@ -167,6 +167,17 @@ def _added(own: Tensor | None, mask: Tensor) -> Tensor:
     return torch.where(mask < 0, mask, own.to(mask.dtype))
 
 
+def _final_norm(base: nn.Module, layers: nn.ModuleList) -> nn.Module | None:
+    """The first norm behind the layers, as modules stand in the body, or the last one before them.
+
+    Norms of embeddings may stand before the final one (BLOOM) and behind it (Gemma 4).
+    """
+    children = [*base.children()]
+    behind = children[children.index(layers) :]
+    norms = [m for m in (*behind, *children[::-1]) if "norm" in type(m).__name__.lower()]
+    return norms[0] if norms else None
+
+
 # A model may have several wrappers; only one at a time may put its gates in.
 _LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
@@ -233,8 +244,7 @@ class Gates:
         self._length_rotary, self.original_length = length_rotaries(base)
         self.own_masks, self._attention = causal_tables(layers), attention_of(model)
         self.mixers = Mixers(layers)
-        norms = [m for m in base.children() if "norm" in type(m).__name__.lower()]
-        self.final_norm: nn.Module | None = norms[-1] if norms else None
+        self.final_norm = _final_norm(base, layers)
         self.parents = [*parents_of(model, base)]
         self.lock = _LOCKS.setdefault(model, threading.RLock())
         self.entered = 0

@@ -45,7 +45,8 @@ class Stops:
             for token in criterion.eos_token_id.flatten()
         }
         # Transformers takes fractions, and stops at the first length that is not below.
-        lengths = [math.ceil(c.max_length) for c in criteria if type(c) is MaxLengthCriteria]
+        lengths = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
+        lengths = [math.ceil(length) for length in lengths if math.isfinite(length)]
         self.max_length: int | None = min(lengths, default=None)
         self.deadlines = [
             criterion.initial_timestamp + criterion.max_time

@@ -175,6 +175,19 @@ def test_given_keys_are_kept_and_the_rest_of_their_sections_is_chosen(made):
     assert config.optimizer.decay == 0.8 and config.output == "outputs/fit"
 
 
+def test_texts_without_tokens_count_as_nothing(made, tmp_path):
+    """An empty one in front of others, of a tokenizer that adds nothing to it."""
+    text = (made / "text.txt").read_text()
+    lines = [json.dumps({"text": each}) for each in ("", text)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(lines))
+    given = {"target": str(made / "target"), "output": str(tmp_path / "run")}
+    steps = [
+        defaults.complete({**given, "data": [{"files": [str(file)]}]}, "test").loop.steps
+        for file in (made / "text.txt", tmp_path / "texts.jsonl")
+    ]
+    assert steps[0] == steps[1]
+
+
 def test_the_demo_target_has_text_of_its_own():
     config = defaults.complete({}, "test")
     assert [*config.held_out] == ["novels"]

@@ -15,6 +15,7 @@ from families import (
     LAYERS,
     LONG_ROW,
     NEW_TOKENS,
+    build,
     model_of,
     own_text,
     prompts,
@@ -63,6 +64,28 @@ def test_greedy_text_is_the_models_own(family: str, attention: str) -> None:
 @pytest.mark.parametrize(("family", "attention"), CASES)
 def test_every_combination_gives_the_models_own_text(family: str, attention: str) -> None:
     check_equality(family, attention, list(product(EXITS, DRAFTS, SIDES, (ALL_ROWS, LONG_ROW))))
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "bloom", "gemma4_text"])
+def test_the_final_norm_is_the_last_module_before_the_lm_head(family: str) -> None:
+    """Wherever it and norms of embeddings stand in the body."""
+    model = build(family, "eager")
+    decoder, called = Decoder(model), []
+    parts = (*decoder.layers, *decoder.gates.base.children(), decoder.lm_head)
+    for module in parts:
+        module.register_forward_hook(lambda module, *_: called.append(module))
+    model(prompts("left")[0])
+    assert called[-2:] == [decoder.final_norm, decoder.lm_head]
+
+
+def test_the_default_drafts_over_inputs_of_every_layer() -> None:
+    """Gemma 4 normalizes what it adds in each layer, with a norm of another width."""
+    model = build("gemma4_text", "sdpa", agreement=0.1)
+    expected = own_text(model, *prompts("left"))
+    tokens, mask = prompts("left")
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    out = SelfSpecModel(model).generate(tokens, attention_mask=mask, **options)
+    assert torch.equal(out[:, -NEW_TOKENS:], expected)
 
 
 @pytest.mark.matrix(share=4)

@@ -508,6 +508,19 @@ def test_a_prompt_is_a_list_of_token_ids(prompts):
     for given in (prompts, iter(prompts)):
         with pytest.raises(TypeError, match=r'tokenizer\(prompts\)\["input_ids"\]'):
             spec.generate_batch(given, batch_size=1, max_new_tokens=2, do_sample=False)
+    with pytest.raises(TypeError, match="lists of token ids, got None"):
+        spec.generate_batch(None)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"max_new_tokens": [3, "4"]}, {"max_new_tokens": {3, 4}}, {"seed": 1.5}, {"seed": [1, None]}],
+    ids=str,
+)
+def test_numbers_of_requests_are_numbers(options):
+    (name,) = options
+    with pytest.raises(TypeError, match=f"{name} must be a number, or one per prompt, got "):
+        SelfSpecModel(tiny_llama()).generate_batch([[3], [4]], **options)
 
 
 def test_prompts_and_numbers_may_be_arrays():

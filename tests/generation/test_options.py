@@ -199,6 +199,76 @@ def test_a_prompt_is_a_tensor_of_integers(target, given):
         SelfSpecModel(target).generate(prompt(3)[0], generator=5)
 
 
+def passing(*_, **__):
+    """A function in the place of a list of functions."""
+
+
+# Options with values that no option of their kind can have, and what is expected.
+MISTYPED = [
+    ("generation_config", {"max_new_tokens": 3}, r"a GenerationConfig, .* GenerationConfig\("),
+    ("stopping_criteria", passing, "a list of functions"),
+    ("logits_processor", passing, "a list of functions"),
+    ("logits_processor", [5], "a list of functions"),
+    ("prefix_allowed_tokens_fn", [1, 2], "a function"),
+    ("max_new_tokens", "3", "a number"),
+    ("top_p", "0.9", "a number"),
+    ("max_time", "1", "a number"),
+    ("num_return_sequences", None, "a number, got None"),
+    ("max_length", None, "a number, got None"),
+    ("do_sample", "no", "true or false"),
+    ("eos_token_id", "a", "a token id or a list of them"),
+    ("pad_token_id", [3], "a token id"),
+    ("suppress_tokens", 5, "a list of token ids"),
+    ("exponential_decay_length_penalty", (2,), "two numbers"),
+    ("stop_strings", [5], "a string or a list of strings"),
+    ("watermarking_config", 5, "a WatermarkingConfig"),
+    ("tokenizer", "folder", "a tokenizer"),
+    ("negative_prompt_ids", [[3, 4]], "a tensor"),
+    ("past_key_values", [], "a cache"),
+    ("streamer", print, "a streamer"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "expected"), MISTYPED, ids=lambda v: str(v)[:20])
+def test_a_value_of_another_type_is_refused_by_name_wherever_it_stands(
+    target, name, value, expected
+):
+    ids, _ = prompt(3)
+    spec, message = SelfSpecModel(target), f"{name} must be {expected}"
+    with pytest.raises(TypeError, match=message):
+        spec.generate(ids, **{name: value})
+    with pytest.raises((TypeError, ValueError), match=name):
+        spec.generate_batch(ids.tolist(), **{name: value})
+    config = GenerationConfig()
+    if hasattr(config, name) and value is not None:
+        setattr(config, name, value)
+        with pytest.raises(TypeError, match=message):
+            spec.generate(ids, config)
+        spec.generation_config = config
+        with pytest.raises(TypeError, match=message):
+            spec.generate(ids)
+
+
+# Values of other types that mean what they look like.
+TYPED = [
+    {"max_new_tokens": torch.tensor(5)},
+    {"max_new_tokens": float("inf"), "max_time": 0},
+    {"max_new_tokens": 5, "max_length": None},
+    {"max_new_tokens": 5, "eos_token_id": torch.tensor([60, 61])},
+    {"max_new_tokens": 5, "eos_token_id": (60, 61), "pad_token_id": torch.tensor(3)},
+    {"max_new_tokens": 5, "suppress_tokens": range(20)},
+    {"max_new_tokens": 5, "suppress_tokens": {49, 60}, "do_sample": 0},
+]
+
+
+@pytest.mark.parametrize("options", TYPED, ids=str)
+def test_numbers_and_token_ids_may_be_of_any_type_of_their_kind(target, options):
+    ids, mask = prompt(4, 9)
+    own = target.generate(ids, attention_mask=mask, **options)
+    out = SelfSpecModel(target).generate(ids, attention_mask=mask, draft="none", **options)
+    assert torch.equal(out, own)
+
+
 # Padding, caches and healing
 
 

@@ -289,7 +289,7 @@ def test_a_tokenizer_without_a_template_is_refused(tmp_path, tokenizer):
     ("record", "refusal"),
     [
         ({"text": "a"}, r"a list `messages`, got fields \['text'\]"),
-        ({"messages": []}, "a list `messages`"),
+        ({"messages": []}, r"a list `messages` of at least one message, got \[\]"),
         ({"messages": ["hi"]}, "a chat message has a `role` and a `content`, got 'hi'"),
         ({"messages": [{"content": "hi"}]}, "a chat message has a `role`"),
     ],

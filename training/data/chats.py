@@ -141,6 +141,9 @@ def read_chat(fields: Mapping[str, Any]) -> Chat:
             "it is a whole chat, or `completion` if it answers `prompt`"
         )
     if not isinstance(turns, list) or not turns:
+        if name is not None:
+            what = f"a list `{name}` of at least one message"
+            raise BadRecord(f"a chat record has {what}, got {fields[name]!r:.60}")
         raise BadRecord(
             f"a chat record has a list `messages`, got fields {sorted(fields)}; `conversations`, "
             "`prompt` with `completion`, and `instruction` with `output` are read, too"

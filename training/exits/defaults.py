@@ -199,7 +199,8 @@ def _count(config: FitConfig, given: Mapping[str, Any]) -> _Counted:
     counts, tokens, whole = torch.zeros(2, vocab, dtype=torch.long), 0, True
     read = (tokenize(source, tokenizer, silent=True) for source in config.data)  # again by the fit
     for number, document in enumerate(chain.from_iterable(read)):
-        learned = torch.tensor(document.tokens)[torch.tensor(document.trained)]
+        trained = zip(document.tokens, document.trained, strict=True)
+        learned = torch.tensor([token for token, used in trained if used], dtype=torch.long)
         counts[int(number % 10 == 9)] += learned.bincount(minlength=vocab)
         tokens += len(document.tokens)
         if tokens * _PASSES >= most:
