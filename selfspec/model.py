@@ -462,17 +462,11 @@ class SelfSpecModel:
             `SpecOutput`, which adds `stats` and `trace`.
 
         Raises:
-            TypeError: the prompt is not a tensor of integers.
+            TypeError: the prompt is not a tensor of integers, or an option has another type than
+                transformers takes.
             ValueError: an unsupported option, a draft that this model cannot make, or an invalid
                 prompt; raised before anything runs.
         """
-        if getattr(custom_generate, "func", None) in (speculate, open_session):
-            # Somebody has put this method in the place of the model's own: the call comes back.
-            prepared = inputs, generation_config, logits_processor, stopping_criteria
-            prepared += prefix_allowed_tokens_fn, synced_gpus, assistant_model, streamer
-            prepared += negative_prompt_ids, negative_prompt_attention_mask, custom_generate
-            kind: Any = type(self.causal_lm)
-            return kind.generate(self.causal_lm, *prepared, **kwargs)
         if generator is not None and not isinstance(generator, torch.Generator):
             raise TypeError(
                 f"generator must be a torch.Generator, got {generator!r:.60}; for a seed pass "
@@ -505,8 +499,7 @@ class SelfSpecModel:
             adapters = take_adapters(self.model, kwargs)
         given = cache, mask, streamer, generator, adapters
         call = Call(engine, drafter, drafting.rule, *given, opened=self._note)
-        run: Any = self.causal_lm.generate
-        output = run(
+        output = self._run_loop(
             tokens,
             generation_config,
             logits_processor,
@@ -519,6 +512,11 @@ class SelfSpecModel:
             **kwargs,
         )
         return restore(output)
+
+    def _run_loop(self, *args: Any, **options: Any) -> Any:
+        """The `generate` of the model's class; on the object it may be this wrapper's."""
+        kind: Any = type(self.causal_lm)
+        return kind.generate(self.causal_lm, *args, **options)
 
     def _note(self, session: Session) -> None:
         self.last_stats, self.last_trace = session.stats, session.trace
@@ -690,8 +688,7 @@ class SelfSpecModel:
     def _open(self, prompt: Sequence[int], call: Call, options: Options) -> Session:
         """The session of one request; transformers prepares it as it prepares `generate`."""
         tokens = torch.tensor([list(prompt)], dtype=torch.long, device=call.engine.decoder.device)
-        run: Any = self.causal_lm.generate
-        return run(
+        return self._run_loop(
             left_padded(tokens, {})[0],
             attention_mask=torch.ones_like(tokens),
             custom_generate=partial(open_session, call=call),
